@@ -75,6 +75,17 @@ _HOMES = {
     "ReplaySettings": "envserver.running.run_settings",
     "VerifySettings": "envserver.running.run_settings",
     "ProcessResult": "envserver.running.python_api",
+    "CurriculumConfig": "envserver.curriculum_config",
+    "MixSettings": "envserver.config",
+    "OpenAIConfig": "envserver.config",
+    "RolloutsConfig": "envserver.config",
+    "SamplingConfig": "envserver.config",
+    "SandboxConfig": "envserver.config",
+    "ServerConfig": "envserver.config",
+    "Settings": "envserver.config",
+    "SimConfig": "envserver.config",
+    "TokensConfig": "envserver.config",
+    "WorkersConfig": "envserver.config",
     "ScoreResult": "envserver.running.python_api",
 }
 
@@ -118,7 +129,20 @@ if TYPE_CHECKING:
 
     from . import aio
     from .cli import main
-    from .config import EnvironmentConfig
+    from .config import (
+        EnvironmentConfig,
+        MixSettings,
+        OpenAIConfig,
+        RolloutsConfig,
+        SamplingConfig,
+        SandboxConfig,
+        ServerConfig,
+        Settings,
+        SimConfig,
+        TokensConfig,
+        WorkersConfig,
+    )
+    from .curriculum_config import CurriculumConfig
     from .environment import (
         AgentRole,
         Caller,
@@ -203,6 +227,17 @@ __all__ = [
     "pass_hat_k",
     "main",
     "aio",
+    "CurriculumConfig",
+    "MixSettings",
+    "OpenAIConfig",
+    "RolloutsConfig",
+    "SamplingConfig",
+    "SandboxConfig",
+    "ServerConfig",
+    "Settings",
+    "SimConfig",
+    "TokensConfig",
+    "WorkersConfig",
     "process",
     "groups",
     "serve",

@@ -2,3 +2,29 @@
 
 `app.create_api` makes the application over an open store, `server.serve_api` serves it.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .access.tokens import create_token
+    from .app import create_api
+    from .metrics import Metrics
+    from .runners.validation import Stream
+    from .server import serve_api
+
+__all__ = ["Metrics", "Stream", "create_api", "create_token", "serve_api"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Metrics": "metrics",
+        "Stream": "runners.validation",
+        "create_api": "app",
+        "create_token": "access.tokens",
+        "serve_api": "server",
+    },
+)

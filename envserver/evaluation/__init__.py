@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
-from .estimators import pass_at_k, pass_hat_k
+from typing import TYPE_CHECKING
 
-__all__ = ["pass_at_k", "pass_hat_k"]
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .estimators import pass_at_k, pass_hat_k
+    from .report import Rules, report_run
+    from .results import Attempt, TaskResult
+
+__all__ = ["Attempt", "Rules", "TaskResult", "pass_at_k", "pass_hat_k", "report_run"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Attempt": "results",
+        "Rules": "report",
+        "TaskResult": "results",
+        "pass_at_k": "estimators",
+        "pass_hat_k": "estimators",
+        "report_run": "report",
+    },
+)

@@ -10,3 +10,47 @@ manager      starts engines and keeps them running
 sim          the simulated engine, for tests, load and demos
 local        a small engine on transformers
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .adaptive import FLOOR
+    from .engine import ReplicaHealth
+    from .openai import OpenAIEngine
+    from .probe import ProbeResult
+    from .replicas import Replica
+    from .sim import RolloutSolver, SimEngine, TextSolver
+    from .sim.tokenizer import ASSETS, shared_tokenizer
+
+__all__ = [
+    "ASSETS",
+    "FLOOR",
+    "OpenAIEngine",
+    "ProbeResult",
+    "Replica",
+    "ReplicaHealth",
+    "RolloutSolver",
+    "SimEngine",
+    "TextSolver",
+    "shared_tokenizer",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ASSETS": "sim.tokenizer",
+        "FLOOR": "adaptive",
+        "OpenAIEngine": "openai",
+        "ProbeResult": "probe",
+        "Replica": "replicas",
+        "ReplicaHealth": "engine",
+        "RolloutSolver": "sim",
+        "SimEngine": "sim",
+        "TextSolver": "sim",
+        "shared_tokenizer": "sim.tokenizer",
+    },
+)

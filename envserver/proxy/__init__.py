@@ -24,7 +24,47 @@ README.md draws the path of one call. The files in that order:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
 from .attempts import AttemptSpec, Limits, ProxyAttempt
 from .server import Proxy
 
-__all__ = ["ProxyAttempt", "AttemptSpec", "Limits", "Proxy"]
+if TYPE_CHECKING:
+    from .asgi import AsgiApp, Receive, Scope, Send
+    from .capabilities import Capabilities
+    from .dialects.messages import MessagesDialect
+    from .dialects.responses import ResponsesDialect
+    from .endpoint import EngineEndpoint
+    from .gate import Gate
+
+__all__ = [
+    "AsgiApp",
+    "AttemptSpec",
+    "Capabilities",
+    "EngineEndpoint",
+    "Gate",
+    "Limits",
+    "MessagesDialect",
+    "Proxy",
+    "ProxyAttempt",
+    "Receive",
+    "ResponsesDialect",
+    "Scope",
+    "Send",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "AsgiApp": "asgi",
+        "Capabilities": "capabilities",
+        "EngineEndpoint": "endpoint",
+        "Gate": "gate",
+        "MessagesDialect": "dialects.messages",
+        "Receive": "asgi",
+        "ResponsesDialect": "dialects.responses",
+        "Scope": "asgi",
+        "Send": "asgi",
+    },
+)

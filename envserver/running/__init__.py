@@ -1,1 +1,29 @@
 """Composition: assembles engine, proxy, workers, scorers, store and API, and runs them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .context import rollout_context
+    from .engines import make_endpoint
+    from .mix import alone
+    from .processing import process_run
+    from .run_settings import ProcessSettings
+    from .spec import RunSpec
+
+__all__ = ["ProcessSettings", "RunSpec", "alone", "make_endpoint", "process_run", "rollout_context"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ProcessSettings": "run_settings",
+        "RunSpec": "spec",
+        "alone": "mix",
+        "make_endpoint": "engines",
+        "process_run": "processing",
+        "rollout_context": "context",
+    },
+)

@@ -4,3 +4,29 @@ In: specs. Out: sandboxes (`sandbox_interface.Sandboxes`). What always holds: a 
 the connection that opened it, and all sandboxes end with the server; if no backend holds, nothing
 starts. README.md names the files in reading order.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .client import SandboxClient
+    from .docker import find_engine
+    from .requests import Open
+    from .service import SandboxService
+    from .watched import WatchedSandboxes
+
+__all__ = ["Open", "SandboxClient", "SandboxService", "WatchedSandboxes", "find_engine"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Open": "requests",
+        "SandboxClient": "client",
+        "SandboxService": "service",
+        "WatchedSandboxes": "watched",
+        "find_engine": "docker",
+    },
+)

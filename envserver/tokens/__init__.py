@@ -18,3 +18,53 @@ can get into a row, whatever the first part did.
     flags        what may be unusual, and what is done about it
     trace        stores all calls compactly
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .builder import build, find_parents
+    from .chat_format import ChatFormat
+    from .edits import classify
+    from .flags import DEFAULT, Actions, chosen
+    from .history import History
+    from .invariants import check
+    from .prompts import PromptPlan
+    from .refusal import Refused
+    from .trace import pack_calls
+
+__all__ = [
+    "Actions",
+    "ChatFormat",
+    "DEFAULT",
+    "History",
+    "PromptPlan",
+    "Refused",
+    "build",
+    "check",
+    "chosen",
+    "classify",
+    "find_parents",
+    "pack_calls",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Actions": "flags",
+        "ChatFormat": "chat_format",
+        "DEFAULT": "flags",
+        "History": "history",
+        "PromptPlan": "prompts",
+        "Refused": "refusal",
+        "build": "builder",
+        "check": "invariants",
+        "chosen": "flags",
+        "classify": "edits",
+        "find_parents": "builder",
+        "pack_calls": "trace",
+    },
+)

@@ -39,9 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.gaia_standin import ZOO, scripted
 
-from envserver.config import WorkersConfig
-from envserver.workers.local import LocalPool
-from envserver.workers.sandboxed import WorkerSandbox
+from envserver import WorkersConfig
+from envserver.workers import LocalPool, WorkerSandbox
 
 AT_ONCE = 8
 TICK_SECONDS = 0.01

@@ -26,8 +26,8 @@ from envserver_records.errors import WorkerDied
 from support.waiting import until
 from support.worker_standin import ZOO, StandIn, serving
 
-from envserver.config import WorkersConfig
-from envserver.workers.local import LocalPool
+from envserver import WorkersConfig
+from envserver.workers import LocalPool
 
 KILLS = 20
 

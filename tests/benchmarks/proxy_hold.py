@@ -22,9 +22,9 @@ import proxy_calls as calls
 from proxy_load import pin
 from proxy_servers import make_proxy, open_attempt
 
+from envserver import OpenAIConfig
 from envserver.cli.loop import run_loop
-from envserver.config import OpenAIConfig
-from envserver.models.openai import OpenAIEngine
+from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt
 
 KINDS: dict[str, dict[str, Any]] = {

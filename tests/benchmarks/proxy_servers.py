@@ -26,16 +26,22 @@ import proxy_calls as calls
 from proxy_load import pin
 from support.serving import attempt_spec
 
-from envserver.api.server import serve_api
+from envserver import OpenAIConfig, Settings, TokensConfig
+from envserver.api import serve_api
 from envserver.cli.loop import run_loop
-from envserver.config import OpenAIConfig, Settings, TokensConfig
-from envserver.models.openai import OpenAIEngine
-from envserver.models.probe import ProbeResult
-from envserver.proxy import Proxy, ProxyAttempt
-from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send, send_json
-from envserver.proxy.capabilities import Capabilities
-from envserver.proxy.endpoint import EngineEndpoint
-from envserver.running.engines import make_endpoint
+from envserver.models import OpenAIEngine, ProbeResult
+from envserver.proxy import (
+    AsgiApp,
+    Capabilities,
+    EngineEndpoint,
+    Proxy,
+    ProxyAttempt,
+    Receive,
+    Scope,
+    Send,
+)
+from envserver.proxy.asgi import send_json
+from envserver.running import make_endpoint
 
 
 def make_proxy(engine: OpenAIEngine, mode: str) -> Proxy:

@@ -16,7 +16,7 @@ import orjson
 from aiohttp import web
 from support.beside import beside
 
-from envserver.remote.batch import GROUP_LIST_MSGPACK
+from envserver.remote import GROUP_LIST_MSGPACK
 
 from .digests import digest_of_post, id_and_digest_of_group, ids_and_digests_of_groups
 

@@ -13,10 +13,9 @@ import trustme
 from structlog.testing import capture_logs
 from support.api import running_api
 
-from envserver.api import certificates
-from envserver.api.app import create_api
-from envserver.api.server import RunningServer, serve_api
-from envserver.config import ServerConfig
+from envserver import ServerConfig
+from envserver.api import certificates, create_api, serve_api
+from envserver.api.server import RunningServer
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserver.cli import main
+from envserver import main
+from envserver.export import StoredRollout, problems_of_trace, read_groups
 from envserver.export.formats import FORMATS
-from envserver.export.stored import StoredRollout, read_groups
-from envserver.export.traces import problems_of_trace
 
 Export = dict[str, Path]
 

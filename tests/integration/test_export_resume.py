@@ -12,7 +12,7 @@ import orjson
 import pytest
 from support.commands import envserver, read_jsonl, running, until
 
-from envserver.cli import main
+from envserver import main
 
 ENVIRONMENT = '''
 from envserver import Environment, Score, Task

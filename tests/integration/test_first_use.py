@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.commands import ENVSERVER, envserver, read_jsonl, running, until
 
-from envserver.cli import main
+from envserver import main
 
 WHOLE = """
 from envserver import Environment, Score, Task

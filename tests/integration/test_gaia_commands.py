@@ -14,9 +14,9 @@ import pytest
 from support.commands import environment_variables, envserver, free_port, read_jsonl, running
 from support.vllm_server import VllmServer
 
-from envserver.config import SimConfig
+from envserver import SimConfig
+from envserver.models import ASSETS
 from envserver.models.sim.server import serve_sim
-from envserver.models.sim.tokenizer import ASSETS
 
 PYTHON = Path(sys.executable)
 TRAINER = Path(__file__).parents[1] / "support" / "atropos_peer" / "trainer.py"

@@ -14,8 +14,8 @@ import yaml
 from support.commands import envserver, running, until
 from support.scripted_vllm import scripted_vllm
 
+from envserver import Settings
 from envserver.cli.settings import load_settings
-from envserver.config import Settings
 
 
 @pytest.fixture

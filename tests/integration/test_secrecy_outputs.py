@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import serialization
 from support.api import REGISTRATION
 from support.commands import envserver, free_port, running, until
 
-from envserver.api.access.tokens import create_token
+from envserver.api import create_token
 
 KEYS = {
     "ENVSERVER_OPENAI__API_KEY": "sk-canary-engine-5f2b8c71",

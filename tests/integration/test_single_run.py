@@ -27,7 +27,8 @@ from envserver import ConfigError, Environment, InputError, Result, Score, main
 from envserver.actions import CUT, MAX_FIELD_BYTES, MAX_STEPS, Steps, batch, encode
 from envserver.cli.specs.run_command import settings_for
 from envserver.environment import answer_text
-from envserver.export.unified import actions_of, problems_of, unified
+from envserver.export import problems_of
+from envserver.export.unified import actions_of, unified
 
 SIM = ("--model", "sim", "--sim.latency_seconds", "0")
 COMMAND = "```bash\nprintf 'new\\n' > note.txt; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"

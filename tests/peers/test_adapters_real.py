@@ -13,7 +13,7 @@ import pytest
 from envserver_records.records import Score, Trajectory, pack
 from support.trajectories import sequence, trajectory
 
-from envserver.models.sim.tokenizer import ASSETS
+from envserver.models import ASSETS
 
 ROOT = Path(__file__).parents[2]
 PEER = Path(__file__).parents[1] / "support" / "trainers_peer.py"

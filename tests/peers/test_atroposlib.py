@@ -20,9 +20,9 @@ import pytest
 from support.api import Api, api_process, running_api
 from support.commands import free_port, running, until
 
-from envserver.config import SimConfig
+from envserver import SimConfig
+from envserver.models import ASSETS
 from envserver.models.sim.server import serve_sim
-from envserver.models.sim.tokenizer import ASSETS
 
 PEER = Path(__file__).parents[1] / "support" / "atropos_peer"
 SECONDS = 120

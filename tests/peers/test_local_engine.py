@@ -18,8 +18,9 @@ import pytest
 from openai import AsyncOpenAI
 from support.commands import Running, envserver, running
 
-from envserver.config import Mode, OpenAIConfig
-from envserver.models.openai import OpenAIEngine
+from envserver import OpenAIConfig
+from envserver.config import Mode
+from envserver.models import OpenAIEngine
 from envserver.models.probe import probe
 
 TINY = Path(__file__).parents[1] / "support" / "tiny_model.py"

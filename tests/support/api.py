@@ -14,9 +14,8 @@ import httpx
 import numpy as np
 from envserver_records.records import Group, Score, Sequence, Trajectory, Usage, pack
 
-from envserver.api.app import create_api
-from envserver.api.server import serve_api
-from envserver.config import ServerConfig
+from envserver import ServerConfig
+from envserver.api import create_api, serve_api
 from envserver.store import Store, open_store
 from envserver.store.sink import put_of
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from envserver.api.app import create_api
-from envserver.api.server import serve_api
-from envserver.config import ServerConfig
+from envserver import ServerConfig
+from envserver.api import create_api, serve_api
 from envserver.store import open_store
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from envserver_environments.code.env import Code
 
-from envserver.config import SandboxConfig
-from envserver.sandbox.service import SandboxService
-from envserver.sandbox.watched import WatchedSandboxes
+from envserver import SandboxConfig
+from envserver.sandbox import SandboxService, WatchedSandboxes
 
 
 @asynccontextmanager

@@ -14,8 +14,8 @@ from typing import Any
 
 from envserver_records.errors import EngineRefused
 
-from envserver.models.engine import ReplicaHealth
-from envserver.tokens.chat_format import ChatFormat
+from envserver.models import ReplicaHealth
+from envserver.tokens import ChatFormat
 
 Json = dict[str, Any]
 END = "<|im_end|>"

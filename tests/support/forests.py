@@ -9,7 +9,7 @@ from envserver_records.records import Call, Sequence, Tokens, VersionSpan
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from envserver.tokens.flags import DEFAULT, Actions, chosen
+from envserver.tokens import DEFAULT, Actions, chosen
 from envserver.tokens.versions import flags_of
 
 END = 7

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from envserver.workers.pool import Assignment
+from envserver.workers import Assignment
 from support.worker_standin import StandIn
 
 ZOO = str(Path(__file__).with_name("gaia_zoo.py"))

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 from envserver_records.records import Group, pack
 
-from envserver.rollouts.stream import group_id
+from envserver.rollouts import group_id
 from support.api import Api, native_group
 
 GROUP = {"content-type": "application/vnd.envserver.group+msgpack"}

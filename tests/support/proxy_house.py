@@ -12,10 +12,9 @@ import numpy as np
 from envserver_records.records import Call, VersionSpan
 from openai import AsyncOpenAI
 
-from envserver.config import OpenAIConfig
-from envserver.models.openai import OpenAIEngine
-from envserver.proxy import Proxy, ProxyAttempt
-from envserver.proxy.endpoint import EngineEndpoint
+from envserver import OpenAIConfig
+from envserver.models import OpenAIEngine
+from envserver.proxy import EngineEndpoint, Proxy, ProxyAttempt
 from support.fake_vllm import FakeVllm, fake_vllm, ids_of, logprob, prompt_ids
 from support.serving import attempt_spec, serving
 from support.waiting import settled, until

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from envserver_records.records import Group, Sequence
 
-from envserver.config import SimConfig
-from envserver.models.sim import SimEngine
+from envserver import SimConfig
+from envserver.models import SimEngine
 from support.api import native_group
 
 PROMPT, SAMPLED = 9, 6

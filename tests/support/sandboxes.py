@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from envserver.config import SandboxConfig
-from envserver.sandbox.client import SandboxClient
-from envserver.sandbox.service import SandboxService
+from envserver import SandboxConfig
+from envserver.sandbox import SandboxClient, SandboxService
 
 
 @asynccontextmanager

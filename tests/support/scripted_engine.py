@@ -6,8 +6,8 @@ import contextlib
 from collections import deque
 from typing import Any, Literal, NamedTuple
 
-from envserver.models.probe import ProbeResult
-from envserver.tokens.chat_format import ChatFormat
+from envserver.models import ProbeResult
+from envserver.tokens import ChatFormat
 from support.fake_scale_out import END, ScaleOut
 
 Json = dict[str, Any]

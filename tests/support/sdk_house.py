@@ -20,13 +20,11 @@ import openai
 import orjson
 from envserver_records.records import Call, Message, Sequence
 
-from envserver.config import OpenAIConfig, Settings, SimConfig
-from envserver.models.openai import OpenAIEngine
-from envserver.models.sim import RolloutSolver, SimEngine
-from envserver.proxy import Proxy, ProxyAttempt
-from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send
-from envserver.running.engines import make_endpoint
-from envserver.tokens.builder import build
+from envserver import OpenAIConfig, Settings, SimConfig
+from envserver.models import OpenAIEngine, RolloutSolver, SimEngine
+from envserver.proxy import AsgiApp, Proxy, ProxyAttempt, Receive, Scope, Send
+from envserver.running import make_endpoint
+from envserver.tokens import build
 from support.serving import attempt_spec, serving
 
 if TYPE_CHECKING:  # seconds each

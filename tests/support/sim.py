@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from envserver.config import SimConfig
-from envserver.models.sim import SimEngine, TextSolver
-from envserver.models.sim.tokenizer import shared_tokenizer
+from envserver import SimConfig
+from envserver.models import SimEngine, TextSolver, shared_tokenizer
 
 TOKENIZER = shared_tokenizer()
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -9,9 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from envserver_records.records import Call, Message, VersionSpan
 
-from envserver.tokens.chat_format import ChatFormat
-from envserver.tokens.history import History
-from envserver.tokens.prompts import PromptPlan
+from envserver.tokens import ChatFormat, History, PromptPlan
 from support.templates import OWN, chat_format
 
 ENDS = {

@@ -19,17 +19,14 @@ import aiohttp
 import numpy as np
 from envserver_records.records import Call, Sequence, VersionSpan
 
-from envserver.config import Mode, OpenAIConfig, TokensConfig
-from envserver.models.openai import OpenAIEngine
+from envserver import OpenAIConfig, TokensConfig
+from envserver.config import Mode
+from envserver.models import OpenAIEngine
 from envserver.models.probe import probe
-from envserver.proxy import Proxy, ProxyAttempt
-from envserver.proxy.capabilities import Capabilities, capabilities_of
-from envserver.proxy.endpoint import EngineEndpoint
+from envserver.proxy import Capabilities, EngineEndpoint, Proxy, ProxyAttempt
+from envserver.proxy.capabilities import capabilities_of
 from envserver.rollouts.rescoring import Rescorer
-from envserver.tokens.builder import build
-from envserver.tokens.chat_format import ChatFormat
-from envserver.tokens.flags import DEFAULT
-from envserver.tokens.invariants import check
+from envserver.tokens import DEFAULT, ChatFormat, build, check
 from support.relay import Echo, Relay, relay
 from support.serving import attempt_spec, serving
 from support.speaking import Message, text_of

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from envserver.workers.pool import Assignment
+from envserver.workers import Assignment
 
 ZOO = str(Path(__file__).with_name("worker_zoo.py"))
 

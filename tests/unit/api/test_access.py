@@ -18,21 +18,12 @@ from envserver_records.records import Group
 from support.api import Api, native_group, put_native, running_api
 from support.proxy_house import house
 
+from envserver import ServerConfig, main
+from envserver.api import create_api, create_token, serve_api
 from envserver.api.access.quotas import Strangers, TooManyRequests
 from envserver.api.access.rules import RULES, rules_of
-from envserver.api.access.tokens import (
-    AccessTokens,
-    Role,
-    Token,
-    create_token,
-    read_tokens,
-    revoke_token,
-)
-from envserver.api.app import create_api
-from envserver.api.server import serve_api
-from envserver.cli import main
-from envserver.config import ServerConfig
-from envserver.proxy.gate import Gate
+from envserver.api.access.tokens import AccessTokens, Role, Token, read_tokens, revoke_token
+from envserver.proxy import Gate
 from envserver.rollouts.ordered import Orders
 
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -20,10 +20,8 @@ from envserver_records.errors import ConfigError
 from envserver_records.zstd import zstd
 from support.api import Api, native_group, put_native, running_api
 
-from envserver.api.access.tokens import create_token
-from envserver.api.app import create_api
-from envserver.api.server import serve_api
-from envserver.config import ServerConfig
+from envserver import ServerConfig
+from envserver.api import create_api, create_token, serve_api
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST /v1/runs HTTP/1.1\r\nhost: localhost\r\n"

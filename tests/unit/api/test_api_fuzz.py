@@ -42,7 +42,7 @@ from support.api import (
     wire_group,
 )
 
-from envserver.proxy.gate import Gate
+from envserver.proxy import Gate
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/vnd.envserver.group+msgpack"

@@ -14,7 +14,8 @@ from structlog.testing import capture_logs
 from support.commands import free_port, running, until
 from support.sampled import PROMPT, SAMPLED, Engine, group
 
-from envserver.proxy.gate import Gate, InFlight
+from envserver.proxy import Gate
+from envserver.proxy.gate import InFlight
 from envserver.rollouts.auditor import Auditor
 
 

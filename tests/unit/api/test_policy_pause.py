@@ -8,7 +8,7 @@ from pathlib import Path
 from envserver_clients.http import EnvClient
 from support.api import running_api
 
-from envserver.proxy.gate import Gate
+from envserver.proxy import Gate
 
 
 async def test_a_trainer_pauses_and_resumes_with_a_new_version(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from envserver_records.records import Group, unpack
 from fastapi import FastAPI
 from support.api import KEYS, Api, native_group, put_native, running_api, wire_group
 
-from envserver.api.server import serve_api
+from envserver.api import serve_api
 
 MSGPACK = "application/vnd.envserver.groups+msgpack"
 

@@ -11,7 +11,8 @@ import pytest
 from support.commands import ENVSERVER
 
 import envserver
-from envserver.cli import COMMANDS, main
+from envserver import main
+from envserver.cli import COMMANDS
 
 ADDER = '''
 from envserver import Environment, Score, Task

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from envserver.cli import COMMANDS, main
+from envserver import main
+from envserver.cli import COMMANDS
 from envserver.cli.completion import FILES, SCRIPTS, candidates
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from envserver_records.errors import ConfigError
 
+from envserver import ServerConfig
 from envserver.cli.command_line import CommandSpec
-from envserver.config import Section, ServerConfig
+from envserver.config import Section
 
 
 class Settings(Section):

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from support.extent import examples
 
+from envserver import EnvironmentConfig, SamplingConfig, ServerConfig, Settings
 from envserver.cli import renamed
 from envserver.cli.settings import load_settings
-from envserver.config import EnvironmentConfig, SamplingConfig, Section, ServerConfig, Settings
+from envserver.config import Section
 
 
 class Config(EnvironmentConfig):

@@ -32,7 +32,7 @@ from envserver import (
     EngineUnavailable,
     InputError,
 )
-from envserver.proxy.gate import Gate
+from envserver.proxy import Gate
 
 FULL_PUSH = ["pause wait", "reload", "reset_prefix_cache", "name version-{}", "resume"]
 

@@ -21,7 +21,7 @@ from envserver_tools.documents import document_tools
 from envserver_tools.web import LEAK, LEAK_SEEN, remote_tools
 
 from envserver import Result
-from envserver.tokens.flags import DEFAULT
+from envserver.tokens import DEFAULT
 
 
 def told(*replies: str) -> list[dict[str, Any]]:

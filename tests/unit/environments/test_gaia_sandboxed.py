@@ -14,9 +14,8 @@ import pytest
 import pytest_asyncio
 from support.gaia_standin import ZOO, Scripted, scripted
 
-from envserver.config import WorkersConfig
-from envserver.workers.local import LocalPool
-from envserver.workers.sandboxed import WorkerSandbox
+from envserver import WorkersConfig
+from envserver.workers import LocalPool, WorkerSandbox
 
 pytestmark = pytest.mark.thorough
 

@@ -31,11 +31,10 @@ from envserver import (
     Message,
     Reply,
     Result,
+    SandboxConfig,
     Task,
 )
-from envserver.config import SandboxConfig
-from envserver.sandbox.service import SandboxService
-from envserver.sandbox.watched import WatchedSandboxes
+from envserver.sandbox import SandboxService, WatchedSandboxes
 
 
 def router(**settings: Any) -> Router:

@@ -11,10 +11,9 @@ from envserver_environments.scenarios.agent import counter, files_of, tree_in
 from envserver_environments.scenarios.loading import Check, read_scenario
 from envserver_tools.protocol import Window
 
-from envserver import ConfigError, InputError
-from envserver.cli import main
+from envserver import ConfigError, InputError, main
 from envserver.cli.specs.scenarios_command import ScenarioSettings
-from envserver.export.traces import problems_of_trace
+from envserver.export import problems_of_trace
 from envserver.running.scenarios import runners
 
 SCENARIO = """

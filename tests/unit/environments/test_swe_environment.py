@@ -24,12 +24,11 @@ from envserver_records.records import Group
 from support.commands import envserver, read_jsonl
 from support.swe_scripts import ROMAN, SUBMIT, Scripted, attempt, bash, call
 
-from envserver import Sandboxes, Task
-from envserver.config import SandboxConfig, Settings
-from envserver.rollouts.group import GroupRequest, make_group
-from envserver.running.context import rollout_context
-from envserver.sandbox.service import SandboxService
-from envserver.sandbox.watched import WatchedSandboxes
+from envserver import SandboxConfig, Sandboxes, Settings, Task
+from envserver.rollouts import make_group
+from envserver.rollouts.group import GroupRequest
+from envserver.running import rollout_context
+from envserver.sandbox import SandboxService, WatchedSandboxes
 
 SIM = ("--model", "sim", "--sim.latency_seconds", 0)
 

@@ -18,15 +18,18 @@ from envserver_records.errors import SandboxUnavailable
 from support import fake_engine
 from support.serving import attempt_spec
 
-from envserver import ConfigError, InputError, PublicTask, Reply, Sandboxes, SandboxSpec
-from envserver.config import SandboxConfig
+from envserver import (
+    ConfigError,
+    InputError,
+    PublicTask,
+    Reply,
+    SandboxConfig,
+    Sandboxes,
+    SandboxSpec,
+)
 from envserver.proxy.attempts import ProxyAttempt
-from envserver.sandbox import service
+from envserver.sandbox import Open, SandboxService, WatchedSandboxes, find_engine, service
 from envserver.sandbox.attempt_sandboxes import AttemptSandboxes
-from envserver.sandbox.docker import find_engine
-from envserver.sandbox.requests import Open
-from envserver.sandbox.service import SandboxService
-from envserver.sandbox.watched import WatchedSandboxes
 
 IMAGE = fake_engine.WITH_REPOSITORY
 DOCKER = SandboxConfig(backend="docker", docker_image=fake_engine.IMAGE)

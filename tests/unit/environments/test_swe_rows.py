@@ -14,10 +14,8 @@ from envserver_environments.swe.cheats import result_of
 from envserver_environments.swe.env import Swe
 from support.swe_scripts import SUBMIT, attempt, bash
 
-from envserver import ConfigError, InputError, Sandboxes
-from envserver.config import SandboxConfig
-from envserver.sandbox.service import SandboxService
-from envserver.sandbox.watched import WatchedSandboxes
+from envserver import ConfigError, InputError, SandboxConfig, Sandboxes
+from envserver.sandbox import SandboxService, WatchedSandboxes
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -18,10 +18,8 @@ from envserver_environments.swe.trees import make_patch, tree_of
 from envserver_environments.swe.tripwires import FRAUD, added_suspicions
 from support.commands import envserver, read_jsonl
 
-from envserver import InputError, Sandboxes, Task
-from envserver.config import SandboxConfig
-from envserver.sandbox.service import SandboxService
-from envserver.sandbox.watched import WatchedSandboxes
+from envserver import InputError, SandboxConfig, Sandboxes, Task
+from envserver.sandbox import SandboxService, WatchedSandboxes
 
 WRONG = "def double(x):\n    return x + 3\n\n\ndef one():\n    return 1\n"
 RIGHT = WRONG.replace("x + 3", "x + x")

@@ -37,10 +37,7 @@ from envserver import (
     Task,
 )
 from envserver.cli.settings import load_settings
-from envserver.running.mix import alone
-from envserver.running.processing import process_run
-from envserver.running.run_settings import ProcessSettings
-from envserver.running.spec import RunSpec
+from envserver.running import ProcessSettings, RunSpec, alone, process_run
 
 LINE = {"customer_id": "C21", "line_id": "L21"}
 

@@ -15,9 +15,9 @@ from support.commands import envserver, group_ids, read_jsonl
 from support.extent import examples
 
 from envserver import main, pass_at_k, pass_hat_k
+from envserver.evaluation import Attempt, Rules, TaskResult, report_run
 from envserver.evaluation.estimators import estimate
-from envserver.evaluation.report import Rules, difference, report_run
-from envserver.evaluation.results import Attempt, TaskResult
+from envserver.evaluation.report import difference
 
 outcomes = st.lists(st.booleans(), min_size=1, max_size=7)
 shares = st.floats(0, 1, allow_nan=False)

@@ -14,12 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 
+from envserver.evaluation import Attempt, Rules, TaskResult, report_run
 from envserver.evaluation.comparison import Comparison, compare
 from envserver.evaluation.comparison_tables import comparison_markdown, comparison_notes
 from envserver.evaluation.harness import HarnessRun, harvest, report_harness
 from envserver.evaluation.page import comparison_page, report_page
-from envserver.evaluation.report import Counted, Report, Rules, report_run
-from envserver.evaluation.results import Attempt, TaskResult
+from envserver.evaluation.report import Counted, Report
 from envserver.evaluation.signs import sign_flip_test
 from envserver.evaluation.suite import suite_of
 from envserver.evaluation.tables import markdown_of

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envserver.cli import main
+from envserver import main
+from envserver.export import problems_of
 from envserver.export.convert_foreign import unified_of_foreign
-from envserver.export.unified import problems_of
 
 GOOD: dict[str, Any] = {
     "schema_version": 1,

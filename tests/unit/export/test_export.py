@@ -19,11 +19,10 @@ from support.commands import read_jsonl
 from support.delivered import line, write_lines
 from support.extent import examples
 
-from envserver.cli import main
+from envserver import main
+from envserver.export import problems_of, problems_of_trace, read_groups
 from envserver.export.decontaminate import Forbidden
-from envserver.export.stored import read_groups
-from envserver.export.traces import problems_of_trace, unified_of_trace
-from envserver.export.unified import problems_of
+from envserver.export.traces import unified_of_trace
 from envserver.store import GroupPut, open_store
 
 LETTERS = ("Lu", "Ll")

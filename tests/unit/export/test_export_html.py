@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from envserver_records.errors import ConfigError
 
-from envserver.cli import main
-from envserver.export import html_view
-from envserver.export.formats import Options, format_of
+from envserver import main
+from envserver.export import Options, format_of, group_of, html_view
 from envserver.export.html import Html, HtmlPages
-from envserver.export.stored import group_of
-from envserver.models.sim.tokenizer import shared_tokenizer
+from envserver.models import shared_tokenizer
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)> \" onclick='alert(3)' "

@@ -17,7 +17,7 @@ import orjson
 import pytest
 import yaml
 
-from envserver.cli import main
+from envserver import main
 
 MESSAGES = [
     {"role": "user", "content": "What is six times seven?"},

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 
-from envserver.export.formats import Options, Written, format_of
+from envserver.export import Options, StoredRollout, format_of, group_of
+from envserver.export.formats import Written
 from envserver.export.parquet import ParquetShards, messages_in
-from envserver.export.stored import StoredGroup, StoredRollout, StoredRow, group_of
+from envserver.export.stored import StoredGroup, StoredRow
 
 parquet = pytest.importorskip("pyarrow.parquet")
 

@@ -30,7 +30,7 @@ from support.models_on_disk import (
 )
 
 from envserver import main
-from envserver.export.merging import Recipe, Vector, merge
+from envserver.export import Recipe, Vector, merge
 
 ROWS, COLUMNS = 6, 4
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envserver.cli import main
+from envserver import main
+from envserver.export import problems_of
 from envserver.export.sft_building.splits import split_three, split_tools, split_tools_by_group
-from envserver.export.unified import problems_of
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from envserver.cli import main
+from envserver import main
 
 PLAN = {
     "route_plan": ['/general-search(query="stability, größte", mode=web)', "/math(Derive it.)"],

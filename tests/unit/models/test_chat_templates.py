@@ -14,9 +14,8 @@ from support.templates import CASES, OWN, answer, call, chat_format, result, tok
 from support.vllm_server import VllmServer
 from tokenizers.processors import TemplateProcessing
 
-from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens import ChatFormat, Refused
 from envserver.tokens.prepare import template_kwargs
-from envserver.tokens.refusal import Refused
 from envserver.tokens.template import ChatTemplate
 
 SYSTEM = {"role": "system", "content": "s"}

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from support.extent import examples
 from support.raw_server import End, RawServer, chunked, cut, head, raw_server
 
-from envserver.config import OpenAIConfig
-from envserver.models.openai import OpenAIEngine
+from envserver import OpenAIConfig
+from envserver.models import OpenAIEngine
 
 SECONDS, HANG_SECONDS = 10.0, 0.1
 """For a call; where nothing comes any more."""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from envserver_records.errors import ConfigError
 
+from envserver.models import ProbeResult
 from envserver.models.model_files import find_model_files
-from envserver.models.probe import ProbeResult
 
 NAME = "owner/model"
 

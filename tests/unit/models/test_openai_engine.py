@@ -27,8 +27,8 @@ from support.fake_vllm import FakeVllm, fake_vllm
 from support.raw_server import chunked, head, raw_server
 from support.waiting import until
 
-from envserver.config import OpenAIConfig
-from envserver.models.openai import OpenAIEngine
+from envserver import OpenAIConfig
+from envserver.models import OpenAIEngine
 from envserver.models.sse import SseParser
 
 CHAT = "/v1/chat/completions"

@@ -17,10 +17,11 @@ from support.fake_tokens import ALL, FakeEngine, fake_engine
 from support.serving import serving
 from support.vllm_server import VllmServer
 
-from envserver.config import Mode, OpenAIConfig, SimConfig
-from envserver.models.openai import OpenAIEngine
-from envserver.models.probe import ProbeResult, probe
-from envserver.models.sim import SimEngine, sim_app
+from envserver import OpenAIConfig, SimConfig
+from envserver.config import Mode
+from envserver.models import OpenAIEngine, ProbeResult, SimEngine
+from envserver.models.probe import probe
+from envserver.models.sim import sim_app
 
 
 @asynccontextmanager

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 
-from envserver.models.adaptive import FLOOR, AdaptiveLimit, Load, read_load
+from envserver.models import FLOOR, Replica
+from envserver.models.adaptive import AdaptiveLimit, Load, read_load
 from envserver.models.breaker import Breaker
 from envserver.models.connections import watchful_socket
-from envserver.models.replicas import Replica, Replicas
+from envserver.models.replicas import Replicas
 from envserver.models.slots import Slots
 
 calm = settings(deadline=None, max_examples=examples(60))

@@ -15,10 +15,8 @@ from structlog.testing import capture_logs
 from support.fake_vllm import FakeVllm, fake_vllm
 from support.waiting import until
 
-from envserver.config import OpenAIConfig
-from envserver.models.adaptive import FLOOR
-from envserver.models.engine import ReplicaHealth
-from envserver.models.openai import OpenAIEngine
+from envserver import OpenAIConfig
+from envserver.models import FLOOR, OpenAIEngine, ReplicaHealth
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

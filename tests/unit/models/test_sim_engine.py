@@ -27,10 +27,9 @@ from support.sim import (
     user,
 )
 
-from envserver.config import SimConfig
-from envserver.models.sim import SimEngine
+from envserver import SimConfig
+from envserver.models import ASSETS, SimEngine
 from envserver.models.sim.make_tokenizer import build_tokenizer, tokenizer_config
-from envserver.models.sim.tokenizer import ASSETS
 
 # --- tokens -----------------------------------------------------------------------------------
 

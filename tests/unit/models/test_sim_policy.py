@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sim import DEMONSTRATION, TOOLS, ask, engine, post, said, user
 
-from envserver.config import SimConfig
-from envserver.models.sim import RolloutSolver, SimEngine, TextSolver
+from envserver import SimConfig
+from envserver.models import RolloutSolver, SimEngine, TextSolver
 from envserver.models.sim.spoil import spoiled_answer
 
 

@@ -17,10 +17,10 @@ import pytest
 from envserver_records.errors import ConfigError, EngineGarbage
 from envserver_records.records import Task
 
-from envserver.config import OpenAIConfig, SimConfig
+from envserver import OpenAIConfig, SimConfig
 from envserver.environment import Environment
-from envserver.models.openai import OpenAIEngine
-from envserver.models.sim import Solver, TextSolver, serve_sim
+from envserver.models import OpenAIEngine, TextSolver
+from envserver.models.sim import Solver, serve_sim
 from envserver.running.simulated_server import demonstration_solver, question_text
 
 QUESTION = "What is 6 times 7?"

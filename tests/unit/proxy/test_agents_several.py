@@ -16,23 +16,17 @@ from support.fake_vllm import fake_vllm
 from support.proxy_house import House, chat, house
 from support.serving import attempt_spec, serving
 
-from envserver import AgentRole, ConfigError, Environment, Score, Task
+from envserver import AgentRole, ConfigError, Environment, OpenAIConfig, Score, Task
 from envserver.cli.settings import load_settings
-from envserver.config import OpenAIConfig
 from envserver.environment import Rollout
-from envserver.models.openai import OpenAIEngine
-from envserver.proxy import AttemptSpec, Proxy
+from envserver.models import OpenAIEngine
+from envserver.proxy import AttemptSpec, EngineEndpoint, Proxy
 from envserver.proxy.attempts import AgentRoute
-from envserver.proxy.endpoint import EngineEndpoint
 from envserver.rollouts.agents import roles_of
 from envserver.rollouts.attempt import counted_calls, main_call, other_conversations
 from envserver.rollouts.policy import judge_trajectory
-from envserver.running.mix import alone
-from envserver.running.processing import process_run
-from envserver.running.run_settings import ProcessSettings
-from envserver.running.spec import RunSpec
-from envserver.tokens.builder import build
-from envserver.tokens.flags import chosen
+from envserver.running import ProcessSettings, RunSpec, alone, process_run
+from envserver.tokens import build, chosen
 
 USER = {"role": "user", "content": "hi"}
 TAU = '''

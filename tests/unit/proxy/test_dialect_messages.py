@@ -22,8 +22,8 @@ from support.dialects import (
 )
 from support.extent import examples
 
-from envserver.proxy.dialects.messages import MessagesDialect
-from envserver.tokens.edits import classify
+from envserver.proxy import MessagesDialect
+from envserver.tokens import classify
 
 API = MessagesDialect()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from support.dialects import chat_answer, mangled
 from support.extent import examples
 
-from envserver.proxy.dialects.messages import MessagesDialect
+from envserver.proxy import MessagesDialect
 
 API = MessagesDialect()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -21,8 +21,8 @@ from support.dialects import (
 )
 from support.extent import examples
 
-from envserver.proxy.dialects.responses import ResponsesDialect
-from envserver.tokens.edits import classify
+from envserver.proxy import ResponsesDialect
+from envserver.tokens import classify
 
 API = ResponsesDialect()
 TOOL = {

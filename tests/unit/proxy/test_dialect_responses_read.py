@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from support.dialects import call, chat_answer, mangled
 from support.extent import examples
 
-from envserver.proxy.dialects.responses import ResponsesDialect
+from envserver.proxy import ResponsesDialect
 
 API = ResponsesDialect()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

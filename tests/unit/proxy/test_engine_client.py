@@ -14,12 +14,12 @@ from support.fake_scale_out import ScaleOut
 from support.templates import OWN, chat_format, tool, user
 from support.vllm_server import VllmServer
 
-from envserver.config import OpenAIConfig
+from envserver import OpenAIConfig
+from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.engine import Engine
-from envserver.models.openai import OpenAIEngine
-from envserver.models.probe import EngineMode, ProbeResult
+from envserver.models.probe import EngineMode
 from envserver.proxy.engine_client import EngineClient, client_for, stream_text, whole_text
-from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens import ChatFormat
 
 Json = dict[str, Any]
 HERMES = '<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}</tool_call>'

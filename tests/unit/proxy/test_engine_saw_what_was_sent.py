@@ -22,12 +22,8 @@ from support.speaking import Chat, Message, events_of, text_of
 from support.talk import format_of
 from support.templates import tool
 
-from envserver.proxy import Proxy
-from envserver.proxy.capabilities import Capabilities
-from envserver.proxy.endpoint import EngineEndpoint
-from envserver.tokens.builder import build
-from envserver.tokens.chat_format import ChatFormat
-from envserver.tokens.invariants import check
+from envserver.proxy import Capabilities, EngineEndpoint, Proxy
+from envserver.tokens import ChatFormat, build, check
 
 _format = cache(format_of)
 PIECES = (

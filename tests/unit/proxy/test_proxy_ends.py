@@ -23,12 +23,9 @@ from support.proxy_house import (
 from support.serving import attempt_spec
 from support.waiting import settled, until
 
-from envserver.config import OpenAIConfig
-from envserver.models.openai import OpenAIEngine
-from envserver.models.probe import ProbeResult
-from envserver.proxy import Proxy
-from envserver.proxy.capabilities import Capabilities
-from envserver.proxy.endpoint import EngineEndpoint
+from envserver import OpenAIConfig
+from envserver.models import OpenAIEngine, ProbeResult
+from envserver.proxy import Capabilities, EngineEndpoint, Proxy
 
 
 @pytest.fixture

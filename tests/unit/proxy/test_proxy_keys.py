@@ -21,8 +21,8 @@ from support.proxy_house import (
 )
 from support.serving import serving
 
-from envserver.config import OpenAIConfig
-from envserver.models.openai import OpenAIEngine
+from envserver import OpenAIConfig
+from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy
 from envserver.proxy.guest import generate_answer
 

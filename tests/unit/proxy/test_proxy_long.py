@@ -14,11 +14,9 @@ from support.proxy_house import asgi_post
 from support.serving import attempt_spec
 from support.templates import CHATML, chat_format
 
-from envserver.models.probe import ProbeResult
-from envserver.proxy import Proxy, ProxyAttempt
-from envserver.proxy.capabilities import Capabilities
-from envserver.proxy.endpoint import EngineEndpoint
-from envserver.tokens.history import History
+from envserver.models import ProbeResult
+from envserver.proxy import Capabilities, EngineEndpoint, Proxy, ProxyAttempt
+from envserver.tokens import History
 
 TURN: list[Message] = [
     {"role": "user", "content": "And then?"},

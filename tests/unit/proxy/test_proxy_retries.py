@@ -12,8 +12,8 @@ from support.fake_vllm import ids_of
 from support.proxy_house import ASK, TOOL_CALLS, TOOLS, House, chat, house
 from support.waiting import settled, until
 
-from envserver.models.probe import ProbeResult
-from envserver.proxy.capabilities import Capabilities
+from envserver.models import ProbeResult
+from envserver.proxy import Capabilities
 
 RETRY = {"x-stainless-retry-count": "1"}
 PATH = "v1/chat/completions"

@@ -18,11 +18,10 @@ from support.serving import attempt_spec, serving
 from support.waiting import until
 from support.websites import KEY, websites
 
-from envserver import Caller, InputError, LimitReached, PublicTask, ServiceError
-from envserver.config import OpenAIConfig
-from envserver.models.openai import OpenAIEngine
+from envserver import Caller, InputError, LimitReached, OpenAIConfig, PublicTask, ServiceError
+from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt
-from envserver.rollouts.attempt import ending_limit
+from envserver.rollouts import ending_limit
 from envserver.workers.run import AttemptRun, Job
 
 ZOO = Path(__file__).parents[2] / "support" / "web_zoo.py"

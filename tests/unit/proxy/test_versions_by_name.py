@@ -16,7 +16,7 @@ from support.serving import attempt_spec
 from support.waiting import until
 
 from envserver.proxy.attempts import ProxyAttempt
-from envserver.tokens.flags import DEFAULT
+from envserver.tokens import DEFAULT
 
 
 @pytest.fixture

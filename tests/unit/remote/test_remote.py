@@ -20,14 +20,14 @@ from support.commands import free_port
 from support.extent import examples
 from support.joined import join, registration, spoiled, stream_group
 
-from envserver.api.access.tokens import create_token
-from envserver.api.metrics import Metrics
-from envserver.api.runners.validation import Stream, read_group
-from envserver.proxy.gate import Aborted, Gate
+from envserver.api import Metrics, Stream, create_token
+from envserver.api.runners.validation import read_group
+from envserver.proxy import Gate
+from envserver.proxy.gate import Aborted
+from envserver.remote import Heartbeat, Registration
 from envserver.remote.gate import RunnerGate
 from envserver.remote.identity import held_identity
 from envserver.remote.link import Link
-from envserver.remote.messages import Heartbeat, Registration
 from envserver.remote.sink import missing_requests
 from envserver.rollouts.stream import GroupRequest
 

@@ -18,9 +18,11 @@ from support.api import running_api
 from support.extent import examples
 from support.joined import Joined, join, stream_group
 
+from envserver.api import Stream
 from envserver.api.runners.posted_groups import read_batch
-from envserver.api.runners.validation import Stream, read_group
-from envserver.remote.batch import GROUP_LIST_MSGPACK, MOST_GROUPS, compressed, encode_batch
+from envserver.api.runners.validation import read_group
+from envserver.remote import GROUP_LIST_MSGPACK
+from envserver.remote.batch import MOST_GROUPS, compressed, encode_batch
 from envserver.remote.posts import GroupPoster
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")

@@ -16,9 +16,8 @@ from support.joined import join, registration
 from envserver.api.runners.allotment import ExtraCapacity, allot, fair_shares
 from envserver.api.runners.local_sink import LocalEnvironmentSink
 from envserver.api.runners.registry import RunnerRegistry
-from envserver.remote.messages import Heartbeat, Registration
-from envserver.rollouts.capacity import Bounds
-from envserver.rollouts.mixing import CATCH_UP_GROUPS, Share
+from envserver.remote import Heartbeat, Registration
+from envserver.rollouts import CATCH_UP_GROUPS, Bounds, Share
 from envserver.store import open_store
 from envserver.store.demand import Demand
 

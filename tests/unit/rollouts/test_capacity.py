@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 
+from envserver.rollouts import Bounds, Share, Shares, is_stale, targets
 from envserver.rollouts.capacity import (
     SHARED,
-    Bounds,
     Depth,
     RunActivity,
     Taker,
@@ -20,8 +20,7 @@ from envserver.rollouts.capacity import (
     most_waiting,
     silent_runs,
 )
-from envserver.rollouts.mixing import Share, Shares, targets
-from envserver.rollouts.policy import is_stale, oldest_deliverable
+from envserver.rollouts.policy import oldest_deliverable
 
 BOUNDS = Bounds(most_groups=9, most_batches=3)
 ENVS = ("a", "b", "c")

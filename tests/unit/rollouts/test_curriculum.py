@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from support.commands import envserver, free_port, read_jsonl, running, until
 from support.extent import examples
 
-from envserver.config import CurriculumConfig
+from envserver import CurriculumConfig
+from envserver.rollouts import Scored, group_id
 from envserver.rollouts.curriculum import LONGEST_REST, Candidate, choose, to_forget, wanted
-from envserver.rollouts.estimates import UNTRIED, Estimate, Scored, as_of, updated
+from envserver.rollouts.estimates import UNTRIED, Estimate, as_of, updated
 from envserver.rollouts.events import GroupDropped
-from envserver.rollouts.stream import GroupRequest, group_id
+from envserver.rollouts.stream import GroupRequest
 from envserver.rollouts.task_stream import Known, TaskStream
 
 DIFFICULTY = CurriculumConfig(sampler="difficulty", explore=0.2)

@@ -12,8 +12,8 @@ from support.api import running_api, wire_group
 from support.joined import join
 from support.stores import group
 
-from envserver.rollouts.estimates import Scored
-from envserver.rollouts.stream import again_prefix, group_id
+from envserver.rollouts import Scored, group_id
+from envserver.rollouts.stream import again_prefix
 from envserver.store import GroupPut, open_store
 
 

@@ -14,20 +14,18 @@ from hypothesis import strategies as st
 from support.api import native_group
 from support.serving import attempt_spec
 
-from envserver import Group, Score, pack, unpack
-from envserver.config import RolloutsConfig
+from envserver import Group, RolloutsConfig, Score, pack, unpack
 from envserver.proxy import ProxyAttempt
+from envserver.rollouts import StalenessMonitor, is_stale
 from envserver.rollouts.policy import (
     Drop,
     GroupRules,
     group_seconds_left,
     is_retried,
-    is_stale,
     judge_group,
     judge_losses,
     rules_of,
 )
-from envserver.rollouts.staleness import StalenessMonitor
 
 VERSIONS = st.integers(-1, 20)
 MOST = st.none() | st.integers(0, 6)

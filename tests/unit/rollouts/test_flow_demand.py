@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.waiting import until
 
-from envserver.rollouts.capacity import Bounds
+from envserver.rollouts import Bounds
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand, Staleness
 from envserver.store.rows import ATROPOS_RUN, GroupPut

@@ -24,9 +24,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.serving import attempt_spec
 
-from envserver.models.replicas import Replica
+from envserver.models import Replica
 from envserver.proxy import ProxyAttempt
-from envserver.rollouts.attempt import ending_limit
+from envserver.rollouts import ending_limit
 from envserver.rollouts.policy import counts_as_attempt, limit_of_death, retry_delay_seconds
 
 AWAY, REFUSED = EngineUnavailable("away"), EngineRefused("no such field")

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from support.commands import envserver, free_port, group_ids, read_jsonl, running, until
 from support.extent import examples
 
-from envserver import ConfigError, main
+from envserver import ConfigError, MixSettings, main
 from envserver.cli.command_line import CommandSpec
 from envserver.cli.mixing import read_mix
 from envserver.cli.settings import load_settings
-from envserver.config import MixSettings
-from envserver.rollouts.mixing import CATCH_UP_GROUPS, Ending, Share, Shares, Turns, targets
+from envserver.rollouts import CATCH_UP_GROUPS, Share, Shares, targets
+from envserver.rollouts.mixing import Ending, Turns
 
 NAMES = "abcde"
 COMMAND = CommandSpec("serve", "", MixSettings)

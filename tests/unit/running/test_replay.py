@@ -11,8 +11,7 @@ from envserver_records.errors import EngineRefused
 from envserver_records.records import Call, ServiceCall
 from support.commands import envserver, read_jsonl
 
-from envserver import EngineError, InputError, ServiceError
-from envserver.cli import main
+from envserver import EngineError, InputError, ServiceError, main
 from envserver.rollouts.replaying import (
     Player,
     RecordedServices,

@@ -12,11 +12,9 @@ from envserver_records.records import Usage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envserver import Group, Score, Sequence, Trajectory
-from envserver.cli import main
-from envserver.export.jsonl import group_line
+from envserver import Group, Score, Sequence, Trajectory, main
+from envserver.export import group_line, group_of
 from envserver.export.rescored import rescored_line
-from envserver.export.stored import group_of
 
 ECHO = '''
 from envserver import Environment, Score, Task

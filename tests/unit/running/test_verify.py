@@ -18,9 +18,9 @@ from support.commands import envserver, free_port, read_jsonl
 from support.sampled import PROMPT, SAMPLED, Engine, group
 from support.vllm_server import VllmServer
 
-from envserver.cli import main
-from envserver.export.jsonl import group_line
-from envserver.models.sim import SimEngine
+from envserver import main
+from envserver.export import group_line
+from envserver.models import SimEngine
 from envserver.running.group_sources import FileSource
 from envserver.running.verifying import Report, Sample, parse_sample, verify
 

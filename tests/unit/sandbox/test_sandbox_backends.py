@@ -26,13 +26,21 @@ from structlog.testing import capture_logs
 from support.forked import forked, words
 from support.sandboxes import sandboxes
 
-from envserver import SandboxSpec
-from envserver.cli import doctor_command, main
-from envserver.config import SandboxConfig
-from envserver.sandbox import bubblewrap, landlock, linux, seccomp, selection, service, system
+from envserver import SandboxConfig, SandboxSpec, main
+from envserver.cli import doctor_command
+from envserver.sandbox import (
+    SandboxService,
+    bubblewrap,
+    landlock,
+    linux,
+    seccomp,
+    selection,
+    service,
+    system,
+)
 from envserver.sandbox.probe import ProbeReport, examine, unavailable
 from envserver.sandbox.selection import nothing_works
-from envserver.sandbox.service import SandboxService, probe
+from envserver.sandbox.service import probe
 
 PROJECT = Path(__file__).parents[3]
 OURS = system.OUR_PACKAGES

@@ -11,12 +11,9 @@ import pytest
 from envserver_records.errors import ConfigError
 from support import fake_engine
 
-from envserver import InputError, SandboxLimits, SandboxSpec
-from envserver.config import SandboxConfig
-from envserver.sandbox import service
-from envserver.sandbox.client import SandboxClient
-from envserver.sandbox.docker import find_engine
-from envserver.sandbox.service import SandboxService, probe
+from envserver import InputError, SandboxConfig, SandboxLimits, SandboxSpec
+from envserver.sandbox import SandboxClient, SandboxService, find_engine, service
+from envserver.sandbox.service import probe
 
 CONFIG = SandboxConfig(backend="docker", docker_image=fake_engine.IMAGE)
 

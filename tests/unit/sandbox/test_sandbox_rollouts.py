@@ -32,19 +32,20 @@ from envserver import (
     SandboxError,
     SandboxSpec,
     SandboxUsage,
+    Settings,
     Task,
     pack,
     unpack,
 )
-from envserver.config import Settings
 from envserver.registry import find
+from envserver.rollouts import StalenessMonitor, make_group
 from envserver.rollouts.attempt import Finished, run_attempt
-from envserver.rollouts.group import RolloutContext, attempt_spec, make_group
-from envserver.rollouts.staleness import StalenessMonitor
+from envserver.rollouts.group import RolloutContext, attempt_spec
 from envserver.rollouts.stream import GroupRequest
-from envserver.running.context import rollout_context
+from envserver.running import rollout_context
+from envserver.sandbox import Open
 from envserver.sandbox.attempt_sandboxes import cut_down, summed
-from envserver.sandbox.requests import Exec, Open, Opened
+from envserver.sandbox.requests import Exec, Opened
 from envserver.sandbox.supervisor import READY
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -20,9 +20,9 @@ from envserver_records.errors import SandboxLost
 from support.sandboxes import sandboxes
 
 from envserver import InputError, SandboxSpec
-from envserver.sandbox import inside
+from envserver.sandbox import SandboxClient, inside
 from envserver.sandbox.backend import HostBackend
-from envserver.sandbox.client import ConnectedSandbox, SandboxClient
+from envserver.sandbox.client import ConnectedSandbox
 from envserver.sandbox.wire import encode
 
 pytestmark = pytest.mark.asyncio

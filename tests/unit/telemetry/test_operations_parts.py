@@ -23,14 +23,12 @@ from hypothesis import strategies as st
 from starlette.responses import Response, StreamingResponse
 from support.api import native_group, put_native
 
-from envserver.api.app import create_api
+from envserver import OpenAIConfig, ServerConfig
+from envserver.api import Metrics, create_api, serve_api
 from envserver.api.bootstrap import BootstrapApp
 from envserver.api.health import Health
-from envserver.api.metrics import Metrics
-from envserver.api.server import serve_api
-from envserver.config import OpenAIConfig, ServerConfig
+from envserver.models import OpenAIEngine
 from envserver.models.measured import MeasuredEngine
-from envserver.models.openai import OpenAIEngine
 from envserver.store import open_store
 from envserver.telemetry.lag import TICK_SECONDS, LoopLag
 from envserver.telemetry.numbers import OTHER, Counts, Distribution, Labelled

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 
+from envserver.tokens import classify
 from envserver.tokens.chain import hashes
-from envserver.tokens.edits import classify
 
 calm = settings(
     deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow]

@@ -11,7 +11,7 @@ from support.templates import CHATML, OWN, call, chat_format, tool
 from support.traps import TRAPS as TEMPLATE_TRAPS
 from support.traps import Trap
 
-from envserver.tokens.builder import build
+from envserver.tokens import build
 
 SHOWN, ENDED = "'\\n' + message.content }}", "{%- endfor %}\n{{- '<|im_end|>\\n' }}"
 """Pieces of CHATML that write an answer, and its end."""

@@ -15,10 +15,8 @@ from support.extent import examples
 from support.talk import ENDS, Talk, format_of, written
 from support.templates import OWN, call, tool
 
-from envserver.tokens.builder import build
-from envserver.tokens.invariants import check
+from envserver.tokens import PromptPlan, build, check
 from envserver.tokens.prepare import prepare
-from envserver.tokens.prompts import PromptPlan
 
 texts = st.lists(
     st.sampled_from(["It", " is", " 4", ".\n", "\n\n", "é", "日", " </code>", "{", '"a"', "  "]),

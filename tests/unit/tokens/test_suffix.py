@@ -33,8 +33,7 @@ from support.templates import (
 )
 from support.traps import TRAPS
 
-from envserver.tokens.chat_format import ChatFormat
-from envserver.tokens.refusal import Refused
+from envserver.tokens import ChatFormat, Refused
 from envserver.tokens.suffix import Completion, Suffix, suffix
 
 STOPS = [

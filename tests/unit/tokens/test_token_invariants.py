@@ -13,10 +13,7 @@ from envserver_records.records import Call, Sequence, VersionSpan
 from msgspec.structs import replace
 from support.forests import END, NEWLINE, call, spans, talk
 
-from envserver.tokens import invariants
-from envserver.tokens.builder import build
-from envserver.tokens.flags import DEFAULT, Actions, chosen
-from envserver.tokens.invariants import check
+from envserver.tokens import DEFAULT, Actions, build, check, chosen, invariants
 
 MASK_OLD = chosen(mask=["mixed_versions"])
 

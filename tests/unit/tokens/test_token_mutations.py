@@ -18,10 +18,7 @@ from envserver_records.errors import TokensError
 from envserver_records.records import Call, Sequence, pack
 from support.forests import ACTIONS, END, NEWLINE, call, reference_rows, spans, talk
 
-from envserver.tokens import builder
-from envserver.tokens.builder import build
-from envserver.tokens.flags import DEFAULT, Actions
-from envserver.tokens.invariants import check
+from envserver.tokens import DEFAULT, Actions, build, builder, check
 
 MASKED = {"flags": ["undelivered_completion"]}
 

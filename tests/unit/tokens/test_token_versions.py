@@ -17,11 +17,8 @@ from support.scripted_engine import UPSTREAM, Sample, Scripted
 from support.serving import attempt_spec
 from support.talk import format_of
 
-from envserver.proxy import Proxy
-from envserver.proxy.capabilities import Capabilities
-from envserver.proxy.endpoint import EngineEndpoint
-from envserver.tokens.builder import build
-from envserver.tokens.invariants import check
+from envserver.proxy import Capabilities, EngineEndpoint, Proxy
+from envserver.tokens import build, check
 
 _format = cache(format_of)
 

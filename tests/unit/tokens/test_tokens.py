@@ -22,10 +22,8 @@ from support.forests import (
     tokens,
 )
 
-from envserver.tokens import builder
-from envserver.tokens.builder import all_flags, build
-from envserver.tokens.flags import Actions, chosen
-from envserver.tokens.invariants import check
+from envserver.tokens import Actions, build, builder, check, chosen
+from envserver.tokens.builder import all_flags
 
 actions = st.sampled_from(list(ACTIONS.values()))
 

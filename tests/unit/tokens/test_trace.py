@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.forests import answers, call, calm, conversations, forests
 
-from envserver.tokens.builder import find_parents
-from envserver.tokens.trace import pack_calls, unpack_calls
+from envserver.tokens import find_parents, pack_calls
+from envserver.tokens.trace import unpack_calls
 
 text = st.text("ab\n", max_size=3)
 # Values that Python takes for each other, keys in any order.

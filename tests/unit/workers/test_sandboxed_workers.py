@@ -16,10 +16,8 @@ from support.commands import envserver, read_jsonl
 from support.waiting import until
 from support.worker_standin import StandIn, alive, serving
 
-from envserver.config import WorkersConfig
-from envserver.workers.local import LocalPool
-from envserver.workers.pool import Assignment
-from envserver.workers.sandboxed import WorkerSandbox
+from envserver import WorkersConfig
+from envserver.workers import Assignment, LocalPool, WorkerSandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ZOO = str(Path(__file__).parents[2] / "support" / "sandboxed_zoo.py")

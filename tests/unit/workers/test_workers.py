@@ -26,9 +26,8 @@ from structlog.testing import capture_logs
 from support.waiting import until
 from support.worker_standin import ZOO, StandIn, alive, serving
 
-from envserver.config import WorkersConfig
-from envserver.workers.local import LocalPool
-from envserver.workers.pool import Assignment
+from envserver import WorkersConfig
+from envserver.workers import Assignment, LocalPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
