@@ -1,9 +1,9 @@
-"""Tools that work in a sandbox: files, search, commands, Python, the changes of a repository.
+"""Tools that work in a sandbox: files, search, commands, Python, git patches.
 
-All of them happen inside, by programs of the sandbox (`envserver_tools.inside`); out come bounded
-JSON and bytes. What goes wrong there is an observation for the model. That the sandbox itself
-failed is a SandboxError, which passes through. With "envserver_tools.inside" in the sandbox's
-`preload` a call costs milliseconds; without it its source is sent along.
+They run inside the sandbox (`envserver_tools.inside`) and return bounded JSON and bytes. A failed
+request is an observation for the model; a failed sandbox raises SandboxError. With
+"envserver_tools.inside" in the sandbox's `preload` a call takes milliseconds; otherwise the source
+is sent with each call.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from . import schemas
 from .calling import Tool, ToolError, toolbox
 
 PRELOAD = ("envserver_tools.inside",)
-"""For `SandboxSpec.preload`."""
+"""Value for `SandboxSpec.preload`."""
 MAX_CHARACTERS = 24_000
 MAX_PATCH_BYTES = 1 << 20
 _SHOWN_PATCH_BYTES = 16_000
 _MAX_ANSWER_BYTES = 4 << 20
 _MODULES = ("paths", "files", "listing", "commands", "patches", "")
-"""Of envserver_tools.inside, each after those that it imports."""
+"""Modules of envserver_tools.inside, each after those it imports."""
 
 
 def sandbox_tools(
@@ -101,7 +101,7 @@ async def _patch(
 
 
 class _Bound:
-    """The functions of the tools; what each does stands in its description."""
+    """The tools' functions; their descriptions are in `schemas`."""
 
     def __init__(self, sandbox: Sandbox, seconds: int, repository: str, base: str) -> None:
         self._sandbox, self._seconds = sandbox, seconds
@@ -163,7 +163,7 @@ _PYTHON = (
 
 
 def _only_seconds(seconds: float) -> SandboxLimits:
-    """A limit of time; in everything else the sandbox's own are the tighter ones."""
+    """Limits only the time; the sandbox's own limits hold for the rest."""
     most = 2**31
     return SandboxLimits(
         wall_seconds=seconds,
@@ -179,10 +179,10 @@ def _only_seconds(seconds: float) -> SandboxLimits:
 
 
 async def _ask(sandbox: Sandbox, tool: str, **arguments: Any) -> dict[str, Any]:
-    """What the tool inside answers.
+    """Sends a request to the tool inside and returns its answer.
 
     Raises:
-        ToolError: it refused, or it was killed by a limit of the sandbox.
+        ToolError: the tool refused, or a sandbox limit killed it.
     """
     result = await _run(sandbox, _request(tool, **arguments))
     answer = _decoded(result)
@@ -204,11 +204,7 @@ def _request(tool: str, **arguments: Any) -> bytes:
 
 
 def _decoded(result: ExecResult) -> dict[str, Any] | None:
-    """The answer in `result`, None where there is none. A program of the model may have forged it.
-
-    Raises:
-        ToolError: the tool refused.
-    """
+    """Decodes the answer; None if there is none. The model's program may have forged it."""
     if not result.ok:
         return None
     try:

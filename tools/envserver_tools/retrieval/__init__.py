@@ -1,6 +1,6 @@
-"""Texts that fit a query: plain ones (`BM25`), passages that one has, or a retriever's, over HTTP.
+"""Finds texts that match a query: by BM25 in plain texts or passages, or by a retriever over HTTP.
 
-Passages come as hits, best first; what does not fit at all is no hit.
+Results are hits, best first; passages that do not match at all are left out.
 """
 
 from __future__ import annotations

@@ -24,25 +24,25 @@ from .passages import Hit, Passage
 from .words import BM25, K1, STOP_WORDS, B, words
 
 SAME_SCORE_DECIMALS = 6
-"""Scores that are equal to so many decimals are the same."""
+"""Number of decimals to which scores are compared."""
 MANY_FOUND = 4096
-"""Hits that are not sorted as a whole."""
+"""Above this number of hits, only the best are sorted."""
 
 
 class FewPassages:
-    """Some passages, searchable: a question's own ten or twenty."""
+    """A searchable list of a few passages, such as a question's own ten or twenty."""
 
     def __init__(self, passages: Iterable[Passage]) -> None:
         self._passages = list(passages)
         self._bm25 = BM25(map(_indexed_text, self._passages))
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        """The `top_k` passages that fit best, at most; fewer where fewer share a word with it."""
+        """Returns at most `top_k` hits, best first."""
         return [Hit(self._passages[i], score) for i, score in self._bm25.top(query, top_k)]
 
 
 class PassageIndex:
-    """A corpus, searchable; not changed any more, so that threads may share it.
+    """A searchable corpus; immutable, so threads may share it.
 
     Raises:
         ConfigError: bm25s is not installed.
@@ -65,7 +65,7 @@ class PassageIndex:
         return len(self._passages)
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        """As `FewPassages.search`."""
+        """Like `FewPassages.search`."""
         asked = words(query)
         if not asked or self._bm25 is None:
             return []
@@ -75,7 +75,7 @@ class PassageIndex:
 
 @functools.cache
 def need_library() -> Any:
-    """The module bm25s.
+    """Imports bm25s.
 
     Raises:
         ConfigError: it is not installed.
@@ -96,7 +96,7 @@ def _indexed_text(passage: Passage) -> str:
 
 
 def _best(scores: NDArray[np.float32], top_k: int) -> list[int]:
-    """Where the best are, best first."""
+    """Returns the indices of the best scores, best first."""
     found = np.flatnonzero(scores > 0)
     if len(found) > max(MANY_FOUND, top_k):
         least = np.partition(scores[found], -top_k)[-top_k]

@@ -45,7 +45,7 @@ class RetrieverSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpRetriever:
-    """Asks one retriever; `async with` it."""
+    """A client of one retriever; use it with `async with`."""
 
     def __init__(self, settings: RetrieverSettings) -> None:
         self._settings = settings
@@ -67,10 +67,10 @@ class HttpRetriever:
             await self._http.close()
 
     async def search(self, query: str, top_k: int) -> list[Hit]:
-        """At most `top_k` hits, in the order in which it gives them.
+        """Returns at most `top_k` hits, in the retriever's order.
 
         Raises:
-            ServiceError: it does not answer, or not with hits.
+            ServiceError: it does not answer, or its answer holds no hits.
         """
         body = orjson.dumps({"queries": [query], "topk": top_k, "return_scores": True})
         async with self._places:
@@ -112,7 +112,7 @@ class HttpRetriever:
 
 
 class _MayPass(ServiceError):
-    """A failure that another try may not have."""
+    """A failure that a retry may cure."""
 
 
 def _hits(answer: Any) -> list[Hit]:

@@ -19,7 +19,7 @@ class Passage:
     """A titled piece of text.
 
     Args:
-        sentences: in order; a text that nobody divided is one sentence.
+        sentences: in order; undivided text is one sentence.
     """
 
     title: str
@@ -31,22 +31,22 @@ class Passage:
 
     @property
     def key(self) -> str:
-        """Ten hexadecimal digits of its content."""
+        """Ten hexadecimal digits of the content's hash."""
         content = f"{self.title}\0{self.text}".encode("utf-8", "surrogatepass")
         return hashlib.blake2b(content, digest_size=5).hexdigest()
 
     def as_data(self) -> dict[str, Any]:
-        """JSON-like; `from_data` reads it."""
+        """Returns JSON-like data that `from_data` reads."""
         return {"title": self.title, "sentences": list(self.sentences)}
 
     @classmethod
     def from_data(cls, data: object) -> Passage:
-        """A passage as people write it: `title`, and `sentences` or `text` (or `contents`).
+        """Reads a passage with `title`, and `sentences` or `text` (or `contents`).
 
-        Where only `contents` stand there, their first line is the title (Search-R1's corpora).
+        With `contents` alone, the first line is the title (Search-R1's corpora).
 
         Raises:
-            InputError: it is none of these.
+            InputError: the data has another form.
         """
         if isinstance(data, str):
             data = {"contents": data}
@@ -70,7 +70,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Hit:
-    """A passage that was found; a higher score fits better."""
+    """A passage and its score; higher is better."""
 
     passage: Passage
     score: float
@@ -80,7 +80,7 @@ class Hit:
 
 
 def passages_from(data: object) -> Iterator[Passage]:
-    """The passages of a list of them; raises like `Passage.from_data`."""
+    """Reads a list of passages; raises like `Passage.from_data`."""
     if not isinstance(data, list):
         raise InputError("There must be a list of passages.")
     for one in data:
