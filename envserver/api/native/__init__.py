@@ -1,7 +1,7 @@
-"""The native routes under /v1: runs, leases, groups, policy versions, status; and health.
+"""The native routes under /v1 (runs, leases, groups, policy versions, status) and /health.
 
-What holds: creating a run is idempotent by its name, a lease is handed out once, acknowledging
-twice is fine, a policy version never goes down. Errors are problem details.
+What holds: creating a run is idempotent by its name; a lease is delivered once; acknowledging
+twice is allowed; the policy version never decreases. Errors are problem details (RFC 9457).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def native_routes(
     status: Callable[[], dict[str, Any]] | None,
     orders: Orders | None,
 ) -> APIRouter:
-    """All native routes.
+    """Returns all native routes.
 
     Args:
-        orders: None where there is no environment whose rollouts could be ordered.
+        orders: None if the server has no environment that can make rollouts on demand.
     """
     router = APIRouter(tags=["native"])
     encoder = GroupEncoder(store)

@@ -1,7 +1,7 @@
-"""Answers in JSON, and what the OpenAPI document says of answers.
+"""JSON responses, and their description in the OpenAPI document.
 
-Requests are read raw and answers are made by hand, so FastAPI knows neither: each route says here
-which it has.
+Routes read raw requests and build responses themselves, so FastAPI cannot infer either; each
+route declares its responses with `answers`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def json_answer(value: Any, status: int = 200) -> Response:
-    """`value`, which may hold numpy's numbers and arrays, as an answer."""
+    """Encodes `value` as a JSON response; numpy scalars and arrays are allowed."""
     body = orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(body, status, media_type="application/json")
 
@@ -48,15 +48,15 @@ def answers(
     body: bool = False,
     what: str = "Done.",
 ) -> Responses:
-    """What a route answers, for the OpenAPI document.
+    """Describes the responses of a route for the OpenAPI document.
 
     Args:
-        model: of the JSON; None: there is none.
-        errors: statuses of its own problems, beside those that every route has.
-        status: of success.
-        media_types: in which it answers, too, as bytes.
-        body: whether it takes a body, which may be wrong.
-        what: in words.
+        model: the JSON body; None if there is none.
+        errors: error statuses of this route, in addition to those of every route.
+        status: status on success.
+        media_types: binary media types that the route can also return.
+        body: whether the route takes a request body, which adds the errors of bodies.
+        what: description of the success response.
     """
     success: dict[str, Any] = {"description": what}
     if model is not None:

@@ -1,4 +1,4 @@
-"""How often each task is solved: what a curriculum knows, for people and tools."""
+"""GET /v1/tasks/estimates: how often each task is solved, as the curriculum estimates it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def add_estimate_routes(router: APIRouter, store: GroupStore) -> None:
         ] = None,
         split: Annotated[Split | None, Query(description="only of this one")] = None,
     ) -> Response:
-        """How often the policy solves each task that was ever scored, from groups that were stored
-        and from those that were dropped for their rewards or their age; evaluations do not count.
-        In the order in which tasks were first scored; `next` is the `after` of the following page,
-        null behind the last.
+        """Lists how often the policy solves each task that was ever scored. Stored groups count,
+        and so do groups dropped for their rewards or their age; evaluations do not. Tasks come in
+        the order in which they were first scored; `next` is the `after` of the following page, null
+        on the last page.
         """
         rows = await store.task_estimates(after, limit, env=environment, split=split)
         following = rows[-1].number if len(rows) == limit else None

@@ -1,4 +1,4 @@
-"""Groups for people and tools: listed and read, neither leased nor consumed."""
+"""Lists and reads groups for inspection, without leasing or consuming them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def add_group_routes(router: APIRouter, store: GroupStore, encoder: GroupEncoder
         after: Annotated[int, Query(ge=0, le=_SEQ_LIMIT, description="`seq` behind which")] = 0,
         limit: Annotated[int, Query(ge=1, le=MOST_GROUPS, description="most groups")] = 100,
     ) -> Response:
-        """What is known of the groups that arrived after number `after`, whatever their state,
-        oldest first; `next` is the `after` of the following page, null behind the last group.
-        Nothing is leased or consumed.
+        """Lists the groups that arrived after number `after`, in any state, oldest first. `next` is
+        the `after` of the following page, null on the last page. Nothing is leased or consumed.
         """
         rows = await store.arrived_after(after, limit)
         following = rows[-1].seq if len(rows) == limit else None
@@ -37,8 +36,8 @@ def add_group_routes(router: APIRouter, store: GroupStore, encoder: GroupEncoder
         responses=answers(LeasedGroup, 404, 422, media_types=(GROUP_MSGPACK,), what="The group."),
     )
     async def get_group(group_id: str, request: Request) -> Response:
-        """One whole group, whatever its state; it is neither leased nor consumed.
-        MessagePack when `Accept` asks for `application/vnd.envserver.group+msgpack`, else JSON.
+        """Returns one whole group in any state, without leasing or consuming it. MessagePack when
+        `Accept` names `application/vnd.envserver.group+msgpack`, else JSON.
         """
         (row,) = await store.rows([group_id])
         if GROUP_MSGPACK in request.headers.get("accept", ""):
@@ -47,5 +46,5 @@ def add_group_routes(router: APIRouter, store: GroupStore, encoder: GroupEncoder
 
 
 def _summary(row: GroupRow) -> dict[str, Any]:
-    # Without the lease's id: whoever has it could acknowledge for its owner.
+    # Omit the lease id: anyone who knows it could acknowledge the lease.
     return msgspec.structs.asdict(msgspec.convert(row, GroupSummary, from_attributes=True))

@@ -1,5 +1,7 @@
-"""Leases: groups are handed out once, at once or when they are there, or pushed; acknowledging
-twice is fine. A lease can be closed only by the run that has it.
+"""Leases: groups are delivered on request, after a wait, or pushed over a stream.
+
+What holds: a lease is delivered once; acknowledging twice is allowed; only the run that holds a
+lease can close it.
 """
 
 from __future__ import annotations
@@ -59,13 +61,13 @@ def add_lease_routes(
         | {204: {"description": "Nothing that fits came in time."}},
     )
     async def lease(run: str, request: Request) -> Response:
-        """Hands out the oldest groups that fit (200), or nothing when too few came in time (204).
+        """Leases the oldest groups that match (200), or none if too few arrive in time (204).
 
         `{"max_sequences": 512, "environments": ["math"], "max_staleness": 2, "wait_seconds": 60}`
         waits for groups of one environment that are at most two policy versions old.
-        MessagePack when `Accept` asks for `application/vnd.envserver.groups+msgpack`, else JSON.
-        With an `Idempotency-Key`, a second request with the same key gets the same lease while it
-        is open: so an answer that was lost on its way is had again.
+        MessagePack when `Accept` names `application/vnd.envserver.groups+msgpack`, else JSON.
+        With an `Idempotency-Key`, repeating the request returns the same lease while it is open,
+        so a lost response can be fetched again.
         """
         wanted = await read_body(request, _LEASE)
         lease_id = lease_id_of(run, request)
@@ -94,13 +96,14 @@ def add_lease_routes(
     async def stream(
         run: str, wanted: Annotated[StreamRequest, Query()], request: Request
     ) -> Response:
-        """Pushes leases as groups become available, as long as the client listens; they are
-        acknowledged by the ordinary routes.
+        """Pushes leases as groups become available, for as long as the client listens. The client
+        acknowledges them with the ordinary routes.
 
         `?window=2&max_groups=16&min_groups=16&environments=math` keeps two leases of 16 groups
-        open: when one is acknowledged, the next comes. With `Accept: text/event-stream` they are
-        server-sent events with JSON (and `Last-Event-ID` goes on behind a lease), else a binary
-        stream: frames of 4 bytes of length and a lease in MessagePack, an empty one now and then.
+        open: when one is acknowledged, the next is sent. With `Accept: text/event-stream` the
+        response is server-sent events with JSON (`Last-Event-ID` resumes after a lease).
+        Otherwise it is binary: frames of a 4-byte length and a lease in MessagePack, with an
+        empty frame as keep-alive.
         """
         await _require_open(store, run)
         seen = request.headers.get("last-event-id", "")
@@ -119,11 +122,12 @@ def add_lease_routes(
         responses=answers(None, 404, 409, status=204, body=True, what="Acknowledged."),
     )
     async def ack(run: str, request: Request) -> Response:
-        """The groups of the lease are never delivered again. Twice is fine.
+        """Acknowledges a lease: its groups are never delivered again. Acknowledging twice is
+        allowed.
 
-        `{"lease_id": "...", "checkpoint": "step-40"}` says, too, that the trainer's checkpoint of
-        this name holds what was learned from this lease and from all acknowledged before it:
-        `POST /v1/runs` goes back to it.
+        `{"lease_id": "...", "checkpoint": "step-40"}` also records that the trainer's checkpoint of
+        this name contains this lease and all leases acknowledged before it; `POST /v1/runs` can
+        go back to it.
         """
         wanted = await read_body(request, _ACK)
         await _require_own(store, run, wanted.lease_id)
@@ -138,9 +142,9 @@ def add_lease_routes(
         responses=answers(None, 404, 409, status=204, body=True, what="Given back."),
     )
     async def nack(run: str, request: Request) -> Response:
-        """Gives the groups of the lease back, to be delivered again, first. Twice is fine.
+        """Returns the groups of a lease to the front of the queue. Repeating the call is allowed.
 
-        `{"lease_id": "...", "reason": "out_of_memory"}`: nacks are counted by their reason.
+        `{"lease_id": "...", "reason": "out_of_memory"}`: nacks are counted by reason.
         """
         wanted = await read_body(request, _NACK)
         await _require_own(store, run, wanted.lease_id)
@@ -154,7 +158,7 @@ def add_lease_routes(
         responses=answers(ExtendedAnswer, 404, 409, body=True, what="Until when it lasts now."),
     )
     async def extend(run: str, request: Request) -> Response:
-        """Lets the lease end so many seconds from now: `{"lease_id": "...", "seconds": 600}`."""
+        """Sets the lease to expire in the given time: `{"lease_id": "...", "seconds": 600}`."""
         wanted = await read_body(request, _EXTENSION)
         await _require_own(store, run, wanted.lease_id)
         expires_at = await store.extend(wanted.lease_id, wanted.seconds)
@@ -167,19 +171,23 @@ def add_lease_routes(
 
 
 async def lease_answer(lease: Lease, encoder: GroupEncoder, headers: Headers) -> Response:
-    """The lease as the client wants it. Raises DamagedBodies: some cannot be read."""
+    """Encodes the lease in the format that the client accepts.
+
+    Raises:
+        DamagedBodies: some groups cannot be read.
+    """
     if GROUPS_MSGPACK in headers.get("accept", ""):
         return PackedAnswer(await encoder.lease(lease), GROUPS_MSGPACK, headers)
     return Response(await encoder.lease_as_json(lease), media_type="application/json")
 
 
 async def _require_open(store: GroupStore, run: str) -> None:
-    """Raises NotFoundError: there is no such run. ConflictError: it is closed."""
+    """Raises NotFoundError if the run does not exist, ConflictError if it is closed."""
     if (await store.get_run(run)).state == "closed":
         raise ConflictError(f"The run {run} is closed.", run=run)
 
 
 async def _require_own(store: GroupStore, run: str, lease_id: str) -> None:
-    """Raises NotFoundError: the run has no such lease."""
+    """Raises NotFoundError if the run has no such lease."""
     if (await store.find_lease(lease_id)).run != run:
         raise NotFoundError(f"The run {run} has no lease {lease_id}.", lease_id=lease_id)

@@ -1,5 +1,6 @@
-"""What goes over the wire under /v1, and the bounds of it: what trainers send, which is validated,
-and what they get, which is described.
+"""Request and response bodies under /v1, and their limits.
+
+Requests are validated with these models; responses are only described by them.
 """
 
 from __future__ import annotations
@@ -24,28 +25,29 @@ Delivery = Literal["shared", "broadcast"]
 
 
 class Body(BaseModel):
-    """Base of what is sent: unknown names are errors, docstrings are descriptions."""
+    """Base of request bodies: unknown fields are errors; docstrings become descriptions."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class RunRequest(Body):
-    """A run to be created, or gone on with when there is one of this name."""
+    """A run to create, or to resume if one of this name exists."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     batch_size: int | None = Field(default=None, ge=1, le=MOST_GROUPS)
-    """Groups per lease where the lease names no limit; 8 for a new run."""
+    """Groups per lease when the lease sets no limit; 8 for a new run."""
     settings: dict[str, Any] | None = None
-    """Anything the trainer wants to find again."""
+    """Any JSON object that the trainer wants to read back later."""
     delivery: Delivery | None = None
-    """shared: each group goes to one of all shared runs; broadcast: this run gets every group. A
-    new run is shared; what a run is never changes."""
+    """shared: each group goes to one of the shared runs; broadcast: this run gets every group. A
+    new run is shared unless set. It cannot change later.
+    """
     environments: list[Name] | None = Field(default=None, max_length=256)
-    """Only groups of these environments; an empty list: of all."""
+    """Only groups of these environments; an empty list means all."""
     checkpoint: Name | None = None
-    """Go back to this checkpoint: what was acknowledged after it is delivered again."""
+    """Go back to this checkpoint: groups acknowledged after it are delivered again."""
     from_start: bool = False
-    """Go back to the start: all that the run ever acknowledged is delivered again."""
+    """Go back to the start: all groups the run ever acknowledged are delivered again."""
 
     @model_validator(mode="after")
     def _one_way_back(self) -> RunRequest:
@@ -55,24 +57,24 @@ class RunRequest(Body):
 
 
 class Limits(Body):
-    """Which groups a lease is to hold."""
+    """Which groups a lease may hold."""
 
     max_groups: int | None = Field(default=None, ge=1, le=MOST_GROUPS)
-    """Most groups; unset: the run's batch size, or 1024 where another limit is given."""
+    """Maximum number of groups; unset: the run's batch size, or 1024 if another limit is set."""
     max_sequences: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
-    """Most trajectories together; a first group that has more comes alone."""
+    """Maximum number of trajectories in total; a first group with more is delivered alone."""
     max_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    """Most tokens together; a first group that has more comes alone."""
+    """Maximum number of tokens in total; a first group with more is delivered alone."""
     min_groups: int = Field(default=1, ge=1, le=MOST_GROUPS)
-    """Fewer are not handed out."""
+    """Minimum number of groups; with fewer, nothing is leased."""
     environments: list[Name] | None = Field(default=None, max_length=256)
-    """Only groups of these environments; the others keep their places."""
+    """Only groups of these environments; other groups keep their places in the queue."""
     min_version: int | None = Field(default=None, ge=0, le=VERSION_LIMIT)
-    """Only groups sampled with this policy version or later ones."""
+    """Only groups sampled with this policy version or a later one."""
     max_staleness: int | None = Field(default=None, ge=0, le=VERSION_LIMIT)
-    """Only groups at most so many versions older than the one published last."""
+    """Only groups at most this many versions older than the current policy version."""
     seconds: Seconds | None = None
-    """How long the lease lasts; unset: as the server is set."""
+    """Duration of the lease; unset: the server's default."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Limits:
@@ -82,23 +84,25 @@ class Limits(Body):
 
 
 class LeaseRequest(Limits):
-    """Groups to be handed out."""
+    """Groups to lease."""
 
     wait_seconds: float = Field(default=0.0, ge=0, le=LONGEST_WAIT_SECONDS)
-    """How long to wait for them."""
+    """Maximum time to wait for them."""
 
 
 class StreamRequest(Limits):
-    """Query of a stream of leases."""
+    """Query parameters of a lease stream."""
 
     stream: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{8,64}$")
-    """Name of this stream, chosen by the client: connecting again with it goes on with the leases
-    that are open. Unset: a new one."""
+    """Name of this stream, chosen by the client. Reconnecting with it resumes with the leases that
+    are still open. Unset: a new stream.
+    """
     window: int = Field(default=2, ge=1, le=MOST_WINDOW)
-    """Most leases that are open and not acknowledged; an ack or nack makes room for the next."""
+    """Maximum number of unacknowledged leases; an ack or nack makes room for the next."""
     on_hangup: Literal["keep", "give_back"] = "keep"
-    """What becomes of them when the client hangs up: they stay leased until they end, or they are
-    given back at once."""
+    """What happens to open leases when the client disconnects: they stay leased until they expire,
+    or are returned at once.
+    """
 
 
 class LeaseReference(Body):
@@ -107,12 +111,12 @@ class LeaseReference(Body):
 
 class Ack(LeaseReference):
     checkpoint: Name | None = None
-    """The trainer's checkpoint that holds this lease and all that the run acknowledged before."""
+    """The trainer's checkpoint that contains this lease and all acknowledged before it."""
 
 
 class Nack(LeaseReference):
     reason: str = Field(default="", max_length=200)
-    """Counted by the server."""
+    """Nacks are counted by this reason."""
 
 
 class LeaseExtension(LeaseReference):
@@ -123,7 +127,7 @@ class PolicyVersionRequest(Body):
     version: int = Field(ge=0, le=VERSION_LIMIT, strict=True)
 
 
-# Answers
+# Responses
 
 _GROUP_SUMMARY: Final = msgspec.json.schema_components([GroupSummary])[1]["GroupSummary"]
 
@@ -145,7 +149,7 @@ class RunsAnswer(BaseModel):
 
 class ResumedAnswer(RunAnswer):
     redelivered: int | None = None
-    """Groups that come again, where the run went back."""
+    """Number of groups to be delivered again after the run went back."""
 
 
 class CheckpointAnswer(BaseModel):
@@ -164,7 +168,7 @@ class LeasedGroup(BaseModel):
     format: str
     policy_version: int
     group: dict[str, Any]
-    """With the keys of the Atropos wire."""
+    """The group, with the keys of the Atropos protocol."""
 
 
 class LeaseAnswer(BaseModel):
@@ -187,20 +191,20 @@ class TaskEstimate(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     number: int
-    """Order in which tasks were first scored."""
+    """Position in the order in which tasks were first scored."""
     task_id: str
     environment: str
     split: str
     attempts: int
-    """Rollouts that were ever counted."""
+    """Number of rollouts ever counted."""
     mean_reward: float | None
-    """Of them, late policies counting more; null where nothing of it holds any more."""
+    """Mean reward, with recent policies weighted more; null if no attempt counts any more."""
     success: float
-    """How likely the next rollout solves it; 0.5 where nothing is known."""
+    """Estimated probability that the next rollout solves the task; 0.5 without data."""
     weight: float
-    """Attempts that still count."""
+    """Effective number of attempts after decay."""
     policy_version: int
-    """The last that tried it, -1 where none is known."""
+    """Latest policy version that tried the task; -1 if unknown."""
     scored_at: float
 
 
@@ -219,17 +223,17 @@ class StatusAnswer(BaseModel):
     version: str
     policy_version: int
     groups: dict[str, int]
-    """Groups of the shared queue by state."""
+    """Groups in the shared queue, by state."""
     damaged: list[dict[str, Any]]
-    """The last groups whose stored bodies could not be read: `group_id`, `reason`, `found_at`."""
+    """The latest groups whose stored bodies cannot be read: `group_id`, `reason`, `found_at`."""
     atropos: dict[str, Any]
     joined: dict[str, int]
-    """Environments on other machines by how they are: present, silent, gone."""
+    """Number of runners by status: present, silent, gone."""
     server: dict[str, Any]
 
 
 class Problem(BaseModel):
-    """RFC 9457; some kinds have more members."""
+    """Problem details (RFC 9457); some kinds have additional members."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,8 +1,8 @@
-"""Rollouts of tasks that the caller names, in its order, and the tasks that can be named.
+"""Makes rollouts of tasks that the caller names, in that order, and lists the tasks.
 
-For trainers that have a data set of their own and push tasks, where a lease pulls what the server
-has made. What holds: asked again with the same key, the same rollouts come, also from a server that
-was killed in between; nobody gets the hidden part of a task.
+For trainers that bring their own order of tasks; a lease, in contrast, delivers what the server
+chose to make. What holds: repeating a request with the same key returns the same rollouts, even
+after the server was killed in between; the hidden part of a task is never sent.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from .models import LONGEST_WAIT_SECONDS, MOST_GROUPS, Body, LeaseAnswer, Name
 from .waiting import Hangup, key_of
 
 _MOST_ROLLOUTS: Final = 16 * MOST_GROUPS
-"""Of all orders that are being made at a time."""
+"""Maximum number of rollouts in progress, over all orders."""
 _AGAIN_SECONDS: Final = 5.0
 _MOST_TASKS: Final = 1024
 _LAST_TASK: Final = 2**31
 
 
 class RolloutsRequest(Body):
-    """Rollouts to be made."""
+    """Rollouts to make."""
 
     environment: Name
     task_ids: list[Name] = Field(min_length=1, max_length=MOST_GROUPS)
-    """Each gets a group of its own, also one that is named several times."""
+    """Each entry gets its own group, even if a task is named several times."""
     group_size: int = Field(default=1, ge=1, le=MOST_GROUPS)
-    """Rollouts of each task."""
+    """Rollouts per task."""
     split: Split | None = None
-    """In which the tasks are; unset: the one that the server serves."""
+    """Split of the tasks; unset: the split that the server serves."""
     wait_seconds: float = Field(default=0.0, ge=0, le=LONGEST_WAIT_SECONDS)
-    """How long to wait for them."""
+    """Maximum time to wait for them."""
 
 
 class RolloutsProgress(BaseModel):
-    """How far it is: ask again with the same key."""
+    """Progress of the order; repeat the request with the same key to wait on."""
 
     groups_done: int
     groups: int
@@ -61,13 +61,13 @@ class RolloutsProgress(BaseModel):
 class TaskAnswer(BaseModel):
     task_id: str
     public: dict[str, Any]
-    """What running a rollout needs."""
+    """The public part of the task: what running a rollout needs."""
 
 
 class TasksAnswer(BaseModel):
     tasks: list[TaskAnswer]
     next: int | None
-    """The `after` of the following page; null behind the last task."""
+    """The `after` of the following page; null on the last page."""
 
 
 _ROLLOUTS: Final = TypeAdapter(RolloutsRequest)
@@ -90,14 +90,15 @@ def add_on_demand_routes(
         | {202: {"model": RolloutsProgress, "description": "Not all of them are made yet."}},
     )
     async def order_rollouts(request: Request) -> Response:
-        """Makes rollouts of the tasks that are named: one group for each, in this order (200).
+        """Makes rollouts of the named tasks: one group per task, in this order (200).
 
-        `{"environment": "math", "task_ids": ["a", "b"], "group_size": 4, "wait_seconds": 60}`. When
-        they are not all made in time (202), the same request with the same `Idempotency-Key` waits
-        on; without a key each request begins anew. No filter applies: a group lacks only rollouts
-        that were lost by no fault of the model, and its numbers (`...-r0`, `...-r1`) say which.
-        What nobody waits for is given up after ten minutes; what was finished is kept. The answer
-        has the form of a lease, but there is nothing to acknowledge.
+        `{"environment": "math", "task_ids": ["a", "b"], "group_size": 4, "wait_seconds": 60}`.
+        If they are not finished in time (202), repeat the request with the same `Idempotency-Key`
+        to wait on; without a key, each request starts over. Groups are not filtered: a group
+        lacks only rollouts that failed through no fault of the model, and the rollout ids
+        (`...-r0`, `...-r1`) show which. An order that no request waits for is abandoned after ten
+        minutes; finished rollouts are kept. The response has the form of a lease, but needs no
+        acknowledgement.
         """
         wanted = await read_body(request, _ROLLOUTS)
         order = _order_of(wanted, key_of(request) or uuid.uuid4().hex, orders)
@@ -127,8 +128,8 @@ def add_on_demand_routes(
         after: Annotated[int, Query(ge=0, le=_LAST_TASK, description="tasks to leave out")] = 0,
         limit: Annotated[int, Query(ge=1, le=_MOST_TASKS, description="most tasks")] = 100,
     ) -> Response:
-        """The tasks of an environment in their order, without what scoring needs. At most the first
-        100000 of a split can be seen and named.
+        """Lists the tasks of an environment in order, without the hidden part that scoring uses.
+        Only the first 100000 tasks of a split can be listed and named.
         """
         where = split or orders.environment(environment).config.split
         found = await orders.book(environment).after(where, after, limit)
@@ -138,7 +139,12 @@ def add_on_demand_routes(
 
 
 def _order_of(wanted: RolloutsRequest, key: str, orders: Orders) -> GroupsOrder:
-    """Raises NotFoundError: there is no such environment. InputError: it is too much at a time."""
+    """Builds the order.
+
+    Raises:
+        NotFoundError: there is no such environment.
+        InputError: the request exceeds a limit.
+    """
     split = wanted.split or orders.environment(wanted.environment).config.split
     order = GroupsOrder(
         key=key,
@@ -157,7 +163,7 @@ def _order_of(wanted: RolloutsRequest, key: str, orders: Orders) -> GroupsOrder:
 
 
 def _require_room(orders: Orders, order: GroupsOrder) -> None:
-    """Raises TooManyRequests: so much is being made that this must wait."""
+    """Raises TooManyRequests if too many rollouts are in progress."""
     if orders.is_open(order) or not orders.open_rollouts:
         return
     if orders.open_rollouts + order.rollouts > _MOST_ROLLOUTS:

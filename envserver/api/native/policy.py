@@ -1,4 +1,4 @@
-"""The policy version: published by trainers, durable, never going down."""
+"""The policy version: published by trainers, durable, never decreasing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _VERSION: Final = TypeAdapter(PolicyVersionRequest)
 
 
 class PolicyVersion:
-    """The policy version that trainers publish: durable, never going down.
+    """The policy version that trainers publish: durable, never decreasing.
 
     Args:
-        on_change: called with each new version, and with the stored one after a restart.
+        on_change: called with each new version, and with the stored version after a restart.
     """
 
     def __init__(self, store: GroupStore, on_change: Callable[[int], None] | None) -> None:
@@ -35,16 +35,16 @@ class PolicyVersion:
         self.version = -1
 
     async def load(self) -> None:
-        """Takes up the stored version."""
+        """Loads the stored version."""
         stored = await self._store.get_value(_POLICY_VERSION)
         if stored is not None:
             self._set(int(stored))
 
     async def publish(self, version: int) -> None:
-        """Makes `version` the current one; the current one again is fine.
+        """Makes `version` the current version; publishing the current version again is allowed.
 
         Raises:
-            ConflictError: it is lower than the current one.
+            ConflictError: `version` is lower than the current one.
         """
         async with self._lock:
             if version < self.version:
@@ -69,11 +69,13 @@ def add_policy_routes(router: APIRouter, policy: PolicyVersion) -> None:
         responses=answers(PolicyVersionAnswer, 409, body=True, what="The version now."),
     )
     async def publish(request: Request) -> Response:
-        """Says with which weights the engine samples from now on. Lower than before: 409."""
+        """Sets the version of the weights that the engine samples with from now on. A version lower
+        than the current one is refused (409).
+        """
         await policy.publish((await read_body(request, _VERSION)).version)
         return json_answer({"version": policy.version})
 
     @router.get("/v1/policy-version", responses=answers(PolicyVersionAnswer, what="The version."))
     async def current() -> Response:
-        """The version published last, -1 before any."""
+        """Returns the current policy version; -1 if none was published."""
         return json_answer({"version": policy.version})

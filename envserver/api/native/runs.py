@@ -1,4 +1,4 @@
-"""Runs: one trainer's (or one export's) subscription each. Creating is idempotent by the name."""
+"""Runs: each is the subscription of one trainer or export. Creating is idempotent by name."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def add_run_routes(
         | answers(ResumedAnswer, 404, 409, body=True, what="It goes on, changed as asked."),
     )
     async def create_run(request: Request) -> Response:
-        """Creates a run (201), or goes on with the one of this name, changed as asked (200).
+        """Creates a run (201), or resumes and updates the run of this name (200).
 
-        `{"name": "my-run", "checkpoint": "step-40"}` goes back to a checkpoint that acks named:
-        what was acknowledged after it is delivered again, and the run's open leases are given back.
-        With an `Idempotency-Key`, a second such request with the same key goes back no second time.
-        A closed run is open again.
+        `{"name": "my-run", "checkpoint": "step-40"}` goes back to a checkpoint that an ack named:
+        groups acknowledged after it are delivered again, and the run's open leases are returned.
+        With an `Idempotency-Key`, repeating the request does not go back a second time.
+        A closed run is reopened.
         """
         wanted = await read_body(request, _RUN)
         _require_native(wanted.name)
@@ -52,12 +52,12 @@ def add_run_routes(
 
     @router.get("/v1/runs", responses=answers(RunsAnswer, what="All runs."))
     async def list_runs() -> Response:
-        """All runs, oldest first; `{"runs": [{"name": "my-run", "delivery": "shared", ...}]}`."""
+        """Lists all runs, oldest first: `{"runs": [{"name": "my-run", ...}]}`."""
         return json_answer({"runs": [_facts(run) for run in await store.list_runs()]})
 
     @router.get("/v1/runs/{run}", responses=answers(RunAnswer, 404, 422, what="The run."))
     async def get_run(run: str) -> Response:
-        """One run, with what it was created with."""
+        """Returns one run with its settings."""
         return json_answer(_facts(await store.get_run(run)))
 
     @router.post(
@@ -65,8 +65,8 @@ def add_run_routes(
         responses=answers(RunAnswer, 404, 409, body=True, what="It is closed."),
     )
     async def close_run(run: str) -> Response:
-        """Ends a run: it leases no more, its open leases are given back, and nothing is kept for
-        it. Twice is fine; creating it again opens it.
+        """Closes a run: it can lease nothing more, its open leases are returned, and no groups are
+        kept for it. Closing twice is allowed; creating the run again reopens it.
         """
         _require_native(run)
         closed = await store.close_run(run)
@@ -79,8 +79,8 @@ def add_run_routes(
         responses=answers(CheckpointsAnswer, 404, 422, what="The run's checkpoints."),
     )
     async def checkpoints(run: str) -> Response:
-        """The checkpoints that acks of the run named, oldest first, with how many groups it had
-        acknowledged up to each.
+        """Lists the checkpoints that the run's acks named, oldest first, each with the number of
+        groups acknowledged up to it.
         """
         await store.get_run(run)
         found = [msgspec.structs.asdict(one) for one in await store.checkpoints(run)]
@@ -93,7 +93,7 @@ def _require_native(name: str) -> None:
 
 
 async def _created(store: GroupStore, wanted: RunRequest) -> tuple[bool, Run]:
-    """Whether the run is new, and the run, open and changed as asked."""
+    """Creates, or reopens and updates, the run; also returns whether it is new."""
     try:
         run = await store.get_run(wanted.name)
     except NotFoundError:
@@ -128,9 +128,10 @@ async def _created(store: GroupStore, wanted: RunRequest) -> tuple[bool, Run]:
 
 
 async def _go_back(store: GroupStore, wanted: RunRequest, key: str | None) -> int:
-    """How many groups come again; none when the request of this key was answered before.
+    """Goes back as requested and returns how many groups will be delivered again.
 
-    A copy of it that comes late would take back what the trainer acknowledged since.
+    Returns 0 if a request with this key was already handled: a delayed duplicate would undo what
+    the trainer has acknowledged since.
     """
     place = f"resumed:{wanted.name}"
     if key is not None and await store.get_value(place) == key:

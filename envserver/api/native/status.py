@@ -1,4 +1,4 @@
-"""How things stand."""
+"""GET /v1/status."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def add_status_routes(
     status: Callable[[], dict[str, Any]] | None,
 ) -> None:
     async def damaged() -> list[DamagedGroup]:
-        # What is counted is known from memory: the store is asked only when there are some.
+        # The count is kept in memory; query the store only if it is not zero.
         return await store.damaged(_DAMAGED_SHOWN) if "damaged" in await store.counters() else []
 
     @router.get("/v1/status", responses=answers(StatusAnswer, what="How things stand."))
     async def get_status() -> Response:
-        """How things stand: groups by state, the Atropos wire, what the server itself reports."""
+        """Returns groups by state, the status of the Atropos protocol, and the server's own
+        counters."""
         return json_answer(
             {
                 "version": __version__,

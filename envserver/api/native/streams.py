@@ -1,12 +1,12 @@
-"""Leases pushed to a trainer as groups become available: server-sent events, or a binary stream.
+"""Pushes leases to a trainer as groups become available: server-sent events or binary frames.
 
-In: a run, what its leases are to hold, and how many may be open at a time. Out: one event or frame
-for each lease. What holds: no more than `window` leases of a stream are open, so neither side
-buffers more than those; ids of leases begin with the stream's name and grow, so that a client that
-connects again gets exactly those of its open leases that it has not seen, also from a server that
-was killed in between; of two connections of one stream the older one ends.
+In: a run, the limits of its leases, and how many may be open at a time. Out: one event or frame
+per lease. What holds: a stream has at most `window` open leases, so neither side buffers more;
+lease ids begin with the stream's name and increase, so a client that reconnects gets exactly the
+open leases it has not seen, even after the server was killed; when a stream has two connections,
+the older one ends.
 
-    binary    4 bytes of length (big-endian), a lease in MessagePack; length 0: the server is there
+    binary    4-byte length (big-endian), a lease in MessagePack; length 0 is a keep-alive
     events    id: the lease's id, event: lease, data: the lease in JSON; comments as keep-alive
 """
 
@@ -38,51 +38,51 @@ EVENTS: Final = "text/event-stream"
 
 _KEEP_ALIVE_SECONDS: Final = 15.0
 _AGAIN_SECONDS: Final = 1.0
-"""Until it is looked again whether a lease has expired, which makes room for another."""
+"""Seconds between checks for expired leases, which make room for another."""
 _RETRY_MILLISECONDS: Final = 1000
 
 
 class Streams:
-    """The streams that are open; one for an app."""
+    """The open streams of an app."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], LeaseStream] = {}
 
     def enter(self, stream: LeaseStream) -> None:
-        """`stream` is the one of its name now; an older connection of the name ends."""
+        """Registers `stream` under its name and ends an older connection of that name."""
         older = self._open.get(stream.key)
         self._open[stream.key] = stream
         if older is not None:
             older.supersede()
 
     def leave(self, stream: LeaseStream) -> None:
-        """It has ended."""
+        """Removes a stream that has ended."""
         if self._open.get(stream.key) is stream:
             del self._open[stream.key]
 
     def lease_closed(self, run: str, lease_id: str) -> None:
-        """A lease was acknowledged or given back."""
+        """Tells the stream that one of its leases was acknowledged or returned."""
         if stream := self._open.get((run, stream_of(lease_id))):
             stream.forget(lease_id)
 
     def run_rewound(self, run: str) -> None:
-        """All leases of a run were given back."""
+        """Tells the run's streams that all its leases were returned."""
         for (name, _), stream in self._open.items():
             if name == run:
                 stream.forget_all()
 
 
 def stream_of(lease_id: str) -> str:
-    """The name of the stream that made the lease, if one did."""
+    """Returns the name of the stream that made the lease; "" if none did."""
     return lease_id.rpartition(".")[0]
 
 
 class LeaseStream:
-    """One connection of one stream.
+    """One connection of a stream.
 
     Args:
-        name: of the stream.
-        seen: id of the last lease that the client has; "" for none.
+        name: name of the stream.
+        seen: id of the last lease that the client received; "" if none.
     """
 
     def __init__(
@@ -108,28 +108,28 @@ class LeaseStream:
         self._superseded = False
 
     def supersede(self) -> None:
-        """Another connection goes on with this stream."""
+        """Ends this connection because a newer one has taken over the stream."""
         self._superseded = True
         self._room.set()
 
     def forget(self, lease_id: str) -> None:
-        """That lease is no longer open."""
+        """Removes a lease that is no longer open."""
         self._open.discard(lease_id)
         self._room.set()
 
     def forget_all(self) -> None:
-        """No lease is open any longer."""
+        """Removes all leases: none is open any more."""
         self._open.clear()
         self._room.set()
 
     async def take_back(self, lease: Lease, damaged: DamagedBodies) -> None:
-        """A lease that could not be sent; the next ones hold what is left of it."""
+        """Withdraws a lease that could not be sent; later leases get its undamaged groups."""
         await self._leasing.take_back(lease.lease_id, damaged)
         self.forget(lease.lease_id)
 
     async def leases(self, hangup: Hangup) -> AsyncIterator[Lease | None]:
-        """What is to be sent; None: a sign of life. Ends when the client has gone, the run is
-        closed, or another connection took over.
+        """Yields the leases to send; None means keep-alive. Ends when the client has disconnected,
+        the run is closed, or another connection took over.
         """
         for unseen in await self._unseen():
             yield unseen
@@ -145,7 +145,7 @@ class LeaseStream:
                 heard = time.monotonic()
 
     async def _unseen(self) -> list[Lease]:
-        """The open leases of this stream that an earlier connection did not bring to the client."""
+        """Returns the open leases of this stream that the client has not received."""
         unseen = []
         for facts in await self._store.open_leases(self._run):
             if stream_of(facts.lease_id) != self._name:
@@ -169,7 +169,7 @@ class LeaseStream:
         return len(self._open) >= self._wanted.window
 
     async def _some_ended(self) -> bool:
-        """Whether there is room after all; looks only when something has changed."""
+        """Returns whether an open lease has ended; queries the store only after a change."""
         changes = self._store.changes
         if changes == self._looked_at:
             return False
@@ -178,7 +178,7 @@ class LeaseStream:
         return not self._is_full()
 
     def _fresh_id(self) -> str:
-        """Greater than all before it, whatever the clock does meanwhile."""
+        """Returns an id greater than all earlier ones, even if the clock goes back."""
         of_seen = self._seen.rpartition(".")[2]
         least = max([self._last_number, *(int(one.rpartition(".")[2]) for one in self._open)])
         if of_seen.isdecimal():
@@ -187,7 +187,7 @@ class LeaseStream:
         return f"{self._name}.{self._last_number:020d}"
 
     async def _wait(self, hangup: Hangup, seen: int, seconds: float) -> None:
-        """Returns when another lease may be had, at the latest after `seconds`."""
+        """Waits until another lease may be possible, for at most `seconds`."""
         room = asyncio.create_task(self._room.wait())
         if self._is_full():
             await hangup.wait(room, seconds=min(_AGAIN_SECONDS, seconds))
@@ -196,7 +196,7 @@ class LeaseStream:
             await hangup.wait(room, change, seconds=seconds)
 
     async def end(self, hangup: Hangup) -> None:
-        """Gives back what is open, where the client asked for it."""
+        """Returns the open leases if the client asked for it."""
         client_has_gone = hangup.gone and not hangup.server_ends
         if self._superseded or not client_has_gone or self._wanted.on_hangup != "give_back":
             return
@@ -205,7 +205,7 @@ class LeaseStream:
 
 
 class _Format(Protocol):
-    """How leases are written."""
+    """Encoding of a lease stream."""
 
     media_type: str
     encoding: str
@@ -224,7 +224,7 @@ class _Events:
 
     async def lease(self, lease: Lease) -> AsyncIterator[bytes]:
         data = await self._encoder.lease_as_json(lease)
-        # What others posted may have line ends between its values, and none within them.
+        # Posted JSON may contain line ends between values, but never within them.
         line = data.replace(b"\r", b" ").replace(b"\n", b" ")
         yield b"id: %s\nevent: lease\ndata: %s\n\n" % (lease.lease_id.encode(), line)
 
@@ -300,10 +300,10 @@ class StreamAnswer(Response):
                 try:
                     async for part in self._format.lease(lease):
                         await write(part)
-                except DamagedBodies as damaged:  # nothing of it was written
+                except DamagedBodies as damaged:  # no byte of the lease was sent
                     await self._stream.take_back(lease, damaged)
         except EnvserverError as error:
-            # The client connects again and is told what it can do about it.
+            # The client reconnects and gets an error that says what to do.
             log.info("stream_ended", stream=self._stream.key, why=str(error))
 
 

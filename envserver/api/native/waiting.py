@@ -1,7 +1,7 @@
-"""Leasing what a trainer asks for, at once or as soon as it is there, and noticing when nobody
-waits for it any more.
+"""Leases groups for a trainer, at once or after a wait, and detects disconnected clients.
 
-What holds: whoever has hung up is leased nothing; who waits costs nothing until something changes.
+What holds: a client that has disconnected is leased nothing; waiting uses no CPU until something
+changes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LONGEST_KEY: Final = 256
 
 
 class Hangup:
-    """Notices that the client of one request has gone. The request's body must have been read."""
+    """Detects that the client of a request has disconnected. Read the request's body first."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self.server_ends = False
-        """Whether the client is still there, and the server ends."""
+        """True if the server is shutting down while the client is still connected."""
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._listen(), name="hang-up")
@@ -52,12 +52,13 @@ class Hangup:
 
     @property
     def gone(self) -> bool:
-        """Whether it has."""
+        """Whether the client has disconnected."""
         return self._task.done()
 
     async def wait(self, *others: asyncio.Task[Any], seconds: float) -> None:
-        """Returns when it has gone, when one of `others` is done, or after `seconds`. Ends them;
-        raises what ended one of them.
+        """Waits until the client disconnects, one of `others` is done, or `seconds` have passed.
+
+        Cancels the remaining `others` and raises the exception of a failed one.
         """
         try:
             await asyncio.wait(
@@ -77,12 +78,12 @@ class Hangup:
 
 
 class Leasing:
-    """Leases for trainers that ask over HTTP.
+    """Leases groups for trainers over HTTP.
 
     Args:
-        default_seconds: how long a lease lasts that names no time.
-        most_open: leases of a run at a time, for those who ask; streams have their windows.
-        on_change: called when groups were leased or given back.
+        default_seconds: duration of a lease that sets none.
+        most_open: maximum number of open leases per run; streams are limited by their windows.
+        on_change: called after groups were leased or returned.
     """
 
     def __init__(
@@ -101,14 +102,14 @@ class Leasing:
         self._perhaps_open: dict[str, int] = {}
 
     async def lease(self, run: str, wanted: Limits, lease_id: str | None = None) -> Lease | None:
-        """What can be leased now.
+        """Leases the groups available now; None if there are too few.
 
         Args:
-            lease_id: that the lease is to have; the open lease that has it is leased again.
+            lease_id: id for the lease; if a lease with this id is open, it is returned again.
 
         Raises:
-            NotFoundError: no such run.
-            ConflictError: the run is closed, or the lease of this id is over.
+            NotFoundError: the run does not exist.
+            ConflictError: the run is closed, or the lease with this id has ended.
         """
         bounded = wanted.max_groups or wanted.max_sequences or wanted.max_tokens
         max_groups = wanted.max_groups or MOST_GROUPS
@@ -131,20 +132,20 @@ class Leasing:
         return lease
 
     async def take_back(self, lease_id: str, damaged: DamagedBodies) -> None:
-        """Of a lease that could not be sent: what is damaged is offered to nobody any more, the
-        rest goes back to its place, and the lease is as if it had never been.
+        """Undoes a lease that could not be sent: drops its damaged groups and puts the others back
+        in their places.
         """
         await self._store.drop_damaged(damaged.reasons, undo=lease_id)
         self._on_change()
 
     async def give_back(self, lease_id: str) -> None:
-        """Gives back what was leased for a client that has gone."""
-        with suppress(ConflictError, NotFoundError):  # it was over
+        """Returns the groups leased for a client that has disconnected."""
+        with suppress(ConflictError, NotFoundError):  # the lease had already ended
             await self._store.nack(lease_id, reason="hang_up")
         self._on_change()
 
     def _min_version(self, wanted: Limits) -> int | None:
-        """The lowest policy version that will do now: it grows as versions are published."""
+        """Lowest acceptable policy version now; it increases as versions are published."""
         if wanted.max_staleness is None:
             return wanted.min_version
         return max(wanted.min_version or 0, self._policy.version - wanted.max_staleness)
@@ -152,10 +153,11 @@ class Leasing:
     async def wait(
         self, run: str, wanted: Limits, seconds: float, hangup: Hangup, lease_id: str | None
     ) -> Lease | None:
-        """What can be leased within `seconds`; None when nothing, or when the client has gone.
+        """Leases what becomes available within `seconds`; None if nothing does or the client
+        disconnects.
 
         Raises:
-            TooManyRequests: the run has as many leases open as it may.
+            TooManyRequests: the run has its maximum number of open leases.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -172,7 +174,7 @@ class Leasing:
                 return None
 
     async def _require_room(self, run: str, lease_id: str | None) -> None:
-        # Counted from above: the store is only asked when that many were handed out since.
+        # `_perhaps_open` is an upper bound: query the store only when it reaches the limit.
         if self._perhaps_open.get(run, 0) < self._most_open:
             return
         held = await self._store.open_leases(run)
@@ -183,13 +185,13 @@ class Leasing:
             )
 
     async def changed(self, seen: int, hangup: Hangup, seconds: float) -> None:
-        """Returns when the store has changed since `seen`, at the latest after `seconds`."""
+        """Waits until the store has changed since `seen`, for at most `seconds`."""
         change = asyncio.create_task(self._store.wait_for_change(seconds, since=seen))
         await hangup.wait(change, seconds=seconds)
 
 
 def lease_id_of(run: str, request: Request) -> str | None:
-    """The id of the lease that the request's Idempotency-Key stands for; None without a key.
+    """Returns the lease id derived from the request's Idempotency-Key; None without a key.
 
     Raises:
         InputError: the key is too long.
@@ -201,7 +203,11 @@ def lease_id_of(run: str, request: Request) -> str | None:
 
 
 def key_of(request: Request) -> str | None:
-    """The request's Idempotency-Key. Raises InputError: it is too long."""
+    """Returns the request's Idempotency-Key; None if absent.
+
+    Raises:
+        InputError: the key is too long.
+    """
     key = request.headers.get("idempotency-key")
     if key and len(key) > _LONGEST_KEY:
         raise InputError("The Idempotency-Key is too long.", place="Idempotency-Key")

@@ -1,5 +1,6 @@
-"""Environments on other machines (`envserver join`), and what they share with those of the server.
+"""Runners: environments on other machines (`envserver join`), and how they share the server.
 
-`routes` is their HTTP, `registered` knows them, `received` checks their groups, `rooms` and
-`sharing` deal out how many groups each may have open, `beside` lets the server's own take part.
+`routes` are their HTTP routes, `registry` keeps track of them, `posted_groups` and `validation`
+check their groups, `allotment` and `sharing` decide how many groups each may have open, and
+`local_sink` gives an environment in the server's process its share.
 """

@@ -1,9 +1,9 @@
-"""Who may begin how many groups: free places are dealt out by weight and minimum share.
+"""Decides who may begin how many groups: free places are dealt by weight and minimum share.
 
-Pure. In: how many further groups may be begun by all, and how many each could begin. Out: how many
-each may. What holds: no more than are free, to none more than it could begin, all of them while
-somebody could begin one; in the long run each has its share of the groups, as far as it can make
-them.
+Pure. In: how many more groups may be begun in total, and how many each environment could begin.
+Out: how many each may begin. What holds: the total is never exceeded; nobody gets more than it
+could begin; no place stays unused while somebody could use it; in the long run each environment
+gets its share of the groups, as far as it can make them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _STEP_SECONDS = 1.0
 
 
 def fair_shares(shares: Iterable[Share]) -> Shares:
-    """The clocks of those that share; minimum shares of more than 1 together are scaled to 1."""
+    """Returns the clocks of the environments; minimum shares that add up to more than 1 are scaled
+    to 1."""
     given = list(shares)
     total = sum(share.minimum for share in given)
     if total > 1:
@@ -28,14 +29,14 @@ def fair_shares(shares: Iterable[Share]) -> Shares:
 def allot(
     free: int, wants: Mapping[str, int], shares: Shares, unused: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """How many further groups each may begin.
+    """Returns how many more groups each environment may begin.
 
     Args:
-        free: places for all of them.
-        wants: how many each could begin now.
-        shares: who is how far ahead; stays as it is.
-        unused: places that some were dealt before and have not begun a group with: these count, so
-            that one that begins nothing does not get all places.
+        free: free places in total.
+        wants: how many groups each could begin now.
+        shares: the clocks of fair queueing; not changed.
+        unused: places that were dealt earlier and are still without a group. They count, so that
+            an environment that begins nothing does not collect all places.
     """
     clocks = copy.deepcopy(shares)
     dealt = dict.fromkeys(wants, 0)
@@ -57,12 +58,12 @@ def allot(
 
 
 class ExtraCapacity:
-    """Groups that may be open beyond what may wait: none while trainers are the slower side.
+    """Number of groups that may be open beyond the queue's limit; 0 while trainers are the
+    bottleneck.
 
-    What is open and what waits is bounded together, so that nothing grows old in the queue. Where
-    the queue stays nearly empty although all places are taken, and as many groups were begun as
-    there are places, rollouts are long and not the trainers slow: then half as many more may be
-    open.
+    Open and waiting groups share one limit, so that groups do not grow old in the queue. If the
+    queue stays nearly empty while all places are taken, and as many groups have begun as there are
+    places, then rollouts are slow rather than the trainers, and half as many more may be open.
     """
 
     def __init__(self) -> None:
@@ -71,13 +72,14 @@ class ExtraCapacity:
         self._shrunk_at = float("-inf")
 
     def groups(self, waiting: int, most: int, used: int, begun: int, at: float) -> int:
-        """How many now.
+        """Returns the number of extra groups now.
 
         Args:
-            waiting, most: groups in the queue, and how many may be there.
-            used: groups that are open.
-            begun: groups that were ever begun.
-            at: seconds, of any clock.
+            waiting: groups in the queue.
+            most: maximum number of groups in the queue.
+            used: open groups.
+            begun: groups begun since the start.
+            at: time in seconds, of any monotonic clock.
         """
         places = most + self._groups
         if waiting > most // 2:

@@ -1,4 +1,4 @@
-"""The store as the sink of an environment of the server's own, beside those of other machines."""
+"""Stores the groups of an environment in the server's process that shares capacity with runners."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .sharing import LocalEnvironment
 
 
 class LocalEnvironmentSink(StoreSink):
-    """A `StoreSink` whose environment shares the room with `environments`.
+    """A `StoreSink` whose environment shares capacity with the runners in `environments`.
 
     Args:
-        prefix: with which the ids of its groups begin.
-        capacity: groups that it can have open.
+        prefix: ID prefix of its groups.
+        capacity: number of groups it can have open.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class LocalEnvironmentSink(StoreSink):
         environments.share_with(self._local)
 
     async def wait_for_capacity(self) -> None:
-        """Returns when another group may be begun, here rather than elsewhere."""
+        """Waits until this environment may begin another group."""
         await super().wait_for_capacity()
         await self._environments.wait_for_local_capacity(self._local)
 
     def opened(self, groups: int) -> None:
-        """So many groups more are being made; fewer where negative."""
+        """Counts `groups` more as open; fewer if negative."""
         self._open += groups
         self._begun += max(0, groups)
         super().opened(groups)

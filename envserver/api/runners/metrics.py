@@ -1,4 +1,4 @@
-"""What `/metrics` and `/v1/status` show of environments on other machines."""
+"""Numbers of runners in `/metrics` and `/v1/status`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from .registry import RunnerRegistry
 
 
 def count_runners(environments: RunnerRegistry) -> dict[str, int]:
-    """How many are present, silent and gone."""
+    """Counts the runners that are present, silent and gone."""
     counted = Counter(_presence_of(one) for one in environments.snapshot())
     return {name: counted[name] for name in ("present", "silent", "gone")}
 
 
 class RunnerMetrics:
-    """The numbers of all of them, by the environment that they run; names would be labels without
-    bounds."""
+    """Metrics of all runners, labelled by environment; runner names would give unbounded labels."""
 
     def __init__(self, environments: RunnerRegistry) -> None:
         self._environments = environments
 
     async def families(self) -> Iterable[Metric]:
-        """A Source of `api.metrics`."""
+        """Returns the metrics; a Source of `api.metrics`."""
         how_many: Counter[tuple[str, ...]] = Counter()
         is_open: Counter[tuple[str, ...]] = Counter()
         for one in self._environments.snapshot():

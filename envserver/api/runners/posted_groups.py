@@ -1,9 +1,10 @@
-"""Posted groups, one or several in a request, checked and ready to be stored.
+"""Reads and checks posted groups, one or several per request.
 
-In: the bytes of a request and whose stream its groups must belong to. Out: for each group what is
-to be stored, or why it is refused: one that is wrong is in nobody else's way. Groups are looked at
-together; only where that finds anything odd is each checked by itself, which says exactly what is
-wrong. What holds: the quick look takes nothing that `received` refuses. CPU work: for a thread.
+In: the bytes of a request, and the stream that its groups must belong to. Out: for each group,
+what to store, or why it is refused; a wrong group does not affect the others. Groups are checked
+together first; only if that finds something odd is each group checked alone, to report exactly
+what is wrong. What holds: the quick check never accepts what `validation` refuses. CPU work: run
+it in a thread.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ ReadGroup = EncodedPut | InputError
 
 _LIST: Final = msgspec.msgpack.Decoder(list[bytes])
 _MOST_RUNS: Final = 64
-"""Runs of tokens of one call, for each row, up to which the quick look counts them."""
+"""Maximum number of token runs of one call per row for which the quick check counts them."""
 _TOGETHER_BYTES: Final = 512 * 1024
 _LAST_VERSION: Final = np.iinfo(np.int32).max
 
 
 def read_posted_group(body: bytes, stream: Stream) -> EncodedPut:
-    """The group in `body`, as `records.pack` made it.
+    """Reads the group in `body`, as packed by `records.pack`.
 
     Raises:
-        InputError: see `received.check_group`.
+        InputError: see `validation.check_group`.
     """
     (read,) = _checked([_Body(body)], stream)
     if isinstance(read, InputError):
@@ -48,13 +49,14 @@ def read_posted_group(body: bytes, stream: Stream) -> EncodedPut:
 
 
 def read_batch(post: bytes, stream: Stream, most_bytes: int) -> list[ReadGroup]:
-    """The groups in a post of several, in its order.
+    """Reads the groups of a post that holds several, in order.
 
     Args:
-        most_bytes: that they may have together, inflated; no more are ever held.
+        most_bytes: maximum total size of the groups when decompressed; memory use stays below it.
 
     Raises:
-        InputError: `post` is no such list. TooLargeError: it has too much in it.
+        InputError: `post` is not a list of groups.
+        TooLargeError: the groups exceed `most_bytes`.
     """
     try:
         parts = _LIST.decode(post)
@@ -71,14 +73,14 @@ def read_batch(post: bytes, stream: Stream, most_bytes: int) -> list[ReadGroup]:
 
 
 class _Body(msgspec.Struct):
-    """`plain` as records were packed; `stored`: as it may lie on the disk, None: not yet made."""
+    """A posted group. `plain`: packed; `stored`: as written to disk, None if not made yet."""
 
     plain: bytes
     stored: bytes | None = None
 
 
 def _inflated(part: bytes, most: int) -> _Body | InputError:
-    """Raises TooLargeError: it has more than `most` bytes."""
+    """Decompresses one part. Raises TooLargeError if it has more than `most` bytes."""
     if not compression.is_frame(part):
         return _Body(part)
     try:
@@ -103,7 +105,7 @@ def _checked(bodies: Sequence[_Body | InputError], stream: Stream) -> list[ReadG
 
 
 def _parts(bodies: Sequence[_Body | InputError]) -> Iterator[list[_Body | InputError]]:
-    """As many together as a processor's caches hold."""
+    """Splits bodies into parts small enough for the processor's caches."""
     part: list[_Body | InputError] = []
     size = 0
     for body in bodies:
@@ -141,7 +143,7 @@ def _encoded(group: Group, body: _Body | InputError) -> EncodedPut:
 
 
 def _are_all_right(groups: Sequence[Group], stream: Stream) -> bool:
-    """Whether nothing about them is odd; False says only that somebody must look closely."""
+    """Returns whether all groups look right; False means that each must be checked closely."""
     rows: list[Row] = []
     begins: list[int] = []
     try:
@@ -157,7 +159,7 @@ def _are_all_right(groups: Sequence[Group], stream: Stream) -> bool:
 
 
 def _have_whole_rows(group: Group, rows: list[Row]) -> bool:
-    """Whether its trajectories have what they must; their rows go to `rows`."""
+    """Returns whether the group's trajectories are complete; appends their rows to `rows`."""
     trajectories = group.trajectories
     if not trajectories or len({one.rollout_id for one in trajectories}) != len(trajectories):
         return False
@@ -185,7 +187,7 @@ def _is_whole(row: Row) -> bool:
 
 
 def _free_words(group: Group) -> list[object]:
-    """All of it that its types do not already make sure to be JSON."""
+    """Returns all values of a group whose types do not already guarantee valid JSON."""
     return [
         group.generation_params,
         group.rendering,
@@ -200,14 +202,18 @@ def _free_words_of(one: Trajectory) -> list[object]:
 
 
 def _are_trainable(rows: Sequence[Row], begins: Sequence[int], groups: Sequence[Group]) -> bool:
-    """`begins`: the number of the first row of each group."""
+    """Returns whether the rows can be trained on.
+
+    Args:
+        begins: index of the first row of each group.
+    """
     lengths = np.array([row.tokens.size for row in rows])
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
     mask = np.concatenate([row.mask for row in rows])
     if mask.max() > 1 or not np.maximum.reduceat(mask, starts).all():
         return False
     logprobs = np.concatenate([row.logprobs for row in rows])
-    # No comparison with what is no number is true.
+    # Comparisons with NaN are false.
     if not (logprobs.max() <= LOGPROB_ROUNDING and logprobs.min() > -np.inf):
         return False
     if np.any(logprobs * (mask ^ 1)):
@@ -227,7 +233,9 @@ def _are_trainable(rows: Sequence[Row], begins: Sequence[int], groups: Sequence[
 
 
 def _are_of_path(calls: Tokens, starts: NDArray[np.int64], rows: Sequence[Row]) -> bool:
-    """Whether each call in a row is of its path; by runs of equal ones, of which there are few."""
+    """Returns whether each call in a row is on the row's path. Works on runs of equal calls, of
+    which there are few.
+    """
     is_first = np.empty(len(calls), bool)
     np.not_equal(calls[1:], calls[:-1], out=is_first[1:])
     is_first[starts] = True

@@ -1,9 +1,9 @@
-"""Environments on other machines, as the server knows them.
+"""The registry of runners.
 
-What is durable: who registered, with which stream, under which key (hashed); a server that starts
-again knows them all. What is not: how they are now, which the next heartbeat says. What holds: two
-names never have the same stream; only who is heard of counts (its minimum share, its room, its
-calls at the engine when weights change); a group is acknowledged when it is on disk.
+Durable: who registered, with which stream, under which key (hashed); a restarted server knows all
+of them. Not durable: their status, which the next heartbeat reports. What holds: two names never
+have the same stream; only a runner with recent heartbeats counts (for minimum shares, capacity and
+pauses during weight updates); a group is acknowledged only when it is on disk.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ log = structlog.get_logger(__name__)
 KEY: Final = "environments"
 _MOST_ENVIRONMENTS: Final = 1024
 _INLINE_BYTES: Final = 64 * 1024
-"""A smaller group is read on the event loop: it takes less time than a change of threads."""
+"""Groups smaller than this are read on the event loop, which is faster than switching threads."""
 _LOOK_SECONDS: Final = 0.25
-"""So often a waiting heartbeat looks whether trainers have made room."""
+"""Seconds between checks, during a heartbeat, whether trainers have made room."""
 
 
 class WrongKey(UsageError):
-    """The key is not that of the session: another process has registered under its name."""
+    """The key is not that of the session: another process has registered under the name."""
 
     kind, status = "wrong_key", 401
 
 
 class RunnerRegistry:
-    """One for each app; call `load` before anything else.
+    """The runners of an app; call `load` first.
 
     Args:
-        demand: what trainers want of all environments of this server.
-        silent_after_seconds: who says nothing for longer does not count.
+        demand: what trainers want from all environments of this server.
+        silent_after_seconds: a runner without a heartbeat for this long does not count.
         stretches: see `SharedCapacity`.
     """
 
@@ -98,19 +98,19 @@ class RunnerRegistry:
         self._local_begun: dict[str, int] = {}
 
     async def load(self) -> None:
-        """Takes up who had registered."""
+        """Loads the stored registrations."""
         stored = await self._store.get_value(KEY)
         for one in msgspec.convert(stored or [], list[RegisteredRunner]):
             self._known[one.id] = one
 
-    # What environments say
+    # Requests of runners
 
     async def register(self, wanted: Registration) -> Welcome:
-        """A new session for this name, with its own stream of groups.
+        """Starts a new session for this name, with its own stream of groups.
 
         Raises:
-            ConflictError: another process has that name, and is heard of.
-            StoreFull: too many have registered.
+            ConflictError: another process has the name and is still present.
+            StoreFull: too many runners have registered.
         """
         async with self._lock:
             if any(one.share.name == wanted.name for one in self._local):
@@ -162,7 +162,7 @@ class RunnerRegistry:
             )
 
     async def _seed_for(self, wanted: Registration, before: RegisteredRunner | None) -> int:
-        """The seed asked for, or the next one whose stream nobody else has or had."""
+        """Returns the requested seed, or the next one whose stream nobody else has used."""
         asked = (wanted.env, wanted.split, wanted.seed)
         if before is not None and asked == (before.env, before.split, before.asked_seed):
             return before.seed
@@ -178,11 +178,11 @@ class RunnerRegistry:
     async def heartbeat(
         self, env_id: str, key: str, beat: Heartbeat, is_gone: Callable[[], Awaitable[bool]]
     ) -> News:
-        """Answers when there is something that the environment does not know, or after its
-        `wait_seconds`.
+        """Answers as soon as there is something new for the runner, or after its `wait_seconds`.
 
         Raises:
-            NotFoundError: it is not registered. WrongKey: another has its name now.
+            NotFoundError: the runner is not registered.
+            WrongKey: another process has its name now.
         """
         one = self.authenticate(env_id, key)
         now = self._now_of(one)
@@ -208,17 +208,16 @@ class RunnerRegistry:
         still_open: int | None = None,
         begun: int | None = None,
     ) -> News:
-        """Stores a group; it is on disk when this returns. The same one twice is fine.
+        """Stores a group; it is on disk when this returns. Storing the same group twice is allowed.
 
         Args:
-            still_open: groups that the environment has open beside this one; None: one less than
-                before.
-            begun: that it began since it registered.
+            still_open: groups the runner has open besides this one; None: one fewer than before.
+            begun: groups the runner has begun since it registered.
 
         Raises:
             NotFoundError, WrongKey: as for `heartbeat`.
-            InputError: the group is refused; `place` says why.
-            StoreError: it is not stored.
+            InputError: the group is refused; `place` says where it is wrong.
+            StoreError: the group could not be stored.
         """
         one, stream = self._heard(env_id, key)
         if len(body) < _INLINE_BYTES:
@@ -236,14 +235,15 @@ class RunnerRegistry:
         still_open: int | None = None,
         begun: int | None = None,
     ) -> Accepted:
-        """As `accept`, for all groups in `post` in one transaction: those that are not refused are
-        on disk when this returns, and the others are named.
+        """Stores all groups in `post` in one transaction, like `accept`. The groups that are not
+        refused are on disk when this returns; the result names the refused ones.
 
         Args:
-            most_bytes: that its groups may have together, inflated.
+            most_bytes: maximum total size of the groups when decompressed.
 
         Raises:
-            InputError, TooLargeError: `post` is no list of groups. Nothing of it is stored.
+            InputError, TooLargeError: `post` is not a list of groups, or too large; nothing is
+            stored.
         """
         one, stream = self._heard(env_id, key)
         read = await _read(post, stream, most_bytes)
@@ -280,16 +280,17 @@ class RunnerRegistry:
         return news
 
     async def known_groups(self, env_id: str, key: str, group_ids: list[str]) -> set[str]:
-        """Which of these the server has, delivered or not."""
+        """Returns which of these groups were ever stored, delivered or not."""
         one = self.authenticate(env_id, key)
         self._heartbeats.hear(one.id)
         return await self._store.existing(group_ids)
 
     async def count_dropped(self, env_id: str, key: str, groups: Sequence[ScoredGroup]) -> None:
-        """Counts groups that it scored and dropped in the estimates of their tasks; twice is fine.
+        """Counts groups that were scored and dropped in the estimates of their tasks; repeating is
+        allowed.
 
         Raises:
-            InputError: one is not of its stream, or has more reward than attempts.
+            InputError: a group is not of the runner's stream, or has more reward than attempts.
         """
         one, stream = self._heard(env_id, key)
         news = []
@@ -301,7 +302,7 @@ class RunnerRegistry:
         await self._store.count_dropped(news)
 
     async def goodbye(self, env_id: str, key: str) -> None:
-        """It does not count any more, until it registers again; twice is fine."""
+        """Marks the runner as gone until it registers again; repeating is allowed."""
         one = self.authenticate(env_id, key)
         async with self._lock:
             await self._save(self._known | {one.id: msgspec.structs.replace(one, gone=True)})
@@ -312,10 +313,11 @@ class RunnerRegistry:
         self.wake()
 
     def authenticate(self, env_id: str, key: str) -> RegisteredRunner:
-        """The environment with this id.
+        """Returns the runner with this id.
 
         Raises:
-            NotFoundError: it is not registered. WrongKey: the key is not that of its session.
+            NotFoundError: it is not registered.
+            WrongKey: the key is not that of its session.
         """
         one = self._known.get(env_id)
         if one is None:
@@ -327,21 +329,21 @@ class RunnerRegistry:
             )
         return one
 
-    # What the server does with them
+    # Actions of the server
 
     def drain(self, env_id: str) -> None:
-        """Tells it to finish what is open, and to leave."""
+        """Tells the runner to finish its open groups and leave."""
         if env_id not in self._known:
             raise NotFoundError("No such environment is registered.")
         self._now_of(self._known[env_id]).drain = True
         self.wake()
 
     async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
-        """Lets no call of theirs reach the engine, until `resume`.
+        """Stops the runners' model calls until `resume`.
 
         Returns:
-            Whether all that are heard of said that they hold still ("keep": that they begin no
-            further call). Who is silent has stopped by itself.
+            Whether all present runners confirmed the pause (with "keep": that they start no new
+            call). Silent runners stop by themselves.
         """
         self._pause = pause = Pause(id=secrets.token_hex(8), in_flight=in_flight)
         self.wake()
@@ -354,22 +356,22 @@ class RunnerRegistry:
         return True
 
     def resume(self) -> None:
-        """Lets their calls go on."""
+        """Lets the runners' model calls continue."""
         self._pause = None
         self.wake()
 
     def publish(self, version: int) -> None:
-        """The engine serves this version of the policy from now on."""
+        """Announces the policy version that the engine serves from now on."""
         self._version = version
         self.wake()
 
     def wake(self) -> None:
-        """Something changed that those who wait want to know."""
+        """Wakes waiting heartbeats after a change."""
         self._change.set()
         self._change = asyncio.Event()
 
     def minimums(self) -> dict[str, float]:
-        """The minimum shares of those that count, by name of the environment."""
+        """Returns the minimum shares of the runners that count, by environment name."""
         found: dict[str, float] = {}
         for one, now in self._present():
             if one.minimum_share and now.beat.capacity:
@@ -377,11 +379,11 @@ class RunnerRegistry:
         return found
 
     def share_with(self, local: LocalEnvironment) -> None:
-        """An environment of this process shares the room, too."""
+        """Adds an environment of this process to those that share capacity."""
         self._local.append(local)
 
     async def wait_for_local_capacity(self, local: LocalEnvironment) -> None:
-        """Returns when `local` may begin a group beside those of other machines."""
+        """Waits until `local` may begin a group, given the shares of the runners."""
         while self._present():
             asking = local.holder()
             if self._allowance(asking) > asking.held:
@@ -389,7 +391,7 @@ class RunnerRegistry:
             await self._changed(_LOOK_SECONDS)
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """For people: who is registered and how each is."""
+        """Lists the registered runners and their status, for display."""
         return [self._shown(one) for one in self._known.values()]
 
     def _shown(self, one: RegisteredRunner) -> dict[str, Any]:
@@ -416,7 +418,7 @@ class RunnerRegistry:
             "open": now.open,
         }
 
-    # Who counts, and how much room each has
+    # Which runners count, and their capacity
 
     def _is_present(self, one: RegisteredRunner) -> bool:
         return not one.gone and not self._heartbeats.is_silent(one.id)
@@ -440,8 +442,9 @@ class RunnerRegistry:
         )
 
     def _allowance(self, asking: Participant) -> int:
-        """Groups that `asking` may have open. Who is silent holds none; when it comes back with its
-        open groups, there are so many more for a moment."""
+        """Returns how many groups `asking` may have open. A silent runner counts for none; when it
+        returns with its open groups, the limit is exceeded for a moment.
+        """
         present = self._present()
         self._shared.report_to_demand(_sums((one.env, now.open) for one, now in present))
         for local in self._local:
@@ -454,7 +457,7 @@ class RunnerRegistry:
         return self._shared.room(asking, [one for one in everyone if one.share.name != name])
 
     def _count_begun(self, one: RegisteredRunner, begun: int) -> None:
-        """What it began before this server heard of it counts for nothing."""
+        """Counts the groups begun since the last report; the first report only sets the base."""
         now = self._now_of(one)
         before = begun if now.counted is None else now.counted
         self._shared.count_begun(one.name, begun - before)
@@ -474,8 +477,9 @@ class RunnerRegistry:
 
 
 async def _read(post: bytes, stream: Stream, most_bytes: int) -> list[ReadGroup]:
-    """As `read_batch`; little, also when inflated, is read here: a change of threads would take
-    a good part of the time that reading does."""
+    """Like `read_batch`; small posts, also when decompressed, are read on the event loop, because
+    switching threads would take about as long as reading them.
+    """
     if len(post) < _INLINE_BYTES:
         with suppress(TooLargeError):
             return read_batch(post, stream, min(most_bytes, 2 * _INLINE_BYTES))

@@ -1,15 +1,15 @@
-"""Environments on other machines, under /v1/environments: `envserver join` speaks to these routes.
+"""Routes of runners, under /v1/environments, used by `envserver join`.
 
-POST   /v1/environments                   registers: an id, the session's key, the seed to use
-POST   /v1/environments/{id}/heartbeat    how it is; answered when there is news, or in time
-POST   /v1/environments/{id}/groups       a finished group, or several; durable on 200
-POST   /v1/environments/{id}/known        which groups the server has already
-POST   /v1/environments/{id}/scored       groups that were scored and dropped
-DELETE /v1/environments/{id}              goodbye
-POST   /v1/environments/{id}/drain        tells it to finish and leave (for people)
-GET    /v1/environments                   all of them, for people
+POST   /v1/environments                   registers; returns an id, the session key, the seed
+POST   /v1/environments/{id}/heartbeat    reports status; answered on news or after a timeout
+POST   /v1/environments/{id}/groups       posts finished groups; durable on 200
+POST   /v1/environments/{id}/known        asks which groups the server already has
+POST   /v1/environments/{id}/scored       reports groups that were scored and dropped
+DELETE /v1/environments/{id}              deregisters
+POST   /v1/environments/{id}/drain        tells the runner to finish and leave (for operators)
+GET    /v1/environments                   lists all runners (for operators)
 
-The key goes into the header `x-environment-key`.
+The session key is sent in the header `x-environment-key`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ class WrongMediaType(UsageError):
 
 
 def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
-    """The routes for `environments`; groups of one request have at most `most_bytes`, inflated."""
+    """Returns the routes for `environments`.
+
+    Args:
+        most_bytes: maximum total size of the groups in one request when decompressed.
+    """
     router = APIRouter(tags=["environments"])
 
     @router.post(
@@ -74,15 +78,15 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         status_code=201,
     )
     async def register(request: Request) -> Response:
-        """Registers, or begins a new session of this name (201). A name of another that is heard
-        of: 409.
+        """Registers a runner, or starts a new session for its name (201). If another process has
+        the name and is still present: 409.
         """
         wanted = await read_body(request, _REGISTRATION)
         return _json(await environments.register(wanted), 201)
 
     @router.get(_PLACE, responses=answers(EnvironmentsAnswer, what="All that registered."))
     async def show() -> Response:
-        """Who is registered, and how each is."""
+        """Lists the registered runners and their status."""
         return _json({"environments": environments.snapshot()})
 
     @router.post(
@@ -91,8 +95,9 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         responses=answers(News, 404, body=True, what="What it must know."),
     )
     async def heartbeat(env_id: str, request: Request) -> Response:
-        """Answers at once when the environment does not know something: another policy version, a
-        pause, its end, more room while it has used up its own; else after `wait_seconds`.
+        """Reports a runner's status. Answers at once if there is news for it (a new policy
+        version, a pause, a drain, or more capacity when it has used up its own); otherwise after
+        `wait_seconds`.
         """
         environments.authenticate(env_id, _key(request))
         beat = await read_body(request, _HEARTBEAT)
@@ -113,9 +118,10 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         still_open: Annotated[int | None, Query(alias="open", ge=0, le=_MOST)] = None,
         begun: Annotated[int | None, Query(ge=0, le=_MOST)] = None,
     ) -> Response:
-        """Stores a group, or several in one transaction; the same one twice is fine. A malformed
-        one: 422, with its place; of several it is named in the answer, and the others are stored.
-        `open` and `begun` are as in a heartbeat, without these groups.
+        """Stores one group, or several in one transaction; posting a group twice is allowed. A
+        malformed single group is refused with 422 and the place of the error; among several, the
+        response names the refused groups and the others are stored. `open` and `begun` are as in a
+        heartbeat, not counting the posted groups.
         """
         return await _accepted(environments, most_bytes, env_id, request, still_open, begun)
 
@@ -125,7 +131,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         responses=answers(KnownAnswer, 404, body=True, what="Those that are here."),
     )
     async def known(env_id: str, request: Request) -> Response:
-        """Which of these groups were ever stored here, delivered or not."""
+        """Returns which of these groups were ever stored here, delivered or not."""
         wanted = await read_body(request, _IDS)
         found = await environments.known_groups(env_id, _key(request), wanted.group_ids)
         return _json({"known": sorted(found)})
@@ -137,8 +143,8 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         status_code=204,
     )
     async def scored(env_id: str, request: Request) -> Response:
-        """Groups that were scored and dropped, for their rewards or their age: they count in the
-        estimates of their tasks. Twice is fine.
+        """Reports groups that were scored and dropped for their rewards or their age: they count
+        in the estimates of their tasks. Repeating is allowed.
         """
         environments.authenticate(env_id, _key(request))
         told = await read_body(request, _SCORED)
@@ -151,7 +157,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         status_code=204,
     )
     async def goodbye(env_id: str, request: Request) -> Response:
-        """It counts no more, until it registers again. Twice is fine."""
+        """Deregisters a runner until it registers again. Repeating is allowed."""
         await environments.goodbye(env_id, _key(request))
         return Response(status_code=204)
 
@@ -161,7 +167,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         status_code=204,
     )
     async def drain(env_id: str) -> Response:
-        """Tells it to begin no further group and to leave when the open ones are here."""
+        """Tells a runner to begin no more groups and to leave once its open groups are posted."""
         environments.drain(env_id)
         return Response(status_code=204)
 
@@ -169,8 +175,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
 
 
 def runner_posts(environments: RunnerRegistry, most_bytes: int) -> dict[str, Endpoint]:
-    """By path, what answers posts of groups without the framework, whose parameters are what they
-    should be."""
+    """Returns, by path, endpoints for posts of groups that bypass FastAPI, for speed."""
 
     async def accept(request: Request) -> Response:
         still_open, begun = (

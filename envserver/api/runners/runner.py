@@ -1,4 +1,4 @@
-"""What a server knows of an environment on another machine: what is kept, and how it is now."""
+"""What the server knows about a runner: its stored registration and its current status."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...rollouts.stream import stream_prefix
 
 
 class RegisteredRunner(msgspec.Struct, kw_only=True):
-    """What is kept of a registration.
+    """The stored registration of a runner.
 
     Args:
         key_hash, instance_hash: SHA-256, in hex.
-        asked_seed, seed: as it was set there, and as it was given.
-        gone: it said goodbye.
+        asked_seed: the seed the runner was configured with; `seed`: the one it was given.
+        gone: whether it has deregistered.
     """
 
     id: str
@@ -39,12 +39,12 @@ class RegisteredRunner(msgspec.Struct, kw_only=True):
 
     @property
     def prefix(self) -> str:
-        """With which the ids of its groups begin."""
+        """ID prefix of its groups."""
         return stream_prefix(self.env, self.split, self.seed)
 
 
 class RunnerStatus:
-    """How one of them is, since this server or its session began."""
+    """Current status of a runner, since the start of this server or of the runner's session."""
 
     def __init__(self) -> None:
         self.beat = Heartbeat()
@@ -56,5 +56,5 @@ class RunnerStatus:
 
     @property
     def held(self) -> int:
-        """Groups that it has open, or may open without asking again."""
+        """Number of groups it has open, or may open without asking again."""
         return max(self.room, self.open)

@@ -1,7 +1,7 @@
-"""The room for groups, shared by all environments of a server, here and on other machines.
+"""Shares the capacity for groups among all environments of a server, local and on other machines.
 
-In: what trainers want (`store.demand`), and what each environment has open and could have. Out: how
-many groups one of them may have open.
+In: what trainers want (`store.demand`), and the groups that each environment has open and could
+have open. Out: how many groups an environment may have open.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ...store.demand import Demand
 from .allotment import ExtraCapacity, allot, fair_shares
 
 _MOST_COUNTED: Final = 4096
-"""Groups that count as begun at a time."""
+"""Maximum number of groups counted as begun at a time."""
 
 
 class Participant(msgspec.Struct, frozen=True):
-    """One that shares.
+    """An environment that shares capacity.
 
     Args:
-        share: its name, unique among them, its weight and minimum share.
-        env: what it makes groups of.
+        share: its unique name, weight and minimum share.
+        env: name of the environment whose groups it makes.
         held: groups that it has open, or may open without asking again.
-        capacity: that it could have open.
-        unused: places that it holds and has no open group for.
+        capacity: number of groups it could have open.
+        unused: places that it holds without an open group.
     """
 
     share: Share
@@ -40,13 +40,13 @@ class Participant(msgspec.Struct, frozen=True):
 
 
 class LocalEnvironment(msgspec.Struct, frozen=True):
-    """An environment of the server's own process.
+    """An environment in the server's own process.
 
     Args:
-        prefix: with which the ids of its groups begin.
-        share: named as the environment.
-        capacity: groups that it can have open.
-        open_groups, begun: that it has open now, and ever began.
+        prefix: ID prefix of its groups.
+        share: its share, with the name of the environment.
+        capacity: number of groups it can have open.
+        open_groups, begun: functions that count the groups open now and begun since the start.
     """
 
     prefix: str
@@ -56,15 +56,16 @@ class LocalEnvironment(msgspec.Struct, frozen=True):
     begun: Callable[[], int]
 
     def holder(self) -> Participant:
-        """As it is now."""
+        """Returns its current state as a participant."""
         return Participant(self.share, self.share.name, self.open_groups(), self.capacity)
 
 
 class SharedCapacity:
-    """See the module.
+    """Capacity shared by all environments of a server.
 
     Args:
-        stretches: see `rooms.ExtraCapacity`; not where a group may be only so many versions old.
+        stretches: whether more groups may open when rollouts are slow (see
+            `allotment.ExtraCapacity`); not used with a staleness limit.
     """
 
     def __init__(self, demand: Demand, *, stretches: bool = True) -> None:
@@ -77,11 +78,11 @@ class SharedCapacity:
         self._begun = 0
 
     def room(self, asking: Participant, others: Sequence[Participant]) -> int:
-        """Groups that `asking` may have open: those that it has (`held`), and its part of what is
-        free.
+        """Returns how many groups `asking` may have open: those it holds, plus its part of the
+        free places.
 
-        A place that another one may take without asking again is not free. An environment of which
-        nothing waits and nothing is made may always begin one.
+        A place that another participant may take without asking again is not free. An environment
+        with no group waiting or in progress may always begin one.
         """
         everyone = [*others, asking]
         used = sum(one.held for one in everyone)
@@ -104,22 +105,23 @@ class SharedCapacity:
         return asking.held + dealt
 
     def count_begun(self, name: str, groups: int) -> None:
-        """`name` has begun so many: it is so far ahead of the others."""
+        """Counts `groups` begun by `name`, which advances its clock in the fair queueing."""
         self._begun += max(0, groups)
         if any(share.name == name for share in self._sharing):
             for _ in range(min(groups, _MOST_COUNTED)):
                 self._shares.begin(name)
 
     def report_to_demand(self, elsewhere: Counter[str]) -> None:
-        """By environment the groups that are being made on other machines: those of this process
-        count them, too."""
+        """Reports the groups in progress on other machines, by environment; groups of this process
+        are counted where they are made.
+        """
         for env in elsewhere.keys() | self._reported.keys():
             if elsewhere[env] != self._reported[env]:
                 self._demand.opened(env, elsewhere[env] - self._reported[env])
         self._reported = elsewhere
 
     def _count(self, everyone: Sequence[Participant]) -> None:
-        """The clocks begin anew when others share than before."""
+        """Resets the clocks when the set of participants or their shares has changed."""
         sharing = tuple(sorted((one.share for one in everyone), key=lambda share: share.name))
         if sharing != self._sharing:
             self._sharing, self._shares = sharing, fair_shares(sharing)

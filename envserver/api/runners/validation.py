@@ -1,7 +1,7 @@
-"""Groups that other machines made: read, checked through, and refused with the place that is wrong.
+"""Checks groups made on other machines, and refuses wrong ones with the place of the error.
 
-In: the bytes of a posted group and whose stream it must belong to. Out: the group, every row of
-which a trainer can rely on as on one of our own. CPU work: for a thread.
+In: the bytes of a posted group, and the stream it must belong to. Out: the group; a trainer can
+rely on each of its rows as on one made in this process. CPU work: run it in a thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLUMNS: Final = {
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """Whose groups they are: with `prefix` their ids begin."""
+    """A stream of groups; the ids of its groups begin with `prefix`."""
 
     env: str
     split: Split
@@ -39,10 +39,10 @@ class Stream(msgspec.Struct, frozen=True):
 
 
 def read_group(body: bytes, stream: Stream) -> Group:
-    """The group in `body`.
+    """Reads and checks the group in `body`.
 
     Raises:
-        InputError: it is none, not of `stream`, or cannot be trained on; `place` says where.
+        InputError: it is not a group, not of `stream`, or cannot be trained on; `place` says where.
     """
     group = decoded(body)
     check_group(group, stream)
@@ -50,7 +50,7 @@ def read_group(body: bytes, stream: Stream) -> Group:
 
 
 def check_group(group: Group, stream: Stream) -> None:
-    """Raises InputError: as `read_group`."""
+    """Checks a group; raises InputError as `read_group` does."""
     check_names(group, stream)
     if not group.trajectories:
         _refuse("$.trajectories", "is empty")
@@ -68,7 +68,7 @@ def check_group(group: Group, stream: Stream) -> None:
 
 
 def decoded(body: bytes) -> Group:
-    """Raises InputError: `body` is no packed group."""
+    """Decodes a packed group. Raises InputError if `body` is not one."""
     try:
         return unpack(body, Group)
     except msgspec.DecodeError as error:
@@ -81,7 +81,7 @@ def decoded(body: bytes) -> Group:
 
 
 def check_names(group: Group, stream: Stream) -> None:
-    """Raises InputError: it is not a group of `stream`."""
+    """Raises InputError if the group is not of `stream`."""
     wanted = {"env": stream.env, "split": stream.split, "seed": stream.seed}
     for name, value in wanted.items():
         if getattr(group, name) != value:
@@ -99,7 +99,7 @@ def check_names(group: Group, stream: Stream) -> None:
 
 
 def _check_trajectory(trajectory: Trajectory, group: Group, place: str) -> list[int]:
-    """The lowest version that each row trains."""
+    """Checks a trajectory and returns the lowest policy version that each row trains."""
     if trajectory.env != group.env or trajectory.task_id != group.task_id:
         _refuse(f"{place}.task_id", "is of another task or environment than its group")
     reward = trajectory.score.reward
@@ -130,7 +130,7 @@ def _check_row(row: Sequence, place: str) -> None:
     wrong = {
         "tokens": np.any(row.tokens < 0),
         "mask": np.any(row.mask > 1) or not np.any(trained),
-        # Also wrong for what is no number.
+        # Written so that NaN fails, too.
         "logprobs": np.any(row.logprobs[~trained] != 0)
         or not np.all((logprobs <= LOGPROB_ROUNDING) & (logprobs > -np.inf)),
         "calls": np.any(row.calls[trained] < 0) or not np.all(np.isin(row.calls, [-1, *row.path])),
@@ -142,7 +142,7 @@ def _check_row(row: Sequence, place: str) -> None:
 
 
 def _check_words(group: Group) -> None:
-    """All that travels on as JSON can."""
+    """Checks that all free-form values can be encoded as JSON."""
     bare = msgspec.structs.asdict(group) | {"trajectories": [], "failures": []}
     parts = [("$", bare)] + [
         (f"$.trajectories[{number}]", _words(one)) for number, one in enumerate(group.trajectories)
