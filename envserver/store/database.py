@@ -1,9 +1,10 @@
-"""Opens the database: where it is, who may have it, which version its tables have.
+"""Opens the database: finds its location, locks it for this process, checks the version of its
+tables.
 
 In: a path or a URL. Out: the single connection that writes, and an SQLAlchemy engine that reads.
-While they are open no other process can open the store: SQLite's file has a lock file beside it
-whose lock ends with the process however it ends, PostgreSQL an advisory lock that ends with the
-connection that writes.
+What always holds: while they are open no other process can open the store. SQLite uses a lock file
+beside the database, whose lock ends with the process; PostgreSQL uses an advisory lock, which ends
+with the connection that writes.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ log = structlog.get_logger(__name__)
 
 _READERS: Final = 4
 _BUSY_TIMEOUT_MS: Final = 10_000
-"""How long a statement waits for another program that has the file open."""
+"""How long a statement waits while another program has the file locked."""
 _PAGE_BYTES: Final = 16_384
 _CHECKPOINT_PAGES: Final = 1_024
 _ADVISORY_KEY: Final = 0x656E7673657276
-"""PostgreSQL's name for our lock on a database: "envserv" in bytes."""
+"""Key of the advisory lock in PostgreSQL: "envserv" in bytes."""
 _LOCK_WAIT_MS: Final = 3_000
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 _SESSION: Final = (
-    # A commit that has returned is on disk, whatever the server's own settings say.
+    # A commit that has returned is on disk, whatever the settings of the server are.
     "SELECT set_config('synchronous_commit', 'on', false)"
     " WHERE current_setting('synchronous_commit') = 'off'",
-    # A machine that is gone gives up its lock within a minute.
+    # The lock of a machine that is gone is released within a minute.
     "SET tcp_keepalives_idle = 30",
     "SET tcp_keepalives_interval = 10",
     "SET tcp_keepalives_count = 3",
@@ -67,7 +68,7 @@ _END_SESSION: Final = text(
 CLOSE_SECONDS = 5.0
 CONNECT_SECONDS = 10.0
 COMMAND_SECONDS = 60.0
-"""How long PostgreSQL may take for a statement or a commit until it counts as not answering."""
+"""Seconds after which a statement or a commit of PostgreSQL counts as failed."""
 
 
 @dataclass
@@ -75,10 +76,10 @@ class Database:
     """An open database. `writer` has one connection; `reader` commits each statement by itself.
 
     Args:
-        files: those of SQLite.
-        sessions: connections that `writer` has had; one more than before: another process may have
-            been there in between.
-        session_pid: PostgreSQL's process for the last of them.
+        files: the files of SQLite; None for PostgreSQL.
+        sessions: number of connections that `writer` has had. When it grows, another process may
+            have had the store in between.
+        session_pid: process id of the latest of them at PostgreSQL.
     """
 
     name: str
@@ -89,25 +90,27 @@ class Database:
     session_pid: int = 0
 
     def check_files(self) -> None:
-        """Raises StoreLost: a file has been removed or replaced; what is written would be gone."""
+        """Raises StoreLost if a file was removed or replaced, because what is written would be
+        lost."""
         if self.files is not None:
             self.files.check()
 
     async def end_former_session(self) -> None:
-        """Has PostgreSQL end a connection of ours that was lost, where it still has the lock."""
+        """Asks PostgreSQL to end a lost connection of this process that still holds the lock."""
         async with self.reader.connect() as connection:
             await connection.execute(_END_SESSION, {"pid": self.session_pid})
 
 
 @asynccontextmanager
 async def open_database(where: str | Path) -> AsyncIterator[Database]:
-    """Opens, and creates where missing, the database at `where` and holds it for this process.
+    """Opens the database at `where`, or creates it, and locks it for this process.
 
     Args:
         where: a path, `sqlite:///path` or `postgresql://user@host/name`.
 
     Raises:
-        ConfigError: no such kind of database, no database of ours, or one of a newer version.
+        ConfigError: the kind of database is unknown, the database belongs to another program, or a
+            newer version wrote it.
         ConflictError: another process has it open.
         StoreError: it cannot be reached.
     """
@@ -124,7 +127,7 @@ async def open_database(where: str | Path) -> AsyncIterator[Database]:
         stack.push_async_callback(_close, database)
         with typed_failures():
             if url.get_backend_name() == "postgresql":
-                # Its first connection takes the lock, before anything is read.
+                # The first connection takes the lock, before anything is read.
                 await database.writer.connect()
             await _prepare_tables(database)
             database.check_files()
@@ -132,7 +135,7 @@ async def open_database(where: str | Path) -> AsyncIterator[Database]:
 
 
 async def _close(database: Database) -> None:
-    """SQLite writes its log into its file here; PostgreSQL may not answer, and is not needed."""
+    """Closes the connections; it does not matter if PostgreSQL fails to answer."""
     try:
         async with asyncio.timeout(CLOSE_SECONDS if database.files is None else None):
             await database.writer.dispose()
@@ -142,7 +145,7 @@ async def _close(database: Database) -> None:
 
 
 def _locate(where: str | Path) -> URL:
-    """`where` as a URL with a driver; SQLite paths are absolute and links are followed."""
+    """Returns `where` as a URL with a driver; SQLite paths are absolute, with links resolved."""
     if isinstance(where, Path) or "://" not in where:
         return _sqlite_url(str(where))
     try:
@@ -178,7 +181,7 @@ def _sqlite(url: URL, files: Files) -> Database:
         url.set(drivername="sqlite+pysqlite"),
         poolclass=QueuePool,
         pool_size=1,
-        # Every transaction is ended before its connection goes back.
+        # Every transaction has ended before its connection goes back.
         pool_reset_on_return=None,
         **shared,
     )
@@ -195,7 +198,7 @@ def _sqlite(url: URL, files: Files) -> Database:
     def set_up_writer(connection: Any, record: object) -> None:
         database.sessions += 1
         files.begin()
-        # The driver's own implicit BEGIN is deferred and could fail halfway; ours comes below.
+        # The driver's implicit BEGIN is deferred and could fail later; `begin` below is explicit.
         connection.isolation_level = None
         _pragmas(
             connection,
@@ -261,9 +264,8 @@ def _postgresql(url: URL) -> Database:
 
 
 async def _prepare_tables(database: Database) -> None:
-    """Creates the tables in an empty database and brings older ones up to date; refuses one that
-    is not ours, unchanged.
-    """
+    """Creates the tables in an empty database, or updates older ones. A database of another program
+    is refused and stays unchanged."""
     async with database.reader.connect() as connection:
         names = set(await connection.run_sync(lambda sync: inspect(sync).get_table_names()))
         is_ours = schema_version.name in names
@@ -272,7 +274,7 @@ async def _prepare_tables(database: Database) -> None:
         if _check_version(database.name, version) < SCHEMA_VERSION:
             await _bring_up_to_date(database)
         return
-    # A file belongs to one program; a PostgreSQL database may hold tables of others too.
+    # A file belongs to one program; a PostgreSQL database may hold tables of others as well.
     is_file = database.reader.dialect.name == "sqlite"
     foreign = names if is_file else names & set(metadata.tables)
     if foreign:
@@ -290,7 +292,7 @@ async def _create_tables(connection: AsyncConnection) -> None:
 
 async def _bring_up_to_date(database: Database) -> None:
     async def change(connection: AsyncConnection) -> None:
-        # Read again inside the transaction: it is what will be changed.
+        # Read it again inside the transaction that changes it.
         version = await connection.scalar(select(schema_version.c.version))
         log.info("store_migrates", store=database.name, version=version, to=SCHEMA_VERSION)
         await migrate(connection, _check_version(database.name, version))

@@ -1,8 +1,9 @@
-"""What trainers want of the groups that are made here, as the store has it.
+"""Computes how many groups may be open, from what trainers take.
 
-In: the queues and the open runs, from memory, and which groups are being made. Out: how many more
-may be begun, as `rollouts.capacity` says, and runs that are closed because they hold up the others.
-Whoever waits for room is woken when something was taken, made, published or dropped: nobody polls.
+In: the queues and the open runs, from memory, and the number of groups being made. Out: how many
+more may be started (`rollouts.capacity` has the rules), and which silent runs are closed because
+they block others. Waiting tasks are woken when groups are taken, made or dropped and when a version
+is published; nothing polls.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _PAUSE_AFTER_FAILURE_SECONDS = 1.0
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Returns when one of them does, and ends the others."""
+    """Returns when the first of `waits` returns; cancels the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -53,10 +54,10 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
 
 
 class Staleness:
-    """Sees to it that no group is delivered that is too old for the published version.
+    """Drops groups that are too old for the published policy version before they are leased.
 
     Args:
-        max_staleness: versions that its oldest token may be behind; None: any.
+        max_staleness: maximum age of a group's oldest token, in policy versions; None: no limit.
     """
 
     def __init__(self, store: GroupStore, max_staleness: int | None) -> None:
@@ -64,16 +65,15 @@ class Staleness:
         self._most = max_staleness
         self._published = Changes()
         self.dropped = 0
-        """Groups dropped from queues since the start, once for each queue."""
+        """Groups dropped from queues since the start, counted once per queue."""
 
     def publish(self, version: int) -> None:
-        """From now on no group is leased that is too old for `version`."""
+        """Stops leasing groups that are too old for `version`."""
         self._store.oldest_version = oldest_deliverable(version, self._most)
         self._published.announce(self._published.number + 1)
 
     async def run(self) -> None:
-        """Drops what has become too old, or comes back too old, for as long as it is not cancelled;
-        a store that fails is asked again."""
+        """Drops groups that are too old until cancelled; tries again after a StoreError."""
         while self._most is not None:
             published, seen = self._published.number, self._store.changes
             oldest = self._store.oldest_version
@@ -90,12 +90,12 @@ class Staleness:
 
 
 class Demand:
-    """One for all environments of a server.
+    """The demand for groups, shared by all environments of a server.
 
     Args:
-        smallest_group: trajectories of the smallest group that any of them delivers.
+        smallest_group: trajectories in the smallest group that any environment delivers.
         silent_run_seconds: see `RolloutsConfig`; None: no run is ever closed.
-        clock: seconds, of any clock.
+        clock: returns seconds; any clock.
     """
 
     def __init__(
@@ -119,25 +119,25 @@ class Demand:
         """How often each run was closed because it was silent."""
 
     def opened(self, env: str, groups: int) -> None:
-        """So many groups more are being made; fewer where negative."""
+        """Adds `groups` (may be negative) to the number of groups being made."""
         self._open[env] += groups
         self._changes.announce(self._changes.number + 1)
 
     def free_capacity(self, env: str) -> int:
-        """Groups that may be begun now; not positive: none."""
+        """Returns how many groups may be started now; 0 or less: none."""
         return free_capacity(env, self._takers(), self._depths(), self._open, self._bounds)
 
     def capacity_if_idle(self, env: str) -> int:
-        """The same, whatever is being made."""
+        """Like `free_capacity`, as if no group were being made."""
         return free_capacity(env, self._takers(), self._depths(), {}, self._bounds)
 
     def max_waiting(self) -> int:
-        """Groups that may wait where all runs share them."""
+        """Returns how many groups may wait in the shared queue."""
         batch = sum(taker.batch for taker in self._takers() if taker.queue == SHARED)
         return most_waiting(batch, self._bounds) if batch else self._bounds.most_groups
 
     async def wait_for_capacity(self, env: str) -> None:
-        """Returns when a group of `env` may be begun."""
+        """Waits until a group of `env` may be started."""
         while True:
             ours, theirs = self._changes.number, self._store.activity
             if self.free_capacity(env) > 0:
@@ -147,7 +147,7 @@ class Demand:
             )
 
     async def close_silent_runs(self) -> None:
-        """Closes those that hold up the others, for as long as it is not cancelled."""
+        """Closes silent runs that block others, until cancelled."""
         if self._silent_run_seconds is None:
             return
         pause = min(_LONGEST_PAUSE_SECONDS, self._silent_run_seconds / 4)
@@ -163,7 +163,7 @@ class Demand:
             await asyncio.sleep(pause)
 
     def run_activity(self) -> list[RunActivity]:
-        """The open runs, and since when each has taken nothing although something waits for it."""
+        """Returns the open runs, and since when each has left waiting groups untaken."""
         now = self._clock()
         before, self._moved = self._moved, {}
         found = []
@@ -221,8 +221,8 @@ class Demand:
         ]
 
     def _groups_per_batch(self, name: str, run: KnownRun) -> int:
-        """As many as its trainer takes at a time: what it said, or asks for at least. Over the
-        Atropos wire a batch is counted in sequences: enough groups for it, however small."""
+        """Returns the larger of the run's `batch_size` and the `min_groups` that it waits for. On
+        the Atropos wire `batch_size` counts sequences: returns enough of the smallest groups."""
         if name != ATROPOS_RUN:
             return max(run.batch_size, self._store.hungry_for(name))
         return math.ceil(run.batch_size / self._smallest_group)

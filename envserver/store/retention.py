@@ -1,13 +1,16 @@
-"""What is removed when it was delivered long ago, in small transactions.
+"""Removes groups that were delivered long ago, in small transactions.
 
-A group may go when it waits in no queue that anybody draws from, was acked or dropped in all others
-before the limit, and no ack of it belongs to the time after the newest but one checkpoint of a run
-that uses checkpoints: such a run can always go back to its two newest. What goes is the body and
-the deliveries; the id stays known for ever, and what was delivered stays counted. A run that has
-no checkpoint can take back what is still kept.
+A group may be removed when:
+    - it waits in no queue that a run draws from,
+    - it was acked or dropped in all other queues before the time limit, and
+    - no run acked it after its last checkpoint but one. So a run with checkpoints can always rewind
+      to its two newest; a run without any can rewind as far as groups are kept.
 
-Nobody draws from the queue of a broadcast run that is closed, or from the shared one where there
-are broadcast runs only: what waits there holds nothing back.
+The body and the deliveries are removed. The id is kept for ever, and counts still include the
+group.
+
+No run draws from the queue of a closed broadcast run, nor from the shared queue if all runs are
+broadcast runs: groups that wait there may be removed.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ _EMPTY: Final = Compacted(0, 0, 0)
 
 @dataclass(frozen=True)
 class Access:
-    """How to reach the store: reading holds nobody up, and each writing is a transaction."""
+    """How retention uses the store: reads block nobody, and each write is one transaction."""
 
     read: Callable[[], AbstractAsyncContextManager[AsyncConnection]]
     write: Callable[[Callable[[Transaction], Awaitable[Compacted]]], Awaitable[Compacted]]
@@ -46,9 +49,8 @@ class Access:
 async def compact(
     access: Access, *, now: float, acked_hours: float, max_bytes: int | None
 ) -> Compacted:
-    """Removes what was settled `acked_hours` ago, and, while the bodies of all groups take more
-    than `max_bytes` (None: no limit), what was settled later, the oldest first.
-    """
+    """Removes groups that were settled `acked_hours` ago. While all bodies take more than
+    `max_bytes` (None: no limit), removes groups that were settled later, oldest first."""
     before = now - acked_hours * 3600
     removed = await _remove_groups(access, before, None)
     if max_bytes is not None:
@@ -88,7 +90,8 @@ async def _remove_groups(access: Access, before: float, over_bytes: int | None) 
 def _settled(
     at: ColumnElement[float], key: ColumnElement[Any], before: float, last: tuple[float, Any] | None
 ) -> list[ColumnElement[bool]]:
-    """By `before`, and behind the row `last` in the order of `at` and `key`."""
+    """Returns conditions: settled by `before`, and after the row `last` in the order of `at` and
+    `key`."""
     where = [at.is_not(None), at <= before]
     if last is not None:
         where += [at >= last[0], or_(at > last[0], key > last[1])]
@@ -98,7 +101,8 @@ def _settled(
 async def _remove_some(
     tx: Transaction, seqs: Sequence[int], before: float, over_bytes: int | None
 ) -> Compacted:
-    """Removes those of these groups that nothing holds back, looked at again, in this order."""
+    """Removes those of these groups that may be removed, checked again in this transaction, in
+    order."""
     chosen: dict[int, Sequence[Row[Any]]] = {}
     left = tx.memory.stored_bytes
     for seq, rows in (await _removable(tx.connection, tx.memory, seqs, before)).items():
@@ -114,7 +118,7 @@ async def _remove_some(
 async def _removable(
     connection: AsyncConnection, memory: Memory, seqs: Sequence[int], before: float
 ) -> dict[int, Sequence[Row[Any]]]:
-    """All deliveries of those of these groups that nothing holds back, in this order."""
+    """Returns all deliveries of those of these groups that may be removed, in order."""
     of = deliveries.c
     queues = {SHARED, *(run.queue for run in memory.runs.values())}
     acked_by = (leases.c.run, leases.c.ack_number)
@@ -140,7 +144,7 @@ async def _removable(
 
 
 def _drawn_from(memory: Memory) -> set[str]:
-    # A run without a batch is that of the Atropos wire before anybody has registered.
+    # A run without a batch size is the Atropos run before a trainer has registered.
     known = [run for run in memory.runs.values() if run.batch_size]
     queues = {run.queue for run in known if run.state == "open"}
     if not known or any(run.delivery == "shared" for run in known):
@@ -189,9 +193,8 @@ async def _count_gone(tx: Transaction, queue: str, env: str, state: GroupState, 
 
 
 async def _remove_leases(access: Access, before: float) -> Compacted:
-    """Removes leases that ended by `before`; acked ones when all their groups are gone: they say
-    what can be taken back.
-    """
+    """Removes leases that ended by `before`. Acked leases stay until all their groups are removed,
+    because a rewind needs them."""
     removed = _EMPTY
     of = leases.c
     oldest = select(leases).order_by(of.ended_at, of.lease_id).limit(_READ_AT_ONCE)
@@ -213,7 +216,7 @@ async def _remove_leases(access: Access, before: float) -> Compacted:
 async def _needed(
     connection: AsyncConnection, memory: Memory, found: Sequence[Row[Any]]
 ) -> set[str]:
-    """The acked ones of these leases of which a group is kept."""
+    """Returns those of these leases that are acked and have a group that is kept."""
     needed: set[str] = set()
     for queue in {memory.runs[row.run].queue for row in found}:
         held = {
@@ -228,7 +231,7 @@ async def _needed(
 
 
 async def _remove_ended(tx: Transaction, lease_ids: Sequence[str], before: float) -> Compacted:
-    """Removes these leases, but for those that are open again."""
+    """Removes these leases, except those that were opened again."""
     of = leases.c
     where = (of.lease_id.in_(lease_ids), of.ended_at <= before)
     done = await tx.connection.execute(delete(leases).where(*where))

@@ -1,10 +1,10 @@
 """The tables, the same for SQLite and PostgreSQL.
 
-`groups` and `bodies` never change: a row that holds a body is never updated, or the database would
-write the body again. What changes is small: `deliveries` has one row for each group in each queue.
-`seq` joins them. What waits, and what may be removed, is found through partial indexes, so that it
-does not matter how much lies beside it. A group with no delivery is no longer kept: only its id is
-known. A change here needs a step in `migrations` and a higher version.
+Rows of `groups` and `bodies` never change: an update of a row with a body would write the body
+again. What changes is small: `deliveries` has one row for each group in each queue. `seq` joins the
+tables. Waiting and removable groups are found through partial indexes, so their cost does not
+depend on the size of the tables. A group without a delivery is no longer kept: only its id is
+known. A change in this file needs a step in `migrations` and a higher SCHEMA_VERSION.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sqlalchemy import (
 from .states import GROUP_STATES, LEASE_STATES, RUN_STATES
 
 SCHEMA_VERSION: Final = 4
-"""Grows with every change of the tables; a store with a higher one is refused."""
+"""Version of the tables; a store with a higher version is refused."""
 
 SHARED: Final = "shared"
-"""The queue of all runs whose delivery is shared."""
+"""The queue of all shared runs."""
 
 metadata = MetaData()
 
-# A 64-bit key that SQLite takes as its row id.
+# A 64-bit key that SQLite uses as its row id.
 _Seq = BigInteger().with_variant(Integer(), "sqlite")
 
 
@@ -81,14 +81,14 @@ deliveries = Table(
     metadata,
     Column("queue", Text, primary_key=True),
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
-    # As in the group, so that one index finds what a run wants.
+    # Copied from the group, so that one index finds what a run wants.
     Column("env", Text, nullable=False),
     Column("policy_version", BigInteger, nullable=False),
     Column("stored_bytes", BigInteger, nullable=False),
     Column("state", Text, nullable=False),
-    # The lease it is in or was in last; nothing after a nack.
+    # Its current or last lease; NULL after a nack.
     Column("lease_id", Text),
-    # Since when it is acked or dropped.
+    # When it was acked or dropped.
     Column("settled_at", Double),
     _one_of("state", GROUP_STATES),
     sqlite_with_rowid=False,
@@ -117,13 +117,13 @@ leases = Table(
     metadata,
     Column("lease_id", Text, primary_key=True),
     Column("run", Text, nullable=False),
-    Column("group_ids", Text, nullable=False),  # JSON list
+    Column("group_ids", Text, nullable=False),  # A JSON list.
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double, nullable=False),
     Column("state", Text, nullable=False),
-    # Order of the acks of the store, from 1; set while it is acked.
+    # Order of acks in the store, from 1; NULL unless acked.
     Column("ack_number", BigInteger),
-    # Since when it is not open.
+    # When it ended.
     Column("ended_at", Double),
     _one_of("state", LEASE_STATES),
 )
@@ -138,14 +138,14 @@ runs = Table(
     Column("name", Text, primary_key=True),
     Column("created_at", Double, nullable=False),
     Column("batch_size", BigInteger, nullable=False),
-    Column("settings", Text, nullable=False),  # JSON object
+    Column("settings", Text, nullable=False),  # A JSON object.
     Column("policy_version", BigInteger, nullable=False),
     Column("state", Text, nullable=False),
     Column("delivery", Text, nullable=False),
-    Column("environments", Text, nullable=False),  # JSON list; empty: all
-    # Groups that it acked and did not rewind.
+    Column("environments", Text, nullable=False),  # A JSON list; empty: all.
+    # Groups acked and not rewound.
     Column("acked_groups", BigInteger, nullable=False),
-    # The latest of its acks that had a group which is no longer kept.
+    # The latest of its acks with a group that is no longer kept.
     Column("gone_ack_number", BigInteger, nullable=False),
     _one_of("state", RUN_STATES),
     _one_of("delivery", ("shared", "broadcast")),
@@ -156,7 +156,7 @@ checkpoints = Table(
     metadata,
     Column("run", Text, primary_key=True),
     Column("name", Text, primary_key=True),
-    Column("ack_number", BigInteger, nullable=False),  # it and all before belong to it
+    Column("ack_number", BigInteger, nullable=False),  # holds this and all earlier acks
     Column("acked_groups", BigInteger, nullable=False),
     Column("created_at", Double, nullable=False),
 )
@@ -171,7 +171,7 @@ counters = Table(
 gone = Table(
     "gone",
     metadata,
-    # Deliveries that were removed with their groups: they stay counted.
+    # Counts of deliveries that were removed with their groups.
     Column("queue", Text, primary_key=True),
     Column("env", Text, primary_key=True),
     Column("state", Text, primary_key=True),
@@ -181,7 +181,7 @@ gone = Table(
 estimates = Table(
     "estimates",
     metadata,
-    # One row for each task that was ever scored, see `rollouts.estimates`.
+    # One row for each task that was ever scored; see `rollouts.estimates`.
     Column("number", _Seq, primary_key=True, autoincrement=False),
     Column("env", Text, nullable=False),
     Column("split", Text, nullable=False),
@@ -198,7 +198,7 @@ Index("estimates_env", estimates.c.env, estimates.c.number)
 dropped_groups = Table(
     "dropped_groups",
     metadata,
-    # Groups that count in an estimate and were not stored.
+    # Groups that count in an estimate but were not stored.
     Column("group_id", Text, primary_key=True),
     sqlite_with_rowid=False,
 )
@@ -206,7 +206,7 @@ dropped_groups = Table(
 damaged = Table(
     "damaged",
     metadata,
-    # Groups whose bodies could not be read, once each; for ever.
+    # Groups whose bodies could not be read, once each; never removed.
     Column("seq", _Seq, primary_key=True, autoincrement=False),
     Column("reason", Text, nullable=False),
     Column("found_at", Double, nullable=False),

@@ -1,7 +1,7 @@
-"""One transaction of the writer, and what it keeps in memory so that nobody has to count rows.
+"""One transaction of the writer, and the counts that it keeps in memory.
 
-The memory is written down when the store is closed and read when it is opened; where it was not
-(the process was killed) or may be wrong (a commit failed), the deliveries are counted.
+The memory is saved when the store is closed and loaded when it is opened. If it was not saved (the
+process was killed) or may be wrong (a commit failed), the deliveries are counted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .states import GROUP_STATES, GroupState, RunState
 T = TypeVar("T")
 
 _IN_LIST: Final = 500
-"""Values in one IN (...): databases limit the parameters of a statement."""
+"""Maximum number of values in one IN (...); databases limit a statement's parameters."""
 _MEMORY_KEY: Final = "store.memory"
 
 
 @dataclass(frozen=True)
 class KnownRun:
-    """What the memory knows of a run. `environments` empty: all."""
+    """The memory's record of a run. `environments`: empty means all."""
 
     state: RunState
     delivery: Delivery
@@ -38,12 +38,12 @@ class KnownRun:
 
 
 def queue_of(name: str, delivery: Delivery) -> str:
-    """The queue from which a run draws."""
+    """Returns the queue from which a run draws."""
     return SHARED if delivery == "shared" else f"run/{name}"
 
 
 class _DeliveryCount(msgspec.Struct, array_like=True):
-    """Deliveries of one queue, environment and state."""
+    """Number of deliveries of one queue, environment and state."""
 
     queue: str
     env: str
@@ -52,7 +52,7 @@ class _DeliveryCount(msgspec.Struct, array_like=True):
 
 
 class _Written(msgspec.Struct):
-    """The part of a memory that costs time to find out, as it is written down."""
+    """The part of the memory that is slow to compute, in its saved form."""
 
     next_seq: int
     tallies: list[_DeliveryCount]
@@ -62,23 +62,23 @@ class _Written(msgspec.Struct):
 
 @dataclass
 class Memory:
-    """What is true of the database as of the last commit.
+    """Facts about the database as of the last commit.
 
     Args:
-        runs: by name.
+        runs: runs by name.
         counters: totals of this store, by name.
         next_seq: `seq` of the next group.
         next_ack: number of the next ack.
-        tallies: deliveries by queue, environment and state, with those that are gone.
-        versions: for each policy version the first and last `seq` between which all queued groups
-            of it are.
-        stored_bytes: of the bodies of all groups that are kept.
-        changes: grows when something is queued or a run is closed.
+        tallies: number of deliveries by queue, environment and state, including removed ones.
+        versions: for each policy version, first and last `seq` of a range that holds all its queued
+            groups.
+        stored_bytes: size of the bodies of all groups that are kept.
+        changes: grows when a group is queued or a run is closed.
         activity: grows with every change of a delivery or a run.
-        filled: for each queue of a broadcast run that is being opened, up to which `seq` groups
-            were copied into it: it gets what is queued behind their backs, and nothing beyond.
-        hungry: the runs whose latest lease found too little, and how many it asked for at least.
-        conflicting_puts: puts since opening of an id that was there with another body.
+        filled: the last `seq` copied into each queue of a broadcast run that is being opened.
+            Groups up to it that are queued later are copied at once, all others in turn.
+        hungry: `min_groups` by run, for runs whose latest lease found too little.
+        conflicting_puts: puts since opening whose id existed with another body.
     """
 
     runs: dict[str, KnownRun]
@@ -111,19 +111,19 @@ class Memory:
         )
 
     def tally(self, queue: str, env: str, state: GroupState, count: int) -> None:
-        """Counts `count` more deliveries (fewer where negative)."""
+        """Adds `count` (may be negative) to a number of deliveries."""
         key = (queue, env, state)
         self.tallies[key] = self.tallies.get(key, 0) + count
         self.activity += 1
 
     def queued(self, seq: int, policy_version: int) -> None:
-        """A group has come into some queue."""
+        """Notes that a group was queued in some queue."""
         first, last = self.versions.get(policy_version, (seq, seq))
         self.versions[policy_version] = (min(first, seq), max(last, seq))
         self.changes += 1
 
     def counts(self, queue: str) -> dict[GroupState, int]:
-        """Deliveries of one queue in each state."""
+        """Returns the number of deliveries of a queue in each state."""
         counts: dict[GroupState, int] = dict.fromkeys(GROUP_STATES, 0)
         for (of, _, state), count in self.tallies.items():
             if of == queue:
@@ -131,7 +131,7 @@ class Memory:
         return counts
 
     def waiting(self, run: KnownRun) -> int:
-        """Groups that wait for a run: queued or leased, of its environments."""
+        """Returns how many groups of the run's environments are queued or leased."""
         return sum(
             count
             for (queue, env, state), count in self.tallies.items()
@@ -141,7 +141,7 @@ class Memory:
         )
 
     def queued_environments(self, queue: str) -> set[str]:
-        """Names of the environments of which groups are queued."""
+        """Returns the environments that have queued groups."""
         return {
             env
             for (of, env, state), count in self.tallies.items()
@@ -149,7 +149,7 @@ class Memory:
         }
 
     def fan_out(self) -> list[str]:
-        """The queues, beside the shared one, into which every group goes."""
+        """Returns the queues, other than the shared one, that get every group."""
         return [
             run.queue
             for run in self.runs.values()
@@ -159,20 +159,20 @@ class Memory:
 
 @dataclass(frozen=True)
 class Transaction:
-    """What an operation works on. Its `memory` becomes the writer's when the commit is durable.
+    """The connection and memory of one transaction. `memory` becomes the writer's after the commit.
 
-    An operation raises a UsageError only while what it wrote so far is right by itself: the
-    transaction goes on without it.
+    An operation may raise a UsageError only if what it wrote so far is valid by itself, because the
+    transaction continues without it.
     """
 
     connection: AsyncConnection
     memory: Memory
     now: float
     discount: float = DISCOUNT
-    """Of the estimates of tasks."""
+    """Discount of task estimates."""
 
     async def count(self, name: str, more: int = 1) -> None:
-        """Adds to the counter `name`, durably."""
+        """Adds `more` to the stored counter `name`."""
         known = self.memory.counters.get(name)
         self.memory.counters[name] = (known or 0) + more
         row = {"name": name, "value": self.memory.counters[name]}
@@ -184,11 +184,11 @@ class Transaction:
 
 
 async def load_memory(connection: AsyncConnection, *, trust_written: bool) -> Memory:
-    """What the database says.
+    """Loads the memory from the database.
 
     Args:
-        trust_written: whether a memory that was written down is believed; else, and where there is
-            none, all deliveries are counted: the only thing here that takes longer with more.
+        trust_written: use the saved memory. If False, or if none was saved, all deliveries are
+            counted, which takes longer the more there are.
     """
     known = {
         row.name: KnownRun(
@@ -249,7 +249,7 @@ async def _count_deliveries(connection: AsyncConnection, memory: Memory) -> None
 
 
 async def write_memory(connection: AsyncConnection, memory: Memory) -> None:
-    """Writes down what `load_memory` can trust as long as nothing is changed after it."""
+    """Saves the memory. `load_memory` can trust it until the next change."""
     await forget_written(connection)
     written = _Written(
         memory.next_seq,
@@ -262,11 +262,11 @@ async def write_memory(connection: AsyncConnection, memory: Memory) -> None:
 
 
 async def forget_written(connection: AsyncConnection) -> None:
-    """What is written down is no longer true; part of the first transaction."""
+    """Deletes the saved memory; the first transaction does this."""
     await connection.execute(delete(values).where(values.c.key == _MEMORY_KEY))
 
 
 def chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """`items` in pieces that fit one IN (...)."""
+    """Yields `items` in pieces that fit one IN (...)."""
     for start in range(0, len(items), _IN_LIST):
         yield items[start : start + _IN_LIST]

@@ -1,11 +1,11 @@
-"""The one task that writes: what waits while a commit is under way goes into the next one together.
+"""The task that commits all changes; changes that wait during a commit share the next one.
 
-In: operations from any number of callers. Out: to each its own result, after the commit that holds
-it is durable; or its own error. When one breaks the transaction, all are run again, each alone, so
-that it fails nobody else. Operations take effect in the order in which they were handed in.
+In: operations from any number of callers. Out: each caller gets its own result after the commit
+that contains it is durable, or its own error. If an operation breaks the transaction, all of them
+are run again one by one, so that no other fails. Operations take effect in the order of arrival.
 
-A database that does not answer fails what waits, and is asked again by whoever comes when the next
-try is due. Once the store is another process's, or its files are gone, nothing is done any more.
+If the database does not answer, waiting operations fail; the first one after a pause tries again.
+After another process has opened the store, or its files are gone, every operation fails.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ Operation = Callable[[Transaction], Awaitable[T]]
 _MAX_BATCH_BYTES: Final = 32 * 1024 * 1024
 _MAX_BATCH_ENTRIES: Final = 1024
 _SAVE_TIME_SECONDS: Final = 10.0
-"""Time may go back by so much when the server is killed and the wall's clock is set back."""
+"""Seconds between saves of the time. Time may go back by this much if the server is killed and the
+system clock is set back."""
 
 
 @dataclass(frozen=True)
 class _Put:
-    """Puts are data, not functions: those that stand side by side become one statement."""
+    """A put. Adjacent puts become one statement, which functions could not."""
 
     groups: Sequence[EncodedPut]
 
@@ -60,7 +61,7 @@ class _Entry:
 
 
 class Writer:
-    """Owns the writing connection. `run` must be running for the others to return."""
+    """Owns the connection that writes. The other methods return only while `run` is running."""
 
     def __init__(
         self, database: Database, memory: Memory, clock: Callable[[], float], owner: str | None
@@ -87,7 +88,7 @@ class Writer:
         return cast(list[bool], await self._submit(_Entry(_Put(groups))))
 
     async def do(self, operation: Operation[T]) -> T:
-        """Runs `operation` in a transaction, perhaps more than once, of which one is committed."""
+        """Runs `operation` in a transaction. It may run more than once; one run is committed."""
         return cast(T, await self._submit(_Entry(operation)))
 
     async def _submit(self, entry: _Entry) -> Any:
@@ -98,24 +99,24 @@ class Writer:
 
     @property
     def waiting(self) -> int:
-        """Operations that no commit has taken up yet."""
+        """Number of operations that are not in a commit yet."""
         return self._queue.qsize()
 
     def check_open(self) -> None:
-        """Raises StoreError: it is closed, or its task has ended. StoreLost: see `run`."""
+        """Raises StoreError if the store is closed or its task ended, and StoreLost as `run`."""
         if self._lost is not None:
             raise StoreLost(self._lost.message, hint=self._lost.hint)
         if self._closed:
             raise StoreError("The store is closed.")
 
     def close(self) -> None:
-        """Takes nothing more; `run` ends when all that was taken is done."""
+        """Refuses new operations; `run` ends when all accepted ones are done."""
         if not self._closed:
             self._closed = True
             self._queue.put_nowait(None)
 
     async def run(self) -> None:
-        """Commits until closed. However it ends, nobody is left waiting.
+        """Commits until closed. However it ends, every waiting caller gets an answer.
 
         Raises:
             StoreLost: another process has opened the store, or its files are gone.
@@ -136,7 +137,7 @@ class Writer:
                     _answer(entry, self._lost or _too_late())
 
     async def _next_batch(self) -> list[_Entry]:
-        """Everything that waits, up to a bound; empty after `close`."""
+        """Returns all waiting operations, up to a limit; empty after `close`."""
         batch: list[_Entry] = []
         size_bytes = 0
         while not batch or not self._queue.empty():
@@ -163,7 +164,8 @@ class Writer:
             raise
 
     async def _commit_together(self, batch: list[_Entry]) -> bool:
-        """Answers all; or nobody, and is False, when one of several has broken the transaction."""
+        """Commits and answers all; returns False, with nobody answered, if one of several broke the
+        transaction."""
         began = time.perf_counter()
         try:
             self._check_way()
@@ -184,19 +186,20 @@ class Writer:
         return True
 
     def _check_way(self) -> None:
-        """Raises StoreError: the next try is not due. StoreLost: there will be none."""
+        """Raises StoreError until the next try is due, and StoreLost if there will be none."""
         if self._lost is not None:
             raise self._lost
         self._retry.check()
 
     async def _problem(self, error: Exception) -> Exception:
-        """`error` as one of ours, and what follows from it for those that come next."""
+        """Returns `error` as an error of this package, and notes what it means for later
+        operations."""
         problem = typed(error)
-        if isinstance(problem, ConflictError):  # from connecting: the lock is not to be had
+        if isinstance(problem, ConflictError):  # raised while connecting: the lock is taken
             problem = await self._why_locked()
         elif is_unreachable(error):
             problem = DatabaseUnreachable(str(problem))
-        # A commit that failed may still have happened (a connection lost in the middle).
+        # A failed commit may still have happened (the connection was lost during it).
         self._memory_is_stale |= not isinstance(problem, StoreFull | UsageError)
         if isinstance(problem, StoreLost):
             self._lost = problem
@@ -205,7 +208,7 @@ class Writer:
         return problem
 
     async def _why_locked(self) -> StoreError:
-        """Either another process has the store, or a lost connection of ours has not ended yet."""
+        """Finds out whether another process or a lost connection of this one holds the lock."""
         try:
             async with self._database.reader.connect() as connection:
                 await self._require_held(connection)
@@ -217,12 +220,12 @@ class Writer:
         return DatabaseUnreachable("The database has not yet ended a connection that was lost.")
 
     async def _require_held(self, connection: AsyncConnection) -> None:
-        """Raises StoreLost: another process has opened the store since our last connection."""
+        """Raises StoreLost if another process has opened the store since the last connection."""
         if self._owner is not None and not await is_owner(connection, self._owner):
             raise lock_lost()
 
     async def _write_down(self) -> None:
-        """The next who opens the store does not begin before now, and need not count."""
+        """Saves the time and the counts, so that the next start continues from them."""
 
         async def write(connection: AsyncConnection) -> None:
             await self._require_held(connection)
@@ -261,7 +264,7 @@ class Writer:
         return tx.now >= self._time_saved + _SAVE_TIME_SECONDS
 
     async def _know_again(self, connection: AsyncConnection) -> None:
-        """Reads what is remembered from the database, where that may have changed behind us."""
+        """Loads the memory again if the database may have changed without this process."""
         is_new = self._session != self._database.sessions
         if is_new:
             await self._require_held(connection)
@@ -293,7 +296,8 @@ async def _put_together(tx: Transaction, puts: Iterable[_Put]) -> list[list[bool
 
 
 async def _outcome(tx: Transaction, operation: Operation[Any]) -> Any:
-    """Its result, or the caller's mistake as a value: that concerns no other operation."""
+    """Returns the operation's result, or its UsageError as a value, which concerns no other
+    operation."""
     try:
         return await operation(tx)
     except UsageError as error:
@@ -305,7 +309,7 @@ def _too_late() -> StoreError:
 
 
 def _answer(entry: _Entry, outcome: Any) -> None:
-    if entry.answer.done():  # its caller was cancelled and no longer listens
+    if entry.answer.done():  # its caller was cancelled
         return
     if isinstance(outcome, Exception):
         entry.answer.set_exception(outcome)
