@@ -7,18 +7,19 @@ from pydantic import Field
 from ...config import EnvironmentSettings, SandboxConfig
 from ..command_line import CommandSpec
 
-SUMMARY = """Checks an environment without any model: right results score what they should, empty,
-absurd and cheating ones nothing; tasks are the same whenever they are listed, and show nothing that
-is hidden. Exit status 0: all is as expected; 1: it is not; 2: the command line is wrong."""
+SUMMARY = """Checks an environment without a model: correct results get the expected score;
+empty, absurd and cheating results get nothing; tasks are the same each time they are listed and
+do not show hidden fields. Exit status 0: all checks pass; 1: a check fails; 2: the command line
+is wrong."""
 
 
 class CheckSettings(EnvironmentSettings):
-    """The settings that `check` has."""
+    """Settings of `check`."""
 
     tasks: int = Field(default=50, ge=1)
-    """How many tasks, from the first; all where there are fewer."""
+    """Number of tasks to check, from the first; all if there are fewer."""
     processes: int = Field(default=2, ge=1)
-    """Results that are scored at a time, each in a process."""
+    """Number of results scored in parallel, each in its own process."""
     as_json: bool = False
     """Print the report as one JSON object."""
     sandbox: SandboxConfig = SandboxConfig()

@@ -7,22 +7,24 @@ from pathlib import Path
 from ...config import Section
 from ..command_line import CommandSpec
 
-SUMMARY = """Makes unified trajectories of files: trajectories of other agents (JSON with steps or
-messages), traces of the text protocol, groups of `process`, and what is unified already. Each is
-checked and written to OUT/DOMAIN/TASK_ID.json. What cannot become one is listed as `path: reason`;
-the others are written all the same. Exit status 0: all of them became one; 1: not all."""
+SUMMARY = """Converts files to unified trajectories: trajectories of other agents (JSON with
+steps or messages), traces of the text protocol, groups of `process`, and files that are already
+unified. Each is checked and written to OUT/DOMAIN/TASK_ID.json. Documents that cannot be
+converted are listed as `path: reason`; the others are still written. Exit status 0: all were
+converted; 1: some were not."""
 
 
 class ConvertSettings(Section):
-    """The settings that `convert` has."""
+    """Settings of `convert`."""
 
     sources: list[str]
-    """Files (.json; .jsonl, also .gz and .zst), folders and globs; may be the first words."""
+    """Files (.json; .jsonl, also .gz and .zst), folders and globs. Can be given as the first
+    arguments."""
     domain: str | None = None
-    """Of trajectories of others: swe, math, code, video, mhqa, tau, router or gaia; unset: what
-    they say themselves, else the name of a folder above them."""
+    """Domain of trajectories of other agents: swe, math, code, video, mhqa, tau, router or gaia;
+    unset: the domain in the file, else the name of a parent folder."""
     out: Path = Path("data/unified")
-    """Folder, or a .jsonl file, which then appears whole."""
+    """Output folder, or a .jsonl file, which is written atomically."""
 
 
 COMMAND = CommandSpec(

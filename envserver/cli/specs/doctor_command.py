@@ -5,19 +5,19 @@ from __future__ import annotations
 from ...config import LogLevel, SandboxConfig, Section
 from ..command_line import CommandSpec
 
-SUMMARY = """Shows what this machine can do: Python, git, memory, and which backends really hold
-programs that a model wrote (small ones are run behind each, and try to get out). Exit status 0:
-there are sandboxes; 1: none can be made, and what to do about it is said."""
+SUMMARY = """Shows what this machine can do: Python, git, memory, and which sandbox backends
+really contain model-written programs (small programs are run in each and try to escape). Exit
+status 0: a sandbox works; 1: none works, and the output says how to fix it."""
 
 
 class DoctorSettings(Section):
-    """The settings that `doctor` has."""
+    """Settings of `doctor`."""
 
     sandbox: SandboxConfig = SandboxConfig()
     as_json: bool = False
-    """Print everything, each attempt included, as one JSON object."""
+    """Print everything, including each escape attempt, as one JSON object."""
     log_level: LogLevel = "error"
-    """Least serious event that is logged."""
+    """Minimum log level."""
 
 
 COMMAND = CommandSpec(

@@ -7,14 +7,13 @@ from ..command_line import FREQUENT, CommandSpec
 
 SUMMARY = """Measures a model on the tasks of an environment, of several (--env math,code) or of a
 folder of them (--env DIR): mean reward, pass@k and pass^k with intervals, overall and by kind of
-task, beside the environment's baselines; failures, truncations, tokens and cost. Tasks are of the
-split `test` unless another is given, `--env.total_steps` of them or all, each once;
-`--env.group_size` attempts each (unset: 1 where sampling.temperature is 0). No group is filtered.
+task, next to the environment's baselines; failures, truncations, tokens and cost. Tasks come from
+the split `test` unless another is given: `--env.total_steps` of them or all, each once, with
+`--env.group_size` attempts each (unset: 1 if sampling.temperature is 0). No group is filtered.
 Groups and the report (report.json, report.md, report.html) are written to --out.
-
-Two evaluations held against each other: envserver evaluate compare DIR DIR
-The report of one made anew, without a model: envserver evaluate report DIR
-Tasks of lm-evaluation-harness: envserver lm-eval TASKS"""
+To compare two evaluations: envserver evaluate compare DIR DIR
+To write the report again, without a model: envserver evaluate report DIR
+For tasks of lm-evaluation-harness: envserver lm-eval TASKS"""
 
 
 COMMAND = CommandSpec(

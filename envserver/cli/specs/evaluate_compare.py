@@ -11,29 +11,31 @@ from ...evaluation_config import Failures, Truncated
 from ..command_line import CommandSpec
 
 SUMMARY = """Compares two evaluations: folders of `evaluate` or `lm-eval`, or JSONL files of
-`process`. Tasks are paired by environment and id; told are the difference of B less A with its
-interval, an exact paired test, and the tasks that differ most. What only one of them has is named
-and left out. Both are counted by the same rules, from their groups."""
+`process`. Tasks are paired by environment and id. The output has the difference B - A with its
+interval, an exact paired test, and the tasks that differ most. Tasks that only one of them has
+are listed and left out. Both are counted by the same rules, from their groups."""
 
 
 class CompareSettings(Section):
-    """The settings that `evaluate compare` has."""
+    """Settings of `evaluate compare`."""
 
     a: Path
-    """The run to compare with (the old one); may be the first word."""
+    """The baseline run (the old one). Can be given as the first argument."""
     b: Path
-    """The run to be compared (the new one); may be the second word."""
+    """The run to compare with the baseline (the new one). Can be given as the second argument."""
     out: Path | None = None
-    """Folder for comparison.json, comparison.md and comparison.html; unset: none is written."""
+    """Folder for comparison.json, comparison.md and comparison.html; unset: no files are
+    written."""
     pass_at: float | None = Field(default=None, gt=0, le=1)
-    """Least reward of an attempt that passes; unset: as A was counted. Also the next two."""
+    """Minimum reward of an attempt that passes; unset: as in A. The same holds for `failures`
+    and `truncated`."""
     failures: Failures | None = None
-    """Attempts that were lost by our fault are left out (drop), or count as 0 (zero)."""
+    """Whether attempts lost to infrastructure failures are left out (drop) or count as 0 (zero)."""
     truncated: Truncated | None = None
-    """Attempts in which the model was cut off count what they scored (score), 0 (zero), or are left
-    out (drop)."""
+    """Whether truncated attempts count with their score (score), as 0 (zero), or are left out
+    (drop)."""
     seed: int = Field(default=0, ge=0)
-    """Of intervals, and of random signs where an exact test would take too long."""
+    """Seed for the intervals, and for random signs if an exact test would take too long."""
     as_json: bool = False
     """Print the comparison as one JSON object."""
 

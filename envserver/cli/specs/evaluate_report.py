@@ -11,26 +11,27 @@ from ...evaluation_config import Failures, Truncated
 from ...running.run_settings import PricesConfig
 from ..command_line import CommandSpec
 
-SUMMARY = """Makes the report of an evaluation anew (report.json, report.md, report.html), from the
-groups in its folder and without a model: it is the same byte for byte, or counts the same attempts
-otherwise where a setting says so."""
+SUMMARY = """Writes the report of an evaluation again (report.json, report.md, report.html), from
+the groups in its folder and without a model. The report is the same byte for byte unless a
+setting changes how attempts are counted."""
 
 
 class ReportSettings(Section):
-    """The settings that `evaluate report` has."""
+    """Settings of `evaluate report`."""
 
     folder: Path
-    """Of the evaluation; may be the first word."""
+    """Folder of the evaluation. Can be given as the first argument."""
     pass_at: float | None = Field(default=None, gt=0, le=1)
-    """Least reward of an attempt that passes; unset: as it was. Also the others."""
+    """Minimum reward of an attempt that passes; unset: as in the evaluation. The same holds for
+    `failures` and `truncated`."""
     failures: Failures | None = None
-    """Attempts that were lost by our fault are left out (drop), or count as 0 (zero)."""
+    """Whether attempts lost to infrastructure failures are left out (drop) or count as 0 (zero)."""
     truncated: Truncated | None = None
-    """Attempts in which the model was cut off count what they scored (score), 0 (zero), or are left
-    out (drop)."""
+    """Whether truncated attempts count with their score (score), as 0 (zero), or are left out
+    (drop)."""
     prices: PricesConfig = PricesConfig()
     models_file: Path = Path("configs/models.yaml")
-    """Where models may have prices."""
+    """YAML file that may contain prices of models."""
 
 
 COMMAND = CommandSpec(

@@ -10,67 +10,70 @@ from pydantic import Field
 from ...config import LogLevel, Section
 from ..command_line import CommandSpec
 
-SUMMARY = """Writes stored rollouts in another form, those that you want, with checksums:
-`envserver export FILE... --to messages --out FOLDER`. The export appears whole or not at all."""
+SUMMARY = """Selects stored rollouts and writes them in another format, with checksums:
+`envserver export FILE... --to messages --out FOLDER`. The export is atomic: it appears complete
+or not at all."""
 
 
 class ExportSettings(Section):
-    """The settings that `export` has."""
+    """Settings of `export`."""
 
     source: list[str] = Field(default_factory=list)
-    """Files of `process` (.jsonl, .gz, .zst), folders or globs of them, `-`, a store (SQLite file
-    or postgresql:// URL), or a running server; may stand first, without the flag."""
+    """Files of `process` (.jsonl, .gz, .zst), folders or globs of them, `-`, a store (SQLite
+    file or postgresql:// URL), or a running server. Can be given as the first arguments."""
     to: str
-    """The form: atropos (groups), messages (chats for SFT), unified (readable records), dpo
-    (pairs), traces, parquet (typed columns) or html (pages)."""
+    """The output format: atropos (groups), messages (chats for SFT), unified (readable records),
+    dpo (pairs), traces, parquet (typed columns) or html (pages)."""
     out: Path
-    """A folder; or a file, where it ends in .jsonl or like the form's own files."""
+    """Output folder; or a file if the name ends in .jsonl or in an extension of the format."""
     where: str | None = None
-    """Only rollouts of which this is true, such as "reward >= 0.8 and turns < 6 and 'lossy_detok'
-    not in flags"; names are env, task_id, model, reward, components['...'], length (tokens),
-    sampled, turns, flags, limit, truncated, finish_reason, split, policy_version, messages ..."""
+    """Keep only rollouts for which this expression is true, such as "reward >= 0.8 and turns < 6
+    and 'lossy_detok' not in flags"; names are env, task_id, model, reward, components['...'],
+    length (tokens), sampled, turns, flags, limit, truncated, finish_reason, split,
+    policy_version, messages ..."""
     min_reward: float | None = Field(default=None, allow_inf_nan=False)
-    """Only rollouts of at least this reward."""
+    """Minimum reward of a rollout."""
     per_group: Literal["all", "best", "shortest"] = "all"
-    """Of what is left of each group: all, the one of the highest reward, or the shortest."""
+    """Which of the remaining rollouts of each group to keep: all, the one with the highest
+    reward, or the shortest."""
     dedupe: bool = False
-    """Leave out rollouts that say the same as one before."""
+    """Leave out rollouts with the same text as an earlier one."""
     against: list[str] = Field(default_factory=list)
-    """Evaluation sets (.jsonl, .json, .txt, or folders): rollouts with a piece of one are left
-    out."""
+    """Evaluation sets (.jsonl, .json, .txt, or folders). Rollouts that contain an n-gram of one
+    are left out."""
     against_words: int = Field(default=13, ge=2, le=1000)
-    """Words in a row that make a piece."""
+    """Length of these n-grams, in words."""
     shard_rows: int = Field(default=50_000, ge=1)
-    """Most rows of a shard (part-00000.jsonl, ...)."""
+    """Maximum number of rows in a shard (part-00000.jsonl, ...)."""
     tokens: bool = False
-    """Unified records with their training rows, too."""
+    """Include the training rows in unified records."""
     jsonl: bool = False
-    """Unified records and traces as lines of shards, not as a file for each."""
+    """Write unified records and traces as lines of shards instead of one file each."""
     label: str = "auto"
-    """Of traces; auto: solved, partial or failed."""
+    """Label of traces; auto: solved, partial or failed."""
     embed: str = ""
-    """Add an embedding of its text to each step of traces: a model of sentence-transformers (extra
-    `embeddings`); unset: none."""
+    """Sentence-transformers model that adds an embedding of its text to each step of traces
+    (needs the extra `embeddings`); unset: no embeddings."""
     embed_cache: Path = Path("data/embeddings")
-    """Folder where embeddings are kept by their text and model."""
+    """Cache folder for embeddings, keyed by text and model."""
     margin: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Least difference of the rewards of a pair (dpo)."""
+    """Minimum reward difference of a pair (dpo)."""
     title: str = ""
-    """Of what is exported, for people."""
+    """Title of the export, for readers."""
     tokenizer: str = ""
-    """What tokens are shown by in pages: a folder with tokenizer.json, or a model in the cache;
-    unset: by the model's name."""
+    """Tokenizer that shows tokens in pages: a folder with tokenizer.json, or a model in the
+    cache; unset: by the model's name."""
     push_to_hub: str | None = None
-    """OWNER/NAME of a data set on the Hugging Face hub: the folder gets a data card and is pushed
-    there, private if it is new; HF_TOKEN is sent."""
+    """Data set on the Hugging Face hub (OWNER/NAME): the folder gets a data card and is pushed
+    there, private if the data set is new; HF_TOKEN is sent."""
     dry_run: bool = False
-    """With --push_to_hub: write the folder as it would be pushed, and push nothing."""
+    """With --push_to_hub: write the folder but do not push it."""
     overwrite: bool = False
-    """Replace an export that is there."""
+    """Replace an existing export."""
     skip_bad: bool = False
-    """Pass over lines that are no groups, and count them."""
+    """Skip invalid lines and count them."""
     log_level: LogLevel = "warning"
-    """Least serious event that is logged."""
+    """Minimum log level."""
 
 
 COMMAND = CommandSpec(

@@ -11,31 +11,31 @@ from ...config import Settings
 from ...remote.messages import NAME_PATTERN
 from ..command_line import FREQUENT, CommandSpec
 
-SUMMARY = """Runs rollouts of an environment here for the server at URL (`serve` or `run-api`).
-It reconnects by itself, and goes on with its own groups when it is started again. SIGTERM or
-Ctrl-C once finishes and delivers the open groups and stops; twice stops at once."""
+SUMMARY = """Runs rollouts of an environment on this machine for the server at URL (`serve` or
+`run-api`). It reconnects automatically and continues with its own groups after a restart.
+SIGTERM or Ctrl-C once finishes and delivers the open groups, then stops; twice stops at once."""
 
 
 class JoinSettings(Settings):
-    """Settings with those that only `join` has."""
+    """Settings of `join`."""
 
     url: str = ""
-    """Of the server, also as the first word: http://host:8000."""
+    """URL of the server: http://host:8000. Can be given as the first argument."""
     token: SecretStr = SecretStr("")
-    """Access token of the server, of the role `environment`."""
+    """Access token for the server, with the role `environment`."""
     ca_certs: Path | None = None
-    """Authorities (PEM) of the server's certificate, for https; unset: those of this machine."""
+    """CA certificates (PEM) that verify the server, for https; unset: those of this machine."""
     certfile: Path | None = None
-    """Certificate of this joiner and its key (PEM), where the server asks for one."""
+    """Client certificate with its key (PEM), if the server asks for one."""
     name: str | None = Field(default=None, pattern=NAME_PATTERN)
-    """Of this joiner, unique at the server; unset: environment@host, with -2, -3, ... for others in
-    the same folder."""
+    """Name of this runner, unique on the server; unset: environment@host, with -2, -3, ... for
+    others in the same folder."""
     joined_folder: Path = Path("data/joined")
-    """Where the joiners of this machine keep who they are, to go on after a restart."""
+    """Folder where the runners of this machine keep their identity, to continue after a restart."""
     weight: float = Field(default=1.0, gt=0)
-    """Its part of the groups, in proportion to the weights of the server's other environments."""
+    """Share of the groups, relative to the weights of the server's other environments."""
     minimum_share: float = Field(default=0.0, ge=0, le=1)
-    """The least part of all groups that it has, whatever the weights say."""
+    """Minimum share of all groups, whatever the weights."""
 
     @field_validator("url")
     @classmethod

@@ -10,45 +10,46 @@ from pydantic import Field
 from ...config import Section
 from ..command_line import CommandSpec
 
-SUMMARY = """Makes a model of others' weights: base + alpha * (rl - sft), or base + alpha * the sum
-of weight * (model - base), for several alphas in one pass, a few megabytes in memory. Other methods
-(ties, dare_ties, slerp, ...) by mergekit, where it is installed."""
+SUMMARY = """Merges the weights of models: base + alpha * (rl - sft), or base + alpha * the sum
+of weight * (model - base), for several alphas in one pass, with a few megabytes of memory. Other
+methods (ties, dare_ties, slerp, ...) use mergekit if it is installed."""
 
 
 ARITHMETIC = "arithmetic"
 
 
 class MergeSettings(Section):
-    """The settings that `merge` has."""
+    """Settings of `merge`."""
 
     base: Path
-    """Folder of the model that gets something added; its config, tokenizer and dtypes stay."""
+    """Folder of the base model; its config, tokenizer and dtypes are kept."""
     rl: Path | None = None
-    """Folder of a model after reinforcement learning: a model or a LoRA adapter."""
+    """Folder of the model after reinforcement learning: a model or a LoRA adapter."""
     sft: Path | None = None
-    """Folder of what it was before, alike."""
+    """Folder of the model before reinforcement learning: a model or a LoRA adapter."""
     add: list[str] = Field(default=[])
-    """DIR=WEIGHT: add WEIGHT * (DIR - base); may be repeated, and WEIGHT negative."""
+    """DIR=WEIGHT: add WEIGHT * (DIR - base). May be repeated; WEIGHT may be negative."""
     alpha: list[float] = Field(default=[])
-    """What is added is multiplied by each: a model in OUT/alpha-A; unset: by 1, in OUT itself."""
+    """Factors of the added difference: one model in OUT/alpha-A for each; unset: factor 1, in
+    OUT itself."""
     out: Path
-    """Where the models go; whole or not at all."""
+    """Output folder, written atomically."""
     method: str = ARITHMETIC
-    """arithmetic, or one of mergekit's: ties, dare_ties, dare_linear, della, slerp, linear, ..."""
+    """arithmetic, or a mergekit method: ties, dare_ties, dare_linear, della, slerp, linear, ..."""
     density: float | None = Field(default=None, gt=0, le=1)
-    """With a method of mergekit's: the part of each difference that is kept."""
+    """With a mergekit method: fraction of each difference that is kept."""
     parameters: dict[str, Any] = Field(default={})
-    """With a method of mergekit's: further parameters, such as {"normalize": true}."""
+    """With a mergekit method: additional parameters, such as {"normalize": true}."""
     allow_config_differences: bool = False
-    """Merge models whose configs differ; the base's is kept."""
+    """Merge models with different configs; the base's config is kept."""
     allow_tokenizer_differences: bool = False
-    """Merge models whose tokenizers differ; the base's is kept."""
+    """Merge models with different tokenizers; the base's tokenizer is kept."""
     allow_missing_tensors: bool = False
-    """What a model lacks is left as the base has it; what only it has is left out."""
+    """Keep the base's tensors that a model lacks, and ignore tensors that the base lacks."""
     allow_not_finite: bool = False
-    """Write infinities and NaNs, too."""
+    """Allow infinities and NaNs in the output."""
     overwrite: bool = False
-    """Replace merged models that are there."""
+    """Replace existing merged models."""
 
 
 COMMAND = CommandSpec(

@@ -7,16 +7,16 @@ from pathlib import Path
 from ...config import EngineConfig, Section
 from ..command_line import CommandSpec
 
-SUMMARY = "Shows the models that have names, and how each is served and sampled."
+SUMMARY = """Lists the named models, and how each is served and sampled."""
 
 
 class ListSettings(Section):
-    """The settings that `models list` has."""
+    """Settings of `models list`."""
 
     models_file: Path = EngineConfig().models_file
-    """Where models have their names."""
+    """YAML file that names the models."""
     as_json: bool = False
-    """JSON, not a table."""
+    """Print JSON instead of a table."""
 
 
 COMMAND = CommandSpec(

@@ -9,20 +9,20 @@ from pydantic import Field, model_validator
 from ...config import LogLevel, OpenAIConfig, Section, TokensConfig
 from ..command_line import CommandSpec
 
-SUMMARY = """Asks an engine about a dozen tiny things and shows what it can do: how exactly its
-tokens can be recorded, what is missing, and what to do about it. Several addresses (separated by
-commas) are probed one by one; where they differ is shown."""
+SUMMARY = """Sends about a dozen tiny requests to an engine and shows what it can do: how exactly
+its tokens can be recorded, what is missing, and how to fix it. Several addresses (separated by
+commas) are probed one by one, and their differences are shown."""
 
 
 class ProbeSettings(Section):
-    """The settings that `models probe` has."""
+    """Settings of `models probe`."""
 
     url: list[str] = Field(default_factory=list)
-    """Addresses of engines, `http://` may be left out; unset: those of openai.base_url."""
+    """Addresses of engines, with or without `http://`; unset: those of openai.base_url."""
     log_level: LogLevel = "error"
-    """Least serious event that is logged."""
+    """Minimum log level."""
     as_json: bool = Field(default=False)
-    """JSON, not a table."""
+    """Print JSON instead of a table."""
     openai: OpenAIConfig = OpenAIConfig()
     tokens: TokensConfig = TokensConfig()
 

@@ -7,17 +7,18 @@ from pydantic import Field
 from ...config import EnvironmentSettings, LoopbackHost, SandboxConfig, SimConfig
 from ..command_line import CommandSpec
 
-SUMMARY = """Serves the simulated engine as an OpenAI-compatible server. It is no language model: it
-plays the solutions of the tasks of --env, right or spoiled, and babbles without one."""
+SUMMARY = """Serves the simulated engine as an OpenAI-compatible server. It is not a language
+model: it plays correct or spoiled solutions of the tasks of --env, and random text without
+--env."""
 
 
 class ModelsSettings(EnvironmentSettings):
-    """The settings that `models sim` has."""
+    """Settings of `models sim`."""
 
     host: LoopbackHost = "127.0.0.1"
-    """Address to listen at; only loopback."""
+    """Address to listen on; only loopback addresses."""
     port: int = Field(default=9001, ge=0, le=65535)
-    """Port; 0 takes a free one."""
+    """Port; 0 chooses a free port."""
     sim: SimConfig = SimConfig()
     sandbox: SandboxConfig = SandboxConfig()
 

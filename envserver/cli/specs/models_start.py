@@ -7,9 +7,9 @@ from pydantic import Field
 from ...config import EngineConfig, LogLevel, Section
 from ..command_line import CommandSpec
 
-SUMMARY = """Starts an engine for a model: vLLM where it is installed and comes up, else the local
-one, and says why. Prints its address when it answers; starts it again when it dies; ends it with
-itself. NAME is a name in models.yaml, a folder, or a name on the hub."""
+SUMMARY = """Starts an engine for a model: vLLM if it is installed and starts, else the local
+engine, and says why. Prints the address when the engine is ready, restarts the engine when it
+dies, and stops it on exit. NAME is a name in models.yaml, a folder, or a name on the hub."""
 
 
 ALIASES = {
@@ -22,12 +22,12 @@ ALIASES = {
 
 
 class StartSettings(Section):
-    """The settings that `models start` has."""
+    """Settings of `models start`."""
 
     name: str = Field(default="", min_length=0)
-    """Which model; may also stand first, without its name."""
+    """Name of the model. Can be given as the first argument."""
     log_level: LogLevel = "info"
-    """Least serious event that is logged."""
+    """Minimum log level."""
     engine: EngineConfig = EngineConfig()
 
 

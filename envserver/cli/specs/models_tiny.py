@@ -9,28 +9,28 @@ from pydantic import Field
 from ...config import Section
 from ..command_line import CommandSpec
 
-SUMMARY = """Makes a language model of a million parameters that answers sums and differences up to
-9, now and then right, alone or with tools: it starts where reinforcement learning can be seen to
-work on a laptop. The same settings give the same weights on one machine."""
+SUMMARY = """Trains a language model of a million parameters that answers sums and differences up
+to 9 and is sometimes right, with or without tools: a starting point from which reinforcement
+learning visibly works on a laptop. The same settings give the same weights on one machine."""
 
 
 class TinySettings(Section):
-    """The settings that `models tiny` has."""
+    """Settings of `models tiny`."""
 
     folder: Path = Path()
-    """Where the model goes; may also stand first, without its name."""
+    """Folder for the model. Can be given as the first argument."""
     seed: int = 0
-    """Of the experts, the first weights and the order of training."""
+    """Seed for the experts, the initial weights and the training order."""
     steps: int = Field(default=500, ge=2)
-    """Of the optimizer; fewer make a model that knows less."""
+    """Optimizer steps; fewer give a weaker model."""
     groups: int = Field(default=124, ge=1)
-    """Groups of eight expert rollouts in each of the two kinds of tasks."""
+    """Groups of eight expert rollouts for each of the two kinds of tasks."""
     solve_probability: float = Field(default=0.25, gt=0, le=1)
-    """Share of the rollouts that the expert does right, and about that of the model in the end."""
+    """Fraction of rollouts that the expert solves, and about what the trained model solves."""
     threads: int = Field(default=1, ge=1)
-    """Of torch; another number gives other weights, and more help only where nothing else runs."""
+    """Torch threads; another number gives other weights, and more help only on an idle machine."""
     overwrite: bool = False
-    """Replace a tiny model that is there."""
+    """Replace an existing tiny model."""
 
 
 COMMAND = CommandSpec("models tiny", SUMMARY, TinySettings, usage="FOLDER", arguments=("folder",))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ...running.run_settings import ProcessSettings
 from ..command_line import FREQUENT, CommandSpec
 
-SUMMARY = """Runs rollouts of an environment, or of several, and writes each finished group as a
-line of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once. Nothing written
-is lost."""
+SUMMARY = """Runs rollouts of one or more environments and writes each finished group as a line
+of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once. Written groups are
+never lost."""
 
 
 COMMAND = CommandSpec(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from ...running.run_settings import RescoreSettings
 from ..command_line import CommandSpec
 
-SUMMARY = """Scores stored rollouts again, by the environment or another rubric; no model is asked.
-`envserver rescore FILE... --env NAME --out FILE`: the same lines with new scores, the old ones as
-`rescored_from`, and how they differ. What fails by no fault of the model is left out and counted,
-never a 0. Exit status 1 where something failed, or nothing was scored."""
+SUMMARY = """Scores stored rollouts again with the environment or another rubric; no model is
+called. `envserver rescore FILE... --env NAME --out FILE` writes the same lines with new scores,
+the old scores as `rescored_from`, and prints how they differ. Rollouts whose scoring fails
+through no fault of the model are left out and counted, never scored 0. Exit status 1: something
+failed, or nothing was scored."""
 
 
 COMMAND = CommandSpec(

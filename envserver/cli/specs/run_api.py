@@ -14,20 +14,20 @@ from ...config import (
 from ...delivery_config import DeliveryConfig
 from ..command_line import CommandSpec
 
-SUMMARY = """Serves trainers, and environments that others run, over the Atropos wire and /v1.
-Ctrl-C or SIGTERM ends it; what was accepted stays in the store."""
+SUMMARY = """Serves trainers, and environments that run elsewhere, over the Atropos wire and /v1.
+Ctrl-C or SIGTERM stops it; accepted groups stay in the store."""
 
 
 class RunApiSettings(Section):
-    """The settings that `run-api` has."""
+    """Settings of `run-api`."""
 
     server: ServerConfig = ServerConfig()
     store: StorePlace = "data/envserver.db"
-    """Where groups are kept: a file (SQLite) or a database URL."""
+    """Where groups are stored: a file (SQLite) or a database URL."""
     log_level: LogLevel = "info"
-    """Least serious event that is logged."""
+    """Minimum log level."""
     log_format: LogFormat = "auto"
-    """How a log line looks; auto: console on a terminal, else json."""
+    """Format of log lines; auto: console on a terminal, else json."""
     telemetry: TelemetryConfig = TelemetryConfig()
     retention: RetentionConfig = RetentionConfig()
     rollouts: DeliveryConfig = DeliveryConfig()

@@ -14,24 +14,24 @@ from ..command_line import CommandSpec
 if TYPE_CHECKING:
     from ...environment import Environment
 
-SUMMARY = """Asks an environment's agent one question and writes what it did as a unified
-trajectory: its readable actions, the final answer, and the reward where the answer is known."""
+SUMMARY = """Asks an environment's agent one question and writes a unified trajectory: readable
+actions, the final answer, and the reward if the expected answer is known."""
 
 
 class RunSettings(Settings):
-    """Settings with the flags that only `run` has."""
+    """Settings of `run`."""
 
     out: Path | None = None
-    """Where the trajectory is written (also -o); unset: runs/ENVIRONMENT_TASK.traj.json."""
+    """File for the trajectory (also -o); unset: runs/ENVIRONMENT_TASK.traj.json."""
     include_tokens: bool = False
-    """Write the training rows (tokens, masks, logprobs), too."""
+    """Include the training rows (tokens, masks, logprobs)."""
 
 
 def settings_for(environment: type[Environment]) -> type[RunSettings]:
     """Returns the settings of `run` with the fields of the environment's question.
 
     Raises:
-        ConfigError: one of them means something else already.
+        ConfigError: a field has the name of a setting.
     """
     asked = environment.Question
     if taken := set(asked.model_fields) & set(RunSettings.model_fields):

@@ -9,35 +9,35 @@ from pydantic import Field
 from ...config import Settings
 from ..command_line import CommandSpec
 
-SUMMARY = """Runs models in a scenario (a folder or YAML file with a prompt, a workspace and checks)
-and writes each run as a trace OUT/MODEL/LABEL/run_NNN.json: thoughts, tool calls, results and the
-final answer of the protocol THOUGHT / TOOL_CALL / FINAL. Runs that are there are not made again.
-Exit status 1 where a run failed by no fault of the model."""
+SUMMARY = """Runs models in a scenario (a folder or YAML file with a prompt, a workspace and
+checks) and writes each run as a trace OUT/MODEL/LABEL/run_NNN.json: thoughts, tool calls,
+results and the final answer of the protocol THOUGHT / TOOL_CALL / FINAL. Existing runs are not
+repeated. Exit status 1: a run failed through no fault of the model."""
 
 
 class ScenarioSettings(Settings):
-    """Settings with the flags that only `scenarios` has."""
+    """Settings of `scenarios`."""
 
     scenario: Path
-    """Folder or YAML file."""
+    """Scenario: a folder or YAML file."""
     models: str
-    """Names of models, with commas: of `engine.models_file`, folders, NAME=http://host:port/v1 or
-    such an address alone, or sim."""
+    """Models, separated by commas: names in `engine.models_file`, folders,
+    NAME=http://host:port/v1 or only such an address, or sim."""
     n: int = Field(default=20, ge=1)
     """Runs of each model and label."""
     label: str = "gold"
-    """Which of the scenario's prompts; several with commas."""
+    """Which prompts of the scenario to use, separated by commas."""
     out: Path = Path("traces")
     """Folder for the traces."""
     seed: int = 0
-    """Of run N it is this + N, from 1 on."""
+    """Base seed; run N (from 1) uses seed + N."""
     overwrite: bool = False
-    """Make runs again whose traces are there."""
+    """Repeat runs that already have traces."""
     embed: str | None = None
-    """Add an embedding of its text to each step: a model of sentence-transformers (extra
-    `embeddings`); unset: none."""
+    """Sentence-transformers model that adds an embedding of its text to each step (needs the
+    extra `embeddings`); unset: no embeddings."""
     embed_cache: Path = Path("data/embeddings")
-    """Folder where embeddings are kept by their text and model."""
+    """Cache folder for embeddings, keyed by text and model."""
 
 
 COMMAND = CommandSpec("scenarios", SUMMARY, ScenarioSettings, usage="--models NAME,NAME")

@@ -6,7 +6,7 @@ from ...running.run_settings import ScoreSettings
 from ..command_line import CommandSpec
 
 SUMMARY = """Scores rows {"task": a row of a data set or a task id, "response": "text"} (or a row
-with "messages"), without any model: reward, components, metrics and error of each, in order."""
+with "messages") without a model: writes reward, components, metrics and error of each, in order."""
 
 
 COMMAND = CommandSpec("score", SUMMARY, ScoreSettings, usage="--env NAME --input FILE --out FILE")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ...config import MixSettings
 from ..command_line import FREQUENT, CommandSpec
 
-SUMMARY = """Runs rollouts of an environment, or of several, and offers the groups to trainers.
-SIGTERM or Ctrl-C once finishes the open groups and stops; twice stops at once."""
+SUMMARY = """Runs rollouts of one or more environments and serves the groups to trainers. SIGTERM
+or Ctrl-C once finishes the open groups and stops; twice stops at once."""
 
 
 COMMAND = CommandSpec(

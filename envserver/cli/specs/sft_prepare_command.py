@@ -13,44 +13,43 @@ from ..command_line import CommandSpec
 ALIASES = {"output_dir": "out", "gcs_prefix": "upload"}
 
 
-_ENDS = """The rows are shuffled by the seed and split into OUT/train.jsonl, validation.jsonl and
-test.jsonl; OUT/summary.json counts them and says what was dropped, and why."""
+_ENDS = """The rows are shuffled with the seed and split into OUT/train.jsonl, validation.jsonl
+and test.jsonl; OUT/summary.json has the counts, and why rows were dropped."""
 
 
 class PrepareSettings(Section):
-    """What `sft router`, `sft math` and `sft code` have in common."""
+    """Settings that `sft router`, `sft math` and `sft code` share."""
 
     input: str
     """JSONL, JSON or Parquet file, a folder of them, or a data set on the hub (OWNER/NAME or
-    OWNER/NAME:CONFIG); may be the first word."""
+    OWNER/NAME:CONFIG). Can be given as the first argument."""
     out: Path
-    """Folder for the files; it is new, or empty, or one that was prepared before and is
-    replaced."""
+    """Output folder: new, empty, or written by an earlier run, which is replaced."""
     seed: int
-    """Of the shuffle."""
+    """Shuffle seed."""
     val_ratio: float = Field(default=0.10, ge=0, lt=1)
-    """Share of the rows that is validation, rounded down."""
+    """Fraction of the rows used for validation, rounded down."""
     test_ratio: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the rows that is test, rounded down; 0: no such file."""
+    """Fraction of the rows used for test, rounded down; 0: no test file."""
     limit: int | None = Field(default=None, ge=1)
-    """Only so many rows, the first ones, taken before the shuffle."""
+    """Maximum number of rows, taken from the start before the shuffle."""
     form: Literal["messages", "prompt"]
     """messages: conversations; prompt: {"prompt", "completion"}."""
     tokenizer: str | None = None
-    """Folder or name of a tokenizer: conversations of the form `prompt` are written as its chat
-    template has them; unset: they stay conversations, the template is applied when training."""
+    """Folder or name of a tokenizer that applies its chat template to conversations of the form
+    `prompt`; unset: they stay conversations, and the template is applied at training."""
     verify: bool
-    """Keep only rows whose completion the environment of this name scores as right."""
+    """Keep only rows whose completion the environment of the same name scores as correct."""
     processes: int = Field(default=2, ge=1)
-    """Rows that are verified at a time, each in a process."""
+    """Number of rows verified in parallel, each in its own process."""
     sandbox: SandboxConfig = SandboxConfig()
     upload: str | None = None
-    """Also put the folder there: a folder, a bucket (gs://bucket/prefix, any fsspec URL), or the
+    """Also upload the folder: to a folder, a bucket (gs://bucket/prefix, any fsspec URL), or the
     hub (hf://datasets/OWNER/NAME)."""
 
 
 class RouterSettings(PrepareSettings):
-    """The settings that `sft router` has."""
+    """Settings of `sft router`."""
 
     input: str = "Alovestocode/Router-agent-data"
     out: Path = Path("data/sft-router")
@@ -58,11 +57,11 @@ class RouterSettings(PrepareSettings):
     form: Literal["messages", "prompt"] = "prompt"
     verify: bool = False
     think: Literal["none", "outline"] = "none"
-    """outline: the completion begins with the row's outline between <think> and </think>."""
+    """outline: start the completion with the row's outline between <think> and </think>."""
 
 
 class MathSettings(PrepareSettings):
-    """The settings that `sft math` has."""
+    """Settings of `sft math`."""
 
     input: str = "XenArcAI/MathX-5M"
     out: Path = Path("data/sft-math")
@@ -74,7 +73,7 @@ class MathSettings(PrepareSettings):
 
 
 class CodeSettings(PrepareSettings):
-    """The settings that `sft code` has."""
+    """Settings of `sft code`."""
 
     input: str = "OpenCoder-LLM/opc-sft-stage2:educational_instruct"
     out: Path = Path("data/sft-code")

@@ -7,23 +7,23 @@ from pydantic import Field
 from ..command_line import CommandSpec
 from .sft_build_command import RowSettings
 
-SUMMARY = """Shows the first rows of each tool that `sft build` would make of unified trajectories,
-and which tools have no template. Nothing is written."""
+SUMMARY = """Shows the first rows of each tool that `sft build` would make from unified
+trajectories, and which tools have no template. Nothing is written."""
 
 
 class PreviewSettings(RowSettings):
-    """The settings that `sft preview` has."""
+    """Settings of `sft preview`."""
 
     tool: str | None = None
-    """Only rows of this tool; unset: of each."""
+    """Show only rows of this tool; unset: of every tool."""
     n: int = Field(default=1, ge=1)
-    """Rows of each tool."""
+    """Rows to show for each tool."""
     trajectories: int = Field(default=1000, ge=1)
-    """Read no more trajectories than these."""
+    """Maximum number of trajectories to read."""
     width: int = Field(default=1000, ge=20)
-    """Characters of an instruction and of an output that are shown."""
+    """Characters to show of each instruction and output."""
     as_json: bool = False
-    """Print the rows as JSONL, whole, in the order of the trajectories, and nothing else."""
+    """Print only the full rows as JSONL, in the order of the trajectories."""
 
 
 COMMAND = CommandSpec(

@@ -21,7 +21,7 @@ def _lifetime(text: str) -> str:
 
 
 def parse_lifetime(text: str) -> timedelta:
-    """`90m`, `12h`, `30d`, `8w`; raises ValueError."""
+    """Parses a lifetime such as `90m`, `12h`, `30d` or `8w`; raises ValueError."""
     found = re.fullmatch(r"(\d{1,5})([mhdw])", text)
     if found is None or int(found[1]) == 0:
         raise ValueError("must be a number and m, h, d or w, such as 30d")
@@ -29,19 +29,19 @@ def parse_lifetime(text: str) -> timedelta:
 
 
 class TokenSettings(Section):
-    """What every word has."""
+    """Settings that all `token` commands share."""
 
     tokens: Path = Path("data/tokens.yaml")
-    """The tokens file; servers have it by --server.tokens_file."""
+    """The tokens file, which servers read with --server.tokens_file."""
 
 
 class NewToken(TokenSettings):
     role: Role
-    """trainer, environment, reader (sees, changes nothing) or admin (may do all)."""
+    """trainer, environment, reader (read-only) or admin (everything)."""
     name: str
-    """For whom it is: shown in lists and logs."""
+    """Who the token is for; shown in lists and logs."""
     expires: Annotated[str, AfterValidator(_lifetime)] | None = None
-    """How long it is good: 90m, 12h, 30d, 8w; unset: until it is revoked."""
+    """Lifetime: 90m, 12h, 30d, 8w; unset: valid until revoked."""
 
 
 class GoneToken(TokenSettings):

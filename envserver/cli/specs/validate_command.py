@@ -7,21 +7,22 @@ from pydantic import Field
 from ...config import Section
 from ..command_line import CommandSpec
 
-SUMMARY = """Checks unified trajectories: the schema, steps from 1 without gaps, times in their
-order, the domain, numbers that are numbers, ids that stand once. Lists every problem as
-`path: reason`. Exit status 0: all are good; 1: one is not; 2: the command line is wrong."""
+SUMMARY = """Checks unified trajectories: the schema, steps numbered from 1 without gaps, times
+in order, the domain, finite numbers, and unique ids. Lists every problem as `path: reason`. Exit
+status 0: all are valid; 1: at least one is not; 2: the command line is wrong."""
 
 
 class ValidateSettings(Section):
-    """The settings that `validate` has."""
+    """Settings of `validate`."""
 
     sources: list[str]
-    """Files (.json; .jsonl, also .gz and .zst), folders and globs; may be the first words."""
+    """Files (.json; .jsonl, also .gz and .zst), folders and globs. Can be given as the first
+    arguments."""
     domains: list[str] = Field(default_factory=list)
-    """Domains that are there beside swe, math, code, video, mhqa, tau, router and gaia: those of
-    your own environments."""
+    """Additional domains of your own environments, besides swe, math, code, video, mhqa, tau,
+    router and gaia."""
     quiet: bool = False
-    """Only the exit status and the sum."""
+    """Print only the totals; the exit status is unchanged."""
 
 
 COMMAND = CommandSpec(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ...running.run_settings import VerifySettings
 from ..command_line import CommandSpec
 
-SUMMARY = """Checks that what was delivered is what the engine sampled: reads a JSONL file of
-`process`, or the groups of a running server (without leasing any), has the engine score the rows
-again (prompt_logprobs), and compares ids, masks and logprobs. Exit status 0: all is right; 1: it is
-not, or nothing could be compared; 2: the command line is wrong."""
+SUMMARY = """Checks that delivered tokens are what the engine sampled: reads a JSONL file of
+`process` or the groups of a running server (without leasing any), has the engine score the rows
+again (prompt_logprobs), and compares ids, masks and logprobs. Exit status 0: all is correct; 1:
+there are differences, or nothing could be compared; 2: the command line is wrong."""
 
 
 COMMAND = CommandSpec(
