@@ -1,6 +1,6 @@
-"""HTTP for trainers and people: the native routes under /v1, the Atropos wire at the root, health.
+"""The HTTP API: the native routes under /v1, the Atropos protocol at the root, health.
 
-`app.create_api` makes the application over an open store, `server.serve_api` serves it.
+`app.create_api` builds the application over an open store; `server.serve_api` serves it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The FastAPI application over one open store: native routes, the Atropos wire, health.
+"""The FastAPI application over one open store: native routes, the Atropos protocol, health.
 
-The app owns what must run beside requests (expiry of leases) for as long as its lifespan; the store
-is the caller's, open before the first request and after the last.
+The app's lifespan runs its background tasks (such as expiring leases). The caller owns the store,
+which must be open before the first request and until after the last.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ def create_api(
     runners: RunnerRegistry | None = None,
     orders: Orders | None = None,
 ) -> FastAPI:
-    """The application.
+    """Builds the application.
 
     Args:
-        store: open for as long as the app runs.
-        settings: body limit and lease time.
-        status: JSON-like facts for `GET /v1/status`; called on the event loop, so it must be quick.
-        on_policy_version: called with each version that a trainer publishes, and at the start with
-            the stored one.
-        metrics: what `GET /metrics` shows; None: there is no such route.
-        health: the parts that must be ready; None: the store alone.
-        gate: before the engine; None where no engine is behind this server.
-        include_messages, score_range: how groups of our own environments go to Atropos trainers.
-        retention: what is removed from the store after it was delivered; None: nothing.
-        environments: those on other machines; None: they can register, and share the room that the
-            settings' defaults give.
-        orders: makes rollouts on demand; None: there are no such routes.
+        store: must stay open while the app runs.
+        settings: body limit, lease duration and other server settings.
+        status: JSON-like facts for `GET /v1/status`; called on the event loop, so it must be fast.
+        on_policy_version: called with each version that a trainer publishes, and at start-up with
+            the stored version.
+        metrics: metrics for `GET /metrics`; None: the route does not exist.
+        health: parts that must be ready; None: only the store.
+        gate: pauses model calls at the engine; None if this server has no engine.
+        include_messages, score_range: how groups of local environments are sent to Atropos
+            trainers.
+        retention: which delivered groups are deleted from the store; None: none.
+        environments: the registry of runners; None: a new one with the default capacity.
+        orders: makes rollouts on demand; None: those routes do not exist.
     """
     runners = runners or RunnerRegistry(
         store,
@@ -118,7 +118,7 @@ def create_api(
 
     app = FastAPI(title="envserver", version=__version__, lifespan=lifespan)
     problems.install(app)
-    # First: routes are tried in their order, and these are called most.
+    # Added first: routes are tried in order, and these are called most often.
     wire_posts = atropos_posts(atropos)
     wire = atropos_routes(atropos, wire_posts)
     app.include_router(wire)
@@ -157,7 +157,7 @@ def create_api(
 
 
 async def _expire_leases(store: GroupStore, atropos: AtroposService) -> None:
-    """Queues overdue leases again, until cancelled; a store that fails is asked again."""
+    """Requeues expired leases until cancelled; retries when the store fails."""
     while True:
         await asyncio.sleep(_EXPIRY_SECONDS)
         try:
@@ -177,7 +177,7 @@ def _store_only(store: GroupStore) -> Health:
 
 
 class _WireCors:
-    """Browsers may read the Atropos wire from any page, as they always could; nothing else."""
+    """Allows browsers to use the Atropos protocol from any page (CORS), but nothing else."""
 
     def __init__(self, app: ASGIApp, paths: set[str]) -> None:
         self._plain = app
@@ -196,9 +196,9 @@ class _WireCors:
 
 
 class _NoForeignPages:
-    """A page of another site, open in a browser of this machine, may look and not touch.
+    """Lets pages of other sites, open in a browser on this machine, read but not change anything.
 
-    Browsers say so themselves (`Sec-Fetch-Site`); no other client sends that header.
+    Browsers identify such requests by `Sec-Fetch-Site`, a header that no other client sends.
     """
 
     def __init__(self, app: ASGIApp) -> None:

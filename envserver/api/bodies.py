@@ -1,8 +1,8 @@
-"""Request bodies, read raw and validated once, whatever their content type says.
+"""Reads raw request bodies and validates them once, whatever their content type.
 
-In: the bytes of a body and the type it should have. Out: the validated value, or an error that
-names the place with the very words and shape of FastAPI: `{"type", "loc", "msg", "input"}` and
-sometimes `"ctx"`. What the sender sent never comes back at more than a few hundred characters.
+In: the bytes of a body and its expected type. Out: the validated value, or an error that names
+the place in exactly FastAPI's form: `{"type", "loc", "msg", "input"}` and sometimes `"ctx"`. What
+holds: an error echoes at most a few hundred characters of the input.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _LONGEST_INPUT: Final = 1000
 _LONGEST_NAME: Final = 200
 _MOST_READ_TWICE: Final = 1_000_000
 _MOST_VALUES: Final = 20_000_000
-"""In one body. While it is read and refused each can take a hundred bytes, however few it has."""
+"""Maximum number of values in a body; each can take a hundred bytes of memory while it is parsed.
+"""
 
 _BRIEFLY: Final = reprlib.Repr()
 _BRIEFLY.maxstring = _BRIEFLY.maxother = 200
 
 
 class Refused(InputError):
-    """A body that is JSON and not of the form asked for; `errors` say where."""
+    """The body is JSON but does not have the expected form; `errors` say where."""
 
     kind = "input"
 
@@ -46,7 +47,7 @@ class Refused(InputError):
 
 
 class Unreadable(UsageError):
-    """A body that is no text, or nests deeper than anything that is meant."""
+    """The body is not valid text, or is nested too deeply."""
 
     kind = "unreadable"
 
@@ -55,24 +56,24 @@ class Unreadable(UsageError):
 
 
 def refusal(kind: str, place: Sequence[str | int], message: str, value: object) -> dict[str, Any]:
-    """One error in FastAPI's shape."""
+    """Returns one error in FastAPI's form."""
     loc = [part[:_LONGEST_NAME] if isinstance(part, str) else part for part in place]
     return {"type": kind, "loc": loc, "msg": message, "input": shown(value)}
 
 
 async def read_body(request: Request, wanted: TypeAdapter[T]) -> T:
-    """The request's body as `wanted`.
+    """Reads the request's body as `wanted`.
 
     Raises:
-        Refused: no body, no JSON, or JSON of another form.
-        Unreadable: not UTF-8, or nested too deeply.
-        TooLargeError: more than 20 million values.
+        Refused: the body is missing, is not JSON, or does not have the expected form.
+        Unreadable: it is not UTF-8, or nested too deeply.
+        TooLargeError: it has more than 20 million values.
     """
     return parse_body(await request.body(), wanted)
 
 
 def parse_body(raw: bytes, wanted: TypeAdapter[T]) -> T:
-    """`raw` as `wanted`; raises as `read_body`."""
+    """Parses `raw` as `wanted`; raises as `read_body` does."""
     if not raw:
         raise Refused([refusal("missing", ["body"], "Field required", None)])
     if raw.count(b",") >= _MOST_VALUES:
@@ -85,8 +86,8 @@ def parse_body(raw: bytes, wanted: TypeAdapter[T]) -> T:
 
 
 def request_body(model: type[BaseModel], *, listed: bool = False) -> dict[str, Any]:
-    """The request body for the OpenAPI document: bodies are read raw, so FastAPI does not know
-    them.
+    """Describes the request body in the OpenAPI document: bodies are read raw, so FastAPI cannot
+    infer it.
     """
     schema = model.model_json_schema()
     if listed:
@@ -95,8 +96,8 @@ def request_body(model: type[BaseModel], *, listed: bool = False) -> dict[str, A
 
 
 def _refused(raw: bytes, wanted: TypeAdapter[T], error: ValidationError) -> UsageError:
-    """What FastAPI says of such a body, which is what Python's own reader says of it. Of a large
-    one it is said in pydantic's words for JSON.
+    """Returns the error that FastAPI would report, which is that of Python's own JSON parser. For
+    large bodies the error has pydantic's wording.
     """
     large = len(raw) > _MOST_READ_TWICE
     found = error.errors(include_url=False, include_input=not large)
@@ -117,7 +118,7 @@ def _refused_exactly(raw: bytes, wanted: TypeAdapter[T], found: list[ErrorDetail
     except (ValueError, RecursionError):
         return Unreadable()
     if found[0]["type"] == "json_invalid":
-        # Python reads it: half of a surrogate pair, which could never be written again.
+        # Python accepts half of a surrogate pair, but cannot encode it again.
         return _no_json(0, str(found[0]["ctx"]["error"]))
     try:
         wanted.validate_python(value, from_attributes=True)
@@ -139,7 +140,7 @@ def _as_fastapi(found: ErrorDetails) -> dict[str, Any]:
 
 
 def shown(value: object) -> object:
-    """`value` as it may stand in an answer: short, and of types that every JSON reader knows."""
+    """Shortens `value` for a response and converts it to plain JSON types."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, bool | float):
@@ -158,7 +159,7 @@ def shown(value: object) -> object:
 
 
 def _is_small(value: object) -> bool:
-    """Whether it has few parts; looks at no more than that many."""
+    """Returns whether the value has few parts, without looking at more than that."""
     parts = [value]
     for part in parts:
         if isinstance(part, Mapping | list):

@@ -1,8 +1,8 @@
-"""What stands at the port before the API is there, and when it ends.
+"""The bootstrap server: answers at the port before the API is ready, and while it shuts down.
 
-While the parts of the server come up, health is answered and everything else is 503: who asks too
-early learns that it is early. When the server ends, requests that wait (long polls, streams) are
-told that nobody waits for them any more, so that they end at once and in order.
+While the server starts, health routes answer and all other requests get 503. When the server
+shuts down, waiting requests (long polls, streams) see a disconnected client, so that they finish
+at once and in order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .lifespan import SERVER_ENDS, Lifespan
 _RETRY_SECONDS: Final = "1"
 _RUNS: Final = "/v1/runs/"
 _MOST_NAME: Final = 80
-"""Characters of a run's name in a log line."""
+"""Maximum length of a run's name in a log line."""
 _DISCONNECT: Final[Message] = {"type": "http.disconnect", SERVER_ENDS: True}
 
 
 class BootstrapApp:
-    """An ASGI application around another one that comes later."""
+    """An ASGI application that wraps another one that becomes available later."""
 
     def __init__(self, health: Health) -> None:
         self._early = _early(health)
@@ -35,17 +35,17 @@ class BootstrapApp:
         self._closing = asyncio.Event()
 
     async def open(self, app: ASGIApp) -> None:
-        """From now on `app` answers.
+        """Starts `app`, which answers requests from now on.
 
         Raises:
-            Exception: what it raised while it started.
+            Exception: whatever `app` raised while starting.
         """
         lifespan = Lifespan(app)
         await lifespan.start()
         self._inside, self._lifespan = app, lifespan
 
     def close(self) -> None:
-        """Requests that wait are to end."""
+        """Tells waiting requests to finish."""
         self._closing.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +85,7 @@ class _Visit:
             if self._gone is not None:
                 self._gone.cancel()
         if self._closing.is_set() and self._begun and not self._ended:
-            # A stream that was told that its client has gone says no last word, but it has not.
+            # The stream stopped because it saw a disconnect, but the client is there: end the body.
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _receive(self) -> Message:
@@ -95,7 +95,7 @@ class _Visit:
             return message
         if self._closing.is_set():
             return _DISCONNECT
-        # One for all that ask: who only looks whether the client has gone does not wait for it.
+        # One shared receive task: a caller that only polls for a disconnect need not wait for it.
         self._gone = self._gone or asyncio.ensure_future(self._receive_message())
         closing = asyncio.ensure_future(self._closing.wait())
         first: set[asyncio.Future[Any]] = {self._gone, closing}

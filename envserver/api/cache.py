@@ -1,8 +1,8 @@
-"""Bytes that are made once and kept while there is room and somebody wants them: those go first
-that were not asked for longest, and all that nobody asked for in a while.
+"""A cache of values that are expensive to make. Evicts the least recently used values when full,
+and values unused for a while.
 
-What holds: what several ask for at the same time is made once; one who stops waiting, or whose
-maker fails, leaves the others what they asked for, or the same error.
+What holds: concurrent requests for a key load it once; if one caller is cancelled or the load
+fails, the others still get the value, or the same error.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ V = TypeVar("V")
 
 
 class Cache(Generic[V]):
-    """Values by key.
+    """A cache of values by key.
 
     Args:
-        load: makes the values of keys that are not here.
-        size_bytes: of one value.
-        most_bytes: of all values kept.
-        idle_seconds: a value that nobody asked for in so long goes when the next one comes.
+        load: makes the values of missing keys.
+        size_bytes: returns the size of a value.
+        most_bytes: maximum total size of the kept values.
+        idle_seconds: values unused for this long are evicted when the next value is added.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Cache(Generic[V]):
         self._loading: dict[str, asyncio.Task[dict[str, V]]] = {}
 
     async def get(self, keys: Sequence[str]) -> list[V]:
-        """The values of `keys`, in this order; raises what `load` raises."""
+        """Returns the values of `keys`, in order; raises what `load` raises."""
         found: dict[str, V] = {}
         now = self._clock()
         for key in keys:
@@ -86,5 +86,5 @@ class Cache(Generic[V]):
             self._bytes -= self._size_bytes(value)
 
     def _oldest(self) -> float:
-        """When the value that was asked for least recently was."""
+        """Returns when the least recently used value was last used."""
         return next(iter(self._kept.values()))[0]

@@ -1,8 +1,8 @@
-"""The server's certificate, its key and the authorities of its clients, as they lie on disk now.
+"""The server's TLS certificate, its key and the CAs of its clients, reloaded when files change.
 
-In: the paths in the settings. Out: a TLS context, and another one whenever the files have changed
-and fit together. What holds: files that are half written, do not fit each other or are gone change
-nothing; they are read again until they are right, and each reason is logged once.
+In: the paths in the settings. Out: a TLS context, and a new one whenever the files have changed
+and match. What holds: files that are incomplete, missing or do not match change nothing; they are
+read again until they are valid, and each reason is logged once.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _REQUIRED: Final = {
 }
 
 _Seen = tuple[tuple[int, int, int], ...]
-"""Of each file: when it was written, its size and its number."""
+"""For each file: modification time, size and inode."""
 
 
 class Certificates:
-    """Those of a server; `settings` name a certificate."""
+    """The certificates of a server; `settings` must name a certificate."""
 
     def __init__(self, settings: ServerConfig) -> None:
         self._settings = settings
         self._in_use: _Seen = ()
 
     def context(self) -> ssl.SSLContext:
-        """For new connections, from the files as they are.
+        """Returns a TLS context for new connections, from the current files.
 
         Raises:
-            ConfigError: they cannot be used.
+            ConfigError: the files cannot be used.
         """
         settings = self._settings
         password = settings.ssl_keyfile_password
-        # Some one where there is none: else the terminal would be asked.
+        # Always pass a password: without one, OpenSSL would prompt on the terminal.
         secret = password.get_secret_value() if password else " "
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
@@ -56,7 +56,7 @@ class Certificates:
             if settings.ssl_ca_certs is not None:
                 context.load_verify_locations(settings.ssl_ca_certs)
             changed = self._look() != seen
-        except (OSError, ValueError) as error:  # ssl's own are of both kinds
+        except (OSError, ValueError) as error:  # SSL errors can be either
             raise _unusable(getattr(error, "strerror", "") or str(error)) from None
         if changed:
             raise _unusable("it is being written")
@@ -64,7 +64,7 @@ class Certificates:
         return context
 
     async def follow(self, use: Callable[[ssl.SSLContext], Awaitable[None]]) -> None:
-        """Gives `use` another context each time that the files have changed, until cancelled."""
+        """Calls `use` with a new context each time the files change, until cancelled."""
         last_problem = ""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -80,7 +80,11 @@ class Certificates:
                 last_problem = str(error)
 
     def _changed(self) -> ssl.SSLContext | None:
-        """A new context when the files are not those in use. Raises ConfigError: they cannot be."""
+        """Returns a new context if the files have changed, else None.
+
+        Raises:
+            ConfigError: the files cannot be used.
+        """
         try:
             if self._look() == self._in_use:
                 return None
@@ -91,7 +95,7 @@ class Certificates:
     def _look(self) -> _Seen:
         settings = self._settings
         paths = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
-        # Links are followed: where certificates are mounted, a link is what is replaced.
+        # Follow links: mounted certificates are updated by replacing a link.
         found = [path.stat() for path in paths if path is not None]
         return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
 

@@ -1,9 +1,9 @@
-"""Posts of groups on a shorter way than other requests: they come most.
+"""A fast path for posts of groups, the most frequent requests.
 
-In: requests that passed every other middleware. Out: the answer of the route's own endpoint; only
-the framework's search for the route, its dependencies and its parameters are left out, which cost
-more than reading and storing a small group. What is not plainly such a post takes the usual way, to
-the same endpoint.
+In: requests that passed all other middlewares. Out: the response of the route's own endpoint,
+without FastAPI's routing, dependencies and parameter parsing, which cost more than reading and
+storing a small group. Requests that do not clearly match take the usual route to the same
+endpoint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .problems import on_ours
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 _PLAIN_QUERY: Final = re.compile(rb"(?:[a-z]+=\d{1,9}(?:&|$))*")
-"""Small numbers only: no endpoint need look at them twice."""
+"""Matches queries with small integers only, which endpoints need not validate again."""
 
 
 class Passed(NamedTuple):
-    """What stands for the framework's route where requests are counted by it."""
+    """Stands in for the FastAPI route when requests are counted by route."""
 
     path: str
 
@@ -42,8 +42,8 @@ class DirectPosts:
     """The innermost middleware.
 
     Args:
-        endpoints: for POST, by path as routes have it; its parts in braces are the request's
-            `path_params`.
+        endpoints: POST endpoints by the path of their route; path parameters in braces become the
+            request's `path_params`.
     """
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:

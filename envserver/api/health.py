@@ -1,9 +1,9 @@
-"""Whether the process lives (`/healthz`) and can do its work (`/readyz`).
+"""Liveness (`/healthz`) and readiness (`/readyz`).
 
-The server consists of parts (the store, the engine, workers, scorers), each of which is starting,
-ready or down; one that can be asked is asked whenever somebody wants to know. Ready means: every
-part is, and nobody told the server to end. Not ready is 503 with problem details that name the
-parts that are missing.
+The server consists of parts (store, engine, workers, scorers); each is starting, ready or down.
+Parts with a probe are checked on demand. The server is ready when every part is ready and it is
+not shutting down. Otherwise `/readyz` answers 503 with problem details that name the missing
+parts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .problems import error_answer
 
 PartState = Literal["starting", "ready", "down", "draining"]
 Probe = Callable[[], Awaitable[str]]
-"""Asks a part: "" when it is well, else why it is not; an EnvserverError says the same."""
+"""Checks a part: returns "" if it is healthy, else why not; may raise EnvserverError instead."""
 
 PROBE_SECONDS: Final = 2.0
-"""A part that takes longer to answer is down."""
+"""A part whose probe takes longer is down."""
 WATCH_SECONDS: Final = 5.0
 
 _log = structlog.get_logger("envserver.health")
@@ -45,10 +45,10 @@ class Part(msgspec.Struct):
 
 
 class Health:
-    """The parts of one server. A new one has none, and is ready.
+    """The parts of a server. Without parts it is ready.
 
     Args:
-        lag: of the event loop, where it is measured.
+        lag: event loop lag, if measured.
     """
 
     def __init__(self, lag: LoopLag | None = None) -> None:
@@ -59,11 +59,11 @@ class Health:
         self._asking: asyncio.Task[None] | None = None
 
     def expect(self, part: str) -> None:
-        """`part` is starting."""
+        """Marks `part` as starting."""
         self._set(part, "starting")
 
     def found(self, part: str, probe: Probe | None = None) -> None:
-        """`part` is ready, as far as is known; `probe` asks it from now on."""
+        """Marks `part` as ready or, with a `probe`, lets the probe decide from now on."""
         if probe is None:
             self._set(part, "ready")
         else:
@@ -71,28 +71,28 @@ class Health:
             self.parts.setdefault(part, Part("starting", time.time()))
 
     def drain(self) -> None:
-        """The server ends its work, and is not ready again."""
+        """Marks the server as shutting down; it does not become ready again."""
         self._set("server", "draining", "it was told to stop")
 
     @property
     def ready(self) -> bool:
-        """As last seen."""
+        """Whether all parts were ready at the last check."""
         return all(part.state == "ready" for part in self.parts.values())
 
     async def refresh(self) -> None:
-        """Asks every part that can be asked; who comes meanwhile shares the answer."""
+        """Runs all probes; concurrent callers share the result."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask_all())
         await asyncio.shield(self._asking)
 
     async def watch(self) -> None:
-        """Keeps what is known up to date, until cancelled."""
+        """Refreshes regularly, until cancelled."""
         while True:
             await self.refresh()
             await asyncio.sleep(WATCH_SECONDS)
 
     def live_body(self) -> dict[str, object]:
-        """What `/healthz` says."""
+        """Returns the body of `/healthz`."""
         body: dict[str, object] = {
             "status": "ok",
             "uptime_seconds": round(time.time() - self._started_at, 3),
@@ -103,7 +103,7 @@ class Health:
         return body
 
     def missing(self) -> str:
-        """Which parts are not ready, and why, in words; "" when all are."""
+        """Describes which parts are not ready, and why; "" if all are ready."""
         words = []
         for name, part in self.parts.items():
             if part.state != "ready":
@@ -139,7 +139,7 @@ class Health:
 
 
 def store_probe(store: GroupStore) -> Probe:
-    """Asks the store for something small."""
+    """Returns a probe that makes a small query to the store."""
 
     async def probe() -> str:
         await store.get_value("policy_version")
@@ -149,7 +149,7 @@ def store_probe(store: GroupStore) -> Probe:
 
 
 def engine_probe(engine: Engine) -> Probe:
-    """Asks every address of the engine whether it lives; one is enough."""
+    """Returns a probe of the engine, which is healthy if at least one replica answers."""
 
     async def probe() -> str:
         replicas = await engine.health()
@@ -161,17 +161,17 @@ def engine_probe(engine: Engine) -> Probe:
 
 
 def health_routes(health: Health) -> APIRouter:
-    """`/healthz` and `/readyz`."""
+    """Returns the routes `/healthz` and `/readyz`."""
     router = APIRouter(tags=["health"])
 
     @router.get("/healthz")
     async def healthz() -> Response:
-        """The process answers; how late its event loop is."""
+        """Answers if the process is alive; reports the lag of its event loop."""
         return json_answer(health.live_body())
 
     @router.get("/readyz")
     async def readyz() -> Response:
-        """Every part is ready; else 503, and which are not."""
+        """Answers 200 if every part is ready, else 503 with the parts that are not."""
         await health.refresh()
         parts = {name: msgspec.structs.asdict(part) for name, part in health.parts.items()}
         missing = health.missing()

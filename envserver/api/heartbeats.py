@@ -1,4 +1,4 @@
-"""Who was heard of lately. Who is silent too long no longer counts, until it speaks again."""
+"""Tracks who was heard from recently. Silent environments do not count until heard from again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Hashable
 
 
 class Heartbeats:
-    """When each environment was last heard of.
+    """Time of the last message from each environment.
 
     Args:
-        silent_after_seconds: who says nothing for longer is silent.
+        silent_after_seconds: an environment without a message for longer than this is silent.
     """
 
     def __init__(self, silent_after_seconds: float) -> None:
@@ -19,17 +19,17 @@ class Heartbeats:
         self._seen: dict[Hashable, float] = {}
 
     def hear(self, who: Hashable) -> None:
-        """It has just said something."""
+        """Records a message from `who`."""
         self._seen[who] = time.monotonic()
 
     def silent_seconds(self, who: Hashable) -> float:
-        """How long it has said nothing; after a restart everyone gets the full time."""
+        """Returns the time since the last message; after a restart everyone starts at zero."""
         return time.monotonic() - self._seen.get(who, self._born)
 
     def is_silent(self, who: Hashable) -> bool:
-        """Whether it has said nothing for too long."""
+        """Returns whether `who` has been silent for too long."""
         return self.silent_seconds(who) > self.silent_after_seconds
 
     def clear(self) -> None:
-        """All environments are gone."""
+        """Forgets all environments."""
         self._seen.clear()

@@ -1,10 +1,10 @@
-"""Groups as bytes: what stands behind a lease's answer, a stream of leases and one group's answer.
+"""Encodes groups: the responses for leases, streams of leases and single groups.
 
-In: leases, and bodies as they lie in the store. Out: parts to be written one after the other, never
-joined. What holds: a body is read once for all runs that get it at about the same time, and looked
-through for damage then, before the first byte of an answer; for clients that take zstd it leaves as
-it lies on disk: zstd frames one after the other are one zstd content, so what stands between the
-bodies is put into frames of its own.
+In: leases, and bodies as stored. Out: chunks to write one after another, never joined. What
+holds: a body is read once for all runs that lease it at about the same time, and is checked for
+damage then, before the first byte of a response. Clients that accept zstd get bodies as stored:
+concatenated zstd frames are one zstd content, so the bytes between bodies get frames of their
+own.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from .transfer import accepts
 
 _MOST_BYTES: Final = 64 * 1024 * 1024
 _INLINE_BYTES: Final = 64 * 1024
-"""Less than this is inflated on the event loop: it takes less time than a change of threads."""
+"""Bodies smaller than this are decompressed on the event loop, faster than switching threads."""
 _LEVEL: Final = 1
 
 
 def zstd_frame(content: bytes) -> bytes:
-    """`content` as one zstd frame."""
+    """Compresses `content` into one zstd frame."""
     return zstd.compress(content, level=_LEVEL)
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A body as it lies in the database, when it is compressed there; else as it is."""
+    """A body as stored: compressed or plain."""
 
     encoding: int
     data: bytes
 
     def size(self) -> int:
-        """Bytes when inflated."""
+        """Size in bytes when decompressed."""
         if self.encoding == ZSTD:
             return zstd.get_frame_info(self.data).decompressed_size or 0
         return len(self.data)
 
 
 class Packed:
-    """A lease or group in MessagePack, ready to be written.
+    """A lease or group in MessagePack, ready to write.
 
     Args:
-        pieces: what stands before each body, and the bodies.
-        size: bytes of all, inflated.
+        pieces: the bodies, and the bytes before each of them.
+        size: total bytes when decompressed.
     """
 
     def __init__(self, pieces: Sequence[bytes | _Stored]) -> None:
@@ -69,7 +69,7 @@ class Packed:
         self.size = sum(len(p) if isinstance(p, bytes) else p.size() for p in pieces)
 
     async def plain(self) -> AsyncIterator[bytes]:
-        """As it is; one body at a time is inflated."""
+        """Yields the plain bytes, decompressing one body at a time."""
         for piece in self._pieces:
             if isinstance(piece, bytes):
                 yield piece
@@ -79,7 +79,7 @@ class Packed:
                 yield await asyncio.to_thread(_plain, piece)
 
     def compressed(self, prefix: bytes = b"") -> list[bytes]:
-        """As zstd frames, `prefix` before it."""
+        """Returns zstd frames, with `prefix` in front."""
         parts: list[bytes] = []
         raw = [prefix]
         for piece in self._pieces:
@@ -96,11 +96,11 @@ class Packed:
 
 
 class GroupEncoder:
-    """Makes leases and groups into bytes; one for an app.
+    """Encodes leases and groups; one per app.
 
     Args:
-        most_bytes: of the bodies kept for other runs that get the same groups, and as many of
-            groups in JSON.
+        most_bytes: cache size for bodies that other runs may also get, and again for groups
+            in JSON.
     """
 
     def __init__(self, store: GroupStore, most_bytes: int = _MOST_BYTES) -> None:
@@ -109,9 +109,13 @@ class GroupEncoder:
         self._json = Cache(self._encode, len, most_bytes)
 
     async def lease(self, lease: Lease) -> Packed:
-        """The lease with its bodies, in MessagePack. Raises DamagedBodies."""
+        """Encodes a lease with its bodies in MessagePack.
+
+        Raises:
+            DamagedBodies: some bodies cannot be read.
+        """
         start = msgspec.msgpack.encode(WireLease(lease.lease_id, lease.expires_at, []))
-        # An empty array is the last byte; in its place comes the length of ours.
+        # Replace the last byte, an empty array, with an array header of the real length.
         pieces: list[bytes | _Stored] = [start[:-1] + struct.pack(">BI", 0xDD, len(lease.groups))]
         bodies = await self._stored.get([row.group_id for row in lease.groups])
         for row, body in zip(lease.groups, bodies, strict=True):
@@ -119,15 +123,15 @@ class GroupEncoder:
         return Packed(pieces)
 
     async def group(self, row: GroupRow) -> Packed:
-        """One group with its body, in MessagePack."""
+        """Encodes one group with its body in MessagePack."""
         (body,) = await self._stored.get([row.group_id])
         return Packed(_pieces(row, body))
 
     async def lease_as_json(self, lease: Lease) -> bytes:
-        """The lease for people and curl: each group with the keys of the Atropos wire.
+        """Encodes a lease in JSON; each group has the keys of the Atropos protocol.
 
         Raises:
-            DamagedBodies: some cannot be read.
+            DamagedBodies: some bodies cannot be read.
         """
         groups = await self._json.get([row.group_id for row in lease.groups])
         found = [_json_object(row, body) for row, body in zip(lease.groups, groups, strict=True)]
@@ -136,7 +140,7 @@ class GroupEncoder:
         )
 
     async def group_as_json(self, row: GroupRow) -> bytes:
-        """One group with the keys of the Atropos wire, as in a lease."""
+        """Encodes one group in JSON, in the same form as in a lease."""
         (body,) = await self._json.get([row.group_id])
         return orjson.dumps(_json_object(row, body))
 
@@ -153,7 +157,8 @@ class GroupEncoder:
 
 
 def _looked_through(group_ids: Sequence[str], found: Sequence[tuple[int, bytes]]) -> list[_Stored]:
-    """What is compressed stays as it is. Raises DamagedBodies: it names all that are damaged."""
+    """Checks bodies; compressed ones stay compressed. Raises DamagedBodies, naming all damaged
+    groups."""
     plain = decode_all(group_ids, found)
     return [
         _Stored(encoding, data) if encoding == ZSTD else _Stored(RAW, body)
@@ -162,13 +167,13 @@ def _looked_through(group_ids: Sequence[str], found: Sequence[tuple[int, bytes]]
 
 
 def _plain(stored: _Stored) -> bytes:
-    """It was looked through when it was read."""
+    """Decompresses a body, which was checked when it was read."""
     return decode(stored.encoding, stored.data)
 
 
 def _pieces(row: GroupRow, body: _Stored) -> list[bytes | _Stored]:
     group = WireGroup(row.group_id, row.env, row.format, row.policy_version, memoryview(b""))
-    # Empty bytes are the last two; in their place come the length and the bytes of the body.
+    # Replace the last two bytes, an empty binary, with the header of the body.
     start = msgspec.msgpack.encode(group)[:-2]
     return [start + struct.pack(">BI", 0xC6, body.size()), body]
 
@@ -204,7 +209,7 @@ def _encoded(row: GroupRow, stored: _Stored) -> bytes:
 
 
 class PackedAnswer(Response):
-    """A lease or group in MessagePack, written part by part; zstd for clients that take it."""
+    """Sends a lease or group in MessagePack in chunks; zstd for clients that accept it."""
 
     def __init__(self, packed: Packed, media_type: str, request_headers: Headers) -> None:
         super().__init__(media_type=media_type)

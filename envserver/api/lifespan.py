@@ -1,7 +1,7 @@
-"""The start and the end of an ASGI application, with its errors as they are.
+"""Starts and stops an ASGI application, and raises its errors.
 
-uvicorn's own way logs a traceback and ends the process when an application cannot start; here what
-it raised reaches the caller.
+uvicorn logs a traceback and ends the process when an application cannot start; here the caller
+gets the exception.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any, Final
 from starlette.types import ASGIApp, Message
 
 SERVER_ENDS: Final = "envserver.server_ends"
-"""In a message `http.disconnect`: not the client has gone, the server is about to."""
+"""Key in an `http.disconnect` message: the server is shutting down; the client is still connected.
+"""
 
 
 class Lifespan:
-    """Starts `app` and ends it. `stop` must follow a `start` that returned."""
+    """Starts and stops `app`. Call `stop` after each `start` that returned."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -24,10 +25,10 @@ class Lifespan:
         self._started = asyncio.Event()
 
     async def start(self) -> None:
-        """Returns when the application is ready.
+        """Waits until the application has started.
 
         Raises:
-            Exception: whatever it raised instead.
+            Exception: whatever the application raised instead.
         """
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}}
         self._task = asyncio.ensure_future(self._live(scope))
@@ -45,7 +46,7 @@ class Lifespan:
             self._task.result()
 
     async def stop(self) -> None:
-        """Returns when the application has ended; raises what it raised."""
+        """Waits until the application has stopped; raises what it raised."""
         self._requests.put_nowait({"type": "lifespan.shutdown"})
         await self._task
 
@@ -53,6 +54,6 @@ class Lifespan:
         await self._app(scope, self._requests.get, self._hear)
 
     async def _hear(self, message: Message) -> None:
-        # What failed is raised as well; here only the success is news.
+        # Failures are also raised, so log only the success.
         if message["type"] == "lifespan.startup.complete":
             self._started.set()

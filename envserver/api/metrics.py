@@ -1,7 +1,7 @@
-"""What `/metrics` shows, and the count of HTTP requests by route.
+"""GET /metrics, and the HTTP request counters by route.
 
-Each part of the server that has numbers adds a source; all are read when somebody asks. Requests
-are counted by the template of their route, so that ids in paths make no labels.
+Each part of the server adds a source of metrics; all sources are read on each request. Requests
+are counted by route template, so that ids in paths do not become labels.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ..telemetry.process import Resources
 from .health import Health
 
 Source = Callable[[], Awaitable[Iterable[Metric]]]
-"""Gives the numbers of the moment; on the event loop, so it must be quick."""
+"""Returns current metrics; runs on the event loop, so it must be fast."""
 
 _METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 
 
 class Requests:
-    """How many requests came to which route, how they were answered, and how long that took."""
+    """HTTP requests by route: number, status and duration."""
 
     def __init__(self) -> None:
         self.counts = Counts()
         self.seconds = Labelled(SECONDS)
 
     async def families(self) -> Iterable[Metric]:
-        """A Source."""
+        """Returns the metrics; a Source."""
         labels = ("method", "route", "status")
         requests = counter(
             "envserver_http_requests", "Requests answered, by route", labels, self.counts
@@ -54,18 +54,18 @@ class Requests:
 
 
 class Metrics:
-    """Everything that a server shows. `requests` counts those of its API."""
+    """All metrics of a server. `requests` counts those of its API."""
 
     def __init__(self) -> None:
         self.requests = Requests()
         self._sources: list[Source] = [_build, Resources().families, self.requests.families]
 
     def add(self, source: Source) -> None:
-        """Shows what `source` gives, too."""
+        """Adds the metrics of `source`."""
         self._sources.append(source)
 
     def watch(self, lag: LoopLag, health: Health) -> None:
-        """Shows how late the loop is, and which parts are ready."""
+        """Adds the event loop's lag and the state of the parts."""
 
         async def families() -> Iterable[Metric]:
             ready = [((name,), float(one.state == "ready")) for name, one in health.parts.items()]
@@ -89,13 +89,13 @@ class Metrics:
         self.add(families)
 
     async def text(self) -> bytes:
-        """In the text format of Prometheus."""
+        """Returns all metrics in the Prometheus text format."""
         families = [family for source in self._sources for family in await source()]
         return await asyncio.to_thread(generate_latest, _Read(families))
 
 
 class _Read:
-    """A registry of what was read already."""
+    """A registry over metrics that were already collected."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -110,19 +110,19 @@ async def _build() -> Iterable[Metric]:
 
 
 def metric_routes(metrics: Metrics) -> APIRouter:
-    """`/metrics`."""
+    """Returns the route `/metrics`."""
     router = APIRouter(tags=["health"])
 
     @router.get("/metrics")
     async def show() -> Response:
-        """Counters, gauges and histograms in the text format of Prometheus."""
+        """Returns counters, gauges and histograms in the Prometheus text format."""
         return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return router
 
 
 class CountedRequests:
-    """The outermost middleware: counts what passes."""
+    """The outermost middleware: counts all requests."""
 
     def __init__(self, app: ASGIApp, requests: Requests) -> None:
         self._app = app

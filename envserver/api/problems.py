@@ -1,8 +1,7 @@
-"""Errors as HTTP answers: problem details (RFC 9457) under /v1, FastAPI's own shape on the Atropos
-wire.
+"""Error responses: problem details (RFC 9457) under /v1, FastAPI's form in the Atropos protocol.
 
-Every EnvserverError becomes an answer with its status; what nobody expected is logged with its
-trace and answered 500 in the same shape, never with its text.
+Every EnvserverError becomes a response with its status. Unexpected exceptions are logged with
+their traceback and answered with 500 in the same form, without their message.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from starlette.responses import Response
 
 from .bodies import Refused, refusal
 
-if TYPE_CHECKING:  # what serves agents alone, and no trainers, does not wait for FastAPI
+if TYPE_CHECKING:  # avoids loading FastAPI in processes that serve agents but no trainers
     from fastapi import FastAPI
 
 log = structlog.get_logger(__name__)
@@ -28,7 +27,7 @@ _NATIVE: Final = ("/v1", "/healthz", "/readyz")
 
 
 def install(app: FastAPI) -> None:
-    """Makes `app` answer errors so."""
+    """Installs the error handlers in `app`."""
     from fastapi.exceptions import RequestValidationError
 
     app.add_exception_handler(EnvserverError, on_ours)
@@ -38,7 +37,7 @@ def install(app: FastAPI) -> None:
 
 
 def is_native(path: str) -> bool:
-    """Whether errors of this path are problem details."""
+    """Returns whether errors on this path are problem details."""
     return path.startswith(_NATIVE)
 
 
@@ -52,12 +51,12 @@ def error_answer(
     headers: dict[str, str] | None = None,
     **more: Any,
 ) -> Response:
-    """An error for a request of `path`.
+    """Builds an error response for a request of `path`.
 
     Args:
-        kind: the snake_case name of the error; `about:blank` says no more than the status does.
-        detail: what stands under "detail" on the Atropos wire, unset: the message.
-        more: further members of the problem.
+        kind: the snake_case name of the error; `about:blank` adds nothing to the status.
+        detail: value of "detail" in the Atropos protocol; default: the message.
+        more: additional members of the problem.
     """
     if not is_native(path):
         body = orjson.dumps({"detail": message if detail is None else detail})
@@ -72,7 +71,7 @@ def _title(kind: str, status: int) -> str:
 
 
 async def on_ours(request: Request, error: Exception) -> Response:
-    """The answer to a request that raised an EnvserverError."""
+    """Returns the response to a request that raised an EnvserverError."""
     assert isinstance(error, EnvserverError)
     if error.status >= 500:
         log.error("request_failed", path=request.url.path, kind=error.kind, error=str(error))
@@ -108,7 +107,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
-    """A query or path whose values have another form than asked for."""
+    """Returns the response to an invalid query or path parameter."""
     from fastapi.exception_handlers import request_validation_exception_handler
     from fastapi.exceptions import RequestValidationError
 

@@ -1,12 +1,12 @@
-"""Serving an application over HTTP inside the caller's event loop.
+"""Serves an application over HTTP in the caller's event loop.
 
     running = await serve_api(app, "127.0.0.1", 0)
     ...
     await running.close()
 
-Signals stay the caller's. Without access tokens only this machine may connect; with settings of a
-server, connections are bounded and may be HTTPS; a certificate that is replaced on disk is that of
-the connections that come next.
+Signal handlers stay the caller's. Without access tokens, only this machine may connect. With
+server settings, connections are limited and may use HTTPS; when the certificate changes on disk,
+new connections use the new one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GRACE_SECONDS: Final = 2
 
 
 class RunningServer:
-    """A server that answers; made by `serve_api`. `async with` closes it."""
+    """A running server, made by `serve_api`. `async with` closes it."""
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class RunningServer:
         return f"{'https' if self._server.config.ssl else 'http'}://{host}:{self.port}"
 
     async def wait(self) -> None:
-        """Returns when the server has ended; raises what ended it."""
+        """Waits until the server has stopped; raises what stopped it."""
         await asyncio.shield(self._task)
 
     async def also_on(self, listener: socket.socket) -> asyncio.AbstractServer:
-        """Serves the application on another socket, too, until what is returned is closed."""
+        """Also serves the application on another socket, until the returned server is closed."""
         loop = asyncio.get_running_loop()
         return await loop.create_server(self._server.protocol, sock=listener)
 
     async def close(self) -> None:
-        """Lets requests end for two seconds, cancels the rest, ends the app's lifespan."""
+        """Gives requests two seconds to finish, cancels the rest, and ends the app's lifespan."""
         self._server.should_exit = True
         try:
             if self._following is not None:
@@ -89,10 +89,10 @@ class RunningServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, and with certificates that may change.
+    """uvicorn's server without signal handlers and with replaceable certificates.
 
     Args:
-        listener: the socket at which it listens, still open when the server is over.
+        listener: the listening socket, which stays open after the server has stopped.
     """
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
@@ -100,9 +100,9 @@ class _Server(uvicorn.Server):
         self._listener = listener
 
     async def use(self, context: ssl.SSLContext) -> None:
-        """New connections are made with `context`; those that are open stay as they are."""
+        """Uses `context` for new connections; open ones keep theirs."""
         loop = asyncio.get_running_loop()
-        # The same socket of the kernel: nobody who connects meanwhile is refused.
+        # Keep the same kernel socket, so that no new connection is refused meanwhile.
         renewed = await loop.create_server(
             self.protocol, sock=self._listener.dup(), ssl=context, backlog=_BACKLOG
         )
@@ -112,7 +112,7 @@ class _Server(uvicorn.Server):
             server.close()
 
     def protocol(self) -> asyncio.Protocol:
-        """For one connection, as uvicorn makes it for its own sockets."""
+        """Creates the protocol for one connection, as uvicorn does for its own sockets."""
         return self.config.http_protocol_class(  # type: ignore[call-arg]  # uvicorn types the class as any Protocol
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
@@ -125,18 +125,18 @@ class _Server(uvicorn.Server):
 async def serve_api(
     app: ASGIApp, host: str, port: int, settings: ServerConfig | None = None
 ) -> RunningServer:
-    """Starts serving `app`; it answers when this returns.
+    """Starts serving `app`; returns once it accepts requests.
 
     Args:
-        host: an address of this machine's loopback, or "localhost"; any with a tokens file.
-        port: 0 takes a free one.
-        settings: with which `app` was made: bounds of its connections, certificates and whether it
-            asks for tokens; None: HTTP without bounds, for this machine's own processes.
+        host: a loopback address or "localhost"; any address with a tokens file.
+        port: 0 picks a free port.
+        settings: the settings that `app` was made with: connection limits, certificates, access
+            tokens. None: plain HTTP without limits, for processes on this machine.
 
     Raises:
-        ConfigError: `host` can be reached from elsewhere and no tokens are asked for, the port
-            cannot be had, or a certificate is not usable.
-        Exception: what `app` raised while it started.
+        ConfigError: `host` is reachable from other machines but no tokens are required, the
+            port is not available, or a certificate cannot be used.
+        Exception: whatever `app` raised while starting.
     """
     if settings is None or settings.tokens_file is None:
         require_loopback(host)
@@ -190,7 +190,7 @@ def _configured(app: ASGIApp, settings: ServerConfig | None) -> uvicorn.Config:
 
 
 def require_loopback(host: str) -> None:
-    """Raises ConfigError: anybody beyond this machine could connect to `host`."""
+    """Raises ConfigError if other machines could connect to `host`."""
     if not is_loopback(host):
         raise ConfigError(
             f"Without access tokens the server does not listen at {host or 'every address'}.",
@@ -203,7 +203,7 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it. Without, an answer's body waits 40 ms until its headers are confirmed.
+    # Connections inherit TCP_NODELAY; without it, a body waits 40 ms for the ACK of its headers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind((host, port))

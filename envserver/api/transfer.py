@@ -1,8 +1,8 @@
-"""Bodies on their way in and out: bounded, inflated, compressed. Two ASGI middlewares.
+"""Limits, decompresses and compresses HTTP bodies. Two ASGI middlewares.
 
-What holds: no request makes the server hold more than `max_body_bytes` of its body, before or after
-inflating; inflating and compressing hold the event loop for a millisecond or two at most: what is
-large is done in a thread.
+What holds: a request's body uses at most `max_body_bytes` of memory, before or after
+decompression; compression and decompression block the event loop for at most one or two
+milliseconds, because large bodies are handled in a thread.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .problems import error_answer, is_native
 
 _GZIP: Final = 16 + zlib.MAX_WBITS
-# The library's types call this class an instance.
+# The library's type stubs declare this class as an instance.
 _NOT_GZIP: Final[type[Exception]] = isal_zlib.IsalError  # type: ignore[assignment]
 _SMALLEST_COMPRESSED: Final = 1000
 _MOST_MEMBERS: Final = 64
 _BINARY: Final = "application/vnd."
 _LEVEL: Final = 1
 _MOST_AT_ONCE: Final = 512 * 1024
-"""Bytes, inflated, for which another thread would take longer than they do."""
+"""Decompressed size up to which switching threads would take longer than the work itself."""
 
 
 class BadGzip(UsageError):
@@ -38,11 +38,11 @@ class BadGzip(UsageError):
 
 
 def inflate(body: bytes, most: int) -> bytes:
-    """The content of a gzip body of one or more members.
+    """Decompresses a gzip body of one or more members.
 
     Raises:
-        BadGzip: it is no gzip, is cut off, or has other bytes behind it.
-        TooLargeError: its content has more than `most` bytes; no more than that were ever held.
+        BadGzip: it is not gzip, is truncated, or has trailing bytes.
+        TooLargeError: the content exceeds `most` bytes; no more than that is held in memory.
     """
     parts: list[bytes] = []
     room = most
@@ -67,7 +67,7 @@ def inflate(body: bytes, most: int) -> bytes:
 
 
 def _inflate_little(body: bytes, most: int) -> bytes | None:
-    """The content of a gzip body of one member that is right and of no more than `most` bytes."""
+    """Decompresses a valid gzip body of one member and at most `most` bytes; None for any other."""
     stream = isal_zlib.decompressobj(_GZIP)
     try:
         content = stream.decompress(body, most + 1)
@@ -82,7 +82,7 @@ def _too_large(most: int) -> TooLargeError:
 
 
 class RequestBodies:
-    """Reads each request's body whole, refuses what is too large, inflates gzip."""
+    """Reads each request's body whole, refuses one that is too large, and decompresses gzip."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
@@ -103,7 +103,7 @@ class RequestBodies:
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The body; None when the client has gone."""
+        """Returns the body; None if the client has disconnected."""
         announced = headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self._most:
             raise _too_large(self._most)
@@ -133,14 +133,15 @@ async def _refuse(error: EnvserverError, scope: Scope, receive: Receive, send: S
         answer: Response = PlainTextResponse(error.message, error.status)
     else:
         answer = error_answer(path, error.status, error.message, kind=error.kind)
-    # What was not read of the body is in the way of the next request.
+    # The unread rest of the body would be taken for the next request.
     answer.headers["connection"] = "close"
     await answer(scope, receive, send)
 
 
 def _make_plain(scope: Scope, length: int) -> None:
-    """The same request with an inflated body. In its own scope: there the route will stand, which
-    those outside of here count."""
+    """Describes the decompressed body in the request's scope. Changes the scope itself, because
+    outer middlewares read the route from it.
+    """
     kept = [
         (name, value)
         for name, value in scope["headers"]
@@ -150,7 +151,7 @@ def _make_plain(scope: Scope, length: int) -> None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Gives the body once, then what the connection says."""
+    """Returns a `receive` that yields the body once, then what the connection sends."""
     pending = [body]
 
     async def replayed() -> Message:
@@ -162,9 +163,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class CompressedAnswers:
-    """Compresses answers of 1000 bytes and more with gzip, level 1, for clients that ask for it.
+    """Compresses responses of 1000 bytes or more with gzip, level 1, for clients that accept it.
 
-    Answers in several parts and binary ones pass as they are.
+    Streamed and binary responses are sent unchanged.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -192,7 +193,7 @@ class CompressedAnswers:
 
 
 async def _fitting(start: Message, message: Message, *, compress: bool) -> Message:
-    """The body for a client that does or does not take gzip; `start` gets the headers for it."""
+    """Compresses the body if the client accepts it; sets the matching headers in `start`."""
     body: bytes = message.get("body", b"")
     headers = MutableHeaders(raw=list(start["headers"]))
     if (
@@ -218,7 +219,7 @@ async def _compressed(body: bytes) -> bytes:
 
 
 def accepts(headers: Headers, coding: str) -> bool:
-    """Whether the client takes `coding`: named, and not with a quality of 0."""
+    """Returns whether the client accepts `coding`: it is listed with a quality above 0."""
     for offer in headers.get("accept-encoding", "").split(","):
         name, _, parameters = offer.partition(";")
         if name.strip().lower() == coding:

@@ -1,4 +1,4 @@
-"""What the server does to its store from time to time, beside what requests ask for."""
+"""Periodic maintenance of the store."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SECONDS: Final = 300.0
 
 
 async def remove_old(store: GroupStore, retention: RetentionConfig) -> None:
-    """Removes what was delivered long ago, every few minutes until cancelled; a store that fails is
-    asked again.
+    """Deletes groups that were delivered long ago, every few minutes until cancelled; retries when
+    the store fails.
     """
     while True:
         await asyncio.sleep(_SECONDS)

@@ -1,8 +1,8 @@
-"""Pausing the agents' model calls while a trainer changes the engine's weights.
+"""Pauses model calls during weight updates.
 
-POST /v1/policy/pause    no new call reaches the engine; what becomes of those there is chosen
-POST /v1/policy/resume   calls go on; with `version`, the new policy version is published first
-GET  /v1/policy          whether it is paused, calls at the engine, calls waiting, the version
+POST /v1/policy/pause    stops new calls; the request chooses what happens to running calls
+POST /v1/policy/resume   lets calls continue; with `version`, publishes the new version first
+GET  /v1/policy          whether calls are paused, running and waiting calls, policy version
 """
 
 from __future__ import annotations
@@ -28,29 +28,32 @@ class PauseRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     in_flight: InFlight = "drain"
-    """Calls at the engine: drain (they end first), keep (they go on), abort (asked again later)."""
+    """What happens to running calls: drain (they finish first), keep (they continue), abort (they
+    are cancelled and retried later).
+    """
     timeout_seconds: float = Field(default=60.0, gt=0, le=_LONGEST_WAIT_SECONDS)
-    """How long to wait for them; then the answer says `"idle": false`, and it stays paused."""
+    """Maximum time to wait for them; after that the response has `"idle": false` and calls stay
+    paused."""
 
 
 class ResumeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     version: int | None = Field(default=None, ge=0, le=VERSION_LIMIT, strict=True)
-    """The policy version that the engine serves now; unset: as before."""
+    """The policy version that the engine serves now; unset: unchanged."""
 
 
 class PolicyAnswer(BaseModel):
     paused: bool
     in_flight: int
-    """Calls at the engine."""
+    """Number of calls running at the engine."""
     waiting: int
     version: int
 
 
 class PausedAnswer(PolicyAnswer):
     idle: bool
-    """Whether no call is left at the engine (always with keep)."""
+    """Whether no call is running at the engine (always true with keep)."""
 
 
 _PAUSE: Final = TypeAdapter(PauseRequest)
@@ -58,7 +61,7 @@ _RESUME: Final = TypeAdapter(ResumeRequest)
 
 
 def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistry) -> APIRouter:
-    """The routes, for the calls behind `gate`, and those of environments on other machines."""
+    """Returns the routes that pause the calls behind `gate` and those of runners."""
     router = APIRouter(tags=["native"])
 
     @router.post(
@@ -67,7 +70,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
         responses=answers(PausedAnswer, body=True, what="It is paused."),
     )
     async def pause(request: Request) -> Response:
-        """Lets no new call reach the engine. Pausing again chooses anew."""
+        """Stops new calls to the engine. Pausing again replaces the choice made before."""
         wanted = await read_body(request, _PAUSE)
         how = (wanted.in_flight, wanted.timeout_seconds)
         idle = await asyncio.gather(gate.pause(*how), environments.pause(*how))
@@ -79,7 +82,8 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
         responses=answers(PolicyAnswer, 409, body=True, what="Calls go on."),
     )
     async def resume(request: Request) -> Response:
-        """Lets calls go on; twice is fine. A version lower than before: 409."""
+        """Lets calls continue; repeating is allowed. A version lower than the current one is
+        refused (409)."""
         wanted = await read_body(request, _RESUME)
         if wanted.version is not None:
             await policy.publish(wanted.version)
@@ -89,7 +93,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
 
     @router.get("/v1/policy", responses=answers(PolicyAnswer, what="How calls stand."))
     async def state() -> Response:
-        """Whether calls are paused, how many are at the engine and how many wait."""
+        """Returns whether calls are paused, how many are running and how many wait."""
         return JSONResponse(_state(gate, policy))
 
     return router

@@ -1,4 +1,4 @@
-"""The native routes under /v1 (runs, leases, groups, policy versions, status) and /health.
+"""The native routes under /v1 (runs, leases, groups, policy versions, status), and health.
 
 What holds: creating a run is idempotent by its name; a lease is delivered once; acknowledging
 twice is allowed; the policy version never decreases. Errors are problem details (RFC 9457).
