@@ -1,10 +1,10 @@
-"""Environments on other machines: how they and the server speak, and the joiner's half of it.
+"""Environments on other machines: their protocol with the server, and the runner's side of it.
 
-messages   what travels
-identity   who a joiner is, also after a restart
+messages   the messages of the protocol
+identity   the runner's name and secret, kept across restarts
 link       the session with the server: register, heartbeat, reconnect
-gate       before the joiner's engine: nothing is sampled while the server is not heard of
-sink       the server as the place where finished groups go
+gate       pauses the runner's model calls while the server cannot be reached
+sink       sends finished groups to the server
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Several groups in one request: how they travel from a joiner to the server.
+"""Encodes several groups in one request from a runner to the server.
 
-A MessagePack array of binaries, each one group as `records.pack` made it, or that as one zstd
-frame with its size and its checksum, which the server stores as it came: what the joiner compressed
-is not compressed again. One request for what is ready costs the server a fraction of as many.
+A MessagePack array of binaries. Each is a group as packed by `records.pack`, or the same as one
+zstd frame with its size and checksum, which the server stores unchanged: what the runner has
+compressed is not compressed again. One request for many groups costs the server much less than
+many requests.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import msgspec
 from envserver_records.zstd import zstd
 
 GROUP_LIST_MSGPACK: Final = "application/vnd.envserver.group-list+msgpack"
-"""Media type of several posted groups."""
+"""Media type of a post of several groups."""
 MOST_GROUPS: Final = 64
-"""In one request."""
+"""Maximum number of groups in one request."""
 MOST_BYTES: Final = 16 * 1024 * 1024
-"""A joiner puts no more together than this; one group alone may be larger."""
+"""Maximum total size of a runner's request; a single group may be larger."""
 
 _MIN_BYTES: Final = 4096
 _OPTIONS: Final[dict[int, int]] = {
@@ -28,7 +29,7 @@ _OPTIONS: Final[dict[int, int]] = {
 
 
 def compressed(packed: bytes) -> bytes:
-    """A packed group as it travels: as one zstd frame where that is smaller. CPU work."""
+    """Compresses a packed group into one zstd frame, if that is smaller. CPU work."""
     if len(packed) < _MIN_BYTES:
         return packed
     frame = zstd.compress(packed, options=_OPTIONS)
@@ -36,5 +37,5 @@ def compressed(packed: bytes) -> bytes:
 
 
 def encode_batch(bodies: Sequence[bytes]) -> bytes:
-    """The body of a request with these groups, compressed or not."""
+    """Encodes the body of a request with these groups, each compressed or not."""
     return msgspec.msgpack.encode(bodies)

@@ -1,8 +1,9 @@
-"""Before the engine of a joiner: open while the server is heard of and has not paused it.
+"""Pauses the runner's model calls unless the server was heard from recently and has not paused
+them.
 
-A joiner that does not hear of the server cannot know which policy its engine serves. So its calls
-wait, and what was sampled without knowing is thrown away and asked again: no token gets a version
-that it may not have.
+Without contact to the server, a runner cannot know which policy version its engine serves. So its
+calls wait, and tokens sampled in the meantime are discarded and sampled again: no token is
+labelled with a wrong version.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from ..proxy.gate import Aborted, Gate
 
 
 class RunnerGate(Gate):
-    """See the module. Until `hear` is called first, nothing passes.
+    """A gate that stays closed until `hear` is first called, and whenever the server is silent.
 
     Attributes:
-        longest_silence_seconds: how long after the last word of the server calls still pass.
+        longest_silence_seconds: time after the last response during which calls still pass.
     """
 
     def __init__(self) -> None:
@@ -30,20 +31,20 @@ class RunnerGate(Gate):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the server was heard of lately."""
+        """Whether the server was heard from recently."""
         return time.monotonic() - self._heard_at <= self.longest_silence_seconds
 
     def hear(self, asked_at: float) -> None:
-        """The server has answered what was asked at `asked_at` (`time.monotonic()`)."""
+        """Records a response to a request sent at `asked_at` (`time.monotonic()`)."""
         self._heard_at = max(self._heard_at, asked_at)
         self._heard.set()
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
-        """As `Gate.passing`.
+        """Like `Gate.passing`.
 
         Raises:
-            Aborted: also when the server was not heard of meanwhile.
+            Aborted: also when contact to the server was lost in the meantime.
         """
         while not self.is_fresh:
             self._heard.clear()

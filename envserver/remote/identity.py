@@ -1,7 +1,7 @@
-"""Who a joiner is: a name and a secret, kept in a file that no other process uses meanwhile.
+"""The identity of a runner: a name and a secret, in a file locked by its process.
 
-A joiner that is started again, however it ended, takes the same name, and so goes on with its own
-stream of groups. Two at a time in one folder get different names.
+A restarted runner gets the same name, however it ended, and continues its own stream of groups.
+Two runners in one folder at the same time get different names.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _MOST_NAMES = 256
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """`instance` is known to this joiner and the server only."""
+    """The name and the secret `instance`, known only to this runner and the server."""
 
     name: str
     instance: str
 
 
 def default_name(environment: str) -> str:
-    """`math@host`."""
+    """Returns a name such as `math@host`."""
     return f"{environment}@{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:64]}"
 
 
 @contextlib.contextmanager
 def held_identity(folder: Path, *, name: str | None, default: str) -> Iterator[Identity]:
-    """The identity of this process, for as long as it is within.
+    """Holds the identity of this process while the context is open.
 
     Args:
-        folder: where the files are kept.
-        name: as a person chose it; None: `default`, or where another process has that, with -2,
-            -3, ... behind it.
+        folder: folder of the identity files.
+        name: chosen by the user; None: `default`, with -2, -3, ... appended if another process
+            has that name.
 
     Raises:
         ConfigError: another process has that name, or the folder cannot be written.
@@ -79,7 +79,7 @@ def _locks(file: int) -> bool:
 
 
 def _instance(file: int) -> str:
-    """The secret in the file; a new one where it holds none, or a torn one."""
+    """Returns the secret in the file; writes a new one if it is missing or incomplete."""
     with contextlib.suppress(msgspec.DecodeError):
         found = msgspec.json.decode(os.pread(file, 4096, 0), type=dict[str, str])
         if len(found.get("instance", "")) >= 16:

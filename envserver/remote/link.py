@@ -1,8 +1,8 @@
-"""The session of a joiner with its server: it registers, says how it is, hears news, posts groups.
+"""The session of a runner with its server: registers, sends heartbeats, posts groups.
 
-What holds: a request that the server could not answer is asked again, ever more slowly, until it
-does, so that nothing that is finished is lost while this process lives; a server that does not know
-us any more is registered with again; news are taken in the order in which they were asked for.
+What holds: a request that the server cannot answer is retried with growing delays until it
+succeeds, so no finished group is lost while this process lives; if the server no longer knows the
+runner, it registers again; news is applied in the order of the requests.
 """
 
 from __future__ import annotations
@@ -79,29 +79,29 @@ _ESTIMATES: Final = msgspec.json.Decoder(_Estimates)
 
 
 class Unreachable(EnvserverError):
-    """The server gave no answer, or none that it could stand by."""
+    """The server did not answer, or answered with a temporary error."""
 
     kind = "server_unreachable"
 
 
 class SessionLost(EnvserverError):
-    """The server does not know this environment."""
+    """The server does not know this runner."""
 
     kind = "session_lost"
 
 
 class Link:
-    """See the module. `open` it, let `live` run beside the work.
+    """A runner's session. `open` it and run `live` in the background.
 
     Args:
-        url: of the server.
-        registration: who joins.
-        gate: before the engine; opened and closed as the server says.
+        url: URL of the server.
+        registration: data of the runner.
+        gate: pauses model calls; opened and closed as the server says.
         token: access token of the server, "" for none.
-        tls: how the server's certificate is checked; None: as this machine does.
-        facts: how this joiner is now; `seen`, `quiet` and `wait_seconds` are filled in here.
+        tls: how to verify the server's certificate; None: the system's defaults.
+        facts: returns the runner's status; `seen`, `quiet` and `wait_seconds` are filled in here.
         publish: called with each new policy version.
-        drain: called when no further group is to be begun.
+        drain: called when no more groups should be begun.
         transport: for tests.
     """
 
@@ -141,11 +141,11 @@ class Link:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Welcome]:
-        """Registers; on the way out says goodbye, if the server can be reached.
+        """Registers; deregisters on exit if the server can be reached.
 
         Raises:
-            ConfigError: the server does not let us in, or is none of ours.
-            ConflictError: another has our name.
+            ConfigError: the server refuses access, or is not an envserver.
+            ConflictError: another process has this name.
         """
         async with self._http:
             try:
@@ -158,11 +158,11 @@ class Link:
                 await self._say_goodbye()
 
     async def live(self) -> None:
-        """Heartbeats, until cancelled.
+        """Sends heartbeats until cancelled.
 
         Raises:
-            ConflictError: another process has taken our name.
-            ConfigError: the server does not let us in any more.
+            ConflictError: another process has taken this name.
+            ConfigError: the server no longer grants access.
         """
         while True:
             self._urgent.clear()
@@ -173,7 +173,7 @@ class Link:
                 if polling.done():
                     asked_at, news = polling.result()
                     self._take(news)
-                    # Not before: calls that waited for it are of the version that it says.
+                    # Only now: calls that waited for the gate belong to the version just received.
                     self._gate.hear(asked_at)
             finally:
                 for task in (polling, urgent):
@@ -182,19 +182,19 @@ class Link:
             await asyncio.sleep(_SHORTEST_BEAT_SECONDS)
 
     async def wait_for_capacity(self, open_groups: Callable[[], int]) -> None:
-        """Returns when another group may be begun."""
+        """Waits until another group may be begun."""
         while open_groups() >= self._news.room or self._news.drain:
             if self._said.open < self._news.room:
-                self.hurry()  # the server thinks that there is room left
+                self.hurry()  # the server believes that there is free capacity
             self._more.clear()
             await self._more.wait()
 
     async def post(self, body: bytes) -> None:
-        """Returns when the server has the packed group on disk, `batch.compressed` or not. What
-        is posted while a request is under way goes into the next one together.
+        """Posts a packed group, compressed with `batch.compressed` or not; returns when the server
+        has it on disk. Groups posted while a request is running share the next request.
 
         Raises:
-            InputError: it refuses the group for good.
+            InputError: the server refuses the group permanently.
             ConflictError, ConfigError: as for `live`.
         """
         await self._posts.put(body)
@@ -218,13 +218,13 @@ class Link:
         return [_refusal(refused.get(index)) for index in range(len(bodies))]
 
     async def known(self, group_ids: list[str]) -> set[str]:
-        """Which of these groups the server has."""
+        """Returns which of these groups the server has."""
         body = GroupIds(group_ids=group_ids).model_dump()
         answer = await self._patiently(lambda: self._send("POST", "/known", json=body))
         return set(_KNOWN.validate_json(answer.content)["known"])
 
     async def count_dropped(self, scored: Scored) -> None:
-        """Returns when the server counts a group that was scored and dropped."""
+        """Reports a group that was scored and dropped; returns when the server has counted it."""
         group = ScoredGroup(
             group_id=scored.group_id,
             task_id=scored.task_id,
@@ -236,7 +236,7 @@ class Link:
         await self._patiently(lambda: self._send("POST", "/scored", json=body))
 
     async def estimates(self, env: str, split: Split, most: int) -> dict[str, Estimate]:
-        """By task, up to `most` estimates that the server has."""
+        """Returns up to `most` of the server's estimates, by task."""
         found: dict[str, Estimate] = {}
         query: dict[str, str | int] = {"environment": env, "split": split, "limit": 1024}
         after: int | None = 0
@@ -249,7 +249,7 @@ class Link:
         return found
 
     def hurry(self) -> None:
-        """Something is to be said now, not when the server has answered."""
+        """Sends the next heartbeat now instead of waiting for the server's answer."""
         self._urgent.set()
 
     async def _say_goodbye(self) -> None:
@@ -294,8 +294,8 @@ class Link:
         self.hurry()
 
     async def _beat(self) -> tuple[float, News]:
-        """When the server was asked, and what it said."""
-        # What waits for the first word of the server must not wait for its first news.
+        """Sends a heartbeat; returns the time it was sent and the server's news."""
+        # Do not wait for news in the first heartbeat: model calls wait for its response.
         wait_seconds = _POLL_SECONDS if self._gate.is_fresh else 0.0
         self._said = self.facts().model_copy(
             update={"seen": self._news, "quiet": self._quiet, "wait_seconds": wait_seconds}
@@ -304,10 +304,10 @@ class Link:
         answer = await self._send("POST", "/heartbeat", json=self._said.model_dump())
         return asked_at, _read(News, answer)
 
-    # Requests
+    # Requests to the server
 
     async def _patiently(self, ask: Callable[[], Any]) -> Any:
-        """What `ask` gives, however often it must be asked."""
+        """Calls `ask` until it succeeds and returns the result."""
         tried = 0
         while True:
             session = self._session
@@ -328,8 +328,9 @@ class Link:
                 return answer
 
     async def _register_again(self, lost: Welcome | None) -> None:
-        """Registers, unless somebody has already. It is not given up half way: the server might
-        have answered with a key that nobody heard."""
+        """Registers again, unless that has already happened. Not cancelled halfway, because the
+        server may already have issued a new session key.
+        """
         if self._session is not lost:
             return
         if self._registering is None or self._registering.done():
@@ -353,7 +354,7 @@ class Link:
         return welcome
 
     async def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """A request of this session."""
+        """Sends a request of this session."""
         session = self._session
         if session is None:
             raise SessionLost("Nothing was registered yet.")
@@ -363,7 +364,7 @@ class Link:
                 method, f"{_PLACE}/{session.id}{path}", headers=headers, **more
             )
         except ConflictError:
-            if self._session is not session:  # it was of the session before
+            if self._session is not session:  # the request belonged to the previous session
                 raise SessionLost("Another session has begun.") from None
             raise
 
@@ -378,7 +379,7 @@ class Link:
 
 
 def _problem(answer: httpx.Response) -> EnvserverError:
-    """What the server says, as an error."""
+    """Converts the server's error response to an exception."""
     try:
         said = answer.json()
         kind, message = str(said["type"]).rpartition(":")[2], str(said["detail"])

@@ -1,5 +1,6 @@
-"""What environments on other machines and the server say to each other, as JSON under
-/v1/environments. Groups travel as MessagePack (`records.pack`), see `GROUP_MSGPACK`.
+"""Messages between runners and the server, as JSON under /v1/environments.
+
+Groups are sent as MessagePack (`records.pack`), see `GROUP_MSGPACK`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
 """Media type of a posted group: a packed `records.Group`."""
 KEY_HEADER: Final = "x-environment-key"
-"""Holds the key of the session; `Authorization` is for the access token."""
+"""Header with the session key; `Authorization` is for the access token."""
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$"
 LONGEST_POLL_SECONDS: Final = 60.0
 MOST_IDS: Final = 4096
@@ -29,93 +30,96 @@ class _Message(BaseModel):
 
 
 class Registration(_Message):
-    """An environment on another machine begins, or begins again."""
+    """Registers a runner, or starts a new session after a restart."""
 
     name: str = Field(pattern=NAME_PATTERN)
-    """Of this joiner, unique at the server; the same name goes on with its own stream of groups."""
+    """Name of the runner, unique at the server; the same name continues its own stream of groups.
+    """
     instance: str = Field(min_length=8, max_length=128)
-    """Secret of the joiner, kept over its restarts: with it a name is taken back at once."""
+    """Secret of the runner, kept across restarts; it allows taking the name back at once."""
     env: str = Field(min_length=1, max_length=128)
     split: Split
     seed: int = Field(ge=-(2**62), le=2**62)
-    """As it was set; the answer says which one it gets."""
+    """Configured seed; the response has the seed to use."""
     group_size: int = Field(ge=1, le=_MOST)
     weight: float = Field(default=1.0, gt=0, le=1e9, allow_inf_nan=False)
     minimum_share: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     scoring: Small = {}
-    """How it scores and filters, for people."""
+    """How the runner scores and filters, for display."""
     version: str = Field(default="", max_length=128)
-    """Of envserver."""
+    """Version of envserver."""
     host: str = Field(default="", max_length=256)
 
 
 class Welcome(_Message):
-    """What a registration is answered."""
+    """Response to a registration."""
 
     id: str
     key: str
-    """Of this session, for `x-environment-key`; the former one is void."""
+    """Session key, for `x-environment-key`; the previous key becomes invalid."""
     seed: int
-    """The seed of its stream: no other environment of this server has the same stream."""
+    """Seed of the stream: no other environment of this server has the same stream."""
     stored: int
-    """Groups of this stream that the server has."""
+    """Number of groups of this stream that the server has."""
     again: int = 0
-    """Those of them whose tasks came again."""
+    """How many of them were re-sampled by the curriculum."""
     silent_after_seconds: float
-    """Who says nothing for longer does not count until it is heard again."""
+    """A runner silent for longer than this does not count until it is heard from again."""
 
 
 class Pause(_Message):
-    """No call may reach the engine: its weights change. See `proxy.gate`."""
+    """No call may reach the engine while its weights change. See `proxy.gate`."""
 
     id: str
     in_flight: Literal["drain", "keep", "abort"]
 
 
 class News(_Message):
-    """What a joiner must know; the answer to heartbeats and groups."""
+    """News for a runner; the response to heartbeats and posted groups."""
 
     policy_version: int = -1
     pause: Pause | None = None
     room: int = 0
-    """Groups that it may have open now, those that wait to be posted among them."""
+    """Number of groups it may have open now, including those waiting to be posted."""
     drain: bool = False
-    """It is to begin no further group, and to leave when the open ones are posted."""
+    """Whether to begin no more groups, and leave once the open ones are posted."""
 
 
 class Refused(_Message):
-    """A posted group that is not stored, and never will be as it is."""
+    """A posted group that was permanently refused."""
 
     index: int
     """Its position in the request, from 0."""
     place: str
-    """Where in the group something is wrong, "" where that is not known."""
+    """Where in the group the error is; "" if unknown."""
     message: str
 
 
 class Accepted(News):
-    """What a post of several groups is answered: all are on disk but those that are refused."""
+    """Response to a post of several groups: all are on disk except the refused ones."""
 
     refused: list[Refused] = []
 
 
 class Heartbeat(_Message):
-    """How a joiner is, and what it knows: the server answers when there is something new, or after
-    `wait_seconds`."""
+    """A runner's status, and what it knows; the server answers when there is news, or after
+    `wait_seconds`.
+    """
 
     open: Count = 0
-    """Groups that it makes or that wait to be posted."""
+    """Groups in progress or waiting to be posted."""
     capacity: Count = 0
-    """Groups that it could have open; 0: it begins no more."""
+    """Number of groups it could have open; 0: it begins no more."""
     begun: Count = 0
-    """Groups that it began since it registered."""
+    """Groups begun since it registered."""
     delivered: Count = 0
     dropped: Counts = {}
     failures: Counts = {}
     """Failed attempts by kind."""
     engine: Small = {}
     quiet: str = Field(default="", max_length=64)
-    """Id of the pause that it holds: no call of its is at the engine (or may be, with "keep")."""
+    """Id of the pause it observes: none of its calls is at the engine (with "keep", some may be).
+    """
     seen: News | None = None
     wait_seconds: float = Field(default=0.0, ge=0, le=LONGEST_POLL_SECONDS)
 
@@ -127,7 +131,7 @@ class ScoredGroup(_Message):
     task_id: str = Field(min_length=1, max_length=512, pattern=_KEPT)
     attempts: int = Field(ge=1, le=_MOST)
     rewards: float = Field(ge=0, le=_MOST, allow_inf_nan=False)
-    """Of all attempts together."""
+    """Sum of the rewards of all attempts."""
     policy_version: int = Field(ge=-1, le=_MOST)
 
 

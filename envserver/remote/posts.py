@@ -1,8 +1,8 @@
-"""What is ready while one request is under way goes into the next one together.
+"""Combines groups that become ready during a request into the next request.
 
-In: bodies from any number of callers. Out: to each its own outcome. What holds: one request is
-under way at a time, so that a joiner that makes many groups posts many at once; one that is idle
-waits for nobody.
+In: bodies from any number of callers. Out: for each caller, its own outcome. What holds: one
+request runs at a time, so a runner that makes many groups posts many at once, and an idle one
+posts immediately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from envserver_records.errors import InputError
 from .batch import MOST_BYTES, MOST_GROUPS
 
 Send = Callable[[Sequence[bytes]], Awaitable[Sequence[InputError | None]]]
-"""Returns for each body why it is refused, None where it is on disk."""
+"""Returns for each body why it is refused; None if it is on disk."""
 
 
 class _Waiting(NamedTuple):
@@ -25,7 +25,7 @@ class _Waiting(NamedTuple):
 
 
 class GroupPoster:
-    """GroupPoster through `send`; `close` it."""
+    """Posts groups through `send`; must be closed with `close`."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -33,11 +33,11 @@ class GroupPoster:
         self._task: asyncio.Task[None] | None = None
 
     async def put(self, body: bytes) -> None:
-        """Returns when the request with `body` was answered.
+        """Waits until the request that contains `body` was answered.
 
         Raises:
-            InputError: it is refused.
-            Exception: what `send` raised.
+            InputError: the group is refused.
+            Exception: whatever `send` raised.
         """
         waiting = _Waiting(body, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
@@ -46,7 +46,7 @@ class GroupPoster:
         await waiting.done
 
     async def close(self) -> None:
-        """Gives up what waits."""
+        """Abandons the waiting groups."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -67,7 +67,7 @@ class GroupPoster:
                 _answer(one.done, outcome)
 
     def _next(self) -> list[_Waiting]:
-        """What waits, as much as one request may hold."""
+        """Takes as many waiting groups as fit into one request."""
         self._waiting = [one for one in self._waiting if not one.done.done()]
         size = count = 0
         for one in self._waiting[:MOST_GROUPS]:
@@ -84,12 +84,12 @@ class GroupPoster:
         except InputError as error:
             if len(bodies) == 1:
                 return [error]
-        # It was the request that was refused, perhaps for its size: each by itself may do.
+        # The whole request was refused, perhaps for its size; try each group alone.
         return [outcome for body in bodies for outcome in await self._outcomes([body])]
 
 
 def _answer(done: asyncio.Future[None], outcome: Exception | None) -> None:
-    if done.done():  # its caller was cancelled
+    if done.done():  # the caller was cancelled
         return
     if outcome is None:
         done.set_result(None)

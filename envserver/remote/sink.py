@@ -1,4 +1,4 @@
-"""The server as the place where the scheduler's groups go, and the stream of what it lacks."""
+"""Sends the scheduler's groups to the server, and skips requests for groups it already has."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def missing_requests(
     """Yields the requests whose groups the server does not have, in order.
 
     Args:
-        known: which of these the server has; it may block.
-        stored: number of groups of the stream that the server has; until all of them are met,
-            requests are read ahead and asked about in batches.
+        known: returns which of these groups the server has; may block.
+        stored: number of groups of the stream that the server has; until all of them have been
+            found, requests are read ahead and looked up in batches.
     """
     while stored > 0:
         ahead = list(itertools.islice(requests, min(_ASKED_AT_ONCE, stored)))
@@ -36,10 +36,10 @@ def missing_requests(
 
 
 class RemoteSink:
-    """Groups on their way to the server; for a stream that `missing_requests` gave.
+    """Sends groups to the server; for a stream made by `missing_requests`.
 
     Args:
-        open_groups: those that are made, or wait to be posted, now.
+        open_groups: returns the number of groups in progress or waiting to be posted.
     """
 
     def __init__(self, link: Link, open_groups: Callable[[], int]) -> None:
@@ -47,19 +47,19 @@ class RemoteSink:
         self._open_groups = open_groups
 
     async def put(self, group: Group) -> None:
-        """Returns when the server has `group` on disk, however long that takes.
+        """Waits until the server has `group` on disk, however long that takes.
 
         Raises:
-            InputError: the server refuses it for good.
+            InputError: the server refuses the group permanently.
         """
         await self._link.post(await asyncio.to_thread(_packed, group))
 
     async def known(self, group_ids: list[str]) -> set[str]:
-        """None: the server has none of the stream's groups, and nobody else makes them."""
+        """Returns an empty set: `missing_requests` skipped all groups that the server has."""
         return set()
 
     async def wait_for_capacity(self) -> None:
-        """Returns when the server has room for another group."""
+        """Waits until the server has capacity for another group."""
         await self._link.wait_for_capacity(self._open_groups)
 
 

@@ -1,5 +1,5 @@
-"""Who may ask, how often, and over what connections.
+"""Access control: roles, quotas and connection limits.
 
-`tokens` keeps access tokens, `rules` says which role may ask for which route, `middleware` stands
-before the application, `quotas` counts, `connections` bounds HTTP itself.
+`tokens` keeps access tokens, `rules` maps routes to roles, `middleware` enforces them before the
+application, `quotas` limits rates, `connections` limits HTTP connections.
 """

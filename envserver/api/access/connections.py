@@ -1,9 +1,9 @@
-"""HTTP connections that cannot hold the server up: uvicorn's protocol with bounds of its own.
+"""HTTP connections with limits, so that slow or greedy clients cannot block the server.
 
-What holds: there are at most so many connections; the line and headers of a request have a size, a
-number and a time; a body that stops coming, or comes too slowly, is given up; what nobody reads of
-a body is read to its end only when that is near. Whoever passes a bound is told (431, 414, 408,
-503, as problem details) and let go.
+Extends uvicorn's protocol. What holds: the number of connections is limited; the request line and
+headers are limited in size, number and time; a body that stalls or arrives too slowly is aborted;
+an unread body is drained only if little of it is left. A client that exceeds a limit gets an
+error (431, 414, 408 or 503, as problem details) and is disconnected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_DISCARDED: Final = 1 << 20
 
 @dataclass(frozen=True)
 class HttpBounds:
-    """See the settings of the same names (`ServerConfig`)."""
+    """Connection limits; see the settings of the same names (`ServerConfig`)."""
 
     max_connections: int
     max_header_bytes: int
@@ -55,7 +55,7 @@ class TooManyConnections(UsageError):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. It is idle, or a request's head comes, or its body."""
+    """One connection. Its phase is idle, reading headers, or reading a body."""
 
     def __init__(self, *args: Any, bounds: HttpBounds, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -89,7 +89,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._phase != "body" and self._head_bytes > self._bounds.max_header_bytes:
             self._refuse(self._headers_too_large())
         elif self._timer is None:
-            # What comes whole, as most requests do, needs none.
+            # Requests that arrive whole, as most do, need no timer.
             if self._phase == "head":
                 self._timer = self.loop.call_later(self._bounds.header_seconds, self._head_too_slow)
             elif self._phase == "body":
@@ -140,7 +140,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _head_too_slow(self) -> None:
         self._timer = None
         if self._phase == "idle":
-            # Nothing was asked, or another request is at work still.
+            # Idle, or an earlier request is still being handled.
             if self.cycle is None:
                 self.transport.close()
             return
@@ -150,7 +150,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _watch_body(self) -> None:
         now = self.loop.time()
         if self.flow.read_paused:
-            self._body_came = now  # it is we who do not read
+            self._body_came = now  # the server paused reading, not the client
         idle = now - self._body_came
         left = min(
             self._bounds.body_idle_seconds - idle,
@@ -174,7 +174,7 @@ class BoundedHttp(HttpToolsProtocol):
         )
 
     def _refuse(self, error: UsageError) -> None:
-        """Says why and hangs up; says nothing in the middle of another answer."""
+        """Sends the error, unless a response has already begun, and closes the connection."""
         if self._refused:
             return
         self._refused = True

@@ -1,9 +1,10 @@
-"""Who may ask: access tokens and their roles, quotas, and the names that the server goes by.
+"""Access control: access tokens and their roles, quotas, and the host names of the server.
 
-ASGI middlewares. `Access` stands before anything reads a body: without a good token there is 401,
-with one of another role 403, beyond its quota 429. What holds: an answer never says whether a token
-exists, expired or was revoked, nor, to whoever has none, which routes there are; a stream ends when
-its token is revoked. `KnownNames` is for servers without tokens, which only this machine reaches.
+ASGI middlewares. `Access` runs before anything reads a body: without a valid token the response is
+401, with another role 403, above the quota 429. What holds: a response never reveals whether a
+token exists, has expired or was revoked, nor, without a token, which routes exist; a stream ends
+when its token is revoked. `KnownNames` is for servers without tokens, which only this machine can
+reach.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Unauthorized(UsageError):
 
 
 class Forbidden(UsageError):
-    """`detail["needed_roles"]` are those of which one is needed."""
+    """The token has none of the needed roles, which are listed in `detail["needed_roles"]`."""
 
     kind, status = "forbidden", 403
 
@@ -45,13 +46,13 @@ class Misdirected(UsageError):
 
 
 class Access:
-    """Lets through whoever may ask.
+    """Lets only authorized requests through.
 
     Args:
-        settings: with a `tokens_file`.
+        settings: must name a `tokens_file`.
 
     Raises:
-        ConfigError: the file is not there, its form is wrong, or it holds no token.
+        ConfigError: the file does not exist, is malformed, or contains no token.
     """
 
     def __init__(self, app: ASGIApp, tokens: AccessTokens, settings: ServerConfig) -> None:
@@ -65,7 +66,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         rules = rules_of(scope["path"])
-        # What answers GET answers HEAD, where it does at all.
+        # Routes that answer GET may also answer HEAD.
         rule = rules.get("GET" if scope["method"] == "HEAD" else scope["method"])
         if rule is not None and rule.roles is None:
             await self._app(scope, receive, send)
@@ -96,7 +97,7 @@ class Access:
 
 
 class _Passing:
-    """One request on its way: its bytes are counted, and its answer ends with its token."""
+    """One admitted request: counts its bytes, and ends its response if the token is revoked."""
 
     def __init__(
         self, tokens: AccessTokens, token: Token, usage: Usage, receive: Receive, send: Send
@@ -135,13 +136,14 @@ def _counted(usage: Usage, is_stream: bool) -> Iterator[None]:
 
 
 def _check_role(token: Token, rule: Rule | None, *, known: bool) -> None:
-    """
+    """Checks that the token's role allows the request.
+
     Raises:
         Forbidden: another role is needed.
-        NotFoundError: there is no such route.
+        NotFoundError: the route does not exist.
     """
     if token.role == "admin" or (rule is None and known):
-        return  # a method that the path does not have: the route says so
+        return  # the path does not have this method: the route answers that itself
     if rule is None:
         raise _NotFound("Not Found")
     assert rule.roles is not None
@@ -155,7 +157,7 @@ class _NotFound(UsageError):
 
 
 def _bearer(scope: Scope) -> str:
-    """The token that was sent; "" without one, or with several."""
+    """Returns the bearer token of the request; "" if there is none, or more than one."""
     sent = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(sent) != 1:
         return ""
@@ -179,19 +181,19 @@ async def _refuse(error: UsageError, scope: Scope, receive: Receive, send: Send)
 
 
 class KnownNames:
-    """Refuses requests that call the server by a name that is not its own.
+    """Refuses requests whose Host header is not one of the server's names.
 
-    A name of somebody else's can be made to mean this machine (DNS rebinding): to a browser a page
-    under it is then of the same site as this server, and may ask and read everything.
+    Prevents DNS rebinding: an attacker can make a domain resolve to this machine; a browser then
+    treats a page of that domain as the same origin as this server and lets it read everything.
 
     Args:
-        names: beside those that always mean this machine.
+        names: host names in addition to those of loopback.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
         self._app = app
         self._names = {name.lower() for name in names}
-        # The same few come with every request.
+        # Cached: the same few Host headers come with every request.
         self._may_be_once = lru_cache(_MOST_HOSTS)(self._may_be)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,7 @@
-"""How often: what each access token may ask for in a time, and how often a stranger may fail.
+"""Rate limits: requests and bytes per access token, and failed attempts per address.
 
-Token buckets in memory. What holds: one state for each access token and at most 4096 for addresses,
-so nobody fills the memory; a server that starts again begins with full buckets.
+Token buckets in memory. What holds: one state per access token and at most 4096 for addresses, so
+memory use is limited; after a restart all buckets are full.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FAILURES_PER_SECOND: Final = 0.5
 
 
 class TooManyRequests(UsageError):
-    """`detail["retry_after_seconds"]` says when to come again."""
+    """Too many requests; `detail["retry_after_seconds"]` says when to retry."""
 
     kind, status = "too_many_requests", 429
 
@@ -33,12 +33,12 @@ class TooManyRequests(UsageError):
 
 
 class Bucket:
-    """So much at once, and so much a second.
+    """A token bucket.
 
     Args:
-        rate: per second.
-        most: what is in it when it is full, as it is at first.
-        now: seconds.
+        rate: tokens added per second.
+        most: capacity; the bucket starts full.
+        now: current time in seconds.
     """
 
     __slots__ = ("_at", "_level", "most", "rate")
@@ -50,12 +50,12 @@ class Bucket:
         self._at = now
 
     def wait_seconds(self, amount: float, now: float) -> float:
-        """How long until `amount` is there; 0: it is. Nothing is taken."""
+        """Returns the seconds until `amount` is available; 0 if it is. Takes nothing."""
         self._fill(now)
         return max(0.0, (amount - self._level) / self.rate)
 
     def take(self, amount: float, now: float) -> None:
-        """Takes what has been used, even more than is there: what comes next waits for it."""
+        """Takes `amount`, even if the balance becomes negative; later requests then wait."""
         self._fill(now)
         self._level -= amount
 
@@ -65,7 +65,7 @@ class Bucket:
 
 
 class Usage:
-    """What one access token has used of its quota."""
+    """Usage of the quota of one access token."""
 
     def __init__(self, quota: Quota, clock: Callable[[], float] = time.monotonic) -> None:
         self._quota = quota
@@ -83,7 +83,7 @@ class Usage:
         """Counts a request.
 
         Raises:
-            TooManyRequests: the quota is used up; then nothing was counted.
+            TooManyRequests: the quota is used up; the request is not counted.
         """
         now = self._clock()
         if self._bytes is not None and (wait := self._bytes.wait_seconds(1, now)):
@@ -102,16 +102,16 @@ class Usage:
         self.open_streams -= 1
 
     def moved(self, size: int) -> None:
-        """Counts bytes of a body, in any direction."""
+        """Counts bytes of a body, sent or received."""
         if self._bytes is not None and size:
             self._bytes.take(size, self._clock())
 
 
 class Usages:
-    """Of all access tokens, by their id.
+    """Usage of all access tokens, by token id.
 
     Args:
-        quota: of those that have none of their own.
+        quota: for tokens without a quota of their own.
     """
 
     def __init__(self, quota: Quota, clock: Callable[[], float] = time.monotonic) -> None:
@@ -120,7 +120,7 @@ class Usages:
         self._known: OrderedDict[str, tuple[Quota | None, Usage]] = OrderedDict()
 
     def of(self, token_id: str, own: Quota | None) -> Usage:
-        """What this token has used; it begins anew when its own quota was changed."""
+        """Returns the usage of this token; it restarts when the token's own quota has changed."""
         known = self._known.get(token_id)
         if known is None or known[0] != own:
             quota = self._quota
@@ -133,8 +133,8 @@ class Usages:
 
 
 class Strangers:
-    """How often requests of an address came without a good token: 20 at once, then one in two
-    seconds. Of IPv6 a network of 2^64 addresses counts as one.
+    """Limits requests without a valid token per address: 20 at once, then one every two seconds. An
+    IPv6 /64 network counts as one address.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -142,10 +142,10 @@ class Strangers:
         self._failures: OrderedDict[str, Bucket] = OrderedDict()
 
     def failed(self, address: str) -> None:
-        """Counts a failure.
+        """Counts a failed attempt.
 
         Raises:
-            TooManyRequests: there were too many from there.
+            TooManyRequests: there were too many from this address.
         """
         now = self._clock()
         place = _network(address)

@@ -1,8 +1,8 @@
-"""Which role may ask for which route: one table, in which every route of the server is.
+"""Which role may use which route: one table with every route of the server.
 
-What is not in it does not exist for anybody but an admin. `/healthz` asks for nothing; the proxy's
-addresses (`/r/{key}/...`: attempts and guests) are no part of this application: each holds its own
-key, and its server listens on loopback only.
+For a route that is not in the table, everyone but an admin gets 404. `/healthz` needs no token.
+The proxy's paths (`/r/{key}/...`: attempts and guests) are not part of this application: each
+contains its own key, and the proxy listens on loopback only.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ EVERYBODY: Final[Roles] = frozenset({"reader", "trainer", "environment"})
 
 
 class Rule(NamedTuple):
-    """Who may do `method` at `path` (as the route is declared), beside admins.
+    """Roles that may call `method` at `path` (the route's template), in addition to admin.
 
     Args:
-        roles: None asks for no token.
-        is_stream: its answer has no end of its own; a token has few of them at a time.
+        roles: None if no token is needed.
+        is_stream: whether the response is endless; a token may have only a few of those at a time.
     """
 
     method: str
@@ -63,12 +63,12 @@ RULES: Final = (
     Rule("POST", "/v1/policy/pause", TRAINER),
     Rule("POST", "/v1/policy/resume", TRAINER),
     Rule("GET", "/v1/policy", EVERYBODY),
-    # People and tools
+    # Operators and tools
     Rule("GET", "/v1/status", READERS),
     Rule("GET", "/v1/groups", READERS),
     Rule("GET", "/v1/groups/{group_id:path}", READERS),
     Rule("GET", "/v1/tasks/estimates", EVERYBODY),
-    # Environments on other machines
+    # Runners
     Rule("POST", "/v1/environments", ENVIRONMENT),
     Rule("GET", "/v1/environments", EVERYBODY),
     Rule("POST", "/v1/environments/{env_id}/heartbeat", ENVIRONMENT),
@@ -77,7 +77,7 @@ RULES: Final = (
     Rule("POST", "/v1/environments/{env_id}/scored", ENVIRONMENT),
     Rule("DELETE", "/v1/environments/{env_id}", ENVIRONMENT),
     Rule("POST", "/v1/environments/{env_id}/drain", NOBODY_ELSE),
-    # The Atropos wire
+    # Atropos protocol
     Rule("GET", "/", EVERYBODY),
     Rule("POST", "/register", TRAINER),
     Rule("GET", "/info", EVERYBODY),
@@ -96,7 +96,7 @@ RULES: Final = (
 
 
 def rules_of(path: str) -> dict[str, Rule]:
-    """The rules for a request's path, by method; empty where there is no such path."""
+    """Returns the rules for a request's path, by method; empty if the path does not exist."""
     found = _EXACT.get(path)
     if found is not None:
         return found

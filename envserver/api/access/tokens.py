@@ -1,13 +1,13 @@
-"""Access tokens: a file that names them and holds only their hashes.
+"""Access tokens: a file that lists them and contains only their hashes.
 
-A token is `evs_<id>_<secret>`: the id finds its entry, the secret has 256 random bits, and the file
-has the SHA-256 of the whole. A slow, salted hash (scrypt) is for what people think up; nobody can
-guess through 2^256 secrets, and each request would pay for it.
+A token is `evs_<id>_<secret>`: the id selects the entry, the secret has 256 random bits, and the
+file contains the SHA-256 of the whole token. A slow, salted hash (scrypt) protects passwords that
+people invent; 256 random bits cannot be guessed, and every request would pay the cost.
 
     envserver token create --role trainer --name cluster-7
 
-What holds: a token is shown once, when it is made; the file is replaced whole, and only its owner
-may read or write it; a file that cannot be read changes nothing for a server that runs.
+What holds: a token is shown once, when it is created; the file is replaced atomically and only its
+owner may read or write it; a running server keeps its tokens if the file becomes unreadable.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 
 class Token(BaseModel):
-    """One token, as the file has it."""
+    """One token, as stored in the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -56,7 +56,7 @@ class Token(BaseModel):
     created_at: AwareDatetime
     expires_at: AwareDatetime | None = None
     quota: Quota | None = None
-    """What it has instead of the server's `server.quota`; unset fields are as there."""
+    """Quota of this token; unset fields are taken from the server's `server.quota`."""
 
     def has_expired(self, now: datetime) -> bool:
         return self.expires_at is not None and self.expires_at <= now
@@ -71,11 +71,11 @@ class _File(BaseModel):
 def create_token(
     path: Path, name: str, role: Role, lifetime: timedelta | None = None
 ) -> tuple[str, Token]:
-    """A new token, and its entry, which is in the file from now on.
+    """Creates a token and adds its entry to the file; returns the token and the entry.
 
     Raises:
-        ConflictError: there is one of this name.
-        ConfigError: the file cannot be read or written, or the name has a wrong form.
+        ConflictError: a token of this name exists.
+        ConfigError: the file cannot be read or written, or the name is invalid.
     """
     now = datetime.now(UTC).replace(microsecond=0)
     with _changed(path) as tokens:
@@ -110,7 +110,7 @@ def revoke_token(path: Path, name: str) -> Token:
     """Removes the token with this name or id from the file.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such token.
         ConfigError: the file cannot be read or written.
     """
     with _changed(path) as tokens:
@@ -122,10 +122,10 @@ def revoke_token(path: Path, name: str) -> Token:
 
 
 def read_tokens(path: Path) -> list[Token]:
-    """The entries of the file.
+    """Returns the entries of the file.
 
     Raises:
-        ConfigError: it is not there, others may read or write it, or its form is wrong.
+        ConfigError: the file does not exist, others may read or write it, or it is malformed.
     """
     try:
         with path.open("rb") as file:
@@ -156,14 +156,14 @@ def read_tokens(path: Path) -> list[Token]:
 
 
 class AccessTokens:
-    """The tokens of a file that a running server accepts; the file is read again when it changes.
+    """The tokens that a running server accepts; the file is read again when it changes.
 
     Args:
-        path: it must be there, and hold a token.
-        now: the time, for those that expire.
+        path: the file; it must exist and contain a token.
+        now: returns the current time, to check expiry.
 
     Raises:
-        ConfigError: there is no such file, its form is wrong, or it holds no token.
+        ConfigError: the file does not exist, is malformed, or contains no token.
     """
 
     def __init__(
@@ -180,16 +180,16 @@ class AccessTokens:
             )
 
     def find(self, text: str) -> Token | None:
-        """The entry of this token; None when it is not, or no longer, one of ours."""
+        """Returns the entry of this token; None if it is unknown, expired or revoked."""
         self._refresh()
         form = _TOKEN.fullmatch(text)
         token = self._tokens.get(form["id"]) if form else None
-        # Compared in constant time, and also where there is nothing to compare with.
+        # Compare in constant time, even if no entry exists.
         same = hmac.compare_digest(_hashed(text), token.sha256 if token else _NO_HASH)
         return token if token and same and not token.has_expired(self._now()) else None
 
     def is_valid(self, token: Token) -> bool:
-        """Whether a token that was found is still one of ours."""
+        """Returns whether a token found earlier is still valid."""
         self._refresh()
         known = self._tokens.get(token.id)
         return (
@@ -212,7 +212,7 @@ class AccessTokens:
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
-    """What differs when the file was changed or replaced; () without one."""
+    """Returns values that differ when the file was changed or replaced; () without a file."""
     try:
         found = path.stat()
     except OSError:
@@ -226,7 +226,7 @@ def _hashed(text: str) -> str:
 
 @contextlib.contextmanager
 def _changed(path: Path) -> Iterator[list[Token]]:
-    """The entries, to be changed; written when the block ends well. One process at a time."""
+    """Yields the entries; writes them back if the block succeeds. One process at a time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

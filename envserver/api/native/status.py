@@ -33,8 +33,7 @@ def add_status_routes(
 
     @router.get("/v1/status", responses=answers(StatusAnswer, what="How things stand."))
     async def get_status() -> Response:
-        """Returns groups by state, the status of the Atropos protocol, and the server's own
-        counters."""
+        """Returns groups by state, the state of the Atropos protocol, and the server's counters."""
         return json_answer(
             {
                 "version": __version__,

@@ -17,8 +17,7 @@ _STEP_SECONDS = 1.0
 
 
 def fair_shares(shares: Iterable[Share]) -> Shares:
-    """Returns the clocks of the environments; minimum shares that add up to more than 1 are scaled
-    to 1."""
+    """Returns the clocks of the environments; scales minimum shares down to a sum of at most 1."""
     given = list(shares)
     total = sum(share.minimum for share in given)
     if total > 1:
