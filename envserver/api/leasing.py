@@ -157,8 +157,7 @@ class GroupEncoder:
 
 
 def _looked_through(group_ids: Sequence[str], found: Sequence[tuple[int, bytes]]) -> list[_Stored]:
-    """Checks bodies; compressed ones stay compressed. Raises DamagedBodies, naming all damaged
-    groups."""
+    """Checks bodies; compressed ones stay so. Raises DamagedBodies, naming all damaged groups."""
     plain = decode_all(group_ids, found)
     return [
         _Stored(encoding, data) if encoding == ZSTD else _Stored(RAW, body)

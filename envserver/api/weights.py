@@ -32,8 +32,7 @@ class PauseRequest(BaseModel):
     are cancelled and retried later).
     """
     timeout_seconds: float = Field(default=60.0, gt=0, le=_LONGEST_WAIT_SECONDS)
-    """Maximum time to wait for them; after that the response has `"idle": false` and calls stay
-    paused."""
+    """Maximum wait for them; then the response has `"idle": false` and calls stay paused."""
 
 
 class ResumeRequest(BaseModel):
@@ -82,8 +81,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
         responses=answers(PolicyAnswer, 409, body=True, what="Calls go on."),
     )
     async def resume(request: Request) -> Response:
-        """Lets calls continue; repeating is allowed. A version lower than the current one is
-        refused (409)."""
+        """Lets calls continue; repeating is allowed. Refuses a lower version (409)."""
         wanted = await read_body(request, _RESUME)
         if wanted.version is not None:
             await policy.publish(wanted.version)

@@ -1,1 +1,1 @@
-"""The Atropos wire, as their trainers and environments speak it, over the durable store."""
+"""The Atropos protocol over the durable store, for existing Atropos trainers and environments."""

@@ -1,13 +1,14 @@
-"""How batches are formed from what waits: pure functions of the queue.
+"""Forms batches from the queue of waiting groups. Pure functions.
 
 In: the waiting groups, oldest first, the trainer's batch size in sequences, the minimum shares of
 the environments that are alive. Out: batches of exactly `batch_size` sequences, oldest first, and
-why no further one could be formed. Always: no group is in two batches, groups keep their order
-within a batch, no group is changed or lost.
+why no further batch could be formed. What holds: no group is in two batches, groups keep their
+order within a batch, no group is changed or lost.
 
-The rule is that of the Atropos wire. With M the largest waiting group, groups of one size are piled
-up until a pile makes M sequences (a pack); only packs leave. So batch_size must be a multiple of M
-and every size must divide M, or nothing comes out; the reason then says so.
+The rule is that of the Atropos protocol. With M the size of the largest waiting group, groups of
+equal size are collected until they add up to M sequences (a pack); batches consist of whole packs.
+So batch_size must be a multiple of M and every group size must divide M, or no batch forms; the
+reason then says so.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from typing import Final
 import msgspec
 
 WORK_LIMIT: Final = 2_000_000
-"""Group visits of one `form_batches`: what is left then is formed by the next call."""
+"""Maximum number of group visits in one `form_batches`; the next call forms the rest."""
 
 _LARGEST_MINIMUM: Final = 2**62
 
 Lane = int | str | None
-"""Whose a group is: the number of a registered environment, the name of one of ours, or nobody's.
-"""
+"""Owner of a group: number of a registered environment, name of a local one, or None."""
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """A group that waits.
+    """A waiting group.
 
     Args:
         group_id: its id in the store.
-        size: sequences it counts for.
-        env_id: the environment number that it was posted with.
-        lane: under which minimum it counts: `env_id`, or the name of an environment of ours.
-        order: when it entered the queue (`time.time()` seconds); the queue is sorted by it.
-        native: made by an environment of ours: its body is a packed `records.Group`.
+        size: number of sequences it counts for.
+        env_id: the environment number it was posted with.
+        lane: the owner whose minimum it counts for: `env_id`, or the name of a native
+            environment.
+        order: time it entered the queue (`time.time()` seconds); the queue is sorted by it.
+        native: made by an environment of this server: its body is a packed `records.Group`.
     """
 
     group_id: str
@@ -49,7 +50,7 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 class Formed(msgspec.Struct, frozen=True):
-    """Batches, oldest first, what is left of the queue, and why there is no further batch."""
+    """Batches, oldest first, the groups left in the queue, and why there is no further batch."""
 
     batches: list[list[Waiting]]
     left: list[Waiting]
@@ -57,20 +58,20 @@ class Formed(msgspec.Struct, frozen=True):
 
 
 def minimum_sequences(batch_size: int, share: float) -> int:
-    """The whole sequences of a batch that a minimum share comes to."""
+    """Returns the minimum number of whole sequences in a batch for a minimum share."""
     return int(min(batch_size * share, _LARGEST_MINIMUM))
 
 
 def form_batches(
     queue: Sequence[Waiting], batch_size: int, minimums: Mapping[Lane, float] | None = None
 ) -> Formed:
-    """Forms batches until none can be formed (or `WORK_LIMIT` is reached).
+    """Forms batches until none can be formed or `WORK_LIMIT` is reached.
 
     Args:
-        queue: oldest first.
+        queue: waiting groups, oldest first.
         batch_size: sequences per batch.
-        minimums: smallest share of each batch by lane, in order of registration, for the
-            environments that are connected and alive; empty: plain forming.
+        minimums: minimum share of each batch by lane, in order of registration, for the
+            environments that are connected and alive; empty: no minimum shares.
     """
     left = list(queue)
     batches: list[list[Waiting]] = []
@@ -92,7 +93,7 @@ def form_batches(
 
 
 def _packs(groups: Sequence[Waiting], largest: int) -> list[list[Waiting]]:
-    """Piles of one size that make `largest` sequences, in the order of their completion."""
+    """Collects groups of one size into packs of `largest` sequences, in order of completion."""
     piles: dict[int, list[Waiting]] = defaultdict(list)
     packs: list[list[Waiting]] = []
     for group in groups:
@@ -105,8 +106,9 @@ def _packs(groups: Sequence[Waiting], largest: int) -> list[list[Waiting]]:
 
 
 def _plain(queue: Sequence[Waiting], batch_size: int) -> tuple[list[list[Waiting]], str]:
-    """As many batches as follow from one look at the queue: while whole packs leave and a group of
-    the largest size stays, the packs of what is left are the packs not yet taken.
+    """Forms as many batches as one scan of the queue allows. While whole packs are taken and a
+    group of the largest size remains, the packs of the remaining groups are simply those not yet
+    taken.
     """
     if not queue:
         return [], "no group waits"
@@ -134,7 +136,7 @@ def _plain(queue: Sequence[Waiting], batch_size: int) -> tuple[list[list[Waiting
 def _take(
     packs: Sequence[list[Waiting]], batch_size: int
 ) -> tuple[list[Waiting] | None, int, bool]:
-    """A batch from the first packs, how many packs it touched, and whether it used all of them."""
+    """Returns a batch, the number of packs it uses, and whether the last is used up."""
     batch: list[Waiting] = []
     taken = 0
     for number, pack in enumerate(packs, 1):
@@ -160,7 +162,7 @@ def _why_not(queue: Sequence[Waiting], batch_size: int, largest: int, packed: in
 def _with_minimums(
     queue: Sequence[Waiting], batch_size: int, minimums: Mapping[Lane, float]
 ) -> tuple[list[list[Waiting]], str]:
-    """One batch that gives each lane its minimum, or the reason why there is none."""
+    """Returns one batch that gives each lane its minimum, or the reason why there is none."""
     if not queue:
         return [], "no group waits"
     packed = _packed_by_lane(queue)
@@ -195,7 +197,7 @@ def _packed_by_lane(queue: Sequence[Waiting]) -> dict[Lane, list[Waiting]]:
 def _scale_down(
     wanted: dict[Lane, int], packed: Mapping[Lane, Sequence[Waiting]], batch_size: int
 ) -> None:
-    """Minimums that ask for more than a batch are scaled to it, but never below one group each."""
+    """Scales minimums that exceed a batch down to it, but never below one group each."""
     asked = sum(wanted.values())
     if asked <= batch_size:
         return
@@ -210,7 +212,7 @@ def _fill(
     wanted: Mapping[Lane, int],
     batch_size: int,
 ) -> list[Waiting]:
-    """First each lane's minimum, in order of registration; then, oldest first, what still fits."""
+    """Takes each lane's minimum in order of registration; then, oldest first, what still fits."""
     batch: list[Waiting] = []
     room = batch_size
     for lane, minimum in wanted.items():

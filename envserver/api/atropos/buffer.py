@@ -1,6 +1,7 @@
-"""Which buffered groups of one environment go to the queue together: pure, sizes in, indices out.
+"""Selects the buffered groups of an environment that are queued together. Pure: sizes in, indices
+out.
 
-An environment may post a group in parts. Parts wait until some of them sum exactly to its group
+An environment may post a group in parts. Parts wait until some of them add up to exactly its group
 size.
 """
 
@@ -10,10 +11,10 @@ from collections.abc import Sequence
 
 
 def groups_summing_to(sizes: Sequence[int], target: int) -> list[int]:
-    """Indices, ascending, of sizes that sum exactly to `target`; empty when there are none.
+    """Returns ascending indices of sizes that add up to exactly `target`; empty if there are none.
 
-    First greedily from the oldest, leaving out what does not fit; if that fails, any subset that
-    fits, with the oldest parts preferred. Sizes are positive.
+    Tries greedily from the oldest, skipping what does not fit; if that fails, finds any subset that
+    fits, preferring the oldest parts. Sizes are positive.
     """
     return _greedily(sizes, target) or _by_subset(sizes, target)
 
@@ -33,7 +34,7 @@ def _greedily(sizes: Sequence[int], target: int) -> list[int]:
 def _by_subset(sizes: Sequence[int], target: int) -> list[int]:
     if target <= 0 or sum(sizes) < target:
         return []
-    # reachable[i]: the sums, up to target, that sizes[i:] can make.
+    # reachable[i]: the sums up to target that sizes[i:] can make.
     reachable: list[set[int]] = [{0}]
     for size in reversed(sizes):
         sums = reachable[-1]

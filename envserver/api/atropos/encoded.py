@@ -1,7 +1,7 @@
-"""Groups as the JSON bytes that go into an answer, made once and kept while there is room.
+"""Encodes groups as JSON for responses, and caches the result.
 
-In: ids and how their bodies are stored. Out: one JSON object each. What others posted is stored as
-the very bytes that are sent; groups of ours are converted in a thread.
+In: ids and how their bodies are stored. Out: one JSON object each. Posted groups are stored in
+exactly the form that is sent; native groups are converted in a thread.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MOST_BYTES: Final = 64 * 1024 * 1024
 
 
 class BrokenBody(StoreError):
-    """A stored group of ours that no trainer can be given; `detail["group_id"]` names it."""
+    """A stored native group that cannot be sent to trainers; `detail["group_id"]` names it."""
 
     kind = "broken_body"
 
 
 class EncodedGroups:
-    """Reads bodies through a cache of `most_bytes`, least recently used out first."""
+    """Reads bodies through a cache of `most_bytes` that evicts the least recently used."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class EncodedGroups:
         self._bytes = 0
 
     def keep(self, group_id: str, encoded: bytes) -> None:
-        """Remembers what is known already, as long as there is room."""
+        """Caches an encoded group if there is room."""
         self.forget(group_id)
         if len(encoded) > self._most_bytes:
             return
@@ -59,15 +59,16 @@ class EncodedGroups:
             self._bytes -= len(oldest)
 
     def forget(self, group_id: str) -> None:
-        """Frees the room of a group that was delivered."""
+        """Removes a delivered group from the cache."""
         self._bytes -= len(self._kept.pop(group_id, b""))
 
     async def get(self, groups: Sequence[Waiting]) -> list[bytes]:
-        """One JSON object for each group, in this order.
+        """Returns one JSON object per group, in this order.
 
         Raises:
-            NotFoundError: one is not in the store. DamagedBodies: some cannot be read.
-            BrokenBody: one of ours is no group, or has no row to train on.
+            NotFoundError: a group is not in the store.
+            DamagedBodies: some bodies cannot be read.
+            BrokenBody: a native body is not a group, or has no row to train on.
         """
         found = {g.group_id: self._kept[g.group_id] for g in groups if g.group_id in self._kept}
         missing = [group for group in groups if group.group_id not in found]

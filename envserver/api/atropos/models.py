@@ -1,8 +1,8 @@
-"""The bodies of the Atropos wire: what is accepted, what is refused and where, what is kept.
+"""Request bodies of the Atropos protocol and their validation.
 
-In: raw JSON. Out: validated models, or `Refused` with errors in FastAPI's shape. Types are lax as
-on the original wire (1.0, "7" and true are token ids); beyond it, NaN, infinities, lengths that do
-not fit together and groups without a token are refused, each with its place.
+In: raw JSON. Out: validated models, or `Refused` with errors in FastAPI's form. Types are as lax
+as in the original protocol (1.0, "7" and true are valid token ids). In addition, NaN, infinities,
+mismatched lengths and groups without a token are refused, each with its place.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Share = Annotated[float, Field(allow_inf_nan=False)]
 
 _Item = TypeVar("_Item")
 Array = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list of which only the first fault is reported: a few megabytes can hold a million of them."""
+"""A list that reports only its first error: a few megabytes can contain a million errors."""
 
 
 class WireModel(BaseModel):
-    """Unknown fields are ignored; numbers are finite."""
+    """Base model: unknown fields are ignored; numbers must be finite."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 class Registration(WireModel):
-    """A trainer presents itself."""
+    """Registers a trainer."""
 
     wandb_group: str
     wandb_project: str
@@ -46,7 +46,7 @@ class Registration(WireModel):
 
 
 class EnvironmentRegistration(WireModel):
-    """An environment presents itself."""
+    """Registers an environment."""
 
     max_token_length: Whole
     desired_name: str
@@ -64,7 +64,7 @@ class LeaseIdentifier(WireModel):
 
 
 class ScoredData(WireModel):
-    """One group of scored sequences. Its fields, in this order, are the keys of every answer."""
+    """A group of scored sequences. Its fields, in this order, are the keys of every response."""
 
     tokens: Array[Array[int]]
     masks: Array[Array[int]]
@@ -84,15 +84,15 @@ class ScoredData(WireModel):
 
 _FREE_FIELDS: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _PER_TOKEN: Final = ("ref_logprobs", "inference_logprobs")
-# Rows of advantages may have any length: one per sequence is as usual as one per token.
+# Rows of advantages may have any length: one per sequence is as common as one per token.
 _PER_ROW: Final = ("advantages", "messages", "distill_token_ids", "distill_logprobs")
 
 
 def check_groups(groups: Sequence[ScoredData], *, listed: bool) -> None:
-    """Refuses what has the right types and is still unusable.
+    """Refuses groups that have the right types but cannot be used.
 
     Args:
-        listed: the groups came as a list, so places start with an index.
+        listed: whether the groups came as a list, so that places start with an index.
 
     Raises:
         Refused: with up to 100 errors.
@@ -119,7 +119,7 @@ def _faults(group: ScoredData) -> Iterator[dict[str, Any]]:
     yield from _unlike_tokens("masks", group.masks, lengths)
     yield from _row_count("scores", len(group.scores), rows)
     for field in _PER_TOKEN:
-        # Environments send an empty list for "none".
+        # Environments send an empty list to mean "none".
         if column := getattr(group, field):
             yield from _unlike_tokens(field, column, lengths)
     for field in _PER_ROW:
@@ -168,7 +168,7 @@ def _bad_messages(group: ScoredData) -> Iterator[dict[str, Any]]:
 
 
 def _not_finite(field: str, value: Any) -> Iterator[dict[str, Any]]:
-    """Numbers that JSON cannot carry, anywhere inside a field of free form."""
+    """Yields errors for numbers that JSON cannot represent, anywhere inside a free-form field."""
     if _all_finite(value):
         return
     stack: list[tuple[list[str | int], Any]] = [([field], value)]
@@ -184,7 +184,7 @@ def _not_finite(field: str, value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _all_finite(value: Any) -> bool:
-    """The same look without keeping places, for the many that are fine."""
+    """Returns whether all numbers are finite: `_not_finite` without places, and so faster."""
     stack = [value]
     while stack:
         item = stack.pop()

@@ -1,7 +1,7 @@
-"""Posted groups on their way to disk and into the view.
+"""Stores posted groups and adds them to the view.
 
-In: groups that were checked. Out: stored groups, queued or, where a group came in parts, buffered
-until parts make a whole. What holds: a group is in the view only when it is on disk.
+In: checked groups. Out: stored groups, queued or, if a group came in parts, buffered until the
+parts make a whole group. What holds: a group is in the view only after it is on disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INT64: Final = 2**63
 
 
 class Posts:
-    """Stores posts; `under_way` holds the ids of those that are being stored right now."""
+    """Stores posts; `under_way` contains the ids of groups being stored right now."""
 
     def __init__(self, store: GroupStore, view: View, encoded: EncodedGroups) -> None:
         self._store = store
@@ -39,13 +39,13 @@ class Posts:
         self.under_way: set[str] = set()
 
     def any_part(self, groups: Sequence[PostedGroup], state: WireState) -> bool:
-        """Whether one of them is not a whole group of its environment."""
+        """Returns whether one of the groups is only part of a group of its environment."""
         return any(_is_part(group, state) for group in groups)
 
     async def whole(
         self, groups: Sequence[PostedGroup], key: str | None, state: WireState
     ) -> list[int | None]:
-        """Stores and queues groups. Any number of calls may be under way: they share commits."""
+        """Stores and queues whole groups. Concurrent calls are allowed and share commits."""
         for put in await self._put_new(_as_puts(groups, key, state)):
             self._view.enqueue(self._waiting(put))
         return [None] * len(groups)
@@ -53,10 +53,10 @@ class Posts:
     async def parts(
         self, groups: Sequence[PostedGroup], key: str | None, state: WireState
     ) -> tuple[list[int | None], bool]:
-        """Stores groups some of which are parts. The caller keeps other such calls out.
+        """Stores groups of which some are parts. Calls must not run concurrently.
 
         Returns:
-            The answers, as for `whole`, and whether all that became whole could be queued.
+            The answers, as for `whole`, and whether all groups that became whole could be queued.
         """
         encoded = _as_puts(groups, key, state)
         puts = [item.put for item in encoded]
@@ -80,7 +80,7 @@ class Posts:
         return answers, await self._enqueue(ready, parts)
 
     async def flush_all(self, state: WireState) -> bool:
-        """Queues every whole group that the buffers hold; whether that worked."""
+        """Queues every whole group in the buffers; returns whether that succeeded."""
         flushed: list[Waiting] = []
         for env_id in list(self._view.buffers):
             if state.knows(env_id):
@@ -90,7 +90,7 @@ class Posts:
         return await self._enqueue(flushed, {group.group_id for group in flushed})
 
     async def _enqueue(self, ready: Sequence[Waiting], parts: set[str]) -> bool:
-        """Queues groups in this order; `parts` of them are buffered on disk. Whether all could."""
+        """Queues groups in order; `parts` are buffered on disk. Returns whether all were queued."""
         moved = await self._move(parts)
         for group in ready:
             if moved or group.group_id not in parts:
@@ -102,13 +102,13 @@ class Posts:
             if parts:
                 await self._store.move(list(parts), "queued")
         except StoreError as error:
-            # They are accepted and stay buffered on disk; looking again queues them.
+            # The parts are accepted and stay buffered on disk; the next flush queues them.
             log.error("flush_failed", groups=len(parts), error=str(error))
             return False
         return True
 
     async def _put_new(self, encoded: Sequence[EncodedPut]) -> list[GroupPut]:
-        """Those that were not stored before, now on disk."""
+        """Stores the groups; returns those that were not stored before."""
         puts = [item.put for item in encoded]
         mine = {put.group_id for put in puts}
         self.under_way |= mine

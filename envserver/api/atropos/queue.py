@@ -1,8 +1,8 @@
-"""What waits for the trainer, with its counts kept as it changes: status calls never walk the
-queue.
+"""The queue of groups waiting for the trainer, with counts updated on each change, so that status
+calls need not scan it.
 
-In: groups as they are queued and leave. Out: the queue, oldest first, and the numbers of a status
-call.
+In: groups as they are queued and removed. Out: the queue, oldest first, and the numbers of a
+status call.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .batching import Waiting, minimum_sequences
 _Key = TypeVar("_Key")
 
 _SMALLEST_WEIGHT = 0.01
-"""No environment starves altogether."""
+"""Minimum weight, so that no environment starves."""
 
 
 class Registered(msgspec.Struct, kw_only=True):
-    """An environment that registered; its number is its place in the list of them.
+    """A registered environment; its number is its index in the list of environments.
 
     Args:
-        desired_name, real_name: as asked for, and made unique.
+        desired_name: the requested name; `real_name`: the same, made unique.
         max_token_length, weight, group_size, min_batch_allocation: as registered; `group_size`
-            grows to the largest own group seen in the queue.
-        connected: until it says goodbye.
+            grows to the environment's largest group seen in the queue.
+        connected: False after the environment has disconnected.
     """
 
     desired_name: str
@@ -42,10 +42,10 @@ class Registered(msgspec.Struct, kw_only=True):
 
 
 class WaitingQueue:
-    """Groups by id, in the order of `Waiting.order`; every count is incremental.
+    """Groups by id, in the order of `Waiting.order`; all counts are updated incrementally.
 
-    Groups of our own environments count for no environment: those hold themselves back, and one
-    that others run would never begin if it had to wait for them.
+    Native groups count for no environment: native environments limit themselves, and an external
+    environment that had to wait for their groups might never begin.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class WaitingQueue:
         return group_id in self._groups
 
     def append(self, group: Waiting) -> None:
-        """Adds a group at the end; one that is there already stays as it is."""
+        """Adds a group at the end; does nothing if it is already in the queue."""
         if group.group_id in self._groups:
             return
         self._groups[group.group_id] = group
@@ -75,7 +75,7 @@ class WaitingQueue:
         self._sizes_of.setdefault(group.env_id, Counter())[group.size] += 1
 
     def remove(self, group_id: str) -> None:
-        """Takes a group out; one that is not there is no error."""
+        """Removes a group if it is in the queue."""
         group = self._groups.pop(group_id, None)
         if group is None:
             return
@@ -89,7 +89,7 @@ class WaitingQueue:
             del self._sizes_of[group.env_id]
 
     def replace(self, groups: Iterable[Waiting]) -> None:
-        """Makes these, sorted by their order, the whole queue."""
+        """Replaces the queue by these groups, sorted by their order."""
         for group_id in list(self._groups):
             self.remove(group_id)
         for group in sorted(groups, key=lambda group: group.order):
@@ -97,24 +97,24 @@ class WaitingQueue:
 
     @property
     def largest(self) -> int:
-        """Sequences of the largest group, at least 1."""
+        """Number of sequences of the largest group, at least 1."""
         return max(self._sizes, default=1)
 
     def largest_of(self, env_id: int) -> int:
-        """Sequences of the largest group of one environment, 0 without any."""
+        """Returns the number of sequences of an environment's largest group; 0 without groups."""
         return max(self._sizes_of.get(env_id, ()), default=0)
 
     def sequences_of(self, env_id: int | None) -> int:
-        """Sequences that wait of one environment."""
+        """Returns the number of waiting sequences of an environment."""
         return self._sequences[env_id]
 
     def environments(self) -> list[int | None]:
-        """Of which environments groups wait; None stands for those that name none."""
+        """Returns the environments of the waiting groups; None stands for groups without one."""
         return list(self._sequences)
 
 
 class EnvironmentStatus(msgspec.Struct, frozen=True):
-    """What an environment is told when it asks; sizes are in groups of the asking environment."""
+    """Status for an environment; sizes are in groups of the environment that asks."""
 
     current_step: int
     queue_size: int
@@ -125,7 +125,7 @@ class EnvironmentStatus(msgspec.Struct, frozen=True):
 
 
 def grown_group_size(queue: WaitingQueue, environments: Sequence[Registered], env_id: int) -> int:
-    """The environment's group size, or that of its largest waiting group where that is more."""
+    """Returns the environment's group size, or that of its largest waiting group if greater."""
     return max(environments[env_id].group_size, queue.largest_of(env_id))
 
 
@@ -137,7 +137,7 @@ def environment_status(
     batch_size: int,
     step: int,
 ) -> EnvironmentStatus:
-    """The numbers for environment `env_id`, which must be registered."""
+    """Returns the status of environment `env_id`, which must be registered."""
     connected = [env for env in environments if env.connected]
     group_size = max(1, grown_group_size(queue, environments, env_id))
     own = queue.sequences_of(env_id)
@@ -163,8 +163,8 @@ def _weight(asking: Registered, connected: Sequence[Registered]) -> float:
 def _left_by_others(
     queue: WaitingQueue, environments: Sequence[Registered], env_id: int, batch_size: int
 ) -> int:
-    """Sequences of the others, rounded up to packs, beyond their minimum shares. Runs whose groups
-    are all of size 1 do not see each other.
+    """Returns the sequences of other environments, rounded up to packs, beyond their minimum
+    shares. If all groups have size 1, returns 0, so environments do not count each other's.
     """
     largest = queue.largest
     if largest <= 1:

@@ -1,13 +1,13 @@
-"""Posted groups, checked and ready to be stored, with as little work as can be.
+"""Parses and checks posted groups as cheaply as possible.
 
-In: raw JSON. Out: groups whose bodies are the JSON that trainers get. Two ways lead there. The
-careful one builds every value and says exactly what is wrong. The quick one leaves those columns as
-text that have a value for each token: once a JSON reader has found them to be JSON, what consists
-of digits and the right brackets is rows of numbers. All the rest goes through the same model and
-the same checks, with one token for each row. What is not plainly right goes the careful way.
+In: raw JSON. Out: groups whose bodies are the JSON that trainers get. There are two parsers. The
+careful parser builds every value and reports exactly what is wrong. The quick parser leaves
+per-token columns as text: once a JSON parser has accepted them, a column that consists of digits
+and the right brackets is rows of numbers. Everything else passes through the same model and the
+same checks, with one token per row. Input that is not clearly valid goes to the careful parser.
 
-What holds: the quick way takes nothing that the careful way refuses, and the bodies of both hold
-the same values in the same order.
+What holds: the quick parser accepts nothing that the careful parser refuses, and the bodies of
+both contain the same values in the same order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GROUPS: Final = TypeAdapter(Array[ScoredData])
 _WHOLE: Final = b"0123456789-, \t\r\n"
 _FRACTIONAL: Final = _WHOLE + b".e"
 _QUICK_BYTES: Final = 32 * 1024 * 1024
-"""Of larger bodies the careful way counts the values before it reads them."""
+"""For larger bodies the careful parser is used, which counts the values before it reads them."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class PostedGroup:
     """A group that may be stored.
 
     Args:
-        body: JSON with the 14 keys of the wire.
-        lengths: tokens of each sequence.
+        body: JSON with the 14 keys of the protocol.
+        lengths: number of tokens of each sequence.
         env_id: as posted.
-        task_id: of its task, where `group_overrides` names one; then there are its `scores`.
-        encoded: the body as it may lie in the store, see `compression`; None: not yet made.
+        task_id: its task, if `group_overrides` names one; then `scores` is set as well.
+        encoded: the body as stored, see `compression`; None if not made yet.
     """
 
     body: bytes
@@ -57,16 +57,16 @@ class PostedGroup:
 
 
 def encoded(groups: Sequence[PostedGroup]) -> list[PostedGroup]:
-    """The same, with their bodies encoded."""
+    """Returns the groups with their bodies encoded for the store."""
     return [replace(group, encoded=compression.encode(group.body)) for group in groups]
 
 
 def read_group(raw: bytes) -> PostedGroup:
-    """The body of `POST /scored_data`.
+    """Parses the body of `POST /scored_data`.
 
     Raises:
-        Refused: it is not what it should be, in the words of FastAPI.
-        Unreadable, TooLargeError: as `parse_body`.
+        Refused: it is invalid; the errors have FastAPI's form.
+        Unreadable, TooLargeError: as for `parse_body`.
     """
     found = _read_quickly(raw, _ONE) if len(raw) <= _QUICK_BYTES else None
     if found is not None:
@@ -77,7 +77,7 @@ def read_group(raw: bytes) -> PostedGroup:
 
 
 def read_groups(raw: bytes) -> list[PostedGroup]:
-    """The body of `POST /scored_data_list`; raises as `read_group`."""
+    """Parses the body of `POST /scored_data_list`; raises as `read_group` does."""
     found = _read_quickly(raw, _MANY) if len(raw) <= _QUICK_BYTES else None
     if found is not None:
         return found
@@ -102,7 +102,7 @@ def _with_task(posted: PostedGroup, group: ScoredData) -> PostedGroup:
 
 
 class _Columns(msgspec.Struct):
-    """A group of which nothing is read yet; fields as in `ScoredData`."""
+    """A group with unparsed columns; fields as in `ScoredData`."""
 
     tokens: Raw
     masks: Raw
@@ -134,7 +134,7 @@ _NONE: Final = (b"null", b"[]")
 def _read_quickly(
     raw: bytes, decoder: msgspec.json.Decoder[_Columns] | msgspec.json.Decoder[list[_Columns]]
 ) -> list[PostedGroup] | None:
-    """None: only the careful way can tell."""
+    """Parses with the quick parser; None if the careful parser is needed."""
     try:
         if not raw.isascii():
             raw.decode()
@@ -147,7 +147,7 @@ def _read_quickly(
 
 
 class _Unsure(Exception):
-    """This is for the careful way."""
+    """The careful parser is needed."""
 
 
 def _group_quickly(columns: _Columns) -> PostedGroup:
@@ -173,7 +173,7 @@ def _group_quickly(columns: _Columns) -> PostedGroup:
 
 
 def _with_one_token(columns: _Columns, rows: int) -> bytes:
-    """The same group as JSON, with columns of one token in each row."""
+    """Returns the same group as JSON, with one token in each row of the columns."""
     short = b"[" + b",".join([b"[0]"] * rows) + b"]"
     fields = [b'"tokens":' + short, b'"masks":' + short]
     for name in columns.__struct_fields__:
@@ -184,10 +184,10 @@ def _with_one_token(columns: _Columns, rows: int) -> bytes:
 
 
 def _row_lengths(column: bytes, letters: bytes) -> list[int]:
-    """Values in each row of `column`, which is JSON: rows of numbers that need no second look.
+    """Returns the number of values in each row of `column`, a JSON text of rows of numbers.
 
     Args:
-        letters: of which its numbers may consist.
+        letters: characters that its numbers may contain.
 
     Raises:
         _Unsure: it is something else.
@@ -211,8 +211,8 @@ def _row_lengths(column: bytes, letters: bytes) -> list[int]:
 
 
 def _has_long_number(is_comma: NDArray[np.bool_]) -> bool:
-    """Whether 32 characters on end, counted from the first, have no comma: readers of JSON have
-    bounds for numbers, which no usual one comes near.
+    """Returns whether some aligned 32 characters have no comma: JSON parsers limit the length of
+    numbers, but usual numbers are far shorter.
     """
     whole = len(is_comma) // 32 * 32
     words = is_comma[:whole].view(np.uint64).reshape(-1, 4)
@@ -220,8 +220,8 @@ def _has_long_number(is_comma: NDArray[np.bool_]) -> bool:
 
 
 def _are_plain_fractions(characters: NDArray[np.uint8], values: int) -> bool:
-    """Whether all numbers have a point (others would come back with one) and none is so large that
-    it counts as infinite.
+    """Returns whether all numbers have a decimal point (others would be changed by re-encoding)
+    and none is so large that it would become infinite.
     """
     if int(np.count_nonzero(characters == ord("."))) != values:
         return False

@@ -1,9 +1,9 @@
-"""The Atropos wire as HTTP routes at the root. The rules are in `service`; here is only their HTTP.
+"""HTTP routes of the Atropos protocol, at the root; `service` implements the operations.
 
-Trainers that know leases send `X-Envserver-Ack: lease` with `GET /batch`, find `X-Envserver-Lease`
-in the answer and acknowledge with `POST /ack {"lease_id": ...}`; a batch that is not acknowledged
-in time is delivered again. A `null` batch says why in `X-Envserver-Reason`. Posters that may repeat
-themselves send an `Idempotency-Key`.
+Trainers that support leases send `X-Envserver-Ack: lease` with `GET /batch`, get
+`X-Envserver-Lease` in the response and acknowledge with `POST /ack {"lease_id": ...}`; a batch
+that is not acknowledged in time is delivered again. A `null` batch has its reason in
+`X-Envserver-Reason`. Clients that may retry a post send an `Idempotency-Key`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _IDENTIFIER: Final = TypeAdapter(EnvironmentIdentifier)
 _LEASE: Final = TypeAdapter(LeaseIdentifier)
 
 _MOST_READ_AT_ONCE: Final = 128 * 1024
-"""Bytes of a post. A larger one is read and encoded in a thread, so that others need not wait."""
+"""Posts with more bytes than this are parsed and encoded in a thread."""
 _READERS: Final = 2
-"""Such threads; more of them get in each other's way."""
+"""Number of such threads; more would slow each other down."""
 
 
 _NO_EXAMPLE: Final = (
@@ -58,7 +58,7 @@ _NO_EXAMPLE: Final = (
 
 
 def atropos_routes(service: AtroposService, posts: Mapping[str, Endpoint]) -> APIRouter:
-    """All routes of the wire, answering from `service`; `posts` are its `atropos_posts`."""
+    """Returns all routes of the protocol; `posts` are the service's `atropos_posts`."""
     router = APIRouter(tags=["atropos"])
     _add_trainer_routes(router, service)
     _add_environment_routes(router, service)
@@ -74,7 +74,7 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
     @router.post("/register", openapi_extra=request_body(Registration))
     async def register(request: Request) -> Response:
         number = await service.register(await read_body(request, _REGISTRATION))
-        # 128 bits: more than orjson writes.
+        # 128 bits: more than orjson can write.
         return _encoded(json.dumps({"uuid": number}).encode())
 
     @router.get("/info")
@@ -148,7 +148,7 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
 
 
 def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
-    """By path, what answers posts of groups: the endpoints of those routes."""
+    """Returns the endpoints for posts of groups, by path."""
     threads = ThreadPoolExecutor(_READERS, "posts")
 
     async def scored_data(request: Request) -> Response:
@@ -193,7 +193,7 @@ async def _groups(
     service: AtroposService,
     threads: ThreadPoolExecutor,
 ) -> list[PostedGroup]:
-    """The posted groups, checked and encoded; what is refused is counted."""
+    """Returns the posted groups, checked and encoded; counts refusals."""
     raw = await request.body()
 
     def ready() -> list[PostedGroup]:

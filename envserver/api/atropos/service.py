@@ -1,8 +1,8 @@
-"""The Atropos wire's operations over the durable store.
+"""The operations of the Atropos protocol over the durable store.
 
-In: validated models. Out: plain answers, which `routes` turns into HTTP. What holds: a post is
-answered when its groups are on disk; a batch is formed, leased and recorded under one lock, oldest
-first; a delivered group is never delivered again unless its trainer asked for leases and let one
+In: validated models. Out: plain results, which `routes` turns into HTTP. What holds: a post is
+answered after its groups are on disk; a batch is formed, leased and recorded under one lock,
+oldest first; a delivered group is never delivered again unless its trainer uses leases and let one
 expire.
 """
 
@@ -39,7 +39,7 @@ _TRIES: Final = 5
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What a trainer gets: encoded groups and, where it acknowledges, its lease; or why not."""
+    """Encoded groups, with a lease id if the trainer acknowledges; or why there is no batch."""
 
     groups: list[bytes] | None
     reason: str = ""
@@ -47,15 +47,14 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class AtroposService:
-    """One for each app; call `load` before anything else.
+    """The Atropos service of an app; call `load` first.
 
     Args:
-        lease_seconds: how long a batch is out before it is delivered again, for trainers that
-            acknowledge.
-        include_messages, score_range: how groups of our own environments are written.
-        silent_after_seconds: an environment that says nothing for this long loses its minimum
-            share.
-        minimums: minimum shares of environments of ours that run elsewhere and are alive, by name.
+        lease_seconds: time after which an unacknowledged batch is delivered again, for trainers
+            that acknowledge.
+        include_messages, score_range: how native groups are encoded.
+        silent_after_seconds: an environment silent for this long loses its minimum share.
+        minimums: returns the minimum shares of the runners that are alive, by environment name.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class AtroposService:
         self._refused: Counter[str] = Counter()
 
     async def load(self) -> None:
-        """Takes up where the last server stopped, however it stopped."""
+        """Restores the state after any kind of shutdown."""
         async with self._lock:
             self._state = from_json_like(await self._store.get_value(KEY))
             await self._ensure_run()
@@ -105,7 +104,7 @@ class AtroposService:
     # Trainer
 
     async def register(self, registration: Registration) -> int:
-        """Starts the run anew and keeps what waits; a number that names the trainer."""
+        """Starts a new run, keeping the waiting groups; returns a number for the trainer."""
         async with self._lock:
             draft = copy.deepcopy(self._state)
             draft.register(registration)
@@ -116,19 +115,19 @@ class AtroposService:
 
     @property
     def state(self) -> WireState:
-        """As it is now; not to be changed."""
+        """The current state; do not modify it."""
         return self._state
 
     async def queue_size(self) -> int:
-        """Groups in the queue."""
+        """Returns the number of groups in the queue."""
         await self._follow_store()
         return len(self._view.queue)
 
     async def batch(self, *, leased: bool) -> Batch:
-        """The oldest batch.
+        """Returns the oldest batch.
 
         Args:
-            leased: the trainer acknowledges; else being fetched is being acknowledged.
+            leased: whether the trainer acknowledges; otherwise fetching a batch acknowledges it.
         """
         async with self._lock:
             if not self._state.registered:
@@ -149,13 +148,13 @@ class AtroposService:
             return Batch(None, "the groups of the batch are gone; ask again")
 
     async def _deliver(self, leased: bool) -> Batch | None:
-        """The first formed batch; None when a part of it is gone or broken."""
+        """Leases and returns the first formed batch; None if a part of it is missing or broken."""
         groups = self._view.formed[0]
         ids = [group.group_id for group in groups]
         try:
             bodies = await self._encoded.get(groups)
         except BrokenBody as error:
-            # Left in its place it would hold up every batch after it.
+            # Left in the queue, it would block every later batch.
             log.error("group_dropped", error=str(error))
             await self._store.move([error.detail["group_id"]], "dropped")
             self._stale = True
@@ -181,7 +180,7 @@ class AtroposService:
             if not leased:
                 await self._store.ack(lease.lease_id)
         except StoreError:
-            # The trainer does not get this batch; whoever asks next does.
+            # This trainer does not get the batch; the next request does.
             self._state.leases[lease.lease_id] = ids
             self._undelivered.append(lease.lease_id)
             raise
@@ -190,27 +189,28 @@ class AtroposService:
         return Batch(bodies, lease_id=lease.lease_id if leased else None)
 
     async def _give_back_undelivered(self) -> None:
-        """Queues again what was leased for an answer that could not be given."""
+        """Requeues groups that were leased for a response that could not be sent."""
         while self._undelivered:
             await self._give_back(self._undelivered[-1])
             self._undelivered.pop()
             self._stale = True
 
     async def acknowledge(self, lease_id: str) -> None:
-        """The trainer has the batch for good.
+        """Acknowledges a batch.
 
         Raises:
-            NotFoundError: no such lease. ConflictError: it expired and its groups went elsewhere.
+            NotFoundError: there is no such lease.
+            ConflictError: it expired and its groups were delivered elsewhere.
         """
         async with self._lock:
             await self._store.ack(lease_id)
-            # A late one: its groups were about to be delivered again.
+            # A late ack: the groups were about to be delivered again.
             self._stale = True
             if self._state.leases.pop(lease_id, None) is not None:
                 await self._save(self._state)
 
     async def latest(self) -> bytes | None:
-        """The group that was queued last, as JSON; None without any."""
+        """Returns the group queued last, as JSON; None if there is none."""
         await self._follow_store()
         latest = self._view.latest
         if latest is None:
@@ -221,7 +221,7 @@ class AtroposService:
             return None
 
     async def reset(self) -> None:
-        """Drops what waits, and forgets the trainer and the environments."""
+        """Drops all waiting groups, and forgets the trainer and the environments."""
         async with self._lock:
             for lease_id in self._state.leases:
                 await self._give_back(lease_id)
@@ -232,7 +232,7 @@ class AtroposService:
             await self._save(draft)
             self._view.clear()
             self._heartbeats.clear()
-            # What was being posted meanwhile is in the store and not in the view.
+            # Groups posted in the meantime are in the store but not in the view.
             self._stale = True
 
     async def _give_back(self, lease_id: str) -> None:
@@ -255,10 +255,11 @@ class AtroposService:
     # Environments
 
     async def register_environment(self, wanted: EnvironmentRegistration) -> int | None:
-        """The number of the new environment; None while no trainer has asked for a batch.
+        """Registers an environment; returns its number, or None until a trainer has asked for a
+        batch.
 
         Raises:
-            StoreFull: there are 4096 of them.
+            StoreFull: there are already 4096 environments.
         """
         async with self._lock:
             if not self._state.started:
@@ -282,7 +283,7 @@ class AtroposService:
             return env_id
 
     async def disconnect(self, env_id: int) -> bool:
-        """Whether there was such an environment; it no longer counts."""
+        """Disconnects an environment, which no longer counts; returns whether it was registered."""
         async with self._lock:
             if not self._state.knows(env_id):
                 return False
@@ -292,10 +293,10 @@ class AtroposService:
             return True
 
     async def environment_status(self, env_id: int) -> EnvironmentStatus:
-        """The numbers by which an environment decides how much to make.
+        """Returns the numbers by which an environment decides how many groups to make.
 
         Raises:
-            NotFoundError: it is not registered.
+            NotFoundError: the environment is not registered.
         """
         await self._follow_store()
         if not self._state.knows(env_id):
@@ -316,17 +317,17 @@ class AtroposService:
         )
 
     async def post(self, groups: Sequence[PostedGroup], key: str | None) -> list[int | None]:
-        """Accepts groups, all or none; durable on return.
+        """Stores groups, all or none; they are durable when this returns.
 
         Args:
-            key: the poster's Idempotency-Key: the same key never stores a group twice.
+            key: the client's Idempotency-Key: the same key never stores a group twice.
 
         Returns:
-            For each: None when it is queued, else the sequences that its environment's buffer holds
-            now.
+            For each group: None if it is queued, else the number of sequences now in its
+            environment's buffer.
 
         Raises:
-            StoreError: nothing was accepted.
+            StoreError: nothing was stored.
         """
         for group in groups:
             if group.env_id is not None and self._state.knows(group.env_id):
@@ -338,14 +339,14 @@ class AtroposService:
             self._stale = self._stale or not complete
             return answers
 
-    # The server itself
+    # The server
 
     def store_changed(self) -> None:
-        """Somebody else has leased, given back or expired groups."""
+        """Notes that groups were leased, returned or expired outside this service."""
         self._stale = True
 
     async def lease_closed(self, lease_id: str) -> None:
-        """A lease was acknowledged or given back by another way than this wire."""
+        """Handles a lease that was acknowledged or returned outside this protocol."""
         self._stale = True
         if lease_id in self._state.leases:
             async with self._lock:
@@ -353,11 +354,11 @@ class AtroposService:
                 await self._save(self._state)
 
     def count_refusal(self, kind: str) -> None:
-        """A post was refused."""
+        """Counts a refused post."""
         self._refused[kind] += 1
 
     def snapshot(self) -> dict[str, Any]:
-        """For the status page."""
+        """Returns facts for the status page."""
         state, view = self._state, self._view
         return {
             "registered": state.registered,
@@ -382,7 +383,7 @@ class AtroposService:
         }
 
     def _form(self) -> str:
-        """Forms what can be formed when nothing formed is left; why nothing more."""
+        """Forms batches if none is left; returns the reason if no further batch could be formed."""
         if self._view.formed:
             return ""
         formed = self._formable()
@@ -407,8 +408,8 @@ class AtroposService:
         return form_batches(list(self._view.queue), self._state.batch_size, minimums)
 
     async def _follow_store(self) -> None:
-        """Looks again when the store holds other groups than this knows of; posts under way may or
-        may not be counted yet.
+        """Reloads the view if the store holds groups that the view does not know, or the reverse.
+        Posts in progress may be counted or not.
         """
         slack = len(self._posts.under_way)
         if self._stale or not 0 <= await self._unknown() <= slack:

@@ -1,7 +1,7 @@
-"""What the wire remembers of a run beside its groups; durable, so that a restart needs no
-registration.
+"""The durable state of the Atropos protocol besides its groups, so that a restart needs no
+new registration.
 
-Kept under one key of the store, written whole: it is a few hundred bytes for each environment.
+Stored under one key and written whole: a few hundred bytes per environment.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class WireState(msgspec.Struct, kw_only=True):
     """The trainer, its environments and its progress.
 
     Args:
-        wandb_group .. num_steps: as the trainer registered; what it says after a reset is what the
-            wire has always said then.
-        registered: a trainer has registered since the start or the last reset.
-        started: it has asked for a batch; until then environments are told to wait.
-        step: batches formed, from the trainer's starting step.
+        wandb_group .. num_steps: as registered by the trainer; the values after a reset are those
+            of the original protocol.
+        registered: whether a trainer has registered since the start or the last reset.
+        started: whether it has asked for a batch; until then environments are told to wait.
+        step: number of batches formed, counted from the trainer's starting step.
         ahead: how many of those are not delivered yet.
-        environments: by their number.
-        leases: batches handed to trainers that acknowledge: lease id to group ids.
-        latest: the group that was queued last.
+        environments: by number.
+        leases: batches leased to trainers that acknowledge: lease id to group ids.
+        latest: the group queued last.
     """
 
     registered: bool = False
@@ -48,7 +48,7 @@ class WireState(msgspec.Struct, kw_only=True):
     latest: Waiting | None = None
 
     def register(self, registration: Registration) -> None:
-        """Starts a run anew; environments that registered earlier stay."""
+        """Starts a new run; registered environments stay."""
         self.registered = True
         self.started = False
         self.wandb_group = registration.wandb_group
@@ -62,8 +62,9 @@ class WireState(msgspec.Struct, kw_only=True):
         self.ahead = 0
 
     def reset(self) -> None:
-        """Forgets the run and its environments. The wire keeps the longest row, the checkpoint
-        settings and the latest group."""
+        """Forgets the run and its environments, but keeps the longest row, the checkpoint settings
+        and the latest group, as the protocol does.
+        """
         self.registered = False
         self.started = False
         self.wandb_group = None
@@ -76,20 +77,20 @@ class WireState(msgspec.Struct, kw_only=True):
         self.leases = {}
 
     def add_environment(self, environment: Registered) -> int:
-        """The number of the new environment."""
+        """Adds an environment and returns its number."""
         self.environments.append(environment)
         return len(self.environments) - 1
 
     def knows(self, env_id: int | None) -> bool:
-        """Whether this is the number of a registered environment."""
+        """Returns whether this is the number of a registered environment."""
         return env_id is not None and 0 <= env_id < len(self.environments)
 
 
 def to_json_like(state: WireState) -> Any:
-    """For `store.set_value`."""
+    """Converts the state for `store.set_value`."""
     return msgspec.to_builtins(state)
 
 
 def from_json_like(value: Any) -> WireState:
-    """From `store.get_value`; None gives a fresh state."""
+    """Converts a value of `store.get_value`; None gives an initial state."""
     return WireState() if value is None else msgspec.convert(value, WireState)

@@ -1,11 +1,10 @@
-"""The server's picture of what waits in the store: queue, buffers and formed batches, kept in
-memory.
+"""An in-memory view of the groups that wait in the store: queue, buffers and formed batches.
 
-The store is the truth; this is what it looks like in the order and the shape that the wire needs.
-It changes with every post and batch, and is merged with the store's rows when somebody else (a
-native trainer, an environment of ours, an expired lease) has changed the store.
+The store is the source of truth; the view has the order and form that the protocol needs. It
+changes with every post and batch, and is merged with the store's rows after other changes (by a
+native trainer, a native environment, an expired lease).
 
-What always holds: a group is in exactly one place: the queue, one buffer, or one formed batch.
+What holds: a group is in exactly one place: the queue, one buffer, or one formed batch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .state import WireState
 
 
 class View:
-    """See the module. Nothing here waits or does input and output."""
+    """The waiting groups. Performs no I/O and never waits."""
 
     def __init__(self) -> None:
         self.queue = WaitingQueue()
@@ -36,29 +35,29 @@ class View:
         return len(self.queue) + formed + sum(len(parts) for parts in self.buffers.values())
 
     def ids(self) -> set[str]:
-        """Of every group here."""
+        """Returns the ids of all groups in the view."""
         return {group.group_id for group in self._all()}
 
     def next_order(self) -> float:
-        """For a group that enters the queue now; grows even when the clock does not."""
+        """Returns the order of a group queued now; it increases even if the clock does not."""
         self._last_order = max(time.time(), self._last_order + 1e-6)
         return self._last_order
 
     def enqueue(self, group: Waiting) -> None:
-        """At the end of the queue."""
+        """Adds a group at the end of the queue."""
         self.queue.append(group)
         self.latest = group
 
     def buffer(self, env_id: int, group: Waiting) -> None:
-        """A part of a group; `fitting` says when it is whole."""
+        """Buffers a part of a group; `fitting` returns the parts once they make a whole."""
         self.buffers.setdefault(env_id, []).append(group)
 
     def buffered_sequences(self, env_id: int) -> int:
-        """Sequences in one environment's buffer."""
+        """Returns the number of sequences in an environment's buffer."""
         return sum(group.size for group in self.buffers.get(env_id, ()))
 
     def fitting(self, env_id: int, group_size: int) -> list[Waiting]:
-        """Buffered parts that make a whole group, taken out of the buffer; empty when none do."""
+        """Removes and returns buffered parts that make a whole group; empty if there are none."""
         parts = self.buffers.get(env_id, [])
         indices = groups_summing_to([group.size for group in parts], group_size)
         fitting = [parts[index] for index in indices]
@@ -67,20 +66,20 @@ class View:
         return fitting
 
     def add_formed(self, batches: Iterable[list[Waiting]]) -> None:
-        """Takes batches out of the queue, to be delivered in this order."""
+        """Moves batches from the queue to the formed batches, to be delivered in this order."""
         for batch in batches:
             for group in batch:
                 self.queue.remove(group.group_id)
             self.formed.append(batch)
 
     def dissolve_formed(self) -> None:
-        """Puts undelivered batches back to where their groups were in the queue."""
+        """Puts the groups of undelivered batches back in their places in the queue."""
         back = [group for batch in self.formed for group in batch]
         self.formed.clear()
         self.queue.replace([*back, *self.queue])
 
     def clear(self) -> None:
-        """Nothing waits any more. The latest group stays."""
+        """Removes all waiting groups. The latest group stays."""
         self.queue = WaitingQueue()
         self.buffers.clear()
         self.formed.clear()
@@ -88,13 +87,14 @@ class View:
     def merge(
         self, rows: Sequence[GroupRow], *, before: Collection[str], skip: Collection[str]
     ) -> None:
-        """Takes over what the store says.
+        """Merges the store's rows into the view.
 
         Args:
             rows: all waiting groups, oldest first, as read from the store.
-            before: ids that were here when the rows were asked for: where rows lack one, it is
-                gone; what came since is younger than the rows and stays.
-            skip: ids that are being put right now; their posts will add them.
+            before: ids in the view when the rows were requested. A group of these that is missing
+            in
+                `rows` is gone; groups added since are newer than the rows and stay.
+            skip: ids of groups being stored right now; their posts will add them.
         """
         there = {row.group_id: row.state for row in rows}
         known = {group.group_id: group for group in self._all()}
@@ -129,7 +129,7 @@ class View:
         self.queue.replace(waiting.values())
 
     def take_back(self, state: WireState) -> None:
-        """Batches of leases that are over come first again, unchanged and not counted twice."""
+        """Puts batches of ended leases first, unchanged and without counting them again."""
         again: list[list[Waiting]] = []
         waiting = {group.group_id: group for group in self.queue}
         for lease_id, group_ids in list(state.leases.items()):
@@ -153,7 +153,7 @@ class View:
 
 
 def as_waiting(row: GroupRow) -> Waiting:
-    """A stored group as the wire sees it."""
+    """Converts a stored group."""
     native = row.format == "group"
     return Waiting(
         group_id=row.group_id,

@@ -286,12 +286,7 @@ class RunnerRegistry:
         return await self._store.existing(group_ids)
 
     async def count_dropped(self, env_id: str, key: str, groups: Sequence[ScoredGroup]) -> None:
-        """Counts groups that were scored and dropped in the estimates of their tasks; repeating is
-        allowed.
-
-        Raises:
-            InputError: a group is not of the runner's stream, or has more reward than attempts.
-        """
+        """Counts scored, dropped groups in the estimates of their tasks; repeating is allowed."""
         one, stream = self._heard(env_id, key)
         news = []
         for number, group in enumerate(groups):
@@ -457,7 +452,7 @@ class RunnerRegistry:
         return self._shared.room(asking, [one for one in everyone if one.share.name != name])
 
     def _count_begun(self, one: RegisteredRunner, begun: int) -> None:
-        """Counts the groups begun since the last report; the first report only sets the base."""
+        """Counts groups begun since the last report; the first report only sets the base."""
         now = self._now_of(one)
         before = begun if now.counted is None else now.counted
         self._shared.count_begun(one.name, begun - before)
