@@ -1,9 +1,9 @@
 """The command line: `envserver COMMAND ...`.
 
-One small module a command, imported when it is called; this one imports only the standard library,
-so that `--help` and `--version` answer at once. A command is a function `run(argv) -> exit status`;
-its errors become one clear line here: status 2 where the caller is at fault, 1 otherwise, 130 for
-Ctrl-C, 143 for SIGTERM. Tracebacks only with `--debug`.
+Each command is a small module that is imported when the command runs. This module imports only the
+standard library, so that `--help` and `--version` are fast. A command is a function `run(argv) ->
+exit status`; errors are printed here in one line, with status 2 for a user error, 1 otherwise, 130
+for Ctrl-C, 143 for SIGTERM. Tracebacks only with `--debug`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: where it is, and what it does in one line.
+    """A command: its module and a one-line summary.
 
     Args:
-        module: the module that has `function` (`run(argv) -> exit status`); its namesake in `specs`
-            has `spec`, the CommandSpec; "" for a group of commands that does nothing by itself.
+        module: the module that has `function` (`run(argv) -> exit status`); the module of the same
+            name in `specs` has `spec`, the CommandSpec; "" for a group of commands.
         has_environment: it takes `--env`.
-        has_debugger: `--debug` does more in it than show tracebacks.
+        has_debugger: `--debug` starts a debugger instead of only showing tracebacks.
         words: its subcommands.
     """
 
@@ -40,7 +40,7 @@ class Command:
     words: Mapping[str, Command] = field(default_factory=dict)
 
     def load_spec(self) -> CommandSpec[Any] | None:
-        """Returns what the command declares; None where it reads its arguments itself."""
+        """Returns what the command declares; None if it parses its arguments itself."""
         if not self.spec:
             return None
         module = importlib.import_module(f".specs.{self.module}", __name__)
@@ -48,7 +48,7 @@ class Command:
 
 
 def _other(module: str, summary: str, function: str = "run", spec: str = "COMMAND") -> Command:
-    """A command without an environment."""
+    """Creates a command that takes no environment."""
     return Command(module, summary, False, function=function, spec=spec)
 
 
@@ -67,7 +67,7 @@ _MODELS = {
     "list": _other("models_list", "list the models that have names"),
     "start": _other("models_start", "start an engine for a model and keep it running"),
     "tiny": _other("models_tiny", "train a tiny language model on a laptop"),
-    "probe": _other("models_probe", "show how an engine can be asked, and what it lacks"),
+    "probe": _other("models_probe", "show what an engine supports and what it lacks"),
     "sim": _other("models_sim", "serve the simulated engine over HTTP"),
 }
 _TOKEN = {
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None, *, environment: str | None = None) -
     """Runs one command.
 
     Args:
-        argv: the words after the program's name; unset: those of this process.
+        argv: the arguments after the program name; unset: those of this process.
         environment: the environment that `--env` would name (`python -m environments.math ...`).
 
     Returns:
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None, *, environment: str | None = None) -
         status = _main(argv, environment)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`): nothing more can be said on it.
+        # The reader of our output has closed the pipe (`| head`): nothing more can be written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
@@ -163,7 +163,7 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
 
 
 def _group(name: str, group: Command, rest: Sequence[str]) -> int:
-    """Shows the help of a group of commands; 2 where none of them was named right."""
+    """Shows the help of a group of commands; returns 2 if the subcommand is missing or unknown."""
     if rest and rest[0] in ("-h", "--help", "help"):
         print(_help_of_group(name, group))
         return 0
@@ -204,9 +204,9 @@ def _explain(error: Exception) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Gives stdin, stdout and stderr a place where they have none (`>&-`).
+    """Opens /dev/null for stdin, stdout and stderr if they are closed (`>&-`).
 
-    The next file to be opened would else become one of them, and get what is printed.
+    Otherwise the next opened file would take their descriptor and receive printed output.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
@@ -218,7 +218,7 @@ def _open_closed_streams() -> None:
 
 
 def _program(environment: str | None) -> str:
-    """The program's name as it was typed: a script, or `python -m MODULE`."""
+    """Returns the program name as typed: a script, or `python -m MODULE`."""
     spec = sys.modules["__main__"].__spec__
     module = spec.name.removesuffix(".__main__") if spec is not None else ""
     if environment is None:

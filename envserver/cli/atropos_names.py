@@ -1,10 +1,10 @@
-"""Names of Atropos' command line that mean something else, or nothing, here.
+"""Names of Atropos' command line that have another meaning, or none, here.
 
 Command lines and YAML files written for Atropos work: a name in `EQUIVALENTS` is read as the
-setting that does the same here, one in `IGNORED` is accepted with a line that says what does its
-work here, one in `REFUSED` is an error unless it is switched off. A setting of the environment
-that has the name goes before all three.
-(The fields of `BaseEnvConfig`, `APIServerConfig` and `ServerManagerConfig` of atroposlib 0.4.0.)
+equivalent setting, a name in `IGNORED` is accepted with a warning that says what replaces it, and a
+name in `REFUSED` is an error unless it is switched off. A setting of the environment with the same
+name takes precedence over all three. (The fields of `BaseEnvConfig`, `APIServerConfig` and
+`ServerManagerConfig` of atroposlib 0.4.0.)
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ EQUIVALENTS: dict[str, str] = {
     "env.agent_verbosity": "env.verbosity",
 }
 
-_METRICS = "numbers are served at /metrics and shown while a command runs"
+_METRICS = "metrics are served at /metrics and shown while a command runs"
 _PROMPTS = "prompts belong to the environment; see its own --env.* settings"
 _EVALUATION = "training and evaluation are separate commands"
 _ALONE = "one environment runs at a time"
-_RUBRIC = "what counts is the environment's; see --env.rubric.*"
-_EXACT = "token ids come from the engine, so that no tokenizer is needed"
+_RUBRIC = "the environment decides what counts; see --env.rubric.*"
+_EXACT = "token ids come from the engine, so no tokenizer is needed"
 
 IGNORED: dict[str, str] = {
     "env.use_wandb": _METRICS,
@@ -32,7 +32,7 @@ IGNORED: dict[str, str] = {
     "env.min_items_sent_before_logging": _METRICS,
     "env.tokenizer_name": _EXACT,
     "env.rollout_server_url": "`envserver serve` is the server itself; see --server.port",
-    "env.batch_size": "the trainer's batch size counts, set when it registers",
+    "env.batch_size": "the trainer sets its batch size when it registers",
     "env.inference_weight": _ALONE,
     "env.min_batch_allocation": _ALONE,
     "env.max_num_workers": "see --rollouts.max_concurrent",
@@ -42,11 +42,11 @@ IGNORED: dict[str, str] = {
     "env.eval_handling": _EVALUATION,
     "env.eval_limit_ratio": _EVALUATION,
     "env.data_dir_to_save_evals": _EVALUATION,
-    "env.use_chat_completion": "agents ask in whichever API they like",
+    "env.use_chat_completion": "agents may use any API",
     "env.scoring_strategy": _RUBRIC,
     "env.length_penalty_weight": _RUBRIC,
     "env.debug_scoring": _RUBRIC,
-    "env.save_full_traces": "the trace of every agent is in its trajectory",
+    "env.save_full_traces": "each agent's trace is in its trajectory",
     "env.thinking_mode": _PROMPTS,
     "env.reasoning_effort": _PROMPTS,
     "env.max_reasoning_tokens": _PROMPTS,
@@ -54,10 +54,10 @@ IGNORED: dict[str, str] = {
     "openai.num_requests_for_eval": _EVALUATION,
     "openai.rolling_buffer_length": "it was never used",
     "openai.tokenizer_name": _EXACT,
-    "openai.n_kwarg_is_ignored": "every rollout asks for one answer at a time",
-    "openai.health_check": "an engine is watched by the answers it gives",
-    "tasks_per_step": "rows are written as their groups come",
-    "max_n_completions": "every rollout asks for one answer at a time",
+    "openai.n_kwarg_is_ignored": "each rollout requests one completion at a time",
+    "openai.health_check": "engine health is judged by its answers",
+    "tasks_per_step": "rows are written as their groups finish",
+    "max_n_completions": "each rollout requests one completion at a time",
     "proxy_url": "the recording proxy is part of the server",
 }
 

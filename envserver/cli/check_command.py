@@ -1,4 +1,5 @@
-"""`envserver check`: its settings and what it shows; the check itself is `rollouts.checking`."""
+"""`envserver check`: prints the report of an environment check; the check itself is
+`rollouts.checking`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _WRONG_SHOWN = 5
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         UsageError: a setting is wrong, there is no such environment, or it has no tasks.
@@ -50,10 +51,10 @@ def run(argv: list[str]) -> int:
 
 
 async def check_environment(line: RunSpec[CheckSettings], progress: Told) -> EnvironmentReport:
-    """The report on the environment that the command line names.
+    """Checks the environment given on the command line and returns the report.
 
     Raises:
-        ConfigError: it cannot be loaded, has no tasks, or needs a sandbox and none can be made.
+        ConfigError: it cannot be loaded, has no tasks, or needs a sandbox and no backend works.
     """
     settings = line.settings
     config = settings.env.model_dump(mode="json")
@@ -108,8 +109,8 @@ def _show(console: Console, report: EnvironmentReport) -> None:
     all_of = "all" if report.whole else "the first"
     say(f"{report.environment}, {report.split}: {all_of} {counted(report.tasks, 'task')}.")
     if report.without_gold:
-        say(f"No right result is known of {counted(len(report.without_gold), 'task')}.")
-    say("All is as expected." if report.ok else "NOT as expected: see above.")
+        say(f"No correct result is known for {counted(len(report.without_gold), 'task')}.")
+    say("All checks passed." if report.ok else "Checks FAILED: see above.")
 
 
 def _expected(kind: Kind) -> str:

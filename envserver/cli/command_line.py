@@ -1,4 +1,4 @@
-"""What a command declares, and what it does first: shows its help, or reads its settings.
+"""Declarations of commands; a command first shows its help or reads its settings.
 
 COMMAND = CommandSpec(
     "convert", "Makes ...", ConvertSettings, usage="SOURCE...", arguments=("sources",)
@@ -55,24 +55,24 @@ FREQUENT = (
     "workers.processes",
     "log_level",
 )
-"""Settings that `--help` of every command that makes rollouts shows first."""
+"""Settings that `--help` shows first in every command that makes rollouts."""
 
 
 @dataclass(frozen=True)
 class CommandSpec(Generic[C]):
-    """A command as help, reading and completion know it.
+    """Declares a command for help, settings and completion.
 
     Args:
-        name: as it is typed: `sft build`.
+        name: name as typed: `sft build`.
         summary: what it does, in a sentence or two.
         settings_class: its settings.
-        usage: what follows the name in the usage line.
+        usage: text after the name in the usage line.
         arguments: dotted paths of the settings that are given by position, in order; the last one
-            takes all that is left where it is a list.
-        aliases: short flags -> dotted paths, beside those of `flags.ALIASES`.
+            takes all remaining arguments if it is a list.
+        aliases: short flags -> dotted paths, in addition to `flags.ALIASES`.
         frequent: dotted paths of the settings that `--help` shows; none: all of them.
-        settings_for: returns the settings with those that an environment adds; None: it adds only
-            those of its `env` section.
+        settings_for: returns the settings class with the fields that an environment adds; None: it
+            adds only its `env` section.
     """
 
     name: str
@@ -114,28 +114,28 @@ class CommandSpec(Generic[C]):
         )
 
     def flags(self, argv: Sequence[str]) -> list[Given]:
-        """The command line by itself, before the environment's own settings are known."""
+        """Reads the command line before the environment's settings are known."""
         options = options_of(Settings) | options_of(self.settings_class)
         return read_flags(argv, options, aliases=self.aliases, arguments=self.arguments)
 
     def named_environment(self, argv: Sequence[str]) -> str | None:
-        """The environment that the sources name, if any."""
+        """Returns the environment given in the sources, if any."""
         if "env" not in self.settings_class.model_fields:
             return None
         return named_environment(self.flags(argv))
 
     def options(self, argv: Sequence[str]) -> dict[str, Option]:
-        """All settings, with those of the environment that the sources name."""
+        """Returns all settings, including those of the environment given in the sources."""
         reference = self.named_environment(argv)
         model = self._settings_class(argv)
         return options_of(with_environment(model, reference) if reference else model)
 
     def path_of(self, flag: str, options: Mapping[str, Option]) -> str:
-        """The dotted path that `flag` means."""
+        """Returns the dotted path of `flag`."""
         return path_of(flag.removeprefix("--"), options, {**ALIASES, **self.aliases})
 
     def shown_names(self) -> dict[str, str]:
-        """Dotted path -> how it is shown, where that is not `--path`: `--port`, `SOURCE`."""
+        """Returns dotted path -> displayed name, if it is not `--path`: `--port`, `SOURCE`."""
         flags = {**ALIASES, **self.aliases}
         names = {path: f"--{name}" for name, path in flags.items() if len(name) > 1}
         names["environment"] = "--env"
@@ -180,7 +180,7 @@ def read_run_spec(
         defaults, environment: as for `load_settings`.
 
     Raises:
-        UsageError: no environment is named.
+        UsageError: no environment is given.
         ConfigError, NotFoundError: as for `load_settings`.
     """
     from ..registry import find
@@ -197,7 +197,7 @@ def read_run_spec(
 
 
 def program() -> str:
-    """How this program was called, as it can be typed again."""
+    """Returns the command that starts this program, as it can be typed again."""
     path = sys.argv[0]
     if Path(path).name == "__main__.py":
         return f"{_typed(sys.executable)} -m envserver"
@@ -205,7 +205,7 @@ def program() -> str:
 
 
 def _typed(path: str) -> str:
-    """The bare name of a program that the shell would find under it, else its path."""
+    """Returns the bare program name if the shell would find it, else its path."""
     found = shutil.which(Path(path).name)
     known = found is not None and Path(found).absolute() == Path(path).absolute()
     return quote(Path(path).name if known else path)

@@ -1,8 +1,8 @@
 """`envserver completion bash|zsh|fish`: completion of commands, flags, environments and choices.
 
-The script asks `envserver completion candidates -- WORD...` what the last word may become: lines of
-a candidate, a tab and a description; the line `:files` stands for the files that fit. Names of
-commands need only the standard library; flags need the settings of the one command.
+The script calls `envserver completion candidates -- WORD...` to complete the last word. Each output
+line has a candidate, a tab and a description; the line `:files` stands for matching files. Command
+names need only the standard library; flags need the settings of one command.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ complete -c envserver -f -a '(__envserver_candidates)'
 
 
 def run(argv: list[str]) -> int:
-    """Prints a script, or candidates.
+    """Prints a completion script, or candidates.
 
     Raises:
         UsageError: there is no completion for the shell.
@@ -96,11 +96,11 @@ def run(argv: list[str]) -> int:
 
 
 def candidates(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What the last of `words` may become, with a description of each; see the module head.
+    """Yields completions of the last of `words` with descriptions; see the module docstring.
 
     Args:
-        words: the arguments after the program, the one to complete last, which may be empty. bash
-            breaks `--name=va` into three, the other shells do not.
+        words: the arguments after the program, ending with the one to complete, which may be empty.
+            bash splits `--name=va` into three words, other shells do not.
     """
     *before, current = words or [""]
     if current == "=":
@@ -117,7 +117,7 @@ def candidates(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _possible(before: Sequence[str], current: str) -> Iterator[tuple[str, str]]:
-    """The same, also what does not begin with `current`."""
+    """Yields candidates, including those that do not begin with `current`."""
     if not before:
         yield from ((name, command.summary) for name, command in COMMANDS.items())
         return

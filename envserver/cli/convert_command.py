@@ -1,4 +1,5 @@
-"""`envserver convert SOURCE...`: trajectories in any form -> unified ones; see `export/convert`."""
+"""`envserver convert SOURCE...`: converts trajectories to the unified format; see
+`export/convert`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from .specs.convert_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         UsageError: a setting or a source is wrong.

@@ -1,4 +1,4 @@
-"""`envserver doctor`: what this machine can do, above all whether it can hold programs back."""
+"""`envserver doctor`: shows what this machine can do, above all which sandbox backends work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MB = 2**20
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """Something about this machine; `note` is what is bad about it, "" where nothing is."""
+    """A fact about this machine; `note` describes a problem, "" if there is none."""
 
     name: str
     value: str
@@ -37,7 +37,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         UsageError: a setting is wrong.
@@ -65,20 +65,20 @@ async def _probe(config: SandboxConfig) -> list[ProbeReport]:
 
 
 def _taken(reports: Sequence[ProbeReport], wanted: str) -> str | None:
-    """The backend that a server would take here."""
+    """Returns the backend that a server would choose on this machine."""
     allowed = ORDER if wanted == "auto" else (wanted,)
     return next((each.backend for each in reports if each.works and each.backend in allowed), None)
 
 
 def machine_facts() -> list[Fact]:
-    """What matters for many rollouts, read off the system; nothing is started but git."""
+    """Yields system facts that matter for many rollouts; starts no program except git."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = f"few for many rollouts: ulimit -n {min(hard, 65536)}" if soft < _LEAST_OPEN_FILES else ""
     git = _git_version()
     return [
         Fact("Python", f"{platform.python_version()} at {sys.executable}"),
         Fact("system", f"{platform.system()} {platform.release()} on {platform.machine()}"),
-        Fact("user", "root" if os.geteuid() == 0 else f"number {os.geteuid()}"),
+        Fact("user", "root" if os.geteuid() == 0 else f"uid {os.geteuid()}"),
         Fact("git", git or "none", "" if git else "needed by agents that work on repositories"),
         Fact("processors", str(len(os.sched_getaffinity(0)))),
         Fact("memory", _memory()),
@@ -106,10 +106,10 @@ def _memory() -> str:
 
 def _cgroups() -> str:
     if not Path("/sys/fs/cgroup/cgroup.controllers").exists():
-        return "not version 2: memory and processor time are sampled"
+        return "not version 2: memory and CPU time are sampled"
     place = _own_cgroup()
     ours = place is not None and os.access(place, os.W_OK) and os.geteuid() != 0
-    return f"version 2, {'delegated to us' if ours else 'not delegated to us'}"
+    return f"version 2, {'delegated to this process' if ours else 'not delegated to this process'}"
 
 
 def _cgroup_file(name: str) -> str:
@@ -140,9 +140,9 @@ def _show(
         _show_wall(console, report)
     console.print()
     if taken:
-        console.print(f"[bold green]Sandboxes are made by the backend {taken}.[/]", highlight=False)
+        console.print(f"[bold green]Sandboxes use the backend {taken}.[/]", highlight=False)
         return
-    console.print("[bold red]No sandbox can be made here.[/]", highlight=False)
+    console.print("[bold red]No sandbox backend works on this machine.[/]", highlight=False)
     for step in dict.fromkeys(step for report in reports for step in report.remedies):
         _say(console, f"  - {step}")
 
@@ -157,9 +157,9 @@ def _show_wall(console: Console, report: ProbeReport) -> None:
         for line in check.tried if not check.held else ():
             _say(console, f"       {line}")
     for weakness in report.weaknesses if report.works else ():
-        _say(console, f"     it does not hold {weakness}")
+        _say(console, f"     it does not contain {weakness}")
 
 
 def _say(console: Console, text: str) -> None:
-    """As it is: words of programs may look like markup."""
+    """Prints text without markup, because program output may look like markup."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What `models probe` found, as tables that read well at 80 columns, or as JSON."""
+"""Prints results of `models probe` as tables for 80 columns, or as JSON."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..models.probe import ProbeResult
 _MODES = {
     "tokens": "token ids in, token ids out",
     "completions": "token ids in and out by /v1/completions, messages by chat",
-    "chat": "messages in, token ids out: each call is a prompt of its own",
+    "chat": "messages in, token ids out: each call has a separate prompt",
     "opaque": "messages in and out, no token ids: text only, not fit for RL",
 }
 _LOGPROBS = {
-    "raw": "raw: the model's own, whatever the temperature",
-    "processed": "processed: after temperature and the like",
+    "raw": "raw: from the model, before temperature",
+    "processed": "processed: after temperature and other sampling settings",
     "unknown": "unknown whether raw or processed",
 }
 _BETTER = {
@@ -36,7 +36,7 @@ _BETTER = {
 
 
 class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """One address.
+    """The probe result of one address.
 
     Args:
         tokenizer: the folder of the model's tokenizer and chat template.
@@ -50,7 +50,7 @@ class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def differences(probed: Sequence[ProbedEngine]) -> list[str]:
-    """In what the replicas of one engine are not alike, a line each."""
+    """Returns the differences between replicas of one engine, one line each."""
     lines = []
     facts = [_facts(one) for one in probed]
     for name in facts[0] if facts else ():
@@ -76,7 +76,7 @@ def _short(value: Any) -> str:
 
 
 def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None:
-    """One object on stdout, for programs."""
+    """Prints one JSON object on stdout."""
     engines = [
         {
             "url": one.url,
@@ -92,7 +92,7 @@ def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None
 
 
 def print_table(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None:
-    """One table an address on stdout, and what could be better."""
+    """Prints one table for each address on stdout, and possible improvements."""
     console = Console(highlight=False, markup=False)
     for one in probed:
         console.print(Text(one.url, style="bold"))
@@ -102,9 +102,9 @@ def print_table(probed: Sequence[ProbedEngine], different: Sequence[str]) -> Non
         for name, value in _rows(one):
             table.add_row(f"  {name}", value)
         console.print(table)
-        _print_list(console, "To get better:", list(_better(one)))
+        _print_list(console, "To improve this:", list(_better(one)))
         console.print()
-    _print_list(console, "THESE REPLICAS ARE NOT ALIKE:", different, style="bold red")
+    _print_list(console, "THESE REPLICAS DIFFER:", different, style="bold red")
 
 
 def _print_list(
@@ -124,7 +124,7 @@ def _print_list(
 def _rows(probed: ProbedEngine) -> Iterator[tuple[str, str]]:
     probe_result = probed.probe_result
     root = probe_result.root if probe_result.root not in (None, probe_result.model) else None
-    yield "server", probe_result.server or "does not say"
+    yield "server", probe_result.server or "unknown"
     yield "model", f"{probe_result.model} (from {root})" if root else probe_result.model
     yield (
         "context",
@@ -134,7 +134,7 @@ def _rows(probed: ProbedEngine) -> Iterator[tuple[str, str]]:
     yield "tool calls", _yes(probe_result.tools)
     yield "reasoning", "parsed by the engine" if probe_result.reasoning_parser else "not parsed"
     yield "logprobs", _LOGPROBS[probe_result.logprobs]
-    yield "weight versions", "of each token" if probe_result.weight_versions else "not told"
+    yield "weight versions", "for each token" if probe_result.weight_versions else "not reported"
     yield "pause, resume", _yes(probe_result.pausable)
     yield "metrics", _yes(probe_result.metrics)
     yield "tokenizer", str(probed.tokenizer) if probed.tokenizer else "not found"
@@ -149,12 +149,12 @@ def _stitching(probed: ProbedEngine) -> str:
     if probed.not_stitched is not None:
         return f"no: {probed.not_stitched}"
     if not probed.probe_result.tools:
-        return "yes: prompts are rendered here as by the engine"
-    return "yes: prompts are rendered here as by the engine, with tools too"
+        return "yes: prompts rendered here match the engine's"
+    return "yes: prompts rendered here match the engine's, also with tools"
 
 
 def _better(probed: ProbedEngine) -> Iterator[str]:
-    """What the engine lacks, why and what to do; things with one reason stand in one line."""
+    """Returns what the engine lacks, why, and how to fix it, grouped by reason."""
     reasons = probed.probe_result.reasons
     for reason in dict.fromkeys(reasons.values()):
         names = [_BETTER[name] for name, why in reasons.items() if why == reason]

@@ -1,7 +1,7 @@
-"""`envserver evaluate`: its settings and what it shows; the work: `running.evaluating`.
+"""`envserver evaluate`: prints an evaluation; the work is in `running.evaluating`.
 
-Its words: `evaluate compare A B` holds two evaluations against each other, `evaluate report DIR`
-makes the report of one anew.
+Its subcommands: `evaluate compare A B` compares two evaluations, `evaluate report DIR` writes a
+report again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SHOWN_OF_SEVERAL = ("What happened", "What it took")
 
 
 def run(argv: list[str]) -> int:
-    """The command: 0 where anything could be evaluated, 130 when it was stopped before its end.
+    """Runs the command; returns 0 if anything was evaluated, 130 if it was stopped early.
 
     Raises:
-        EnvserverError: it cannot be run, nothing could be evaluated, or it ended by failures (then
-            there is a report of what was done before).
+        EnvserverError: it cannot be run, nothing could be evaluated, or too many failures ended it
+            (the report then covers what was done before).
     """
     members = read_members(COMMAND, argv, defaults=EVALUATION_DEFAULTS)
     settings = members[0].settings
@@ -71,7 +71,7 @@ class _Shown(EvaluationView):
 
 
 def show_report(console: Console, report: Report | Suite, folder: Path) -> None:
-    """The tables of a report, how they are to be read, where they lie."""
+    """Prints the tables of a report, how to read them, and where the files are."""
     if isinstance(report, Suite):
         tables = [summary_of(report)]
         for part in report.parts:
@@ -88,7 +88,7 @@ def show_report(console: Console, report: Report | Suite, folder: Path) -> None:
 
 
 def show_tables(console: Console, tables: list[TextTable], notes: list[str]) -> None:
-    """Tables, and sentences below them."""
+    """Prints tables with notes below them."""
     for text in tables:
         table = Table(title=text.title, title_justify="left")
         for number, name in enumerate(text.header):

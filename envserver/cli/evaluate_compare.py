@@ -1,4 +1,4 @@
-"""`envserver evaluate compare A B`: two evaluations held against each other, task by task."""
+"""`envserver evaluate compare A B`: compares two evaluations task by task."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from .specs.evaluate_compare import COMMAND, CompareSettings
 
 
 def run(argv: list[str]) -> int:
-    """The command: 0 whatever came out.
+    """Runs the command; returns 0 whatever the result.
 
     Raises:
-        UsageError: there are not two runs, or they have no environment in common.
-        InputError: the files of one cannot be read.
+        UsageError: a run is missing, or the runs have no environment in common.
+        InputError: the files of a run cannot be read.
     """
     settings = COMMAND.read(argv)
     found = _compared(settings)
@@ -60,8 +60,8 @@ def _compared(settings: CompareSettings) -> Comparison:
         b = _called_alike(a, b)
     if not set(a) & set(b):
         raise UsageError(
-            f"{settings.a} has {', '.join(a)}, {settings.b} has {', '.join(b)}: there is nothing "
-            "to compare.",
+            f"{settings.a} has {', '.join(a)}, {settings.b} has {', '.join(b)}: they have no "
+            "environment in common.",
         )
     rules = msgspec.structs.replace(next(iter(a.values())).rules, seed=settings.seed)
     return compare(a, b, rules, names=_names(settings.a, settings.b))
@@ -81,7 +81,7 @@ def _called_alike(a: Mapping[str, Report], b: dict[str, Report]) -> dict[str, Re
 
 
 def _names(a: Path, b: Path) -> tuple[str, str]:
-    """The last parts of the paths in which they differ."""
+    """Returns the shortest trailing parts of the paths that differ."""
     one, two = a.resolve().parts, b.resolve().parts
     if one[-1] != two[-1]:
         return one[-1], two[-1]

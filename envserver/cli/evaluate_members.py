@@ -1,8 +1,9 @@
-"""What `evaluate` is to run: one environment, several, or a folder of them.
+"""The environments that `evaluate` runs: one, several, or a folder of them.
 
-In: the command line. Out: `Member`s, each with settings of its own and a name that no other has.
-A folder holds environments (`*.py`, or `NAME/env.py`) and files of settings (`*.yaml`) that name
-one each: of these `env` and `sampling` count, weaker than flags; the rest is the command's.
+In: the command line. Out: `Member`s, each with its own settings and a unique name. A folder has
+environments (`*.py`, or `NAME/env.py`) and settings files (`*.yaml`) that each name an environment:
+only their `env` and `sampling` are used, and flags override them; all other settings are the
+command's.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OF_A_FILE = {"environment", "env", "sampling"}
 
 @dataclass(frozen=True)
 class _Wanted:
-    """An environment, and settings of its own from a place."""
+    """An environment, and its own settings with their origin."""
 
     reference: str
     place: str = ""
@@ -51,11 +52,11 @@ class _Wanted:
 def read_members(
     command: CommandSpec[M], argv: Sequence[str], *, defaults: Tree
 ) -> list[Member[M]]:
-    """The environments that a command line names, one at least.
+    """Returns the environments given on the command line, at least one.
 
     Raises:
-        UsageError: it names none.
-        ConfigError, NotFoundError: as for `load_settings`; or a folder holds none.
+        UsageError: none is given.
+        ConfigError, NotFoundError: as for `load_settings`; or a folder contains none.
         InputError: a file of a folder cannot be read.
     """
     warn = once(to_stderr)
@@ -76,7 +77,7 @@ def read_members(
 
 
 def _named_apart(members: Sequence[Member[M]]) -> list[Member[M]]:
-    """The second `math` is `math-2`."""
+    """Makes names unique: the second `math` becomes `math-2`."""
     seen: Counter[str] = Counter()
     found = []
     for member in members:
@@ -120,8 +121,8 @@ def _of_reference(reference: str) -> list[_Wanted]:
     found = [one for path in sorted(path.iterdir()) for one in _of_path(path)]
     if not found:
         raise ConfigError(
-            f"{reference} holds no environment.",
-            hint="It may hold *.py, NAME/env.py, and *.yaml that say `environment: NAME`.",
+            f"There is no environment in {reference}.",
+            hint="Files that count are *.py, NAME/env.py, and *.yaml with `environment: NAME`.",
         )
     return found
 
@@ -152,7 +153,7 @@ def _of_file(path: Path) -> _Wanted:
         raise InputError(f"{path} cannot be read: {error}.", place=str(path)) from error
     reference = tree.get("environment") if isinstance(tree, dict) else None
     if not isinstance(reference, str):
-        raise InputError(f"{path} names no environment.", hint="Write: environment: math")
+        raise InputError(f"{path} names no environment.", hint="Add `environment: math`.")
     kept = {name: value for name, value in tree.items() if name in _OF_A_FILE - {"environment"}}
     if is_path(reference.partition(":")[0]) and not Path(reference).is_absolute():
         reference = str(path.parent / reference)

@@ -1,4 +1,4 @@
-"""`envserver evaluate report DIR`: the report of an evaluation made anew from its files."""
+"""`envserver evaluate report DIR`: writes the report of an evaluation again from its files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .specs.evaluate_report import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         EnvserverError: there is no evaluation, or its files cannot be read.

@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     try:
         tally = _export(settings, console)
     except KeyboardInterrupt:
-        console.print(f"Stopped: {settings.out} is as it was.", markup=False)
+        console.print(f"Stopped: {settings.out} was not changed.", markup=False)
         raise
     _show(console, tally, settings.out)
     if settings.push_to_hub is not None:
@@ -43,12 +43,12 @@ def _export(settings: ExportSettings, console: Console) -> Tally:
     from ..export.stored_sources import size_of
 
     if not settings.source:
-        raise UsageError("`envserver export` needs a source.", hint="Name a file of `process`.")
+        raise UsageError("`envserver export` needs a source.", hint="Give a file of `process`.")
     if settings.dry_run and settings.push_to_hub is None:
-        raise ConfigError("--dry_run is for --push_to_hub.", hint="Name a data set: OWNER/NAME.")
+        raise ConfigError("--dry_run needs --push_to_hub.", hint="Add a data set: OWNER/NAME.")
     jsonl = settings.jsonl or settings.out.suffix == ".jsonl"
     if settings.out.suffix == ".jsonl" and settings.to in ("parquet", "html"):
-        raise ConfigError(f"{settings.to} cannot be a .jsonl file.", hint="Name a folder by --out.")
+        raise ConfigError(f"{settings.to} cannot be a .jsonl file.", hint="Use --out FOLDER.")
     options = Options(
         tokens=settings.tokens,
         label=settings.label,
@@ -105,7 +105,7 @@ def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
     from ..export.hub import push
 
     if dry_run:
-        console.print(f"Not pushed: {folder} is what {name} would be.", markup=False)
+        console.print(f"Not pushed: {folder} has what would be pushed to {name}.", markup=False)
     else:
         console.print(f"Pushed to {push(folder, name)}", markup=False)
 
@@ -116,7 +116,7 @@ def _with_card(format: Format, settings: ExportSettings, name: str) -> Format:
 
     check_name(name)
     if settings.out.suffix in (".jsonl", format.suffix):
-        raise ConfigError("What goes to the hub is a folder.", hint="Name a folder by --out.")
+        raise ConfigError("Only a folder can be pushed.", hint="Use --out FOLDER.")
     chosen = {"where": settings.where, "min_reward": settings.min_reward}
     chosen |= {"dedupe": settings.dedupe or None}
     chosen |= {"per_group": None if settings.per_group == "all" else settings.per_group}
@@ -171,9 +171,9 @@ def _show(console: Console, tally: Tally, out: Path) -> None:
         if number := tally.dropped[reason]:
             lines.append(f"Left out: {number} {words}.")
     if tally.bad:
-        lines.append(f"Passed over: {counted(tally.bad, 'bad line')}. First: {tally.first_bad}")
+        lines.append(f"Skipped: {counted(tally.bad, 'bad line')}. First: {tally.first_bad}")
     if not tally.rows:
-        lines.append("NOTHING is in it.")
+        lines.append("The export is EMPTY.")
     lines.append(f"{counted(tally.files, 'file')}, {tally.bytes:,} bytes, in {out}")
     for text in lines:
         console.print(text, markup=False)

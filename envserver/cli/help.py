@@ -21,7 +21,7 @@ _INDENT = "      "
 _COLUMN = 34
 _SOURCES = """\
 A setting can be given in a YAML file (--config run.yaml), in `.env` or as an environment variable
-(ENVSERVER_ENV__GROUP_SIZE=8), or as a flag (--env.group_size 8); the later one wins."""
+(ENVSERVER_ENV__GROUP_SIZE=8), or as a flag (--env.group_size 8); later sources win."""
 
 
 def help_topic(command_line: Sequence[str]) -> str | None:
@@ -79,7 +79,7 @@ def show_help(
 
 
 def _only(reference: str | None) -> str:
-    return f"env: what only {reference} has"
+    return f"env: settings of {reference} only"
 
 
 def _more(options: Mapping[str, Option], groups: Mapping[str, list[Option]]) -> list[str]:
@@ -110,7 +110,7 @@ def _groups(
         if group == "env":
             if own:
                 yield _only(reference), own
-            yield "env: what every environment has", members
+            yield "env: settings of every environment", members
         else:
             title = group.replace(ANY_NAME, "NAME")
             yield f"{title}: {sections[group]}" if group else "General", members

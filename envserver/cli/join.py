@@ -114,7 +114,7 @@ async def join(line: Line, console: Console) -> int:
                 _connect(link, parts, scheduler, tally)
                 console.print(
                     f"Joined {settings.url} as {identity.name}: {environment.name}, seed "
-                    f"{welcome.seed}, {counted(welcome.stored, 'group')} there already",
+                    f"{welcome.seed}, {counted(welcome.stored, 'group')} already on the server",
                     highlight=False,
                 )
                 ending = await run_until_stopped(

@@ -98,8 +98,8 @@ def _check_folder(order: Order, settings: LmEvalSettings) -> None:
         raise ConfigError("--resume and --overwrite exclude each other.")
     if order.harness.exists() and not (settings.resume or settings.overwrite):
         raise ConfigError(
-            f"{order.folder} has {', '.join(order.tasks)}.",
-            hint="Go on with it by --resume, run it anew by --overwrite.",
+            f"{order.folder} already has {', '.join(order.tasks)}.",
+            hint="Use --resume to continue, or --overwrite to run them again.",
         )
     if settings.overwrite:
         shutil.rmtree(order.harness, ignore_errors=True)
@@ -141,7 +141,7 @@ async def _watched(console: Console, engine: CountingEngine) -> AsyncIterator[No
     if not console.is_terminal:
         yield
         return
-    with console.status("The harness begins") as status:
+    with console.status("Starting the harness") as status:
         telling = asyncio.create_task(tell(status))
         try:
             yield

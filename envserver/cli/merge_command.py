@@ -54,7 +54,7 @@ def _merged(settings: MergeSettings, console: Console) -> tuple[list[Path], list
 
     vectors = parse_parts(settings.add)
     if (settings.rl is None) != (settings.sft is None):
-        raise UsageError("--rl and --sft belong together: what is added is rl - sft.")
+        raise UsageError("--rl and --sft must be given together: rl - sft is added.")
     if settings.rl is not None:
         vectors = (Vector(settings.rl, settings.sft), *vectors)
     recipe = Recipe(settings.base, vectors, tuple(settings.alpha) or (1.0,))
@@ -70,7 +70,7 @@ def _merged(settings: MergeSettings, console: Console) -> tuple[list[Path], list
         )
         return [settings.out], notes
     if settings.density is not None or settings.parameters:
-        raise ConfigError("--density and --parameters are for mergekit's methods: name a --method.")
+        raise ConfigError("--density and --parameters need a mergekit method: set --method.")
     return _with_arithmetic(settings, recipe, allowed, console)
 
 

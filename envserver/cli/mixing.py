@@ -74,12 +74,12 @@ def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEn
         return entries or None, "--env"
     if named or "environment" in in_file:
         raise ConfigError(
-            f"{listed.where}: one environment is named too.",
-            hint="Name one by --env, or several by `environments`.",
+            f"{listed.where}: a single environment is given as well.",
+            hint="Give one with --env, or several with `environments`.",
         )
     if listed.is_text:
         raise ConfigError(
-            "--environments is for files.", hint="Several by a flag: --env math=2,code=1."
+            "--environments is only allowed in files.", hint="For several, use --env math=2,code=1."
         )
     return _validated(listed.value, listed.origin), listed.where
 

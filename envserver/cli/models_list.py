@@ -26,7 +26,7 @@ def run(argv: list[str]) -> int:
     elif entries:
         Console().print(_table(entries))
     if not entries:
-        print(f"No model has a name: there is none in {settings.models_file}.", file=sys.stderr)
+        print(f"No models: {settings.models_file} lists none.", file=sys.stderr)
     return 0 if entries else 1
 
 

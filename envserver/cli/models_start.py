@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     settings = COMMAND.read(argv, defaults={"engine": {"port": PORT}})
     if not settings.name:
         raise UsageError(
-            "Which model? envserver models start NAME",
+            "Give a model: envserver models start NAME",
             hint="`envserver models list` shows the names.",
         )
     configure_logs(settings.log_level)

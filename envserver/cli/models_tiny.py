@@ -77,11 +77,11 @@ async def make_tiny(settings: TinySettings, console: Console) -> None:
 
 def _check(settings: TinySettings) -> None:
     if settings.folder == Path():
-        raise UsageError("Where to? envserver models tiny FOLDER")
+        raise UsageError("Give a folder: envserver models tiny FOLDER")
     missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
     if missing:
         raise ConfigError(
-            f"A model is trained with {' and '.join(missing)}, which this Python has not.",
+            f"Training needs {' and '.join(missing)}, which this Python does not have.",
             hint="pip install 'envserver[local]'",
         )
     folder = settings.folder
@@ -89,8 +89,8 @@ def _check(settings: TinySettings) -> None:
         return
     ours = (folder / FACTS).is_file()
     if not (settings.overwrite and ours):
-        hint = "Replace it by --overwrite." if ours else "It is no tiny model: name another place."
-        raise ConflictError(f"{folder} exists.", hint=hint)
+        hint = "Use --overwrite to replace it." if ours else "Not a tiny model: use another folder."
+        raise ConflictError(f"{folder} already exists.", hint=hint)
 
 
 async def _experts(mode: str, folder: Path, settings: TinySettings, bars: Progress) -> Path:

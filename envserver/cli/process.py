@@ -28,7 +28,7 @@ from .progress import ProgressView, summary_table
 from .signals import SignalStop
 from .specs.process import COMMAND
 
-_DONE = {"train": "trained", "mask": "such calls masked", "drop": "not fit for RL"}
+_DONE = {"train": "trained", "mask": "affected calls masked", "drop": "not fit for RL"}
 LONGEST_WORDS = 200
 """Of a failure's message, on the terminal; the whole stands in the failures file."""
 
@@ -56,7 +56,7 @@ async def process(members: Sequence[Member[ProcessSettings]], console: Console) 
     finally:
         show_result(console, run, members[0].spec.settings)
     if run.stopped:
-        console.print("Stopped early; the same command with --resume goes on.")
+        console.print("Stopped early; run the same command with --resume to continue.")
     elif len(members) == 1 and run.tally.groups:
         spec, path = members[0].spec, next(iter(run.files))
         exact = "missing_token_ids" not in run.tally.flags
@@ -76,7 +76,7 @@ def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
     for file in run.files.values():
         if file.failures.lines:
             path = file.failures.path
-            console.print(f"Why: {path}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"Failures: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _shares_table(run: GroupRun) -> Table:

@@ -77,8 +77,8 @@ def _environment(line: RunSpec[Any]) -> Any:
     if line.environment_class.isolation == "sandboxed" and not settings.without_walls:
         raise ConfigError(
             f"Agents of {line.environment_class.name!r} execute the model's code in their own "
-            "process: --debug would run it here, without a wall.",
-            hint="--without_walls true says that you know what the model wrote.",
+            "process: --debug would run it here, without a sandbox.",
+            hint="Set --without_walls true only if you have checked what the model wrote.",
         )
     config = settings.env.model_copy(update={"worker_timeout": 7 * 86400.0})
     unhurried = settings.model_copy(update={"env": config})
@@ -89,22 +89,20 @@ def _show(console: Console, record: Record, done: Replayed) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False)
 
-    how = "its calls were kept" if record.kept else "its calls are read off its conversations"
+    how = "calls recorded" if record.kept else "calls reconstructed from its conversations"
     say(f"{record.rollout.rollout_id} ({record.place}): {how}.")
     if done.difference is not None:
         say(f"DIFFERENT at call {done.difference.call}: {done.difference.what}")
         for text in done.difference.diff:
             say(f"  {text}")
         if record.rollout.limit and not done.left:
-            say(
-                f"Then it was ended by a limit ({record.rollout.limit}): is that one set as it was?"
-            )
+            say(f"The recording hit a limit ({record.rollout.limit}): is the limit the same now?")
         return
     if done.failure:
         say(f"FAILED after {counted(done.played, 'call')}: {done.failure}")
         return
     if done.left:
-        say(f"DIFFERENT: it ended {counted(done.left, 'call')} earlier than then.")
+        say(f"DIFFERENT: it ended {counted(done.left, 'call')} earlier than recorded.")
     table = Table(box=None, padding=(0, 2, 0, 1))
     for name in ("", "then", "now"):
         table.add_column(name, overflow="fold")

@@ -29,14 +29,14 @@ def run(argv: list[str]) -> int:
     line = read_run_spec(COMMAND, argv)
     settings = line.settings
     if not settings.source:
-        raise UsageError("`envserver rescore` needs a source.", hint="Name a file of `process`.")
+        raise UsageError("`envserver rescore` needs a source.", hint="Give a file of `process`.")
     configure_logs(settings.log_level, settings.log_format)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     bad: list[InputError] = []
     try:
         tally = _rescored(line, console, bad)
     except KeyboardInterrupt:
-        console.print(f"Stopped: --resume goes on with {settings.out}.", markup=False)
+        console.print(f"Stopped: use --resume to continue {settings.out}.", markup=False)
         raise
     _show(console, tally, bad, settings.out)
     return 0 if tally.groups and not tally.left_out["failed"] else 1
@@ -91,7 +91,7 @@ def _show(console: Console, tally: Tally, bad: list[InputError], out: Path) -> N
     console.print(table)
     lines = [
         f"{counted(tally.groups, 'group')} with {counted(tally.rollouts, 'rollout')}"
-        + (f", {tally.already} of them from before" if tally.already else "")
+        + (f", {tally.already} of them from an earlier run" if tally.already else "")
         + f": {tally.changed} of {tally.compared} rewards changed ({tally.up} up, "
         f"{tally.down} down)."
     ]
@@ -100,7 +100,7 @@ def _show(console: Console, tally: Tally, bad: list[InputError], out: Path) -> N
     for reason, number in tally.left_out.items():
         lines.append(f"Left out: {number} {LEFT_OUT[reason]}. First: {tally.first[reason]}")
     if bad:
-        lines.append(f"Passed over: {counted(len(bad), 'bad line')}. First: {bad[0]}")
+        lines.append(f"Skipped: {counted(len(bad), 'bad line')}. First: {bad[0]}")
     lines.append(f"Groups in {out}")
     for text in lines:
         console.print(text, markup=False)

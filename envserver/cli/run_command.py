@@ -90,7 +90,7 @@ def _show(answer: str, trajectory: Trajectory, path: Path) -> None:
     if not answer:
         beside.print("There is no final answer.", markup=False)
     if trajectory.limit is not None:
-        beside.print(f"It was ended by its limit: {trajectory.limit}.", markup=False)
+        beside.print(f"The rollout hit its limit: {trajectory.limit}.", markup=False)
     if trajectory.score.reward is not None:
         beside.print(f"Reward: {trajectory.score.reward:g}", markup=False)
     beside.print(f"Trajectory: {path}", markup=False)

@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
                 )
             )
     except KeyboardInterrupt:
-        console.print(f"Stopped: the same command goes on with {settings.out}.", markup=False)
+        console.print(f"Stopped: run the same command to continue {settings.out}.", markup=False)
         raise
     _show(console, runs, settings.out)
     return 1 if runs.failed else 0
@@ -65,7 +65,7 @@ def run(argv: list[str]) -> int:
 def _words(text: str, flag: str) -> list[str]:
     words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not words:
-        raise UsageError(f"{flag} names nothing.")
+        raise UsageError(f"{flag} is empty.")
     return words
 
 
@@ -85,12 +85,12 @@ def _bar(console: Console) -> Progress:
 
 def _show(console: Console, runs: Runs, out: Path) -> None:
     lines = [
-        f"{counted(runs.wanted, 'run')}: {runs.already} there already, {runs.made} made "
+        f"{counted(runs.wanted, 'run')}: {runs.already} existed, {runs.made} new "
         f"({runs.completed} with a final answer), {len(runs.failed)} failed."
     ]
     if runs.rewards:
         mean = sum(runs.rewards) / len(runs.rewards)
-        lines.append(f"Mean share of checks that hold: {mean:.3f} (of the runs made now).")
+        lines.append(f"Mean fraction of checks passed: {mean:.3f} (new runs only).")
     lines += [f"Failed: {words}" for words in runs.failed[:5]]
     lines.append(f"Traces in {out}")
     for text in lines:

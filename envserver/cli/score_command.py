@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
             )
             summary = run_loop(scoring)
     except KeyboardInterrupt:
-        console.print(f"Stopped: {settings.out} is as it was.", highlight=False, markup=False)
+        console.print(f"Stopped: {settings.out} was not changed.", highlight=False, markup=False)
         raise
     _show(console, summary, settings.out)
     return 0

@@ -54,8 +54,8 @@ async def serve(members: Members, console: Console) -> int:
     cancelled = counted(sum(served.cut_off.values()), "group")
     _say(
         console,
-        f"Stopped after {seconds:g} s: {cancelled} cancelled, to be made anew by the next start "
-        "here.",
+        f"Stopped after {seconds:g} s: {cancelled} cancelled; the next start here makes them "
+        "again.",
     )
     return 1
 

@@ -184,7 +184,7 @@ def _environment(given: Iterable[Given]) -> str | None:
     if len(flags) > 1:
         values = " and ".join(str(one.value) for one in flags)
         raise ConfigError(
-            f"--env is given twice ({values}).", hint="Several at once: --env math=2,code=1."
+            f"--env is given twice ({values}).", hint="For several, use --env math=2,code=1."
         )
     if not named:
         return None
@@ -246,7 +246,7 @@ def _unknown(
         return f"{given.where} has no meaning for this command."
     sections = {known.rpartition(".")[0] for known in options} if given.kind == "file" else set()
     near = nearest(path, [*options, *sorted(sections - {""})])
-    tail = f" Did you mean {_spelled(near, given)}?" if near else " --help shows all."
+    tail = f" Did you mean {_spelled(near, given)}?" if near else " See --help all."
     return f"{given.where}: there is no such setting.{tail}"
 
 

@@ -41,9 +41,9 @@ def run(argv: list[str]) -> int:
     console.print(_table(report.summary))
     left_out = [
         f"{report.read} trajectories read",
-        f"{report.below} below the least reward",
+        f"{report.below} below the minimum reward",
         f"{report.without_template} actions without a template",
-        f"{report.empty} that say nothing",
+        f"{report.empty} empty actions",
     ]
     console.print(f"{'; '.join(left_out)}.", highlight=False)
     console.print(f"In {settings.out}", highlight=False, markup=False, soft_wrap=True)
@@ -69,7 +69,7 @@ def put(folder: Path, target: str, console: Console) -> None:
     from ..export.sft_building.upload import upload
 
     def told(address: str) -> None:
-        console.print(f"Put {address}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"Uploaded {address}", highlight=False, markup=False, soft_wrap=True)
 
     upload(folder, target, told=told)
 

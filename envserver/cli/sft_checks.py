@@ -64,7 +64,7 @@ def _fault(scored: dict[str, object]) -> str | None:
     if isinstance(error, str):
         kind, _, message = error.partition(": ")
         if kind == "config":
-            raise ConfigError(message, hint="Or --verify false: rows are then kept unverified.")
+            raise ConfigError(message, hint="Or use --verify false to keep rows unverified.")
         return f"not verified: {kind}"
     if not isinstance(reward, (int, float)):
         return "not verified: no score"

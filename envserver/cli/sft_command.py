@@ -104,7 +104,8 @@ def _decoder(tokenizer: str | None) -> Decode:
 
     if tokenizer is None:
         raise ConfigError(
-            "--tokenizer is needed to write texts.", hint="Or --save-messages for conversations."
+            "--tokenizer is needed to write text.",
+            hint="Or use --save-messages.",
         )
     return Vocabulary.load(find_tokenizer(tokenizer)).decode
 

@@ -100,9 +100,9 @@ class YamlFile:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = mark.line + 1 if mark else 1
-            raise ConfigError(f"{path}:{line}: no YAML: {error.problem}.") from None
+            raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
         except yaml.YAMLError as error:
-            raise ConfigError(f"{path}: no YAML: {error}.") from None
+            raise ConfigError(f"{path}: not valid YAML: {error}.") from None
 
     def read(self, options: Collection[str]) -> list[Given]:
         """Every value, sections entered as far as `options` (paths) says that they are sections."""
@@ -166,7 +166,7 @@ class YamlFile:
         for key, _ in node.value:
             if key.value in seen:
                 place = self._place(key)
-                raise ConfigError(f"{place}: {key.value!r} stands there twice ({seen[key.value]}).")
+                raise ConfigError(f"{place}: {key.value!r} is given twice ({seen[key.value]}).")
             seen[str(key.value)] = self._place(key)
         self._loader.flatten_mapping(node)
         return [(str(key.value), child) for key, child in node.value]

@@ -31,7 +31,7 @@ def run_create(argv: list[str]) -> int:
     text, entry = create_token(wanted.tokens, wanted.name, wanted.role, lifetime)
     until = f" until {_shown(entry.expires_at)}" if entry.expires_at else ""
     print(
-        f"A token for {entry.name} ({entry.role}){until}. It is shown only once: "
+        f"A token for {entry.name} ({entry.role}){until}. It is shown only once; "
         f"{wanted.tokens} keeps its hash.",
         file=sys.stderr,
     )

@@ -22,9 +22,9 @@ from .specs.verify_command import COMMAND
 _FINDINGS_SHOWN = 20
 _WORST_SHOWN = 5
 _VERDICTS = {
-    "exact": "All right: every logprob is exactly what the engine says.",
-    "within_tolerance": "All right: every logprob is within the tolerance.",
-    "wrong": "WRONG: what is listed below.",
+    "exact": "OK: every logprob equals the engine's exactly.",
+    "within_tolerance": "OK: every logprob is within the tolerance.",
+    "wrong": "DIFFERENT: see the findings below.",
     "nothing_compared": "NOTHING was compared.",
 }
 
@@ -86,7 +86,7 @@ def _sums(report: Report) -> Table:
     table.add_column(overflow="fold")
     count = totals["tokens"]
     table.add_row("groups", f"{report.groups:,}", "")
-    table.add_row("rows", f"{report.rows:,}", "each checked by itself")
+    table.add_row("rows", f"{report.rows:,}", "each checked separately")
     for reason, number in report.not_compared.most_common():
         table.add_row("  not compared", f"{number:,}", NOT_COMPARED[reason])
     table.add_row("  compared", f"{totals['rows']:,}", _version(report.version))

@@ -106,7 +106,7 @@ def test_names(tmp_path: Path, model: Path) -> None:
         (["models", "start", "smal"], "There is no model 'smal'. Did you mean 'small'?"),
         (["process", "--env", "math", "--model", "smal"], "Did you mean 'small'?"),
         (["models", "start", "small"], "not at nowhere: no such folder"),
-        (["models", "start"], "Which model?"),
+        (["models", "start"], "Give a model"),
     ):
         done = envserver(*words, folder=tmp_path)
         assert done.returncode == 2

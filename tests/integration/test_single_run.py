@@ -198,7 +198,7 @@ def test_what_was_done_before_the_time_was_up_is_kept(tmp_path: Path) -> None:
         folder=tmp_path,
     )
     assert ran.returncode == 0, ran.stderr
-    assert "ended by its limit: time" in ran.stderr
+    assert "hit its limit: time" in ran.stderr
     assert "Reward: 0.4" in ran.stderr
     document = json.loads((tmp_path / "runs" / "slow_one.traj.json").read_text())
     assert problems_of(document, domains=["slow"]) == []

@@ -40,7 +40,7 @@ def test_made_in_short_it_is_served_and_answers_through_the_proxy(
     made = learner(*making)
     assert made.returncode == 0, made.stderr
     weights = (tmp_path / "tiny" / "model.safetensors").read_bytes()
-    assert "Replace it by --overwrite" in learner(*making).stderr
+    assert "Use --overwrite to replace it" in learner(*making).stderr
     again = learner(*making, "--overwrite")
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == weights

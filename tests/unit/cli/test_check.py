@@ -142,7 +142,7 @@ def test_demonstrations_stand_in_for_gold_and_endless_tasks_are_cut(zoo: Path) -
     assert ran.returncode == 0, ran.stderr
     assert "demonstration" in ran.stdout
     assert "the first 3 tasks" in ran.stdout
-    assert "All is as expected." in ran.stdout
+    assert "All checks passed." in ran.stdout
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,14 @@ def test_tasks_that_are_not_sound_are_found(zoo: Path, name: str, words: str) ->
 def test_tasks_without_a_known_right_result_are_told_of(zoo: Path) -> None:
     ran = check("--env", f"{zoo}:NoGold", folder=zoo.parent)
     assert ran.returncode == 0
-    assert "No right result is known of 4 tasks." in ran.stdout
+    assert "No correct result is known for 4 tasks." in ran.stdout
 
 
 def test_a_failed_check_shows_where(zoo: Path) -> None:
     ran = check("--env", f"{zoo}:Substring", folder=zoo.parent)
     assert ran.returncode == 1
     assert "every answer, task t0: reward 1; expected 0" in ran.stdout
-    assert "NOT as expected" in ran.stdout
+    assert "Checks FAILED" in ran.stdout
 
 
 def test_math_passes(tmp_path: Path) -> None:

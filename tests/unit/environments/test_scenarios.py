@@ -50,7 +50,7 @@ def test_runs_are_traces_and_only_torn_ones_are_made_again(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert scenarios("--n", "2", "--seed", "40") == 0
-    assert "checks that hold: 0.667" in capfd.readouterr().err
+    assert "checks passed: 0.667" in capfd.readouterr().err
     paths = [Path(f"traces/sim/gold/run_00{number}.json") for number in (1, 2)]
     first, second = (json.loads(path.read_bytes()) for path in paths)
     assert problems_of_trace(first) == []
@@ -65,7 +65,7 @@ def test_runs_are_traces_and_only_torn_ones_are_made_again(
     paths[0].write_bytes(paths[0].read_bytes()[:200])
     kept = paths[1].read_bytes()
     assert scenarios("--n", "2", "--seed", "40") == 0
-    assert "1 there already, 1 made" in capfd.readouterr().err
+    assert "1 existed, 1 new" in capfd.readouterr().err
     assert paths[1].read_bytes() == kept
     again = json.loads(paths[0].read_bytes())
     assert again["steps"] == first["steps"]

@@ -90,7 +90,7 @@ def test_a_folder_is_evaluated_whole_and_its_report_follows_from_its_groups(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--env", "empty"], "holds no environment"),
+        (["--env", "empty"], "There is no environment in"),
         (["--env", "math,nonsense"], "no environment 'nonsense'"),
         (["--env", "math,math", "--out", "old"], "holds an evaluation"),
         (["--env", "math", "--out", "old", "--resume"], "of several environments"),

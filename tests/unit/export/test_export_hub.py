@@ -128,8 +128,8 @@ def test_names_from_the_data_are_no_markup_and_end_no_header(tmp_path: Path) -> 
     ("words", "says"),
     [
         (["--push_to_hub", "no-owner", "--dry_run"], "OWNER/NAME"),
-        (["--dry_run"], "--dry_run is for --push_to_hub"),
-        (["--push_to_hub", "me/x", "--dry_run", "--out", "one.jsonl"], "is a folder"),
+        (["--dry_run"], "--dry_run needs --push_to_hub"),
+        (["--push_to_hub", "me/x", "--dry_run", "--out", "one.jsonl"], "Only a folder"),
     ],
 )
 def test_what_cannot_be_pushed_is_refused_before_any_work(

@@ -156,7 +156,7 @@ async def test_the_command_shows_an_engine_and_what_would_be_better(tmp_path: Pa
     text = " ".join(shown.stdout.split())
     assert "mode completions: token ids in and out" in text
     assert "stitching no: /models/tiny is not a folder on this machine." in text
-    better = text.partition("To get better:")[2]
+    better = text.partition("To improve this:")[2]
     assert "Mode tokens: /v1/chat/completions/render is refused (HTTP 403)" in better
     assert better.count("--enable-scale-out") == 1
 

@@ -301,7 +301,7 @@ def test_what_cannot_be_mixed_is_told_before_anything_starts(
         ("--env", "left.py=0,right.py"): "a weight must be a positive number",
         ("--env", "left.py,lefft"): "There is no environment 'lefft'",
         ("--env", "left.py,left.py"): "named twice",
-        ("--config", str(path), "--env", "left.py"): "one environment is named too",
+        ("--config", str(path), "--env", "left.py"): "a single environment is given as well",
         ("--env", "left.py,right.py", "--env.wrod", "x"): "Did you mean --env.word?",
     }
     for words, wanted in told.items():

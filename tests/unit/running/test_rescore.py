@@ -156,7 +156,7 @@ def test_a_rubric_that_fails_gives_no_zero_and_is_asked_again(
         file.write(b'{"tokens"')  # what a killed writer leaves
     assert rescore(*rubric, "--resume") == 0
     assert rewards("new.jsonl") == {"test-7-1": [0.5], "test-7-2": [0.5, 0.0]}
-    assert "1 of them from before" in capfd.readouterr().err
+    assert "1 of them from an earlier run" in capfd.readouterr().err
 
 
 def test_a_rubric_that_is_not_there_is_named(
