@@ -1,4 +1,4 @@
-"""`envserver export`: its settings and what it shows; the work: `running.exporting`."""
+"""`envserver export`: prints the result of an export; the work is in `running.exporting`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .specs.export_command import COMMAND, ExportSettings
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
-        UsageError: a setting is wrong, there is no such source, or a line of it is no group.
+        UsageError: a setting is wrong, a source does not exist, or a line of it is not a group.
         StoreError: the output cannot be written.
     """
     settings = COMMAND.read(argv)
@@ -131,7 +131,7 @@ def _with_card(format: Format, settings: ExportSettings, name: str) -> Format:
 
 
 def _told_to_all(settings: ExportSettings, facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts without what is this machine's, where others will read them; URLs never with users."""
+    """Removes paths of this machine from facts that are published, and user names from URLs."""
     from ..export.card import public_name
 
     def named(source: str) -> str:

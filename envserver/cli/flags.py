@@ -2,7 +2,7 @@
 
 In: the arguments after the command, the settings that the command has, and which of them may be
 given by position. Out: a `Given` for each value, in the order of the command line. Values stay text
-until the type is known; nothing is checked here but the form of the command line.
+until the type is known; only the form of the command line is checked here.
 
     --name value   --name=value   --flag   --no-flag   -o value   argument   -- arguments
 """
@@ -25,7 +25,7 @@ ALIASES = {
     "json": "as_json",
     "o": "out",
 }
-"""Short names of flags in every command that has the setting and no other setting of that name."""
+"""Short flag names, for every command that has the setting and no other setting of that name."""
 
 _TRUTH_VALUES = {"true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0"}
 
@@ -41,14 +41,13 @@ def read_flags(
 
     Args:
         command_line: the arguments after the command.
-        options: the settings that are known so far; a flag that is not among them takes a value
-            where one follows.
-        aliases: short names of this command's flags -> dotted paths; stronger than `ALIASES`.
-        arguments: dotted paths of the settings given by position, in order; a list takes all that
-            is left.
+        options: the known settings; a flag that is not among them takes a value if one follows.
+        aliases: short names of this command's flags -> dotted paths; they override `ALIASES`.
+        arguments: dotted paths of the settings given by position, in order; a list takes all
+            remaining arguments.
 
     Raises:
-        ConfigError: an argument belongs to no setting.
+        ConfigError: an argument does not belong to any setting.
     """
     names = {**ALIASES, **(aliases or {})}
     places = deque(arguments)
@@ -76,12 +75,12 @@ def read_flags(
 
 
 def argument_name(path: str) -> str:
-    """How help and errors call the positional argument that sets `path`."""
+    """Returns the name of the positional argument for `path` in help and errors."""
     return path.rpartition(".")[2].upper()
 
 
 def _flag_name(word: str, names: Mapping[str, str]) -> str | None:
-    """The flag's name without dashes in front; None where `word` is not a flag."""
+    """Returns the flag name without leading dashes; None if `word` is not a flag."""
     if word.startswith("--") and word != "--":
         return word[2:]
     return word[1:] if len(word) == 2 and word[0] == "-" and word[1] in names else None
@@ -111,13 +110,13 @@ def _flag(
 
 
 def path_of(name: str, options: Mapping[str, Option], names: Mapping[str, str]) -> str:
-    """The dotted path that a flag's name means."""
+    """Returns the dotted path of a flag name."""
     path = name.replace("-", "_")
     return path if path in options else names.get(path, path)
 
 
 def _is_value(word: str, option: Option | None, has_arguments: bool) -> bool:
-    """Whether `word`, which follows a flag, is its value."""
+    """Returns whether `word`, which follows a flag, is the flag's value."""
     if word.startswith("--"):
         return False
     if option is None or not option.is_switch or not has_arguments:

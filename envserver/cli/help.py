@@ -2,7 +2,7 @@
 
 `--help` shows the frequent settings, each in a line or two; `--help all` shows every setting by
 section, `--help SECTION` those of one section. With `--env NAME` (or `python -m environments.NAME`)
-the settings that only this environment has are among them.
+they include the environment's own settings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ A setting can be given in a YAML file (--config run.yaml), in `.env` or as an en
 
 
 def help_topic(command_line: Sequence[str]) -> str | None:
-    """What help is asked for: "" for the frequent settings, "all", or a section; None: no help."""
+    """Returns the requested help: "" for the frequent settings, "all", or a section; None: no
+    help."""
     for at, word in enumerate(command_line):
         if word in ("-h", "--help"):
             following = command_line[at + 1] if at + 1 < len(command_line) else ""
@@ -48,11 +49,11 @@ def show_help(
     Args:
         topic: "" for the frequent settings, "all", or a section.
         usage: `envserver process --env NAME`, for example.
-        summary: what the command does, in a sentence or two.
+        summary: what the command does, in one or two sentences.
         settings_class: as for `load_settings`.
-        reference: the environment that is named.
-        names: dotted path -> the name to show for it, as typed: `--port` or `SOURCE`.
-        frequent: dotted paths of the settings to show first; none: all of them.
+        reference: the given environment.
+        names: dotted path -> the displayed name: `--port` or `SOURCE`.
+        frequent: dotted paths of the settings to show first; empty: all of them.
 
     Raises:
         NotFoundError: there is no such environment.
@@ -117,7 +118,8 @@ def _groups(
 
 
 def _short_lines(option: Option, name: str, bold: str, plain: str) -> list[str]:
-    """The setting in two columns: name, then the first sentence of its docstring and default."""
+    """Formats a setting in two columns: name, then the first sentence of its docstring and the
+    default."""
     default = "" if option.default_text in ("unset", "needed") else f" [{option.default_text}]"
     width = min(110, shutil.get_terminal_size((100, 24)).columns) - _COLUMN
     text = textwrap.wrap(f"{option.first_sentence}{default}".strip(), width)

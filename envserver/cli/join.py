@@ -1,4 +1,4 @@
-"""`envserver join URL`: the environments of another machine's server, made here.
+"""`envserver join URL`: runs environments on this machine for a server elsewhere.
 
 The same scheduler, workers, proxy and scorer as in `serve`; finished groups go to the server at URL
 instead of a store. The server says how many groups may be open, which policy the engine serves and
@@ -50,7 +50,7 @@ Line = RunSpec[JoinSettings]
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         EnvserverError: it cannot be run.
@@ -63,11 +63,10 @@ def run(argv: list[str]) -> int:
 
 
 async def join(line: Line, console: Console) -> int:
-    """Makes groups for the server until stopped, told to leave, or until as many as wanted are
-    there.
+    """Makes groups for the server until stopped, dismissed, or the wanted number is reached.
 
     Raises:
-        ConfigError, ConflictError, InputError: the server does not let us in, or refuses a group.
+        ConfigError, ConflictError, InputError: the server refuses the runner or a group.
         EngineError: see `rollout_context`.
     """
     settings, name = line.settings, line.environment_class.name
@@ -169,7 +168,8 @@ def _registration(line: Line, identity: Identity) -> Registration:
 
 
 def _with_seed(line: Line, seed: int) -> Line:
-    """The same command line with the seed that the server gave: no two joiners make the same."""
+    """Returns the command line with the seed from the server, so that no two runners make the same
+    groups."""
     config = line.settings.env.model_copy(update={"seed": seed})
     return dataclasses.replace(line, settings=line.settings.model_copy(update={"env": config}))
 
@@ -181,7 +181,7 @@ async def _book(
     welcome: Welcome,
     version: Callable[[], int],
 ) -> Book:
-    """What the server knows; from now on the joiner's own groups count here, too."""
+    """Loads the server's task counts, to which the runner's own groups are added from now on."""
     book = Book(
         environment,
         rules,
@@ -196,7 +196,7 @@ async def _book(
 
 
 def _known(link: Link) -> Callable[[list[str]], set[str]]:
-    """Which of these groups the server has; for the thread in which tasks are read."""
+    """Returns which of these groups the server has; called in the thread that reads tasks."""
     loop = asyncio.get_running_loop()
     return lambda ids: asyncio.run_coroutine_threadsafe(link.known(ids), loop).result()
 
@@ -241,7 +241,7 @@ def _scheduler(parts: RolloutContext, link: Link, stored: int, book: Book | None
 
 
 def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tally) -> None:
-    """Lets `link` say how the work goes, and the work hear the news."""
+    """Connects `link` and the scheduler: status goes out, news comes in."""
     most = max(1, parts.rollouts.max_concurrent // parts.environment.config.group_size) + 1
 
     def facts() -> Heartbeat:
@@ -260,7 +260,7 @@ def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tal
 
 
 async def _work(scheduler: Scheduler, link: Link) -> None:
-    """Runs the scheduler to its end, and the heartbeats beside it."""
+    """Runs the scheduler to its end, with heartbeats in parallel."""
     living = asyncio.create_task(link.live())
     making = asyncio.create_task(scheduler.run())
     try:

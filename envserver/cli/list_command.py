@@ -1,4 +1,4 @@
-"""`envserver list`: the environments that can be named, one a line."""
+"""`envserver list`: lists the environments that --env accepts, one per line."""
 
 from __future__ import annotations
 

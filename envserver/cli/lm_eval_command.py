@@ -1,4 +1,5 @@
-"""`envserver lm-eval TASKS`: its settings; the work: `running.lm_eval`."""
+"""`envserver lm-eval TASKS`: runs the harness and prints the report; the work is in
+`running.lm_eval`."""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ from .specs.lm_eval_command import COMMAND, LmEvalSettings
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
-        UsageError: a setting is wrong, the harness is not installed, or ended by an error.
+        UsageError: a setting is wrong, the harness is not installed, or failed.
         EngineError: the engine does not answer.
     """
     settings = COMMAND.read(argv)
@@ -89,10 +90,10 @@ def _order(settings: LmEvalSettings, folder: Path) -> Order:
 
 
 def _check_folder(order: Order, settings: LmEvalSettings) -> None:
-    """Sees that no task is run twice by mistake.
+    """Checks that no task is run twice by mistake.
 
     Raises:
-        ConfigError: the folder has these.
+        ConfigError: the folder already has these tasks.
     """
     if settings.resume and settings.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
@@ -129,7 +130,7 @@ def _made(settings: LmEvalSettings, openai: OpenAIConfig) -> Engine:
 
 @contextlib.asynccontextmanager
 async def _watched(console: Console, engine: CountingEngine) -> AsyncIterator[None]:
-    """A line on a terminal that says how far it is; elsewhere nothing."""
+    """Shows a progress line on a terminal; elsewhere nothing."""
 
     async def tell(status: Status) -> None:
         while True:

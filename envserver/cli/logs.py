@@ -1,8 +1,8 @@
-"""How log lines look: JSON, one a line, on stderr; coloured text where that is a terminal.
+"""Formats log lines: one JSON object per line on stderr; coloured text on a terminal.
 
-Whoever logs, the server or a library (uvicorn, aiohttp, Python's warnings), its lines have one form
-and the ids of what they are about (`group_id`, `rollout_id`, `run`); and what looks like a secret
-is struck out of the whole line before it is written.
+Lines of the server and of libraries (uvicorn, aiohttp, Python's warnings) have the same form and
+carry ids (`group_id`, `rollout_id`, `run`). Anything that looks like a secret is removed from the
+line before it is written.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..telemetry.redaction import redacted
 
 
 class CurrentStderr(io.TextIOBase):
-    """What `sys.stderr` is at the moment: a progress bar stands there while it is shown, and puts
-    what is written above itself."""
+    """Writes to the current `sys.stderr`. A progress bar replaces it while it is shown, and prints
+    lines above itself."""
 
     def write(self, text: str, /) -> int:
         return sys.stderr.write(text)
@@ -31,7 +31,7 @@ class CurrentStderr(io.TextIOBase):
 
 
 def configure_logs(level: str, form: LogFormat = "auto") -> None:
-    """Shows events of `level` ("debug" ... "error") and above; of libraries warnings and above.
+    """Shows events of at least `level` ("debug" ... "error"); for libraries, at least warnings.
 
     Args:
         form: auto is console on a terminal, else json.
@@ -64,7 +64,7 @@ def configure_logs(level: str, form: LogFormat = "auto") -> None:
 
 
 class _Lines(logging.StreamHandler[TextIO]):
-    """What libraries log."""
+    """Handles log records of libraries."""
 
 
 def _renderers(form: LogFormat) -> list[Processor]:
@@ -79,5 +79,5 @@ def _renderers(form: LogFormat) -> list[Processor]:
 
 
 def _strike(_: WrappedLogger, __: str, line: EventDict | str) -> Any:
-    """The rendered line, without secrets."""
+    """Removes secrets from the rendered line."""
     return redacted(str(line))

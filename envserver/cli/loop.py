@@ -1,6 +1,6 @@
-"""Runs a command's coroutine on uvloop, and ends it by SIGTERM as by Ctrl-C: nothing stays behind.
+"""Runs a command's coroutine on uvloop; SIGTERM ends it like Ctrl-C, with full clean-up.
 
-A command that has more to say to signals sets handlers of its own.
+A command that handles signals itself installs its own handlers.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import uvloop
 T = TypeVar("T")
 
 _YOUNG_OBJECTS = 20_000
-"""New lists, dicts and the like before the collector looks at them; an answer of 64 tokens with
-logprobs has some hundred."""
+"""Allocations before a garbage collection; an answer of 64 tokens with logprobs makes some
+hundred."""
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM ended the command."""
 
     status = 128 + signal.SIGTERM
-    """What the shell shows of a command that a signal ended."""
+    """Exit status that the shell shows for a command ended by SIGTERM."""
 
 
 def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result.
+    """Returns the coroutine's result.
 
     Raises:
         KeyboardInterrupt: Ctrl-C cancelled it.
@@ -42,11 +42,11 @@ def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def spare_collector() -> None:
-    """Has Python's collector of cycles look at less, less often: it takes a fifth of the time of
-    a call otherwise, and now and then many milliseconds at once.
+    """Tunes the garbage collector, which otherwise takes a fifth of the time of a call and
+    sometimes pauses for many milliseconds.
 
-    What there is now stays as long as the process. Of what a call makes nearly all goes without
-    the collector, but not before there is more of it than Python waits for by default.
+    Objects that exist now live as long as the process. Reference counting frees nearly all objects
+    of a call, but only after they exceed Python's default threshold.
     """
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)

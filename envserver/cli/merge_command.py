@@ -1,4 +1,4 @@
-"""`envserver merge`: its settings, its bar, and what it says at the end."""
+"""`envserver merge`: reads the settings, shows progress and prints the result."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .specs.merge_command import ARITHMETIC, COMMAND, MergeSettings
 
 
 def run(argv: list[str]) -> int:
-    """The command; prints the folder of each model.
+    """Runs the command; prints the folder of each model.
 
     Raises:
-        UsageError: the caller's fault; nothing was written.
+        UsageError: a setting or a model is wrong; nothing was written.
         StoreError: the output cannot be written.
         KeyboardInterrupt: it was stopped; nothing was written.
     """
@@ -108,7 +108,7 @@ def _bar(console: Console) -> Progress:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does: what is half written goes."""
+    """Makes SIGTERM act like Ctrl-C, so that partial output is removed."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated

@@ -1,7 +1,7 @@
 """Several environments in one command: `environments:` of a YAML file, or `--env math=2,code=1`.
 
-Each gets settings of its own: what is set for `env` holds for all of them, what stands at its place
-in the file is stronger than the rest of the file, and weaker than variables and flags.
+Each has its own settings: `env` applies to all of them; an environment's entry in the file
+overrides the rest of the file, and variables and flags override the entry.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ M = TypeVar("M", bound=MixSettings)
 
 
 def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | None:
-    """The environments that a command line names, with their settings; None: not several.
+    """Returns the environments given on the command line, with their settings; None if only one is
+    given.
 
     Raises:
         ConfigError, NotFoundError: as for `load_settings`; or they cannot be mixed.
@@ -55,10 +56,10 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
 
 
 def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEntry] | None, str]:
-    """What is to be mixed (None: nothing), and where that is said.
+    """Returns the entries of a mix (None: no mix) and their origin.
 
     Raises:
-        ConfigError: it is said in two places, or cannot be read.
+        ConfigError: the mix is given in two places, or cannot be read.
     """
     flags = command.flags(argv)
     path = next((one.value for one in flags if one.path == "config"), None)
@@ -85,7 +86,7 @@ def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEn
 
 
 def _entry(text: str) -> MixEntry:
-    """`math=2`: a name and a weight."""
+    """Parses `math=2`: a name and a weight."""
     name, equals, weight = text.strip().partition("=")
     try:
         value = float(weight) if equals else 1.0

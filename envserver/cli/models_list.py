@@ -1,4 +1,4 @@
-"""`envserver models list`: the models that have names, for people or as JSON."""
+"""`envserver models list`: lists the named models as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .specs.models_list import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """The command; its status is 1 where no model has a name.
+    """Runs the command; returns 1 if no model has a name.
 
     Raises:
-        ConfigError: a setting is wrong, or the file is.
+        ConfigError: a setting or the file is wrong.
     """
     settings = COMMAND.read(argv)
     entries = list(read_catalogue(settings.models_file).values())

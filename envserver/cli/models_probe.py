@@ -1,4 +1,4 @@
-"""`envserver models probe URL`: how an engine can be asked, for people or as JSON."""
+"""`envserver models probe URL`: shows what an engine supports, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TRIES = 2
 
 
 def run(argv: list[str]) -> int:
-    """The command; its status is 1 where an engine does not answer.
+    """Runs the command; returns 1 if an engine does not answer.
 
     Args:
-        argv: the words after `models probe`.
+        argv: the arguments after `models probe`.
 
     Raises:
-        ConfigError: a setting is wrong, or an engine cannot be asked as `openai.mode` wants.
+        ConfigError: a setting is wrong, or an engine does not support `openai.mode`.
     """
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level)
@@ -50,10 +50,10 @@ async def _run(settings: ProbeSettings) -> int:
 
 
 async def _probe(url: str, settings: ProbeSettings) -> ProbedEngine:
-    """Asks one address.
+    """Probes one address.
 
     Raises:
-        EngineError: it does not answer, or refuses us.
+        EngineError: it does not answer, or refuses access.
         ConfigError: the wanted mode is not possible, or `tokens.tokenizer` lacks something.
     """
     config = settings.openai.model_copy(update={"base_url": url})

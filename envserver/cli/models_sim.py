@@ -1,4 +1,4 @@
-"""`envserver models sim`: its settings; the work: `running.simulated_server`."""
+"""`envserver models sim`: runs the simulated engine; the work is in `running.simulated_server`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .specs.models_sim import COMMAND, ModelsSettings
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Args:
-        argv: the words after `models sim`.
+        argv: the arguments after `models sim`.
 
     Raises:
-        ConfigError: a setting is wrong, or the port cannot be had.
+        ConfigError: a setting is wrong, or the port is not available.
     """
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)
@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
 
 
 def _solver(settings: ModelsSettings) -> Solver | None:
-    """Of the environment that is named, if one is."""
+    """Returns the solver of the given environment, if any."""
     if settings.environment is None:
         return None
     line = RunSpec(settings, settings.environment, find(settings.environment))
@@ -48,7 +48,7 @@ def _solver(settings: ModelsSettings) -> Solver | None:
 
 
 async def _with_sandboxes(environment: Environment, settings: ModelsSettings) -> Solver:
-    """The same where reading the tasks may need sandboxes."""
+    """Returns the solver with sandboxes, which reading the tasks may need."""
     async with sandboxes_of(environment, settings.sandbox):
         return await asyncio.to_thread(demonstration_solver, environment, settings.env.split)
 

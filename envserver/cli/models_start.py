@@ -1,4 +1,4 @@
-"""`envserver models start NAME`: an engine for a model, watched until it is told to end."""
+"""`envserver models start NAME`: starts an engine for a model and supervises it until stopped."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PORT = 9001
 
 
 def run(argv: list[str]) -> int:
-    """The command; ends by a signal, or when the engine died too often.
+    """Runs the command until a signal, or until the engine has died too often.
 
     Args:
-        argv: the words after `models start`.
+        argv: the arguments after `models start`.
 
     Raises:
         ConfigError, NotFoundError: a setting is wrong, or there is no such model.

@@ -1,6 +1,6 @@
 """`envserver models tiny DIR`: expert trajectories by `process`, then a supervised start.
 
-What the model is stands in `envserver/models/tiny`; torch is imported only when it is trained.
+`envserver/models/tiny` defines the model; torch is imported only for training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .loop import run_loop
 from .specs.models_tiny import COMMAND, TinySettings
 
 FACTS = "make_tiny.json"
-"""In the model's folder: the settings that it was made with."""
+"""File in the model's folder with the settings that made it."""
 GROUP_SIZE = 8
 _LAST_WORDS = 2000
 _MODES = ("single", "tools")
@@ -32,14 +32,14 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def run(argv: list[str]) -> int:
-    """The command; prints the model's folder.
+    """Runs the command; prints the model's folder.
 
     Args:
-        argv: the words after `models tiny`.
+        argv: the arguments after `models tiny`.
 
     Raises:
         ConfigError: a setting is wrong, or torch and transformers are missing.
-        ConflictError: there is something at its place.
+        ConflictError: the folder already exists.
         EnvserverError: the experts failed.
     """
     settings = COMMAND.read(argv)
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
 
 
 async def make_tiny(settings: TinySettings, console: Console) -> None:
-    """Makes the model; its folder appears when all of it is there.
+    """Makes the model; its folder appears only when it is complete.
 
     Raises:
         EnvserverError: the experts failed.
@@ -94,10 +94,11 @@ def _check(settings: TinySettings) -> None:
 
 
 async def _experts(mode: str, folder: Path, settings: TinySettings, bars: Progress) -> Path:
-    """The JSONL of a `process` of its own, in which the simulated engine plays the expert.
+    """Returns the JSONL file of a separate `process` run in which the simulated engine plays the
+    expert.
 
     Raises:
-        EnvserverError: it failed; its last words are in the message.
+        EnvserverError: it failed; the message has the end of its output.
     """
     output, log = folder / f"{mode}.jsonl", folder / f"{mode}.log"
     bar = bars.add_task(f"experts, {mode}", total=settings.groups, note="")
@@ -132,7 +133,7 @@ async def _experts(mode: str, folder: Path, settings: TinySettings, bars: Progre
 
 
 class _GivenUp(Exception):
-    """Nobody waits for the training any more."""
+    """Raised when the training has been cancelled."""
 
 
 async def _trained(

@@ -30,11 +30,11 @@ from .specs.process import COMMAND
 
 _DONE = {"train": "trained", "mask": "affected calls masked", "drop": "not fit for RL"}
 LONGEST_WORDS = 200
-"""Of a failure's message, on the terminal; the whole stands in the failures file."""
+"""Maximum length of a failure message on the terminal; the failures file has the full text."""
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         EnvserverError: it cannot be run, or every group failed.
@@ -65,7 +65,7 @@ async def process(members: Sequence[Member[ProcessSettings]], console: Console) 
 
 
 def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
-    """Shows what came out and where it lies."""
+    """Shows the results and where the files are."""
     if run.tally.first_groups:
         console.print(summary_table(run.tally))
         if len(run.shares) > 1:
@@ -80,7 +80,7 @@ def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
 
 
 def _shares_table(run: GroupRun) -> Table:
-    """Groups and rewards of each environment of a mix."""
+    """Builds a table of groups and rewards of each environment of a mix."""
     table = Table()
     for name in ("environment", "groups", "share", "wanted", "mean"):
         table.add_column(name, justify="left" if name == "environment" else "right")
@@ -98,10 +98,10 @@ def show_notes(
     settings: Settings,
     actions: Actions,
 ) -> None:
-    """What there is to say of a run, whatever it ran.
+    """Shows notes about a run, for every command.
 
     Args:
-        files: where groups lie, and how many.
+        files: paths of the group files, and the number of groups in each.
     """
     if settings.model == SIMULATED:
         console.print("The model was simulated: these rewards do not measure a real model.")
@@ -124,17 +124,17 @@ def show_notes(
 def show_suggestions(
     console: Console, reference: str, settings: Settings, path: Path, *, exact: bool
 ) -> None:
-    """What to try next."""
+    """Prints commands to try next."""
     console.print("Try next:")
     for command in suggestions(reference, settings, path, exact=exact):
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) -> Iterator[str]:
-    """Commands that go on from here, as they can be typed.
+    """Yields commands to try next, as they can be typed.
 
     Args:
-        exact: the engine gave token ids.
+        exact: the engine returned token ids.
     """
     yield f"head -c 600 {quote(os.fspath(path))}"
     envserver, environment = program(), f"--env {quote(reference)}"

@@ -1,6 +1,7 @@
-"""What a terminal shows of a run: a bar with rewards, failures, tokens a second and time left.
+"""Shows the progress of a run on a terminal: a bar with rewards, failures, tokens per second and
+time left.
 
-Where the output is no terminal, a line now and then says the same.
+If the output is not a terminal, an occasional line has the same information.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class ProgressView:
             self._say_line(done)
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Prints a line above the bar."""
         self._bar.console.print(text)
 
     def _say_line(self, done: int) -> None:
@@ -78,7 +79,7 @@ class ProgressView:
 
 
 def summary_table(tally: Tally) -> Table:
-    """The first groups of a run and their rewards, with the totals below."""
+    """Builds a table of the first groups of a run and their rewards, with totals below."""
     table = Table(title=None, show_footer=True)
     table.add_column("task", footer=counted(tally.groups, "group"), overflow="fold")
     table.add_column("rewards", footer=str(tally.rewards))

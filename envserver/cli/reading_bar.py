@@ -9,16 +9,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 Told = Callable[[int, int], None]
-"""Gets how many were read, and their bytes."""
+"""Called with the number of documents read, and their bytes."""
 
 
 @contextlib.contextmanager
 def reading_bar(noun: str, total_bytes: int | None) -> Iterator[Told]:
-    """A line on a terminal that says how far the reading is; elsewhere nothing.
+    """Shows the reading progress on a terminal; elsewhere nothing.
 
     Args:
-        noun: what is counted, in the plural.
-        total_bytes: of all files; None: not known.
+        noun: the counted items, in the plural.
+        total_bytes: size of all files; None: unknown.
     """
     console = Console(stderr=True)
     columns = (

@@ -1,8 +1,8 @@
-"""Settings that got a new name; the old one is still accepted, with a line that says the new one.
+"""Renamed settings. The old name is still accepted, with a warning that gives the new name.
 
-In: a dotted path as somebody wrote it (flag, YAML key or environment variable). Out: the path to
-use now. A new name that the command does not have changes nothing, so one table serves every
-command. The help shows only new names.
+In: a dotted path as given (flag, YAML key or environment variable). Out: the current path. New
+names that a command does not have are ignored, so one table serves every command. The help shows
+only new names.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ RENAMED: dict[str, str] = {
 
 
 def current_path(path: str, known: Collection[str]) -> str:
-    """The name that `path` has now; `path` itself where it was not renamed.
+    """Returns the current name of `path`; `path` itself if it was not renamed.
 
     Args:
         path: dotted path of a setting.
-        known: the paths that exist; a name that exists is never read as an old one.
+        known: the existing paths; an existing name is never treated as an old name.
     """
     if path in known:
         return path
@@ -35,7 +35,7 @@ def current_path(path: str, known: Collection[str]) -> str:
 
 
 def with_old_names(known: Collection[str]) -> set[str]:
-    """`known` and the old names of its paths."""
+    """Returns `known` with the old names of its paths added."""
     old_names = {
         old + path[len(new) :]
         for path in known

@@ -1,4 +1,4 @@
-"""`envserver replay`: its settings and what it shows; the work: `running.replaying`."""
+"""`envserver replay`: prints the result of a replay; the work is in `running.replaying`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN = 70
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         UsageError: there is no such rollout or environment, or it cannot be replayed.
@@ -51,10 +51,10 @@ def run(argv: list[str]) -> int:
 
 
 def _named_record(flags: Sequence[Given]) -> Record:
-    """Reads the rollout, before the environment and so all settings are known.
+    """Reads the rollout before the environment and its settings are known.
 
     Raises:
-        UsageError: none is named, or there is no such rollout.
+        UsageError: none is given, or there is no such rollout.
     """
     sources = [str(item) for one in flags if one.path == "source" for item in as_list(one.value)]
     if not sources:
@@ -69,7 +69,7 @@ def _named_record(flags: Sequence[Given]) -> Record:
 def _environment(line: RunSpec[Any]) -> Any:
     """
     Raises:
-        ConfigError: it must not run in this process.
+        ConfigError: the environment must not run in this process.
     """
     settings: ReplaySettings = line.settings
     if not settings.debug:

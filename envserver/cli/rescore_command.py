@@ -1,4 +1,4 @@
-"""`envserver rescore`: its settings and what it shows; the work: `running.rescoring`."""
+"""`envserver rescore`: prints the result of rescoring; the work is in `running.rescoring`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .specs.rescore_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         UsageError: there is no such file, environment or rubric, or the output exists.

@@ -1,7 +1,7 @@
-"""`envserver run-api`: the trainer API over a store, without an environment of its own.
+"""`envserver run-api`: serves the trainer API over a store, without running an environment.
 
-Environments that others run register over the Atropos wire and post their groups; trainers lease or
-fetch them. It is `serve` without the rollouts, over the same store.
+Environments that run elsewhere register over the Atropos wire and post their groups; trainers lease
+or fetch them. It is `serve` without the rollouts, over the same store.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .specs.run_api import COMMAND, RunApiSettings
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
-        ConfigError: a setting is wrong, or the port cannot be had.
+        ConfigError: a setting is wrong, or the port is not available.
         StoreError: the store cannot be opened.
     """
     settings = COMMAND.read(argv)
@@ -67,7 +67,7 @@ async def run_api(settings: RunApiSettings) -> int:
 
 
 class _Delivery:
-    """Which groups go to trainers, and what environments on other machines may make of them."""
+    """Decides which groups trainers get and how many groups remote runners may make."""
 
     def __init__(self, store: GroupStore, settings: RunApiSettings) -> None:
         rules = settings.rollouts
@@ -90,12 +90,12 @@ class _Delivery:
         )
 
     def publish(self, version: int) -> None:
-        """The engines of all environments serve this version from now on."""
+        """Records that the engines of all environments now serve this version."""
         self.version = version
         self.staleness.publish(version)
 
     def status(self) -> dict[str, Any]:
-        """What `/v1/status` says beside what the store says."""
+        """Returns the part of `/v1/status` that does not come from the store."""
         return {
             "stale_groups": self.staleness.dropped,
             "closed_silent_runs": dict(self.demand.closed_runs),

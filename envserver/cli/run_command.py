@@ -1,4 +1,4 @@
-"""`envserver run`: one question to an environment's agent, its record in a file.
+"""`envserver run`: asks an environment's agent one question and writes the trajectory to a file.
 
 `python -m environments.math run --question "..." -o out.traj.json`. The flags of a question are the
 fields of the environment's `Question`.
@@ -31,7 +31,7 @@ S = TypeVar("S", bound=Section)
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         EnvserverError: it cannot be run, or the rollout failed for good.
@@ -44,11 +44,11 @@ def run(argv: list[str]) -> int:
 
 
 async def ask(line: RunSpec[Any], environment: Environment, asked: Any) -> int:
-    """Runs it, says what came out; the exit status.
+    """Runs the question and prints the result; returns the exit status.
 
     Raises:
-        RolloutError: it failed by no fault of the model, also when tried again.
-        InputError: this cannot be asked.
+        RolloutError: it failed through no fault of the model, also on retry.
+        InputError: the question is invalid.
     """
     settings: RunSettings = line.settings
     task = environment.task_from_question(asked)
@@ -83,7 +83,7 @@ async def ask(line: RunSpec[Any], environment: Environment, asked: Any) -> int:
 
 
 def _show(answer: str, trajectory: Trajectory, path: Path) -> None:
-    """The answer on stdout, all else beside it."""
+    """Prints the answer on stdout and everything else on stderr."""
     sys.stdout.write(f"{answer}\n" if answer else "")
     sys.stdout.flush()
     beside = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -99,14 +99,14 @@ def _show(answer: str, trajectory: Trajectory, path: Path) -> None:
 def _question(line: RunSpec[Any], asked: type[Environment.Question]) -> Environment.Question:
     """
     Raises:
-        ConfigError: what was said makes no question.
+        ConfigError: the settings do not form a valid question.
     """
     given = {name: getattr(line.settings, name) for name in asked.model_fields}
     return _validated(asked, given, "--")
 
 
 def _as_asked(line: RunSpec[Any], asked: Environment.Question) -> RunSpec[Any]:
-    """`line` with the environment's settings that the question implies."""
+    """Returns `line` with the environment settings that the question implies."""
     implied = asked.settings()
     if not implied:
         return line
@@ -128,7 +128,7 @@ def _validated(kind: type[S], values: dict[str, Any], prefix: str) -> S:
 
 
 def _free_path(environment: str, task_id: str) -> Path:
-    """A file that is not there yet."""
+    """Returns a file name that does not exist yet."""
     name = "".join(c if c.isalnum() or c in "-_." else "_" for c in task_id)[:80]
     stem = f"{environment}_{name.removeprefix(f'{environment}-')}"
     folder = Path("runs")

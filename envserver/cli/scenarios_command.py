@@ -1,4 +1,4 @@
-"""`envserver scenarios`: its settings and what it shows; the work: `running.scenarios`."""
+"""`envserver scenarios`: prints the result of the runs; the work is in `running.scenarios`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ENVIRONMENT = "scenarios"
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
-        UsageError: the scenario, a model or a trace that is there is not as it must be.
+        UsageError: the scenario, a model or an existing trace is invalid.
         EngineError: an engine does not answer.
         StoreError: a trace cannot be written.
     """

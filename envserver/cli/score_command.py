@@ -1,4 +1,4 @@
-"""`envserver score`: its settings and what it shows; the work: `running.scoring`."""
+"""`envserver score`: prints a summary of the scores; the work is in `running.scoring`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .specs.score_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """The command; rows with an error do not change its status.
+    """Runs the command; rows with an error do not change the exit status.
 
     Raises:
         NotFoundError: there is no such file or environment.

@@ -1,6 +1,6 @@
-"""`envserver serve`: rollouts of environments for trainers, durable until acknowledged.
+"""`envserver serve`: runs rollouts for trainers and keeps them until they are acknowledged.
 
-`run-api` is the same server without an environment of its own.
+`run-api` is the same server without an environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .specs.serve import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         EnvserverError: it cannot be run.
@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
 
 
 async def serve(members: Members, console: Console) -> int:
-    """Serves until stopped, or until as many groups as wanted are made and delivered.
+    """Serves until stopped, or until the wanted number of groups is made and delivered.
 
     Returns:
         The exit status: 1 when groups had to be cancelled at the end, else 0.

@@ -1,9 +1,9 @@
-"""From flags, variables and files to checked settings.
+"""Reads flags, variables and files into validated settings.
 
-Sources, from the weakest: defaults, `--config run.yaml`, `.env`, environment variables, flags. In
-the result `env` has the type of the environment's own `Config` and `environment` its reference.
-Every mistake becomes a line of one ConfigError that names flag, variable or file:line, and the
-nearest right name; the values of secrets are never in it.
+Sources, from lowest to highest precedence: defaults, `--config run.yaml`, `.env`, environment
+variables, flags. In the result `env` has the type of the environment's own `Config` and
+`environment` its reference. All mistakes are reported in one ConfigError, one line each, with the
+flag, variable or file:line and the nearest valid name. It never contains the values of secrets.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ S = TypeVar("S", bound=Section)
 
 
 def to_stderr(line: str) -> None:
-    """Shows a warning."""
+    """Prints a warning to stderr."""
     print(f"envserver: {line}", file=sys.stderr)
 
 
 def once(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """`tell` for lines that were not told before."""
+    """Returns `tell` without repetitions of earlier lines."""
     told: set[str] = set()
 
     def tell_new(line: str) -> None:
@@ -75,17 +75,16 @@ def load_settings(
     Args:
         command_line: the arguments after the command.
         settings_class: `Settings`, or a subclass with the command's own flags as further fields, or
-            any Section with fewer of them (then what files and variables say of others is skipped).
-        config_class: the environment's Config; unset: that of the environment that is named.
-        environment: the environment, whatever the sources name.
-        defaults: a tree of values that are weaker than every source.
+            any Section with fewer of them (then other settings in files and variables are ignored).
+        config_class: the environment's Config; unset: the Config of the given environment.
+        environment: the environment, which overrides the sources.
+        defaults: a tree of values that every source overrides.
         aliases: short flags -> dotted paths, such as `{"port": "engine.port"}`.
         arguments: dotted paths of the settings that are given by position.
-        environ: environment variables; unset: those of the process.
-        folder: where `.env` lies; unset: the working directory.
-        over_file: a place in a file and a tree of values there, that are stronger than the rest of
-            it.
-        warn: gets one line for each name that is old, or accepted without an effect.
+        environ: environment variables; unset: those of this process.
+        folder: folder of `.env`; unset: the working directory.
+        over_file: a place in a file and its tree of values, which override the rest of the file.
+        warn: called with one line for each name that is old, or has no effect.
 
     Raises:
         ConfigError: a name, a value or the form of a source is wrong.
@@ -134,7 +133,7 @@ def load_settings(
 
 
 def named_environment(flags: Sequence[Given]) -> str | None:
-    """The environment that the sources name; nothing else in them is checked.
+    """Returns the environment given in the sources, without checking anything else.
 
     Args:
         flags: the command line, as `read_flags` reads it.
@@ -144,12 +143,12 @@ def named_environment(flags: Sequence[Given]) -> str | None:
 
 
 def _basic_options(settings_class: type[BaseModel]) -> dict[str, Option]:
-    """The settings that are known before the environment is."""
+    """Returns the settings that are known before the environment is."""
     return options_of(Settings) | options_of(settings_class)
 
 
 class _Problems:
-    """Mistakes, gathered so that all are told at once."""
+    """Collects mistakes so that all are reported at once."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -166,7 +165,7 @@ class _Problems:
 def _sources(
     flags: Sequence[Given], environ: Mapping[str, str] | None, folder: Path
 ) -> tuple[list[Given], YamlFile, list[Given]]:
-    """Flags (without --config), the file that --config names, and variables."""
+    """Returns flags (without --config), the file given by --config, and variables."""
     named = [given for given in flags if given.path == "config"]
     if len(named) > 1:
         raise ConfigError("--config is given twice.", hint="Put everything into one file.")
@@ -204,7 +203,8 @@ def _choose(
     warn: Callable[[str], None],
     problems: _Problems,
 ) -> dict[str, list[Given]]:
-    """For each option what its strongest source says; several only where a flag is repeated."""
+    """Returns the values of each option from its strongest source; several only if a flag is
+    repeated."""
     elsewhere = options_of(Settings)
     chosen: dict[str, list[Given]] = {}
     for given in all_given:
@@ -230,7 +230,7 @@ def _choose(
 def _is_for_another(
     path: str, elsewhere: Mapping[str, Option], settings_class: type[BaseModel]
 ) -> bool:
-    """Whether a file or variable that several commands share means another command's setting."""
+    """Returns whether a path in a shared file or variable is another command's setting."""
     if path.startswith("env.") and "env" not in settings_class.model_fields:
         return True
     return path in elsewhere
@@ -251,7 +251,7 @@ def _unknown(
 
 
 def _spelled(path: str, like: Given) -> str:
-    """`path` as it is written in the source that `like` comes from."""
+    """Returns `path` in the notation of the source that `like` comes from."""
     path = path.replace(f".{ANY_NAME}", ".NAME")
     if like.kind == "flag":
         return f"--{'env' if path == 'environment' else path}"

@@ -1,4 +1,4 @@
-"""`envserver sft build SOURCE...`: its settings and what it shows; see `export/sft_building`."""
+"""`envserver sft build SOURCE...`: builds rows and prints the result; see `export/sft_building`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .specs.sft_build_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """The command; `argv` begins with its own word.
+    """Runs the command.
 
     Raises:
-        UsageError: a setting or a source is wrong, or nothing became a row.
+        UsageError: a setting or a source is wrong, or there are no rows.
         StoreError: the folder cannot be written.
     """
     from ..export.documents import files_of
@@ -53,10 +53,10 @@ def run(argv: list[str]) -> int:
 
 
 def check_upload(target: str | None) -> None:
-    """Before any work: can this be a target?
+    """Checks the upload target before any work is done.
 
     Raises:
-        ConfigError: it cannot be one, or a library for it is not installed.
+        ConfigError: it is not a valid target, or a library for it is not installed.
     """
     if target is not None:
         from ..export.sft_building.upload import check_target
@@ -65,7 +65,7 @@ def check_upload(target: str | None) -> None:
 
 
 def put(folder: Path, target: str, console: Console) -> None:
-    """Uploads a finished folder, and says where each file is."""
+    """Uploads a finished folder and prints the address of each file."""
     from ..export.sft_building.upload import upload
 
     def told(address: str) -> None:

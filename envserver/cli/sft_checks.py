@@ -1,8 +1,8 @@
-"""Whether the completions of a data set are right: the environment that rewards them says so.
+"""Checks the completions of a data set with the environment that rewards them.
 
-The environment is found by its name, as everywhere: nothing here knows what mathematics or a plan
-is. In: a file of {"task": row, "response": text}. Out: of each line in its order why it is wrong,
-None where it has the full reward.
+The environment is loaded by its name, so this module knows nothing about its tasks. In: a file of
+{"task": row, "response": text}. Out: for each line, in order, why it is wrong, or None if it has
+the full reward.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .loop import run_loop
 from .reading_bar import reading_bar
 
 FULL = 0.999
-"""Rewards from here on are full ones (floats)."""
+"""Minimum reward that counts as the full reward, because rewards are floats."""
 
 
 def scored_right(
     name: str, candidates: Path, *, processes: int, sandbox: SandboxConfig
 ) -> Iterator[str | None]:
-    """What the environment `name` says of the lines of `candidates`.
+    """Scores the lines of `candidates` with the environment `name`.
 
     Raises:
         NotFoundError: there is no such environment.
-        ConfigError: it cannot score: a library is missing, or no sandbox can be had.
-        StoreError: the scores cannot be written (beside `candidates`, for the time being).
+        ConfigError: it cannot score: a library is missing, or no sandbox backend works.
+        StoreError: the temporary scores cannot be written next to `candidates`.
     """
     scores = candidates.with_name("scores.jsonl")
     config = find(name).Config().model_dump(mode="json")
@@ -58,7 +58,7 @@ def scored_right(
 def _fault(scored: dict[str, object]) -> str | None:
     """
     Raises:
-        ConfigError: it is ours: the environment cannot score here.
+        ConfigError: the environment cannot score on this machine.
     """
     error, reward = scored["error"], scored["reward"]
     if isinstance(error, str):

@@ -1,7 +1,7 @@
 """`envserver sft-gen FILE`: rows for supervised training, of the best rollouts of an environment.
 
-Its flags are those of Atropos' `atropos-sft-gen`, which fetches from a server; here the rollouts
-are made.
+It has the flags of Atropos' `atropos-sft-gen`, which fetches rollouts from a server; this command
+makes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .specs.sft_command import COMMAND, SftSettings
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         EnvserverError: it cannot be run, or every group failed.
@@ -43,10 +43,10 @@ def run(argv: list[str]) -> int:
 async def generate(
     reference: str, environment: Environment, settings: SftSettings, console: Console
 ) -> int:
-    """Writes the rows; the exit status: 0, or 130 when it was stopped before its end.
+    """Writes the rows; returns the exit status: 0, or 130 if it was stopped early.
 
     Raises:
-        AllFailed: too many groups failed in a row; what was written stays.
+        AllFailed: too many groups failed in a row; rows already written are kept.
         ConfigError, StoreError: see `SftSink`; or the tokenizer is missing.
     """
     config = environment.config
@@ -98,7 +98,7 @@ async def generate(
 def _decoder(tokenizer: str | None) -> Decode:
     """
     Raises:
-        ConfigError: none is named, or it is nowhere.
+        ConfigError: none is given, or it is not found.
     """
     from ..tokens.vocabulary import Vocabulary
 
@@ -111,7 +111,7 @@ def _decoder(tokenizer: str | None) -> Decode:
 
 
 async def _until_full(scheduler: Scheduler, sink: SftSink) -> None:
-    """Runs the stream until there are enough rows; what is still open then is given up."""
+    """Runs the stream until there are enough rows, then abandons open groups."""
     running = asyncio.create_task(scheduler.run())
     full = asyncio.create_task(sink.full.wait())
     try:

@@ -1,7 +1,7 @@
-"""`envserver sft router|math|code SOURCE`: a data set prepared for fine-tuning.
+"""`envserver sft router|math|code SOURCE`: prepares a data set for fine-tuning.
 
-Their settings and what they show; the work is done in `export/sft_building`, whether a row's answer
-is right says the environment of the same name (`sft_checks`).
+The work is in `export/sft_building`; the environment of the same name checks whether a row's answer
+is correct (`sft_checks`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _ExampleOf = Callable[[P], Callable[[dict[str, Any]], Any]]
 
 
 def run_router(argv: list[str]) -> int:
-    """`sft router`; see `_prepare`."""
+    """Runs `sft router`; see `_prepare`."""
     return _prepare(ROUTER, _router, argv)
 
 
 def run_math(argv: list[str]) -> int:
-    """`sft math`; see `_prepare`."""
+    """Runs `sft math`; see `_prepare`."""
     return _prepare(MATH, _math, argv)
 
 
 def run_code(argv: list[str]) -> int:
-    """`sft code`; see `_prepare`."""
+    """Runs `sft code`; see `_prepare`."""
     return _prepare(CODE, _code, argv)
 
 
@@ -50,10 +50,10 @@ def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]
     """Prepares a data set.
 
     Args:
-        example_of: settings -> what a row becomes.
+        example_of: settings -> function that converts a row.
 
     Raises:
-        UsageError: a setting or the input is wrong, or no row is of use.
+        UsageError: a setting or the input is wrong, or no row is usable.
         StoreError: the folder cannot be written.
     """
     from ..export.sft_building.data_rows import rows_of

@@ -1,4 +1,4 @@
-"""`envserver sft preview SOURCE...`: the first rows of each tool, on the terminal."""
+"""`envserver sft preview SOURCE...`: shows the first rows of each tool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .specs.sft_preview_command import COMMAND, PreviewSettings
 
 
 def run(argv: list[str]) -> int:
-    """The command; `argv` begins with its own word. 1: there is no row.
+    """Runs the command; returns 1 if there are no rows.
 
     Raises:
         UsageError: a setting or a source is wrong.
@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
 
 
 def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str], Counter[str]]:
-    """The rows that are shown; of all that was read, the actions and the rows by tool."""
+    """Returns the rows to show, and the counts of actions and rows by tool."""
     from itertools import islice
 
     from ..export.documents import objects

@@ -11,7 +11,7 @@ from ..running.tally import counted
 
 
 class SignalStop(Stop):
-    """Stops a run by SIGINT or SIGTERM.
+    """Stops a run on SIGINT or SIGTERM.
 
     Args:
         say: shows one line.

@@ -1,8 +1,8 @@
-"""Where settings come from beside the command line: environment variables, `.env`, a YAML file.
+"""Sources of settings besides the command line: environment variables, `.env`, a YAML file.
 
-Each reader gives `Given`s: a dotted path, a value and its origin in words (`--env.seed`,
-`run.yaml:12`). Text of flags and variables is parsed later, when the type is known; nothing is
-checked here but the form of the source itself.
+Each reader returns `Given`s: a dotted path, a value and its origin (`--env.seed`, `run.yaml:12`).
+Text of flags and variables is parsed later, when the type is known; only the form of the source is
+checked here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _DOTENV_HINT = "Lines look like NAME=value."
 
 @dataclass(frozen=True)
 class Given:
-    """One value that somebody set.
+    """A value given in a source.
 
     Args:
         path: dotted name.
-        value: text, or for a YAML file the parsed value; None also for a flag without a value.
-        origin: the flag, the variable (behind `.env:line` if it is from there) or `file:line`.
+        value: text, or the parsed value of a YAML file; None also for a flag without a value.
+        origin: the flag, the variable (after `.env:line` if it comes from there) or `file:line`.
         kind: flag, variable or file.
-        is_text: whether `value` is still to be parsed by the option's type.
+        is_text: whether `value` must still be parsed by the option's type.
     """
 
     path: str
@@ -43,12 +43,12 @@ class Given:
 
     @property
     def where(self) -> str:
-        """What to name in errors."""
+        """Returns the origin for error messages."""
         return f"{self.origin}: {self.path}" if self.kind == "file" else self.origin
 
 
 def read_variables(environ: Mapping[str, str]) -> list[Given]:
-    """Variables such as `ENVSERVER_ENV__GROUP_SIZE`; others are not ours."""
+    """Reads variables such as `ENVSERVER_ENV__GROUP_SIZE`; ignores others."""
     return [
         Given(_variable_path(name), value, name, "variable")
         for name, value in sorted(environ.items())
@@ -57,10 +57,10 @@ def read_variables(environ: Mapping[str, str]) -> list[Given]:
 
 
 def read_dotenv(path: Path) -> list[Given]:
-    """The same from a `.env` file; no such file is no settings.
+    """Reads variables from a `.env` file; a missing file has no settings.
 
     Raises:
-        ConfigError: a line that seems to be meant for us cannot be read.
+        ConfigError: a line with one of our variables cannot be read.
     """
     if not path.is_file():
         return []
@@ -79,11 +79,11 @@ def read_dotenv(path: Path) -> list[Given]:
 
 
 class YamlFile:
-    """A YAML file whose values know their lines; path None is an empty one.
+    """A YAML file that keeps the line of each value; path None is an empty file.
 
     Raises:
         NotFoundError: there is no such file.
-        ConfigError: it is no YAML, or not a mapping at its top.
+        ConfigError: it is not valid YAML, or not a mapping at the top level.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -105,13 +105,13 @@ class YamlFile:
             raise ConfigError(f"{path}: not valid YAML: {error}.") from None
 
     def read(self, options: Collection[str]) -> list[Given]:
-        """Every value, sections entered as far as `options` (paths) says that they are sections."""
+        """Returns every value; `options` (paths) decides which mappings are sections."""
         if self._root is None:
             return []
         return self._walk(self._root, "", options)
 
     def names_in(self, section: str) -> list[str]:
-        """The names below `section` (a dotted path), with its path before each."""
+        """Yields the names below `section` (a dotted path) as full paths."""
         node: yaml.Node | None = self._root
         for part in section.split("."):
             children = node.value if isinstance(node, yaml.MappingNode) else []
@@ -141,7 +141,7 @@ class YamlFile:
         return given
 
     def _replicas(self, node: yaml.SequenceNode, options: Collection[str]) -> list[Given]:
-        """A list of engines, as Atropos writes them: one engine with several addresses."""
+        """Reads an Atropos list of engines as one engine with several addresses."""
         merged: dict[str, Given] = {}
         for child in node.value:
             for given in self._walk(child, "openai.", options):
@@ -210,5 +210,5 @@ def _is_prefix(path: str, options: Collection[str]) -> bool:
 
 
 def as_list(value: Any) -> list[Any]:
-    """`value` where it is a list, else a list of it."""
+    """Returns `value` if it is a list, else a list of it."""
     return list(value) if isinstance(value, list) else [value]

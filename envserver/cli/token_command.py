@@ -1,7 +1,7 @@
 """`envserver token WORD`: makes, lists and revokes access tokens.
 
-A token is printed once, alone on stdout; the file keeps only its hash. A server that runs notices
-the change with its next request.
+A token is printed once, alone on stdout; the file keeps only its hash. A running server sees the
+change at its next request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run_create(argv: list[str]) -> int:
 
 
 def run_list(argv: list[str]) -> int:
-    """Shows the tokens."""
+    """Lists the tokens."""
     settings = LIST.read(argv)
     tokens = read_tokens(settings.tokens)
     rows = [("NAME", "ROLE", "ID", "CREATED", "EXPIRES"), *map(_row, tokens)]

@@ -1,4 +1,4 @@
-"""`envserver validate PATH...`: are these unified trajectories? See `export/validation`."""
+"""`envserver validate PATH...`: checks unified trajectories; see `export/validation`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .specs.validate_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
-        UsageError: a setting is wrong, or a source names no file.
+        UsageError: a setting is wrong, or a source matches no file.
     """
     from ..export.documents import files_of
     from ..export.unified import DOMAINS

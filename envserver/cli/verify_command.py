@@ -1,4 +1,4 @@
-"""`envserver verify`: its settings and what it shows; the work: `running.verifying`."""
+"""`envserver verify`: prints the result of the check; the work is in `running.verifying`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _VERDICTS = {
 
 
 def run(argv: list[str]) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
         UsageError: a setting is wrong, or there is no such file or server.
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Told]:
-    """A line on a terminal that says how far it is; elsewhere nothing."""
+    """Shows the progress on a terminal; elsewhere nothing."""
     columns = (TextColumn("{task.fields[facts]}"), BarColumn(bar_width=24), TaskProgressColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
