@@ -71,7 +71,7 @@ def _taken(reports: Sequence[ProbeReport], wanted: str) -> str | None:
 
 
 def machine_facts() -> list[Fact]:
-    """Yields system facts that matter for many rollouts; starts no program except git."""
+    """Returns system facts that matter for many rollouts; starts no program except git."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = f"few for many rollouts: ulimit -n {min(hard, 65536)}" if soft < _LEAST_OPEN_FILES else ""
     git = _git_version()

@@ -81,7 +81,8 @@ def _called_alike(a: Mapping[str, Report], b: dict[str, Report]) -> dict[str, Re
 
 
 def _names(a: Path, b: Path) -> tuple[str, str]:
-    """Returns the shortest trailing parts of the paths that differ."""
+    """Returns display names: the folder names if they differ, the paths otherwise, A and B for the
+    same path."""
     one, two = a.resolve().parts, b.resolve().parts
     if one[-1] != two[-1]:
         return one[-1], two[-1]

@@ -122,7 +122,7 @@ def _of_reference(reference: str) -> list[_Wanted]:
     if not found:
         raise ConfigError(
             f"There is no environment in {reference}.",
-            hint="Files that count are *.py, NAME/env.py, and *.yaml with `environment: NAME`.",
+            hint="It may contain *.py, NAME/env.py, and *.yaml with `environment: NAME`.",
         )
     return found
 

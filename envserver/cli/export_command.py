@@ -131,7 +131,8 @@ def _with_card(format: Format, settings: ExportSettings, name: str) -> Format:
 
 
 def _told_to_all(settings: ExportSettings, facts: dict[str, Any]) -> dict[str, Any]:
-    """Removes paths of this machine from facts that are published, and user names from URLs."""
+    """Returns source names for publication: paths and user names are removed before a push, and
+    from URLs."""
     from ..export.card import public_name
 
     def named(source: str) -> str:

@@ -186,7 +186,8 @@ async def _book(
         environment,
         rules,
         known=_known(link),
-        # No start has the numbers of another: none draws once a second for as long as it lives.
+        # Start time as counter base: a start never reuses an earlier start's numbers, because it
+        # draws less than once a second.
         counts=(welcome.stored - welcome.again, int(time.time())),
         version=version,
     )
@@ -196,7 +197,8 @@ async def _book(
 
 
 def _known(link: Link) -> Callable[[list[str]], set[str]]:
-    """Returns which of these groups the server has; called in the thread that reads tasks."""
+    """Returns a function that asks the server which group ids it has; called in the task-reading
+    thread."""
     loop = asyncio.get_running_loop()
     return lambda ids: asyncio.run_coroutine_threadsafe(link.known(ids), loop).result()
 

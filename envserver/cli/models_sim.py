@@ -48,7 +48,7 @@ def _solver(settings: ModelsSettings) -> Solver | None:
 
 
 async def _with_sandboxes(environment: Environment, settings: ModelsSettings) -> Solver:
-    """Returns the solver with sandboxes, which reading the tasks may need."""
+    """Returns the solver of an environment whose tasks need a sandbox to be read."""
     async with sandboxes_of(environment, settings.sandbox):
         return await asyncio.to_thread(demonstration_solver, environment, settings.env.split)
 

@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
 
 
 def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str], Counter[str]]:
-    """Returns the rows to show, and the counts of actions and rows by tool."""
+    """Returns the rows to show, and counts by tool of all actions and all rows."""
     from itertools import islice
 
     from ..export.documents import objects
