@@ -163,7 +163,7 @@ TRAINERS := verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0 ray==2.60.0 tensordict==0.
 .venv-trainers/.installed: .venv-learn/.installed
 	@test -x .venv-trainers/bin/python || .venv-learn/bin/python -m venv .venv-trainers
 	@folder=$$(.venv-learn/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
-	  echo "$$folder" > "$$(.venv-trainers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/learner.pth"
+	  echo "import site; site.addsitedir('$$folder')" > "$$(.venv-trainers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/learner.pth"
 	.venv-trainers/bin/pip install --quiet --disable-pip-version-check --no-deps $(TRAINERS)
 	@touch $@
 

@@ -55,7 +55,7 @@ class Running:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, pattern: str, seconds: float = 60.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, seconds: float = 180.0) -> re.Match[str]:
         """The first match of `pattern` in its output."""
         return until(
             lambda: re.search(pattern, self.output()),
@@ -72,7 +72,7 @@ class Running:
         self.process.kill()
         self.process.wait(30)
 
-    def end(self, seconds: float = 60.0) -> int:
+    def end(self, seconds: float = 180.0) -> int:
         """Waits for its end; the exit status."""
         return self.process.wait(seconds)
 

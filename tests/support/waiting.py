@@ -14,7 +14,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 180.0) -> None:
     """Returns as soon as `condition()`, which may be a coroutine, is true.
 
     Raises:
