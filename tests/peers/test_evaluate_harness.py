@@ -188,4 +188,4 @@ def test_the_harness_is_an_extra_that_is_named(
     assert main([*words, "nowhere"]) == 2
     assert "cannot be run" in capsys.readouterr().err
     assert main(["lm-eval", "--model", "sim"]) == 2
-    assert "--tasks is needed" in capsys.readouterr().err
+    assert "TASKS is needed" in capsys.readouterr().err
