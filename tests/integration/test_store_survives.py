@@ -100,15 +100,15 @@ async def test_kill_9_loses_nothing_that_was_accepted(where: str) -> None:
     exec(_WRITER, makers)
     async with open_store(where) as store:
         waiting = set(ids(await store.pending()))
-        assert waiting | said["leased"] >= said["put"]
+        counts = await store.counts()
+        # The kill may have cut off the answer of one lease; its group is leased then, not lost.
+        assert len(said["put"] - waiting - said["leased"]) <= counts["leased"] <= 1
         assert not waiting & said["leased"]  # and so none that was acked
         there = [*waiting, *said["put"]]
         assert await store.bodies(there) == [makers["body"](name) for name in there]
-        counts = await store.counts()
         assert counts["queued"] == len(waiting)
         # A lease and an ack may have happened without their answer.
         assert len(said["acked"]) <= counts["acked"] <= len(said["acked"]) + 1
-        assert counts["leased"] <= 1
         assert await store.put([group("after")]) == [True]
 
 
