@@ -482,7 +482,7 @@ def test_only_what_was_merged_is_replaced(
         (["--alpha", "0.5,0.5"], "each once"),
         (["--add", "x=heavy"], "'heavy' is no number"),
         (["--method", "ties"], "takes models with weights"),
-        (["--density", "0.5"], "name a --method"),
+        (["--density", "0.5"], "set --method"),
     ],
 )
 def test_settings_that_mean_nothing(

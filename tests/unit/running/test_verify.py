@@ -74,7 +74,7 @@ def test_the_table_fits_eighty_columns_and_is_plain(
     path = write(tmp_path / "x", lines)
     assert main(["verify", str(path), "--model", "sim"]) == 1
     told = capsys.readouterr().out
-    assert "WRONG" in told
+    assert "DIFFERENT" in told
     assert "logprobs_differ: line 1, a-1, row 1, position 9: token" in told
     assert "+0.25" in told
     table = told.partition("logprobs_differ: ")[0]
