@@ -21,10 +21,11 @@ from support.process_tree import descendants, open_files, own_megabytes
 
 LOOK_SECONDS = 1.0
 LAG = "envserver_loop_lag_p99_seconds"
+MAX_CONCURRENT = 64
 SERVE = [
     "serve", "--env", "math", "--model", "sim", "--sim.latency_seconds", 0, "--server.port", 0,
     "--env.group_size", 4, "--env.ensure_scores_are_not_same", "false",
-    "--rollouts.max_concurrent", 64, "--workers.processes", 2, "--retention.acked_hours", 0,
+    "--rollouts.max_concurrent", MAX_CONCURRENT, "--workers.processes", 2, "--retention.acked_hours", 0,
 ]  # fmt: skip
 
 
@@ -111,11 +112,12 @@ async def test_nothing_grows_under_full_load(
     assert sum(groups) > 0
     warm = looks[len(looks) // 4 :]
     early, late = warm[: len(warm) // 3], warm[-len(warm) // 3 :]
+    # What leaks is there in the calmest moment, too; connections of calls in flight come and go.
+    # In half a minute the pools of connections are still filling: one for each rollout.
+    more = 8 if long else MAX_CONCURRENT
     for name in ("files", "processes"):
-        before, after = (
-            statistics.median(getattr(x, name) for x in part) for part in (early, late)
-        )
-        assert after <= before + 8, (name, before, after)
+        before, after = (min(getattr(x, name) for x in part) for part in (early, late))
+        assert after <= before + more, (name, before, after)
     if long:
         memory = [statistics.median(x.memory_mb for x in part) for part in (early, late)]
         assert memory[1] < 1.05 * memory[0] + 8, memory
