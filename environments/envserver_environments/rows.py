@@ -27,7 +27,7 @@ SHUFFLE_BUFFER_ROWS = 10_000
 
 Row = dict[str, Any]
 NumberedRow = tuple[int, Row | None]
-"""A row and its number in its file or data set; None where it is no JSON object."""
+"""A row and its number in its file or data set; None where it is not a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def file_rows(
 
     Raises:
         NotFoundError: there is no such file.
-        ConfigError: it is none of the three.
+        ConfigError: it is not one of the three.
     """
     file = _file_of_split(path, split) if path.is_dir() else path
     if not file.is_file():
@@ -107,7 +107,8 @@ def file_rows(
             hub = Hub("parquet", {split: "train"}, arguments={"data_files": str(file)})
             return hub_rows(hub, split, seed, None if part is None else division)
     raise ConfigError(
-        f"{file} is none of .jsonl, .json and .parquet.", hint="See the README of this environment."
+        f"{file} is not one of .jsonl, .json and .parquet.",
+        hint="See the README of this environment.",
     )
 
 
@@ -183,7 +184,7 @@ def _json_rows(path: Path, rng: random.Random, part: _Part | None) -> Iterator[N
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}") from error
     if isinstance(value, dict):
         value = next((part for part in value.values() if isinstance(part, list)), None)
     if not isinstance(value, list):

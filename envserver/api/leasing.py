@@ -194,7 +194,7 @@ def _encode_all(rows: Sequence[GroupRow], bodies: Sequence[_Stored]) -> list[byt
         try:
             found.append(_encoded(row, body))
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            unreadable[row.group_id] = f"it is no group ({error})"
+            unreadable[row.group_id] = f"it is not a group ({error})"
     if unreadable:
         raise DamagedBodies(unreadable)
     return found

@@ -81,7 +81,7 @@ def harvest(folder: Path, *, metric: str | None, requests: int) -> list[Harvest]
         told = msgspec.json.decode(path.read_bytes(), type=_Results)
     except (OSError, msgspec.DecodeError) as error:
         raise InputError(
-            f"{path} is no result of the harness: {error}.", place=str(path)
+            f"{path} is not a result of the harness: {error}.", place=str(path)
         ) from error
     found = []
     for task in told.results:
@@ -161,7 +161,7 @@ def _lines(path: Path) -> Iterator[Json]:
                 yield msgspec.json.decode(line, type=Json)
             except msgspec.DecodeError as error:
                 raise InputError(
-                    f"{path}, line {number} is no sample of the harness: {error}.",
+                    f"{path}, line {number} is not a sample of the harness: {error}.",
                     place=f"line {number}",
                 ) from error
 

@@ -52,7 +52,7 @@ def read_prices(path: Path, model: str, *, currency: str) -> Prices:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{path} cannot be read: {error}.", place=str(path)) from error
     if not isinstance(tree, dict):
-        raise InputError(f"{path} is no mapping of models to prices.", place=str(path))
+        raise InputError(f"{path} is not a mapping of models to prices.", place=str(path))
     if model not in tree:
         near = difflib.get_close_matches(model, map(str, tree), n=1, cutoff=0.5)
         raise ConfigError(

@@ -120,7 +120,8 @@ def read_facts(path: Path) -> Iterator[GroupFacts]:
                 yield decoder.decode(line).envserver
             except msgspec.DecodeError as error:
                 raise InputError(
-                    f"{path}, line {number} is no group of ours: {error}.", place=f"line {number}"
+                    f"{path}, line {number} is not a group of this project: {error}.",
+                    place=f"line {number}",
                 ) from error
 
 
@@ -171,7 +172,7 @@ def read_tasks(path: Path) -> list[TaskFacts]:
             found.append(decoder.decode(line))
         except msgspec.DecodeError as error:
             raise InputError(
-                f"{path}, line {number} is no task: {error}.", place=f"line {number}"
+                f"{path}, line {number} is not a task: {error}.", place=f"line {number}"
             ) from error
     return found
 

@@ -159,7 +159,7 @@ def _json(data: bytes, place: str) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise InputError(f"{place} is no JSON: {error}.", place=place) from error
+        raise InputError(f"{place} is not JSON: {error}.", place=place) from error
 
 
 def _of_row(row: Any) -> Iterator[str]:

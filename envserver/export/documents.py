@@ -144,4 +144,4 @@ def _document(path: Path, line: int | None, data: bytes) -> Document:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")

@@ -119,7 +119,7 @@ def _parsed(text: str) -> ast.expr:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         why = error.msg if isinstance(error, SyntaxError) else error
         raise ConfigError(
-            f"--where {text!r} is no expression: {why}.",
+            f"--where {text!r} is not an expression: {why}.",
             hint="For example: reward >= 0.8 and turns < 6 and 'lossy_detok' not in flags",
         ) from error
     bound = {

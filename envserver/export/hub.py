@@ -25,7 +25,7 @@ def check_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"--push_to_hub: {name!r} is no name of a data set.", hint="Write OWNER/NAME."
+            f"--push_to_hub: {name!r} is not a name of a data set.", hint="Write OWNER/NAME."
         )
     check_target(_target(name))
 

@@ -173,7 +173,7 @@ def table_of(rows: Sequence[Json]) -> Table:
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
             first, last = rows[0]["rollout_id"], rows[-1]["rollout_id"]
             raise InputError(
-                f"A {field.name} of the rollouts {first} to {last} is no {field.type}: {error}."
+                f"A {field.name} of the rollouts {first} to {last} is not a {field.type}: {error}."
             ) from error
     return pa.Table.from_arrays(columns, schema=schema())
 

@@ -345,9 +345,9 @@ def _integers(values: list[Any], row: int, name: str) -> np.ndarray[Any, np.dtyp
     except (ValueError, OverflowError):
         numbers = np.empty(0, np.object_)
     if len(values) and (numbers.dtype.kind != "i" or numbers.ndim != 1):
-        raise ValueError(f"the {name} of its row {row} are no whole numbers")
+        raise ValueError(f"the {name} of its row {row} are not whole numbers")
     if len(values) and (int(numbers.max()) > _LARGEST_ID or int(numbers.min()) < NOT_TRAINED):
-        raise ValueError(f"the {name} of its row {row} hold what is no token id")
+        raise ValueError(f"the {name} of its row {row} hold what is not a token id")
     return numbers.astype(np.int64)
 
 
@@ -356,4 +356,4 @@ def _numbers(values: list[Any], row: int) -> Logprobs:
     try:
         return np.array([0.0 if value is None else value for value in values], np.float32)
     except (TypeError, ValueError):
-        raise ValueError(f"the logprobs of its row {row} are no numbers") from None
+        raise ValueError(f"the logprobs of its row {row} are not numbers") from None

@@ -112,7 +112,7 @@ async def _connected(url: URL) -> AsyncIterator[AsyncConnection]:
 async def _check_version(connection: AsyncConnection, name: str) -> None:
     names = await connection.run_sync(lambda sync: inspect(sync).get_table_names())
     if schema_version.name not in names:
-        raise ConfigError(f"{name} is no store of envserver.")
+        raise ConfigError(f"{name} is not a store of envserver.")
     version = await connection.scalar(select(schema_version.c.version))
     if version != SCHEMA_VERSION:
         raise ConfigError(

@@ -260,7 +260,7 @@ def _about_outcome(trace: Json) -> Iterator[str]:
     try:
         _seconds(trace["timestamp"])
     except ValueError:
-        yield f"$.timestamp: {trace['timestamp'][:60]!r} is no time"
+        yield f"$.timestamp: {trace['timestamp'][:60]!r} is not a time"
 
 
 def _is_json(text: str) -> bool:

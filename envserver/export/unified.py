@@ -279,7 +279,7 @@ def _validator() -> Any:
 def _about_names(document: Json, domains: Collection[str]) -> Iterator[str]:
     domain, task_id = document["domain"], document["task_id"]
     if domain not in domains:
-        yield f"$.domain: {domain!r} is none of {', '.join(domains)}"
+        yield f"$.domain: {domain!r} is not one of {', '.join(domains)}"
     if not task_id.startswith(f"{domain}-"):
         yield f"$.task_id: {task_id[:80]!r} does not begin with '{domain}-'"
 
@@ -302,7 +302,7 @@ def _about_actions(actions: list[Json], metadata: Json) -> Iterator[str]:
 
 def _about_numbers(value: Any, place: str) -> Iterator[str]:
     if isinstance(value, float) and not math.isfinite(value):
-        yield f"{place}: {value} is no number"
+        yield f"{place}: {value} is not a number"
     elif isinstance(value, dict):
         for name, inner in value.items():
             yield from _about_numbers(inner, f"{place}.{name}")

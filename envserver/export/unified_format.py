@@ -39,7 +39,8 @@ class Unified:
             domain = document["domain"]
             if problems := problems_of(document, domains=[domain]):
                 raise InputError(
-                    f"{group.place}, rollout {rollout.rollout_id} is no trajectory: {problems[0]}.",
+                    f"{group.place}, rollout {rollout.rollout_id} is not a trajectory: "
+                    f"{problems[0]}.",
                     place=group.place,
                 )
             if self._options.jsonl:

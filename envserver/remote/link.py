@@ -414,6 +414,6 @@ def _read(kind: type[M], answer: httpx.Response) -> M:
         return kind.model_validate_json(answer.content)
     except ValidationError as error:
         raise ConfigError(
-            f"The server's answer is no {kind.__name__}.",
+            f"The server's answer is not a {kind.__name__}.",
             hint=_SAME_VERSION,
         ) from error

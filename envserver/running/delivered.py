@@ -140,7 +140,7 @@ def _decode(data: bytes) -> _Line:
     try:
         return msgspec.json.decode(data, type=_Line)
     except msgspec.ValidationError as error:
-        raise ValueError(f"it is no group: {error}") from None
+        raise ValueError(f"it is not a group: {error}") from None
     except msgspec.DecodeError:
         # Python writes a logprob that is not a number as NaN, which is not JSON: name the fault.
         try:
@@ -148,7 +148,7 @@ def _decode(data: bytes) -> _Line:
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         except msgspec.ValidationError as error:
-            raise ValueError(f"it is no group: {error}") from None
+            raise ValueError(f"it is not a group: {error}") from None
 
 
 class _Reader:
@@ -226,7 +226,7 @@ class _Reader:
             *_wrong_numbers(ids, trained, said, NO_LOGPROB if self._line.envserver else None),
         ]
         if versions is None:
-            faults.append(("versions", "its spans are no partition of the row", None))
+            faults.append(("versions", "its spans do not partition the row", None))
         for kind, words, position in faults:
             self._find(kind, words, rollout_id=rollout_id, row=number, position=position)
         if faults or versions is None:
@@ -301,7 +301,7 @@ def _wrong_numbers(
     """
     wrong = np.flatnonzero((ids < 0) | (ids > _LARGEST_ID))
     if len(wrong):
-        yield "token_id", f"{ids[wrong[0]]} is no token id{_more(wrong)}", int(wrong[0])
+        yield "token_id", f"{ids[wrong[0]]} is not a token id{_more(wrong)}", int(wrong[0])
     fine = np.isfinite(logprobs) & (logprobs <= LOGPROB_ROUNDING)
     wrong = np.flatnonzero(trained & ~fine)
     if len(wrong):

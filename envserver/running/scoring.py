@@ -215,12 +215,12 @@ def _parsed(data: bytes | None) -> dict[str, Any]:
     except RecursionError as error:
         raise InputError("The row is nested too deeply.") from error
     if not isinstance(row, dict):
-        raise InputError("The row is no JSON object.")
+        raise InputError("The row is not a JSON object.")
     return row
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ def parse_sample(text: str | None) -> Sample:
     """Parses a sample: `1%` and `0.01` are a share, `20` is a number of rows, None is all.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is not one of these.
     """
     if text is None:
         return Sample()

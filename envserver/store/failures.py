@@ -42,7 +42,9 @@ def typed(error: Exception) -> Exception:
     if _is_full(cause):
         return StoreFull(f"The store has no space left ({cause}).", hint="Free space, then go on.")
     if _sqlite_code(cause) & _SQLITE_PRIMARY == sqlite3.SQLITE_NOTADB:
-        return ConfigError("The store's file is no SQLite database.", hint="Name another --store.")
+        return ConfigError(
+            "The store's file is not an SQLite database.", hint="Name another --store."
+        )
     if _is_bad_value(cause):
         return InputError(f"A value cannot be stored ({cause}).", place="value")
     if isinstance(cause, DamagedBody):

@@ -68,7 +68,7 @@ def prepare_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | 
     """Tools with the fields and the order in which templates get them.
 
     Raises:
-        Refused: unusual_tool: one is no function in OpenAI's form.
+        Refused: unusual_tool: one is not a function in OpenAI's form.
     """
     if not tools:
         return None

@@ -132,7 +132,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes what HTML would misread; a model is no browser."""
+    """Jinja's own filter escapes what HTML would misread; a model is not a browser."""
     if not (ensure_ascii or indent or separators or sort_keys):
         return _TO_JSON.encode(value)
     return json.dumps(

@@ -144,14 +144,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`, empty where there is no such file.
 
     Raises:
-        ConfigError: it is no JSON object.
+        ConfigError: it is not a JSON object.
     """
     if not path.is_file():
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}.") from error
+        raise ConfigError(f"{path} is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds no JSON object.")
     return value

@@ -264,5 +264,5 @@ def sequences_in(batch: bytes) -> int:
     stream = zlib.decompressobj(16 + zlib.MAX_WBITS)
     text = stream.decompress(batch)
     if not stream.eof or stream.unused_data:
-        raise ValueError("the answer is no whole gzip stream")
+        raise ValueError("the answer is not a complete gzip stream")
     return sum(len(group["tokens"]) for group in json.loads(text)["batch"])

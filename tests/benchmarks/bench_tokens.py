@@ -65,7 +65,7 @@ def pairwise_parents(calls: list[Call]) -> list[int]:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """The lowest of a few runs: what other programs add is no part of it."""
+    """The lowest of a few runs: what other programs add is not part of it."""
     seconds = []
     for _ in range(RUNS):
         began = time.process_time()

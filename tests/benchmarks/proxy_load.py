@@ -63,7 +63,7 @@ class Client(asyncio.Protocol):
         self._missing: int | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None

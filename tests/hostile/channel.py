@@ -110,7 +110,7 @@ raise Escape
         then=still_works,
     ),
     Hostile(
-        name="an exit status that is no number",
+        name="an exit status that is not a number",
         must="it ends as a failure",
         source="""\
 class Escape:

@@ -131,7 +131,7 @@ except OSError:
         then=reading("file"),
     ),
     Hostile(
-        name="names that are no text",
+        name="names that are not text",
         must="hinder nothing",
         source="""\
 for name in (b"\\xff\\xfe", b"new\\nline", b"x" * 255, b"--help", b"-rf", "\\u202e".encode(), b"\\x1b[2J"):

@@ -220,7 +220,7 @@ _INTERNET_KINDS = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
 
 
 def alive_with(mark: str) -> list[int]:
-    """Processes of the host whose name or arguments bear the mark, and that are no zombies."""
+    """Processes of the host whose name or arguments bear the mark, and that are not zombies."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -60,7 +60,7 @@ if sys.stdout.isatty():
         then=still_works,
     ),
     Hostile(
-        name="bytes that are no text",
+        name="bytes that are not text",
         must="come as they are",
         source="os.write(1, bytes(range(256)) * 4)",
         prints=(bytes(range(256)) * 4).decode("latin-1"),

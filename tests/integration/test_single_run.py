@@ -237,7 +237,7 @@ GOOD: dict[str, Any] = {
         (["actions", 1], {"step": 2, "tool": "unknown", "input": {}, "output": ""}, "nothing"),
         (["metadata", "end_ts"], 0.5, "before it starts"),
         (["metadata", "start_ts"], "now", "start_ts"),
-        (["metadata", "score"], float("nan"), "is no number"),
+        (["metadata", "score"], float("nan"), "is not a number"),
     ],
 )
 def test_each_fault_of_a_record_is_found(place: list[Any], value: Any, words: str) -> None:

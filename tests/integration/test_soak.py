@@ -25,7 +25,8 @@ MAX_CONCURRENT = 64
 SERVE = [
     "serve", "--env", "math", "--model", "sim", "--sim.latency_seconds", 0, "--server.port", 0,
     "--env.group_size", 4, "--env.ensure_scores_are_not_same", "false",
-    "--rollouts.max_concurrent", MAX_CONCURRENT, "--workers.processes", 2, "--retention.acked_hours", 0,
+    "--rollouts.max_concurrent", MAX_CONCURRENT, "--workers.processes", 2,
+    "--retention.acked_hours", 0,
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def parents() -> dict[int, int]:
-    """The parent of every process that is no zombie."""
+    """The parent of every process that is not a zombie."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

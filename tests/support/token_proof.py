@@ -330,7 +330,7 @@ def _said(message: Message) -> Any:
 
 
 def _loaded(arguments: str) -> Any:
-    """A tool call's arguments; those that are no object look like one in some dialects."""
+    """A tool call's arguments; those that are not an object look like one in some dialects."""
     with contextlib.suppress(ValueError):
         loaded = json.loads(arguments)
         if isinstance(loaded, dict):

@@ -1,6 +1,6 @@
 """A stand-in of Vertex AI's tuning jobs, as its REST reference describes them: create, get, list.
 
-It refuses what the reference does not have, and can be told to fail for a while. It is no proof of
+It refuses what the reference does not have, and can be told to fail for a while. It does not prove
 what the service itself does.
 """
 

@@ -86,7 +86,7 @@ def _pairs(literals: dict[str, ast.expr], entry_point: str, tolerance: float) ->
 
 
 def _is_literal(node: ast.expr) -> bool:
-    """Made of constants alone: also `float('inf')` and `set()`, which are no literals in Python."""
+    """Made of constants alone, or `float('inf')` and `set()`, which Python has no literals for."""
     return all(
         isinstance(
             part,

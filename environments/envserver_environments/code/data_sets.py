@@ -48,7 +48,7 @@ def read_problem(row: Row, data_set: str | None = None) -> Problem:
     problem = _READERS[name](row)
     is_program = name == "pairs" and not problem.entry_point
     if not is_program and not problem.entry_point.isidentifier():
-        raise InputError("The entry point is no name.")
+        raise InputError("The entry point is not a name.")
     if not problem.instruction:
         raise InputError("The row has no instruction.")
     return problem
@@ -211,7 +211,7 @@ def _texts(value: Any) -> list[str]:
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             value = value.splitlines()
     if not isinstance(value, list | tuple) or not all(isinstance(part, str) for part in value):
-        raise InputError("The tests are no list of asserts.")
+        raise InputError("The tests are not a list of asserts.")
     return [part for part in value if part.strip()]
 
 

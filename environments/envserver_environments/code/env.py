@@ -206,7 +206,7 @@ def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
     """The tests in a file, one a line.
 
     Raises:
-        InputError: it cannot be read, or a line is no test of that function.
+        InputError: it cannot be read, or a line is not a test of that function.
     """
     if not entry_point:
         raise InputError("Tests need the name of the function.", hint="Give --entry_point.")
@@ -232,7 +232,7 @@ def _usable(row: dict[str, Any] | None, data_set: str | None) -> Problem:
         InputError: it is of no use for training.
     """
     if row is None:
-        raise InputError("The row is no JSON object.")
+        raise InputError("The row is not a JSON object.")
     problem = read_problem(row, data_set)
     if len(problem.instruction) > MAX_INSTRUCTION_CHARACTERS:
         raise InputError("The instruction is too long.")

@@ -84,7 +84,7 @@ def defined_names(code: str) -> set[str]:
 
 
 def parsed(code: str, limit: int | None = MAX_CODE_CHARACTERS) -> ast.Module | None:
-    """`code` as a tree, None where it is no Python or longer than `limit` characters."""
+    """`code` as a tree, None where it is not Python or longer than `limit` characters."""
     if limit is not None and len(code) > limit:
         return None
     try:

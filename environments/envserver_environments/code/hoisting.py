@@ -6,7 +6,7 @@ becomes the call `area(2)`, which runs in the sandbox, and `abs(value - 12.566) 
 evaluated here. So what a test wants is never where a program could read it. Pure.
 
 A test that cannot be taken apart has a reason: it needs names of the program (its classes, other
-functions), it is no single assert, it uses what `expressions` does not know.
+functions), it is not a single assert, it uses what `expressions` does not know.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def hoisted(source: str, entry_point: str) -> HoistedTest:
         raise NotHoistable("it is too long")
     tree = parsed(source.strip())
     if tree is None:
-        raise NotHoistable("it is no Python")
+        raise NotHoistable("it is not Python")
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert):
-        raise NotHoistable("it is no single assert")
+        raise NotHoistable("it is not a single assert")
     try:
         hoister = _Hoister(entry_point)
         claim = hoister.visit(_Unroller(entry_point).visit(tree.body[0].test))

@@ -60,7 +60,7 @@ def read_pairs(row: dict[str, Any]) -> Problem:
     public, private, name = _TESTS_OF[next(source for source in SOURCES if source in row)](row)
     name = text_of(row, "fn_name", "entry_point") or name
     if name and not name.isidentifier():
-        raise InputError("The entry point is no name.")
+        raise InputError("The entry point is not a name.")
     tests, visible, left_out = _kept([_test(t, name) for t in public], private, name)
     starter = text_of(row, "starter_code")
     shown = f"\n\nBegin with:\n\n```python\n{starter}\n```" if starter and name else ""
@@ -137,7 +137,7 @@ Tests = list[tuple[Any, Any]]
 def _of_input_output(row: dict[str, Any]) -> tuple[Tests, Tests, str]:
     content = _read(row["input_output"])
     if not isinstance(content, dict):
-        raise InputError("The tests are no inputs and outputs.")
+        raise InputError("The tests are not inputs and outputs.")
     found = _zipped(content.get("inputs"), content.get("outputs"))
     name = str(content.get("fn_name") or "")
     if name:
@@ -180,17 +180,17 @@ _TESTS_OF = dict(zip(SOURCES, (_of_input_output, _of_tests, _of_cases, _of_conte
 
 def _zipped(given: Any, wanted: Any) -> Tests:
     if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted):
-        raise InputError("The tests are no inputs and outputs.")
+        raise InputError("The tests are not inputs and outputs.")
     return list(zip(given, wanted, strict=True))
 
 
 def _objects(tests: Any, calls: bool) -> Iterator[tuple[Any, Any]]:
     """Of a call, the input is JSON: a list of arguments, or one argument in each line."""
     if not isinstance(tests, list):
-        raise InputError("The tests are no inputs and outputs.")
+        raise InputError("The tests are not inputs and outputs.")
     for test in tests:
         if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
-            raise InputError("The tests are no inputs and outputs.")
+            raise InputError("The tests are not inputs and outputs.")
         given, wanted = test["input"], test["output"]
         if calls and isinstance(given, str):
             given = [_read(line) for line in given.splitlines() if line.strip()]
@@ -206,14 +206,14 @@ def _read(value: Any, *, packed: bool = False) -> Any:
     except (ValueError, RecursionError) as error:
         if packed:
             return _read(_unpacked(value))
-        raise InputError("The tests are no JSON.") from error
+        raise InputError("The tests are not JSON.") from error
 
 
 class _TextOnly(pickle.Unpickler):
     """Reads plain values; whatever would import or call something is refused."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"{module}.{name} is no text")
+        raise pickle.UnpicklingError(f"{module}.{name} is not text")
 
 
 def _unpacked(text: str) -> str:

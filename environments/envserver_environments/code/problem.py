@@ -40,6 +40,6 @@ class Problem:
 
 
 def text_of(row: dict[str, Any], *keys: str) -> str:
-    """The first of the row's fields that is there, "" where it is no text."""
+    """The first of the row's fields that is there, "" where it is not text."""
     value = next((row[key] for key in keys if key in row), "")
     return value.strip() if isinstance(value, str) else ""

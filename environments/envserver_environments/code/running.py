@@ -226,7 +226,7 @@ def _record(line: bytes) -> Any:
     try:
         return read_json(line.decode("ascii"))
     except UnicodeDecodeError as error:
-        raise BadValue("a line is no text") from error
+        raise BadValue("a line is not text") from error
 
 
 def _value(shape: Any) -> tuple[Any, str | None]:

@@ -3,7 +3,7 @@
 A function is loaded in a sandbox, once for all tests; a program that reads and prints has a sandbox
 for each. Half of the tests are hidden from the model and
 its tools; the reward asks for all. Where the task has a reference, the program must also agree with
-it now and then on changed arguments, so that a table of answers is no solution.
+it now and then on changed arguments, so that a table of answers is not a solution.
 
 A sandbox that fails is our fault: SandboxError passes through. Whatever a program does in it is the
 model's.

@@ -42,14 +42,14 @@ def read_json(text: str) -> Any:
     """A line of the harness, whose values are still shapes.
 
     Raises:
-        BadValue: it is no JSON that the harness writes, or too large.
+        BadValue: it is not JSON that the harness writes, or too large.
     """
     if len(text) > MAX_TEXT + 1000:
         raise BadValue("the line is too long")
     try:
         return json.loads(text, parse_int=_short, parse_float=_refused, parse_constant=_refused)
     except (ValueError, RecursionError) as error:
-        raise BadValue("the line is no JSON of ours") from error
+        raise BadValue("the line is not JSON of the harness") from error
 
 
 def read_value(shape: Any) -> Any:
@@ -129,25 +129,25 @@ _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
 
 def _float(text: str) -> float:
     if not _HEX_FLOAT.fullmatch(text):
-        raise BadValue("this is no float")
+        raise BadValue("this is not a float")
     try:
         return float.fromhex(text)
     except (ValueError, OverflowError) as error:
-        raise BadValue("this is no float") from error
+        raise BadValue("this is not a float") from error
 
 
 def _bytes(digits: str) -> bytes:
     try:
         return bytes.fromhex(digits)
     except ValueError as error:
-        raise BadValue("these are no bytes") from error
+        raise BadValue("these are not bytes") from error
 
 
 def _text(digits: str) -> str:
     try:
         return _bytes(digits).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise BadValue("this is no text") from error
+        raise BadValue("this is not text") from error
 
 
 def _short(digits: str) -> int:

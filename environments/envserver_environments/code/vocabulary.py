@@ -41,7 +41,7 @@ def _numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(*values: Any) -> Any:
         if not all(isinstance(value, int | float | complex) for value in values):
-            raise TypeError("these are no numbers")
+            raise TypeError("these are not numbers")
         return function(*values)
 
     return checked

@@ -112,7 +112,7 @@ def why_unusable(problem: Problem) -> str | None:
     """
     gold = problem.answer
     if problem.kind == "number" and not is_number_literal(gold):
-        return "the gold is no number"
+        return "the gold is not a number"
     if last_boxed(f"\\boxed{{{gold}}}") != gold:
         return "the gold's braces are not balanced"
     return None
@@ -152,7 +152,7 @@ def _looks_like_aime(row: Row) -> bool:
 
 
 def _text(value: object) -> str:
-    """A text or a number as text; anything else is no answer."""
+    """A text or a number as text; anything else is not an answer."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -64,7 +64,7 @@ def entry_from_row(row: Entry) -> tuple[str, Entry]:
     """
     name = row["metadata"].get("source_dataset")
     if name not in ALLOWED:
-        raise InputError(f"{name!r} is none of the generators allowed here.")
+        raise InputError(f"{name!r} is not one of the generators allowed here.")
     if not isinstance(row.get("question"), str) or not isinstance(row.get("answer"), str):
         raise InputError("A generated row must have question and answer, both texts.")
     return name, {key: row[key] for key in ("question", "answer", "metadata")}

@@ -263,7 +263,7 @@ def _decoded(value: object) -> object:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise InputError(f"A field of the row is no JSON: {error}") from error
+        raise InputError(f"A field of the row is not JSON: {error}") from error
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
@@ -274,7 +274,7 @@ def _context(value: object) -> Iterator[Passage]:
     """The paragraphs of `{"title": [...], "sentences": [[...]]}` or of `[[title, [...]], ...]`."""
     for title, sentences in _pairs(value, "title", "sentences", "content"):
         if not isinstance(title, str) or not isinstance(sentences, list):
-            raise InputError("The row's context is no list of titles and sentences.")
+            raise InputError("The row's context is not a list of titles and sentences.")
         yield Passage.from_data({"title": title, "sentences": sentences})
 
 
@@ -282,7 +282,7 @@ def _facts(value: object) -> Iterator[Fact]:
     facts: dict[Fact, None] = {}
     for title, number in _pairs(value, "title", "sent_id"):
         if not isinstance(title, str) or not isinstance(number, int):
-            raise InputError("The row's supporting_facts are no titles and numbers.")
+            raise InputError("The row's supporting_facts are not titles and numbers.")
         facts[title.strip(), number] = None
     yield from facts
 
@@ -314,5 +314,5 @@ def _evidences(value: object) -> Iterator[tuple[Triple, ...]]:
 
 def _triple(parts: Sequence[object]) -> Triple:
     if len(parts) != 3 or not all(map(_is_text, parts)):
-        raise InputError("The row's evidences are no triples.")
+        raise InputError("The row's evidences are not triples.")
     return _text(parts[0]), _text(parts[1]), _text(parts[2])

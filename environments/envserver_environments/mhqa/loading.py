@@ -33,7 +33,7 @@ def read_corpus(path: Path) -> Iterator[Passage]:
 
     Raises:
         NotFoundError: there is no such file.
-        ConfigError: a line is no passage.
+        ConfigError: a line is not a passage.
     """
     if not path.is_file():
         raise NotFoundError(f"There is no corpus file {str(path)!r}.")
@@ -44,7 +44,7 @@ def read_corpus(path: Path) -> Iterator[Passage]:
             try:
                 yield Passage.from_data(json.loads(line))
             except (ValueError, InputError) as error:
-                raise ConfigError(f"{path}, line {number} is no passage: {error}") from error
+                raise ConfigError(f"{path}, line {number} is not a passage: {error}") from error
 
 
 @functools.cache
@@ -88,14 +88,14 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no UTF-8 text: {error.reason}.") from error
+        raise InputError(f"{path} is not UTF-8 text: {error.reason}.") from error
 
 
 def _of_json(text: str, path: Path) -> Iterator[Passage]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}") from error
+        raise InputError(f"{path} is not JSON: {error}") from error
     return passages_from(value)
 
 

@@ -40,7 +40,7 @@ from .shelf import FINISH
 EM_SHARE, F1_SHARE = 0.8, 0.2
 SHORT_CHARACTERS = 64
 SHORT_WORDS = 12
-"""What is longer, in its normal form, than this and than every gold is no short answer."""
+"""What is longer, in its normal form, than this and than every gold is not a short answer."""
 
 _SEPARATORS = re.compile(r"[|;\n\r｜；]")
 _FINISHING = toolbox(FINISH)

@@ -24,7 +24,7 @@ def course_metrics(text: str, gold: dict[str, Any]) -> dict[str, float]:
     """The metrics of an answer, beside the ten keys of the right one; truths are 0 and 1.
 
     Returns:
-        Only `json_valid` where the visible text is no JSON object, or longer than any plan.
+        Only `json_valid` where the visible text is not a JSON object, or longer than any plan.
     """
     valid = {"json_valid": float(_object(text) is not None)}
     answer = _object(visible_text(text) or "")

@@ -146,7 +146,7 @@ class Router(Environment):
     ) -> Task | str:
         """The task of a row, or why it is of no use."""
         if row is None:
-            return "The row is no JSON object."
+            return "The row is not a JSON object."
         try:
             problem = read_problem(row)
             if not problem.query:

@@ -196,7 +196,7 @@ def _gold(row: dict[str, Any]) -> dict[str, Any]:
         try:
             gold = json.loads(gold)
         except ValueError as error:
-            raise InputError("The row's plan is no JSON.") from error
+            raise InputError("The row's plan is not JSON.") from error
     if not isinstance(gold, dict) or not gold.keys() & {"steps", "route_plan"}:
         raise InputError("The row has neither `steps` nor `route_plan`.")
     return gold

@@ -22,7 +22,7 @@ from jsonschema import Draft202012Validator
 from .schemas import GRAPH, TOOLS
 
 MAX_CHARACTERS = 100_000
-"""A longer answer is no plan."""
+"""A longer answer is not a plan."""
 
 ErrorKind = Literal[
     "unclosed_think", "json", "schema", "unknown_tool", "tool_args", "duplicate_id",
@@ -32,7 +32,7 @@ ErrorKind = Literal[
 
 
 class PlanError(Exception):
-    """The answer is no valid plan. `kind` names what is wrong, the message says it to the model."""
+    """The answer is not a valid plan. `kind` is the error's kind, the message is for the model."""
 
     def __init__(self, kind: ErrorKind, message: str) -> None:
         super().__init__(message)
@@ -183,7 +183,7 @@ def _check_graph(steps: tuple[Step, ...], final_step: str) -> None:
                     "unknown_dependency", f"Step {step.id} depends on {name[:50]!r}, which is none."
                 )
     if final_step not in before:
-        raise PlanError("final_step", f"final_step {final_step[:50]!r} is no step.")
+        raise PlanError("final_step", f"final_step {final_step[:50]!r} is not a step.")
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:

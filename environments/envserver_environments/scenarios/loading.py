@@ -62,7 +62,7 @@ class Check(_Part):
             try:
                 re.compile(self.matches)
             except re.error as error:
-                raise ValueError(f"matches is no regular expression: {error}") from error
+                raise ValueError(f"matches is not a regular expression: {error}") from error
         return self
 
     @property
@@ -153,7 +153,7 @@ def _bench_folder(path: Path) -> tuple[Scenario, Tree]:
     }
     if not prompts:
         raise InputError(
-            f"{path} is no scenario.",
+            f"{path} is not a scenario.",
             hint="It needs a scenario.yaml, or real_agent_prompts/LABEL.md and targets/.",
         )
     targets = path / "targets"
@@ -166,7 +166,7 @@ def _from_yaml(path: Path) -> Scenario:
         read: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         return Scenario.model_validate(read)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is no YAML: {error}", place=str(path)) from error
+        raise InputError(f"{path} is not YAML: {error}", place=str(path)) from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "it"

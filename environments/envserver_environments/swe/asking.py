@@ -29,7 +29,7 @@ def asked_task(question: str, repository: Path, *, confirm: bool) -> Task:
         raise InputError("The question is empty.")
     folder = repository.expanduser().resolve()
     if not folder.is_dir():
-        raise InputError(f"{str(repository)!r} is no folder.", hint="Name one with --repo.")
+        raise InputError(f"{str(repository)!r} is not a folder.", hint="Name one with --repo.")
     if confirm and not sys.stdin.isatty():
         raise InputError(
             "Each command is to be confirmed, and there is no terminal to ask on.",

@@ -275,7 +275,7 @@ class _Run:
             if name is not None:
                 good = status == "passed" and self._accepts(name, values)
                 (passed if good else failed).add(name)
-        cut_off = bool(result.killed_by) or result.truncated  # a limit is no tampering
+        cut_off = bool(result.killed_by) or result.truncated  # a limit is not tampering
         for name, must_pass in self._sentinels.items():
             if not cut_off and ((name in passed) != must_pass or (name in failed) == must_pass):
                 wrong = wrong or "sentinels"

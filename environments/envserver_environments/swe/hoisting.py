@@ -19,7 +19,7 @@ from typing import Any
 
 
 class NotHoistable(ValueError):
-    """A test has an assertion whose answer is no literal, or stands where it may run repeatedly."""
+    """A test's assertion has an answer that is not a literal, or may run repeatedly."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def hoist(source: str, seen: str) -> HoistedTests:
 
     Raises:
         NotHoistable: an answer would have to stay.
-        SyntaxError: this is no Python.
+        SyntaxError: this is not Python.
     """
     module = ast.parse(source)
     answers: dict[str, tuple[Answer, ...]] = {}
@@ -140,4 +140,4 @@ def _answer(test: ast.expr) -> tuple[ast.expr, Answer]:
     try:
         return test.left, Answer(symbol, ast.literal_eval(test.comparators[0]))
     except ValueError as error:
-        raise NotHoistable(f"the answer in line {test.lineno} is no literal") from error
+        raise NotHoistable(f"the answer in line {test.lineno} is not a literal") from error

@@ -97,7 +97,7 @@ class ImageFiles:
 
     Args:
         tree: the repository.
-        built: what was built in it, and is no part of it.
+        built: what was built in it, and is not part of it.
     """
 
     tree: Tree

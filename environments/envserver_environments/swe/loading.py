@@ -212,7 +212,7 @@ def _located(name: str, tests: dict[str, str]) -> str:
         try:
             body = ast.parse(source).body
         except SyntaxError as error:
-            raise InputError("A test file of the row is no Python.") from error
+            raise InputError("A test file of the row is not Python.") from error
         if any(getattr(node, "name", None) == parts[0] for node in body):
             return "::".join([path, *parts]) + bracket + parameters
     raise InputError("A test that should pass is in none of the row's files.")
@@ -235,7 +235,7 @@ def _ids(row: dict[str, Any], field: str, tree: Tree) -> list[str]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise InputError(f"{field} is no JSON list.") from error
+            raise InputError(f"{field} is not a JSON list.") from error
     ids = list(dict.fromkeys(value)) if isinstance(value, list) else []
     if not all(isinstance(name, str) and _ID.fullmatch(name) for name in ids):
         raise InputError("Its tests have no ids of pytest.")
@@ -290,4 +290,4 @@ def _texts(tree: Tree) -> dict[str, str]:
     try:
         return {path: entry.data.decode() for path, entry in sorted(tree.items())}
     except UnicodeDecodeError as error:
-        raise InputError("A test file is no text.") from error
+        raise InputError("A test file is not text.") from error

@@ -75,7 +75,7 @@ def rules_of(row: dict[str, Any]) -> dict[str, Any]:
     """What of a task's own rules holds for grading: `protected` and `seconds`."""
     protected, wall = row.get("protected") or [], row.get("wall")
     if not isinstance(protected, list) or not all(isinstance(part, str) for part in protected):
-        raise InputError("Its protected files are no list of patterns.")
+        raise InputError("Its protected files are not a list of patterns.")
     rules: dict[str, Any] = {"protected": protected}
     if isinstance(wall, int | float) and wall > 0:
         rules["seconds"] = float(wall)

@@ -91,7 +91,7 @@ def read_patch(text: str) -> list[Change]:
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
-        raise PatchError("malformed", "the patch is no Unicode text") from error
+        raise PatchError("malformed", "the patch is not Unicode text") from error
     if len(data) > MAX_PATCH_BYTES:
         raise PatchError("size", f"the patch has {len(data)} bytes, over {MAX_PATCH_BYTES}")
     if _CRLF.fullmatch(data):
@@ -324,7 +324,7 @@ def _path(name: bytes, *, quoted: bool = True) -> str:
     try:
         path = (_unquoted(name) if quoted else name).decode()
     except UnicodeDecodeError as error:
-        raise PatchError("path", "a path is no Unicode text") from error
+        raise PatchError("path", "a path is not Unicode text") from error
     parts = path.split("/")
     if (
         path.startswith("/")
@@ -356,7 +356,7 @@ def _read_hunks(lines: list[bytes]) -> list[Hunk]:
     while place < len(lines):
         match = _HUNK.match(lines[place])
         if match is None:
-            # As git does: what follows the hunks and is no line of one is a text about the patch.
+            # As in git: lines after the hunks that belong to none of them are comments.
             if lines[place].strip() and _IN_HUNK.match(lines[place]):
                 raise PatchError("malformed", "there is a line outside of every hunk")
             place += 1

@@ -95,7 +95,7 @@ def archived_tree(path: str) -> Tree:
     """The tree in a tar file on this machine.
 
     Raises:
-        InputError: there is no such file, or it is no tar.
+        InputError: there is no such file, or it is not a tar.
     """
     try:
         return tree_of_tar(Path(path).read_bytes())
@@ -170,7 +170,7 @@ def workspace(
 
     Args:
         in_image: see `base_tree`.
-        built: files beside the repository that are no part of it.
+        built: files beside the repository that are not part of it.
     """
     tree = base_tree(public, in_image)
     repository, commit = git_files(tree)

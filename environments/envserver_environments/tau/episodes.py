@@ -78,7 +78,7 @@ class Episode:
         """The message of whoever's turn it is.
 
         Args:
-            tool_calls: each `{"id", "name", "arguments": {...}}`; arguments that are no object
+            tool_calls: each `{"id", "name", "arguments": {...}}`; arguments that are not an object
                 give an error to the caller.
 
         Returns:

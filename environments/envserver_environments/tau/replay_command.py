@@ -69,7 +69,7 @@ def _json_lines(path: Path, text: str) -> Iterator[Any]:
             if line.strip():
                 yield json.loads(line)
         except ValueError as error:
-            raise InputError(f"{path}:{number} is no JSON: {error}") from error
+            raise InputError(f"{path}:{number} is not JSON: {error}") from error
 
 
 def _replay_all(vectors: Sequence[Mapping[str, Any]], data: Path | None) -> int:

@@ -168,7 +168,7 @@ def _call(call: Any, number: int, role: str) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> Any:
-    """Arguments as written by a model; what is no JSON stays a text (an error of the call)."""
+    """Arguments as written by a model; what is not JSON stays a text (an error of the call)."""
     try:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):

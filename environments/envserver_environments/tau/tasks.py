@@ -103,7 +103,7 @@ def read_task(row: Mapping[str, Any]) -> TauTask:
         return TauTask.model_validate(row)
     except ValidationError as error:
         raise InputError(
-            f"This is no task of tau2-bench: {str(error)[:500]}", hint="See the README of tau."
+            f"This is not a task of tau2-bench: {str(error)[:500]}", hint="See the README of tau."
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Converts messages and calls between OpenAI's format and tau2-bench's.
 
-What a model wrote is taken as it is, never trusted: arguments that are no JSON object stay the text
-that they are, and the world answers that they are none.
+A model's output is never trusted: arguments that are not a JSON object stay text, and the world
+answers with an error.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _arguments(source: str) -> dict[str, Any] | str:
 
 
 def _function_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    # A text that is no object is written as a JSON string: it is read back as the text it is.
+    # A text that is not an object is written as a JSON string: it is read back as the text it is.
     source = json.dumps(call["arguments"])
     return {
         "id": call["id"],

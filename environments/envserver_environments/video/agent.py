@@ -2,7 +2,7 @@
 
 In: a system prompt, tools, and questions. Out: what it says to each (`Said`). It goes on until it
 calls `finish`, writes a text without a call (or `FINAL:`, in the text protocol), is cut off, has
-used up its turns, or has made ten bad calls. What was cut off is no answer.
+used up its turns, or has made ten bad calls. What was cut off is not an answer.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _item(row: Row, raw_options: Any, video: str, *, row_id: str) -> Item:
 def _options(raw: Any) -> list[str]:
     """Texts of the options, without labels A, B, C ... where all have theirs."""
     if not isinstance(raw, list) or not all(isinstance(one, str | int | float) for one in raw):
-        raise InputError("This row's options are no list of texts.")
+        raise InputError("This row's options are not a list of texts.")
     options = [str(one).strip() for one in raw]
     labels = [_LABEL.fullmatch(option) for option in options]
     if options and all(
@@ -146,7 +146,7 @@ def _spans(raw: Any) -> list[list[float]]:
     try:
         return [[float(start), float(end)] for start, end in raw or []]
     except (TypeError, ValueError) as error:
-        raise InputError("This row's evidence is no list of pairs of seconds.") from error
+        raise InputError("This row's evidence is not a list of pairs of seconds.") from error
 
 
 def _text(value: object) -> str:

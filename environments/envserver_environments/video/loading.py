@@ -92,7 +92,7 @@ class Videos:
 
     Raises:
         NotFoundError: there is nothing at `place`.
-        ConfigError: the file is no JSON object.
+        ConfigError: the file is not a JSON object.
     """
 
     def __init__(self, place: Path, fps: float) -> None:
@@ -127,7 +127,7 @@ def _json_of(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
 def _csv_name(folder: Path, split: Split) -> str:

@@ -91,7 +91,7 @@ class Access:
             address = (scope.get("client") or ("",))[0]
             self._strangers.failed(address)
             log.warning("access_refused", address=address, path=scope["path"][:200])
-            message = "This access token is no good." if sent else "An access token is needed."
+            message = "This access token is not valid." if sent else "An access token is needed."
             raise Unauthorized(message, hint=_HINT)
         return token
 

@@ -145,7 +145,7 @@ def read_tokens(path: Path) -> list[Token]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"The tokens file {path} is no YAML{place}.") from None
+        raise ConfigError(f"The tokens file {path} is not YAML{place}.") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))

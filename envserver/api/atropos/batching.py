@@ -155,7 +155,9 @@ def _why_not(queue: Sequence[Waiting], batch_size: int, largest: int, packed: in
     if odd:
         return f"groups of {odd[:4]} never fill up to the largest group, {largest} sequences"
     if batch_size % largest:
-        return f"batch_size {batch_size} is no multiple of the largest group, {largest} sequences"
+        return (
+            f"batch_size {batch_size} is not a multiple of the largest group, {largest} sequences"
+        )
     return f"{packed} of {batch_size} sequences wait in complete packs of {largest}"
 
 

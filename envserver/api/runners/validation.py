@@ -87,7 +87,7 @@ def check_names(group: Group, stream: Stream) -> None:
         if getattr(group, name) != value:
             _refuse(f"$.{name}", f"is not {value!r}, as this environment registered")
     if not 0 <= group.index < 2**62:
-        _refuse("$.index", "is no position in a stream")
+        _refuse("$.index", "is not a position in a stream")
     own, again = (
         group_id(prefix, group.index, group.task_id)
         for prefix in (stream.prefix, again_prefix(stream.prefix))
@@ -95,7 +95,7 @@ def check_names(group: Group, stream: Stream) -> None:
     if group.group_id not in (own, again):
         _refuse("$.group_id", "is not that of this position and task in the stream")
     if not math.isfinite(group.created_at):
-        _refuse("$.created_at", "is no time")
+        _refuse("$.created_at", "is not a time")
 
 
 def _check_trajectory(trajectory: Trajectory, group: Group, place: str) -> list[int]:
@@ -151,7 +151,7 @@ def _check_words(group: Group) -> None:
         try:
             orjson.dumps(value, default=_no_record)
         except (TypeError, orjson.JSONEncodeError, RecursionError) as error:
-            _refuse(place, f"holds what is no JSON ({error})")
+            _refuse(place, f"holds what is not JSON ({error})")
 
 
 def _words(trajectory: Trajectory) -> dict[str, Any]:

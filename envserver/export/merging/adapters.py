@@ -138,7 +138,7 @@ class Adapted:
     def _add_pair(self, path: Path, module: str, sides: Mapping[str, Tensor]) -> None:
         name = self._known(f"{module}.weight", path)
         if set(sides) != {"A", "B"} or any(len(one.shape) != 2 for one in sides.values()):
-            raise InputError(f"{path}: {module} is no pair of two matrices.", hint=_HINT)
+            raise InputError(f"{path}: {module} is not a pair of two matrices.", hint=_HINT)
         a, b = sides["A"], sides["B"]
         embedding = "lora_embedding_A" in a.name
         turned = embedding or bool(self._config.get("fan_in_fan_out"))
@@ -185,7 +185,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{folder / CONFIG} cannot be read: {error}.") from error
     if not isinstance(found, dict):
-        raise InputError(f"{folder / CONFIG} is no object.")
+        raise InputError(f"{folder / CONFIG} is not an object.")
     return found
 
 

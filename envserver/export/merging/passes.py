@@ -157,7 +157,7 @@ class _Pass:
             stored = encoded(_sum(base, self._terms, vectors, alpha), tensor.dtype)
             if not self._allow_not_finite and not all_finite(stored, tensor.dtype):
                 raise InputError(
-                    f"{tensor.name} has values that are no finite {tensor.dtype}, with alpha "
+                    f"{tensor.name} has values that are not finite {tensor.dtype}, with alpha "
                     f"{alpha:g}.",
                     hint="Take a smaller alpha, or look for NaNs in the inputs; "
                     "--allow_not_finite writes them.",

@@ -51,7 +51,7 @@ class Recipe:
             raise ConfigError("--alpha needs numbers, each once.")
         for number in (*self.alphas, *(vector.weight for vector in self.vectors)):
             if not math.isfinite(number):
-                raise ConfigError(f"{number} is no weight: it must be finite.")
+                raise ConfigError(f"{number} is not a weight: it must be finite.")
 
     def formula(self, alpha: str = "alpha") -> str:
         """Returns the formula as text, with the folders' names."""
@@ -79,6 +79,6 @@ def parse_parts(words: Sequence[str]) -> tuple[Vector, ...]:
             vectors.append(Vector(Path(folder), None, float(weight)))
         except ValueError as error:
             raise ConfigError(
-                f"--add {word}: {weight!r} is no number.", hint="For example: --add DIR=0.3"
+                f"--add {word}: {weight!r} is not a number.", hint="For example: --add DIR=0.3"
             ) from error
     return tuple(vectors)

@@ -171,11 +171,11 @@ def read_header(path: Path) -> File:
                 )
             header = json.loads(file.read(length))
     except (ValueError, RecursionError) as error:
-        raise _broken(path, f"its header is no JSON ({error})") from error
+        raise _broken(path, f"its header is not JSON ({error})") from error
     except OSError as error:
         raise NotFoundError(f"{path} cannot be read: {error.strerror or error}.") from error
     if not isinstance(header, dict):
-        raise _broken(path, "its header is no object")
+        raise _broken(path, "its header is not an object")
     metadata = header.pop("__metadata__", None) or {}
     begin = _LENGTH + length
     tensors = [_tensor(path, name, said, begin, size) for name, said in header.items()]
@@ -253,4 +253,4 @@ def _check_index(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _broken(path: Path, what: str) -> InputError:
-    return InputError(f"{path} is no whole safetensors file: {what}.", place=str(path))
+    return InputError(f"{path} is not a complete safetensors file: {what}.", place=str(path))

@@ -94,7 +94,7 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found, dict):
             return found
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}.") from error
 

@@ -114,7 +114,9 @@ def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
         taken = place.is_file() or (place.is_dir() and any(place.iterdir()))
         ours = (place / RECIPE).is_file()
         if taken and not (overwrite and ours):
-            hint = "Replace it by --overwrite." if ours else "It is no merged model: name another."
+            hint = (
+                "Replace it by --overwrite." if ours else "It is not a merged model: name another."
+            )
             raise ConflictError(f"{place} exists.", hint=hint)
     above = places[0].absolute().parent
     try:

@@ -63,7 +63,7 @@ def _file_rows(path: Path) -> Iterator[Row | None]:
             return _parquet_rows(path)
         case ".jsonl" | ".ndjson":
             return _jsonl_rows(path)
-    raise InputError(f"{path} is none of {', '.join(SUFFIXES)}.", place=str(path))
+    raise InputError(f"{path} is not one of {', '.join(SUFFIXES)}.", place=str(path))
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row | None]:

@@ -70,7 +70,7 @@ def _refuse(place: Path, mark: str) -> None:
                 f"{place} holds other files: it has no {mark}.", hint="Name a new or empty folder."
             )
     elif place.exists() or place.is_symlink():
-        raise ConfigError(f"{place} is no folder.")
+        raise ConfigError(f"{place} is not a folder.")
 
 
 def _put(beside: Path, place: Path) -> None:

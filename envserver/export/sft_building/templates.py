@@ -65,7 +65,7 @@ class Template(BaseModel):
         for name in names:
             if name not in _PLACEHOLDERS:
                 known = ", ".join(f"{{{one}}}" for one in _PLACEHOLDERS)
-                raise ValueError(f"{{{name}}} is none of {known}; a brace is written twice")
+                raise ValueError(f"{{{name}}} is not one of {known}; a brace is written twice")
         return text
 
 

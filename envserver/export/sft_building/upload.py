@@ -121,7 +121,7 @@ def _data_set(target: str) -> tuple[str, str]:
     """Returns the name of a data set on the hub, and the folder in it."""
     parts = target.removeprefix(HUB).strip("/").split("/")
     if parts[0] != "datasets" or len(parts) < 3:
-        raise ConfigError(f"{target} is no data set.", hint="hf://datasets/OWNER/NAME[/FOLDER]")
+        raise ConfigError(f"{target} is not a data set.", hint="hf://datasets/OWNER/NAME[/FOLDER]")
     return "/".join(parts[1:3]), "/".join(parts[3:])
 
 

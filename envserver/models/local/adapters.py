@@ -112,7 +112,7 @@ class Adapters:
         for key, tensor in tensors.items():
             layer, found, kind = key.removeprefix(_PREFIX).partition(".lora_")
             if not found or kind not in ("A.weight", "B.weight"):
-                raise InputError(f"{folder / _ADAPTER} holds {key}, which is no part of a LoRA.")
+                raise InputError(f"{folder / _ADAPTER} holds {key}, which is not part of a LoRA.")
             pairs.setdefault(layer, {})[kind[0]] = tensor
         return {layer: self._pair(layer, pair, config) for layer, pair in pairs.items()}
 
@@ -142,7 +142,7 @@ def _config(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"There is no LoRA adapter in {folder}: it has no {_CONFIG}.") from error
     except orjson.JSONDecodeError as error:
-        raise InputError(f"{folder / _CONFIG} is no JSON: {error}.") from error
+        raise InputError(f"{folder / _CONFIG} is not JSON: {error}.") from error
     foreign = [name for name, plain in _PLAIN.items() if config.get(name, plain) not in (plain, [])]
     foreign += [name for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
     if foreign:

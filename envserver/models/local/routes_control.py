@@ -175,7 +175,7 @@ async def _body(request: Request, kind: Any) -> Any:
     try:
         return read(orjson.loads(await request.body()), kind)
     except orjson.JSONDecodeError as error:
-        raise EngineRefused(f"The body is no JSON: {error}.", status=400) from error
+        raise EngineRefused(f"The body is not JSON: {error}.", status=400) from error
 
 
 def _json(payload: Any) -> Response:

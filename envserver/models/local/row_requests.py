@@ -181,7 +181,7 @@ class Asking:
         except ValueError:
             index = -1
         if not 0 <= index < self.vocabulary:
-            raise EngineRefused(f"{name!r} is no id of the vocabulary.", status=400)
+            raise EngineRefused(f"{name!r} is not an id of the vocabulary.", status=400)
         return index
 
 

@@ -102,7 +102,7 @@ def _decoding(answer: Answering) -> Callable[[Request], Awaitable[Response]]:
         try:
             body = orjson.loads(await request.body())
         except orjson.JSONDecodeError as error:
-            raise EngineRefused(f"The body is no JSON: {error}.", status=400) from error
+            raise EngineRefused(f"The body is not JSON: {error}.", status=400) from error
         refuse_foreign(body)
         return await answer(request, body)
 

@@ -204,5 +204,5 @@ def _call(call: Any) -> Any:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:
-        raise EngineRefused(f"Arguments of a call are no JSON: {error}.", status=400) from error
+        raise EngineRefused(f"Arguments of a call are not JSON: {error}.", status=400) from error
     return {**call, "function": {**function, "arguments": arguments}}

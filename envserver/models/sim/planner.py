@@ -243,7 +243,7 @@ class Planner:
         try:
             return self._checked(self._tokenizer.prompt(text))
         except UnicodeEncodeError as error:
-            raise refusal(f"The text is no Unicode: {error.reason}.", param="messages") from error
+            raise refusal(f"The text is not Unicode: {error.reason}.", param="messages") from error
 
     def _checked(self, prompt: Prompt) -> Prompt:
         if len(prompt.ids) >= MAX_MODEL_LEN:
@@ -266,7 +266,7 @@ class Planner:
         try:
             ids = self._tokenizer.encode(text)
         except UnicodeEncodeError as error:
-            raise refusal(f"The text is no Unicode: {error.reason}.", param="prompt") from error
+            raise refusal(f"The text is not Unicode: {error.reason}.", param="prompt") from error
         strings = [self._tokenizer.strings[index] for index in ids]
         return {
             "count": len(ids),

@@ -240,4 +240,4 @@ def _drawn(schema: Any, rng: random.Random, place: str) -> Any:
     try:
         return drawn_value(schema, rng)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise refusal(f"This is no usable JSON schema: {error}", param=place) from error
+        raise refusal(f"This is not a usable JSON schema: {error}", param=place) from error

@@ -187,4 +187,4 @@ def _decoded(payload: bytes) -> Any:
     try:
         return orjson.loads(payload)
     except orjson.JSONDecodeError as error:
-        raise EngineRefused(f"The body is no JSON: {error}.", status=400) from error
+        raise EngineRefused(f"The body is not JSON: {error}.", status=400) from error

@@ -151,7 +151,7 @@ def canonical_arguments(arguments: Any) -> str:
         text = arguments if isinstance(arguments, str) else _to_json(arguments)
         return _to_json(_DECODER.decode(text))
     except (TypeError, RecursionError) as error:
-        raise ValueError(f"arguments are no JSON: {error}") from error
+        raise ValueError(f"arguments are not JSON: {error}") from error
 
 
 def assistant_text(message: Message) -> str:
@@ -238,7 +238,7 @@ def _to_json(value: Any) -> str:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _byte_characters() -> dict[str, int]:

@@ -77,7 +77,7 @@ def read_conversations(path: Path) -> list[Conversation]:
             try:
                 found += _of_group(json.loads(line))
             except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise InputError(f"{path}, line {number} is no group: {error!r}.") from error
+                raise InputError(f"{path}, line {number} is not a group: {error!r}.") from error
     if not found:
         raise InputError(f"{path} holds no conversation.")
     return sorted(found, key=lambda one: one.rollout_id)

@@ -228,7 +228,7 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
     "no assert": {"testcase": ["twice(1)", "assert twice(1) == 2"]},
     "one test": {"testcase": ["assert twice(1) == 2"]},
     "no tests": {"testcase": []},
-    "tests that are no texts": {"testcase": [1, 2]},
+    "tests that are not texts": {"testcase": [1, 2]},
     "no name": {"entry_point": "not a name"},
     "no instruction": {"instruction": ""},
     "a long instruction": {"instruction": "long " * 1000},

@@ -55,7 +55,7 @@ FENCED_INSIDE = (
         (f"<think>```python\nbad\n```</think>```python\n{GOOD}```", GOOD),
         (f"<think>hm</think>\n<think>\n```python\n{GOOD}```", None),
         (f"<think>\n```python\n{GOOD}```\n</think>\nDone.", None),
-        # Text without a closed fence is no program.
+        # Text without a closed fence is not a program.
         (GOOD, None),
         (f"```python\n{GOOD}", None),
         ("`twice(x)`", None),

@@ -50,7 +50,7 @@ def test_the_reward_is_of_what_the_proxy_counted_and_recorded() -> None:
     assert score(gold, NO_CODE, fine, fine).reward == pytest.approx(1 - 0.05 / 4)
     assert score(gold, failed, tool).reward == 1.0
     assert score(gold, failed, tool, failed).reward == pytest.approx(1 - 0.05 / 4)
-    plan = f"{fine}\n\n{PLAN}"  # what is said to a plan is no step
+    plan = f"{fine}\n\n{PLAN}"  # what is said to a plan is not a step
     assert score(gold, NO_CALL, plan, GO_ON).components["format"] == pytest.approx(1 / 3)
     wrong = score("7x", NO_CODE)
     assert wrong.reward == 0.0 and wrong.metrics["folded"] == pytest.approx(-0.025)

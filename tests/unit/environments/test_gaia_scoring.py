@@ -30,7 +30,7 @@ VERDICTS: list[tuple[Any, str, bool]] = [
     ("(Paris)", "Paris", True), ("x_y", "xy", True), ("Dr. Strange", "dr strange", True),
     ("The Paris", "Paris", False), ("naïve", "naive", False), ("rock–n–roll", "rock n roll", False),
     ("1000.0", "$1000", False), ("pxarxisx", "paris", False), ("Paris or Rome", "Paris", False),
-    # What is no text.
+    # What is not text.
     (17, "17", True), (17.0, "17", True), (True, "true", True), (["a", "b"], "a, b", True),
     ((1, 2), "1, 2", True), (None, "none", False), ({"a"}, "a", False), ({"a": 1}, "a", False),
     ([None], "none", False),

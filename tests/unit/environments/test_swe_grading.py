@@ -1,4 +1,4 @@
-"""The reward of a patch: right ones get it, nothing else does, and failures of ours are no 0."""
+"""The reward of a patch: right ones get it, nothing else does, and failures of ours are not 0."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_calls_are_carried_out_for_who_makes_them(domain: Domain) -> None:
     his = {**LOOK, "name": "check_notifications"}
     results = episode.say(None, [LOOK, {**WRONG, "arguments": "{"}, his])
     assert [result["error"] for result in results] == [False, True, True]
-    assert results[1]["content"] == "Error: The arguments are no JSON object."
+    assert results[1]["content"] == "Error: The arguments are not a JSON object."
     assert results[2]["content"] == "Error: Tool 'check_notifications' not found."
     assert episode.speaker == "assistant"
     episode.say("Look at your notifications.")

@@ -284,7 +284,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda rl: tensors(
             rl, lambda t: t.update({HEAD: stored(numbers(1, 6, 4) * np.inf, "F32")})
         ),
-        "lm_head.weight has values that are no finite F32",
+        "lm_head.weight has values that are not finite F32",
     ),
     "cut off": (lambda rl: cut(rl / "model.safetensors", 40), "or the file is cut off"),
     "no weights": (
@@ -473,14 +473,14 @@ def test_only_what_was_merged_is_replaced(
     assert main(words(three, out, "--add", f"{three['rl']}=1", "--overwrite")) == 0
     assert (out / "model.safetensors").read_bytes() != before
     assert main(words(three, three["sft"], "--overwrite")) == 2
-    assert "It is no merged model" in " ".join(capsys.readouterr().err.split())
+    assert "It is not a merged model" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
     ("more", "why"),
     [
         (["--alpha", "0.5,0.5"], "each once"),
-        (["--add", "x=heavy"], "'heavy' is no number"),
+        (["--add", "x=heavy"], "'heavy' is not a number"),
         (["--method", "ties"], "takes models with weights"),
         (["--density", "0.5"], "set --method"),
     ],

@@ -206,7 +206,7 @@ def test_a_folder_is_built_again_but_another_is_left_alone(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("tools: {bash: {instruction: 'Do {this}'}}", "{this} is none of"),
+        ("tools: {bash: {instruction: 'Do {this}'}}", "{this} is not one of"),
         ("tools: {bash: {instruction: 'Do {'}}", "written twice"),
         ("tools: {bash: {instruction: x, response_from: output}}", "tools.bash.response_from"),
         ("tools: {bash: {instruktion: x}}", "tools.bash.instruction"),

@@ -169,7 +169,7 @@ def test_a_finished_folder_is_put_on_the_hub_in_one_commit(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--upload", "hf://me/plans"], "is no data set"),
+        (["--upload", "hf://me/plans"], "is not a data set"),
         (["--upload", "nosuch://bucket"], "cannot be used"),
         (["--val_ratio", "0.6", "--test_ratio", "0.4"], "below 1 together"),
         (["--limit", "0"], "limit"),

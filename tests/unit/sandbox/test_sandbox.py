@@ -80,7 +80,7 @@ raise ValueError("wrong")
         ("import sys; sys.exit('why')", 1),
         ("import os; os._exit(9)", 9),
         ("1 / 0", 1),
-        ("this is no Python", 1),
+        ("this is not Python", 1),
         ("raise KeyboardInterrupt", 130),
         ("import atexit; atexit.register(print, 'late'); raise SystemExit(5)", 5),
     ],

@@ -38,7 +38,7 @@ def connected(client: SandboxClient) -> socket.socket:
 async def test_what_clients_send_does_not_end_the_supervisor() -> None:
     nonsense = [
         b"\xff" * 100,
-        b"\x93\xa2\xff\xfe\x01\x90",  # a word that is no text
+        b"\x93\xa2\xff\xfe\x01\x90",  # a word that is not text
         msgspec.msgpack.encode((1, 2, 3)),
         msgspec.msgpack.encode(("no such word", 1, ())),
         msgspec.msgpack.encode(("open", 2**64 - 1, ("no such\0module",))),

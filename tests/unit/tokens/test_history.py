@@ -62,7 +62,7 @@ def test_tool_calls_may_be_written_in_the_models_own_way(name: str) -> None:
     here.ask([USER], answer, tools=tools, sampled=written(name, answer, indent=1))
     result = {"role": "tool", "tool_call_id": "call00001", "content": "2"}
     plan = here.plan([USER, answer, result], tools)
-    edge = "exact" if name == "role_stops" else "whitespace"  # its calls are no JSON
+    edge = "exact" if name == "role_stops" else "whitespace"  # its calls are not JSON
     assert (plan.parent, plan.edge, plan.flags) == (0, edge, [])
     turned = call({"precision": 2, "expression": "1 + 1"})
     assert here.plan([USER, answer | {"tool_calls": [turned]}, result], tools).edge == "calls"

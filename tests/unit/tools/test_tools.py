@@ -377,7 +377,7 @@ async def test_a_patch_starts_where_it_is_told(bench: Open) -> None:
         with pytest.raises(ToolError, match="git failed"):
             await read_patch(use.sandbox, base="1" * 40)
         await use.sh("echo 'ref: refs/heads/../../../etc/passwd' > .git/HEAD")
-        assert "HEAD is no commit" in await use.refused("git_diff")
+        assert "HEAD is not a commit" in await use.refused("git_diff")
         await use.sh("rm -rf .git")
         assert "there is no git repository" in await use.refused("git_diff")
 

@@ -97,7 +97,7 @@ async def test_a_provider_that_fails_is_asked_again_and_then_no_observation(
         ("/loop", "redirects more than 5"),
         ("/bomb", "more than 1,048,576 bytes"),
         ("/trailing", "more than 1,048,576 bytes"),
-        ("/film", "video/mp4 is no document"),
+        ("/film", "video/mp4 is not a document"),
         ("/hang", "within 0.5 seconds"),
         ("/out?to=file:///etc/passwd", "only http and https"),
     ],

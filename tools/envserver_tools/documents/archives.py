@@ -99,7 +99,7 @@ def _opened(data: bytes) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(io.BytesIO(data))
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-        raise BadArchive(f"it is no whole zip archive: {error}.") from error
+        raise BadArchive(f"it is not a complete zip archive: {error}.") from error
 
 
 def _is_outside(name: str) -> bool:

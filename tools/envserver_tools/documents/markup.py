@@ -75,7 +75,7 @@ def _parsed(data: bytes, name: str, limits: Limits) -> ElementTree.Element:
     try:
         return ElementTree.fromstring(archives.member(data, name, limits))
     except ElementTree.ParseError as error:
-        raise archives.BadArchive(f"{name!r} in it is no XML: {error}.") from error
+        raise archives.BadArchive(f"{name!r} in it is not XML: {error}.") from error
 
 
 def _name(element: ElementTree.Element) -> str:

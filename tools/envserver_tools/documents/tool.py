@@ -66,7 +66,7 @@ class DocumentReader:
             inside = file.is_relative_to(root)
             is_file = inside and file.is_file()
         except (OSError, ValueError, RuntimeError) as error:
-            raise ToolError(f"{path[:200]!r} is no path: {error}.") from error
+            raise ToolError(f"{path[:200]!r} is not a path: {error}.") from error
         if not inside:
             raise ToolError(f"{path[:200]!r} lies outside the working folder.")
         if not is_file:

@@ -61,7 +61,7 @@ def grep(pattern: str, path: str = ".", glob: str = "", max: int = 100) -> dict[
     try:
         search = re.compile(pattern).search
     except (re.error, RecursionError, OverflowError) as error:
-        raise Refused(f"the pattern is no regular expression: {error}.") from error
+        raise Refused(f"the pattern is not a regular expression: {error}.") from error
     top = resolve(path)
     glob = glob.replace("**/", "*")  # a star means any number of directories here
     found: list[str] = []

@@ -39,7 +39,7 @@ _SETTINGS = """\
 """
 _ATTRIBUTES = "* -text -eol -ident -filter -working-tree-encoding !diff\n"
 _NOT_SOURCE = "__pycache__/\n*.py[co]\n.pytest_cache/\n.mypy_cache/\n.ruff_cache/\n"
-"""What programs leave behind; it is no part of a change, even where no .gitignore says so."""
+"""What programs leave behind; it is not part of a change, even where no .gitignore says so."""
 
 
 def git_patch(repository: str, base: str, most: int) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _head(store: str) -> str:
         name = words.removeprefix("ref: ")
         if name == words or not name.startswith("refs/") or ".." in name:
             break
-    raise Refused("HEAD is no commit.")
+    raise Refused("HEAD is not a commit.")
 
 
 def _small_text(store: str, name: str) -> str:

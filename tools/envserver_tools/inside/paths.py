@@ -79,7 +79,7 @@ def kind(mode: int) -> str:
 
 
 def shown(text: str) -> str:
-    """A name as text: bytes that are no UTF-8 and control characters are escaped."""
+    """A name as text: bytes that are not UTF-8 and control characters are escaped."""
     plain = os.fsencode(text) if _encodable(text) else text.encode("utf-8", "backslashreplace")
     readable = plain.decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in readable)

@@ -1,10 +1,9 @@
 """BM25 over passages: `FewPassages` without any library, `PassageIndex` for whole corpora.
 
 Both give the same hits with the same scores (Lucene's form, a word counts as often as the query
-says it); the rules for words are those of `words`. A passage that shares no word with the
-query is no hit; passages that fit equally well come in the order in which they were given. Corpora
-are indexed by bm25s (the extra `retrieval`), which holds millions of words in arrays; it is
-imported when first used.
+says it), and split words by the rules of `words`. A passage that shares no word with the query is
+not a hit; passages with equal scores keep their order. Corpora are indexed by bm25s (the extra
+`retrieval`), which holds millions of words in arrays; it is imported when first used.
 """
 
 from __future__ import annotations

@@ -129,4 +129,4 @@ def _hit(one: Any) -> Hit:
     try:
         return Hit(Passage.from_data(one), float(score))
     except (TypeError, ValueError) as error:
-        raise InputError("a score is no number") from error
+        raise InputError("a score is not a number") from error

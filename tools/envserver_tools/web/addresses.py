@@ -40,7 +40,7 @@ def normal_url(url: str) -> str:
     """The one way in which `url` is written: no fragment, no default port, no tracking words.
 
     Raises:
-        BadAddress: it is no address of a web page.
+        BadAddress: it is not an address of a web page.
     """
     url = url.strip()
     if len(url) > MOST_URL_CHARACTERS:
@@ -54,7 +54,7 @@ def normal_url(url: str) -> str:
         if not host.isascii():
             host = host.encode("idna").decode()
     except (ValueError, UnicodeError) as error:
-        raise BadAddress(f"it is no address: {error}") from error
+        raise BadAddress(f"it is not an address: {error}") from error
     if parts.scheme not in _PORTS:
         raise BadAddress("only http and https can be read")
     if not host or any(character.isspace() for character in host):
@@ -95,10 +95,10 @@ def check_literal(host: str) -> None:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         if _NUMBER.match(host.rstrip(".").rpartition(".")[2]):
-            raise PrivateAddress(f"{host} is no proper address") from None
+            raise PrivateAddress(f"{host} is not a valid address") from None
         return
     if not is_public(address):
-        raise PrivateAddress(f"{host} is no public address")
+        raise PrivateAddress(f"{host} is not a public address")
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:

@@ -1,7 +1,7 @@
 """Reads one address of the web: bounded in time, size and redirects, public addresses only.
 
 Out: the raw answer as it came (inflated), which is what recordings keep. What is the page's fault
-(gone, too large, of a kind that is no document) lasts; what may be better in a minute does not.
+(gone, too large, of a kind that is not a document) lasts; what may be better in a minute does not.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Fetcher:
                     return Raw(url, 0, "", b"", str(error.os_error))
                 return Raw(url, 0, "", b"", "the host cannot be reached", lasting=False)
             except aiohttp.InvalidURL:
-                return Raw(url, 0, "", b"", "it is no address")
+                return Raw(url, 0, "", b"", "it is not an address")
             except (aiohttp.ClientError, ValueError) as error:
                 message = f"the host's answer cannot be read ({type(error).__name__})"
                 return Raw(url, 0, "", b"", message, lasting=False)
@@ -141,7 +141,7 @@ class Fetcher:
             lasting = answer.status in _LASTING
             return Raw(url, answer.status, kind, b"", f"HTTP status {answer.status}", lasting)
         if kind.startswith(_NO_DOCUMENTS):
-            return Raw(url, 200, kind, b"", f"{kind.partition(';')[0]} is no document")
+            return Raw(url, 200, kind, b"", f"{kind.partition(';')[0]} is not a document")
         body = await _bounded(answer, self._limits.bytes)
         if body is None:
             return Raw(url, 200, kind, b"", f"it has more than {self._limits.bytes:,} bytes")

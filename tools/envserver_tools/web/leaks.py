@@ -41,7 +41,7 @@ _WORD = re.compile(r"[^\W_]+")
 _QUOTED = re.compile(
     '["\u201c\u201e\u00ab][^"\u201c\u201d\u201e\u00ab\u00bb]{1,300}["\u201c\u201d\u00bb]'
 )
-"""What a question quotes, a title or a saying, stands where the answer is, too: it is no sign."""
+"""A quotation of the question (a title, a saying) is also found beside the answer: not a leak."""
 _TRANSLATED = ".translate.goog"
 
 Runs = frozenset[tuple[str, ...]]

@@ -49,7 +49,7 @@ class SearchProvider(Protocol):
         """
 
     def hits(self, raw: Raw) -> list[Hit]:
-        """What stands in it. Raises ProviderFailed where it is no answer."""
+        """What stands in it. Raises ProviderFailed where it is not an answer."""
 
 
 class Tavily:
@@ -126,9 +126,9 @@ def _object(raw: Raw) -> dict[str, Any]:
     try:
         value = json.loads(raw.body)
     except (ValueError, RecursionError) as error:
-        raise ProviderFailed("The provider's answer is no JSON.") from error
+        raise ProviderFailed("The provider's answer is not JSON.") from error
     if not isinstance(value, dict):
-        raise ProviderFailed("The provider's answer is no JSON object.")
+        raise ProviderFailed("The provider's answer is not a JSON object.")
     return value
 
 

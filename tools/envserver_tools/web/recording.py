@@ -312,7 +312,7 @@ class Store:
             for facts in archive:
                 stream = archive.extractfile(facts) if facts.isreg() else None
                 if stream is None or facts.size > _MOST_MEMBER_BYTES:
-                    raise ValueError(f"{facts.name[:200]!r} is no part of a recording")
+                    raise ValueError(f"{facts.name[:200]!r} is not part of a recording")
                 content = stream.read()
                 blob, index = _BLOB_NAME.fullmatch(facts.name), _INDEX_NAME.fullmatch(facts.name)
                 if blob and hashlib.sha256(content).hexdigest() == blob[1]:
@@ -323,7 +323,7 @@ class Store:
                         _replace(self._index(index[1]), content)
                         count += 1
                 else:
-                    raise ValueError(f"{facts.name[:200]!r} is no part of a recording")
+                    raise ValueError(f"{facts.name[:200]!r} is not part of a recording")
         return count
 
     def _is_whole(self, digest: str) -> bool:

@@ -187,7 +187,7 @@ class Web:
 
         async def ask() -> Raw:
             raw = await self._provider.search(self._fetcher, query, most, options)
-            self._provider.hits(raw)  # what is no answer must not be kept
+            self._provider.hits(raw)  # what is not an answer must not be kept
             if self._provider is self._tavily:
                 self.metrics.credits += credits_of(raw)
             return raw

@@ -20,9 +20,9 @@ def calculate(expression: str) -> str:
     """The value of `expression`, rounded to two decimals, as a float is printed.
 
     Raises:
-        ValueError: it has other characters, or is no expression (SyntaxError).
+        ValueError: it has other characters, or is not an expression (SyntaxError).
         ArithmeticError: division by zero, or a value that is too large.
-        TypeError: it is no number ("(1)(2)", "()").
+        TypeError: it is not a number ("(1)(2)", "()").
     """
     if not all(character in _ALLOWED for character in expression):
         raise ValueError("Invalid characters in expression")

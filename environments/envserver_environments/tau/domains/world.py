@@ -104,9 +104,9 @@ class World:
         self.sync()
 
     def call(self, requestor: Requestor, name: str, arguments: Mapping[str, Any]) -> CallResult:
-        """Does what a model asked for; arguments that are no object are an error too."""
+        """Does what a model asked for; arguments that are not an object are an error too."""
         if not isinstance(arguments, Mapping):
-            return CallResult("Error: The arguments are no JSON object.", error=True)
+            return CallResult("Error: The arguments are not a JSON object.", error=True)
         try:
             result = self.act(requestor, name, arguments)
             self.sync()
