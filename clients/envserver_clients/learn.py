@@ -105,7 +105,7 @@ def _tiny_model(folder: Path, console: Console) -> Path:
 def _engine(settings: LearnSettings, model: Path, address: str) -> list[str]:
     """Returns the engine's command, with the trainer's last weights (also after a crash); adapters
     are transferred again."""
-    words = [sys.executable, "-m", "envserver.models.local", "--port", _port(address)]
+    words = [sys.executable, "-m", "envserver_local", "--port", _port(address)]
     words += ["--threads", "1"]
     if settings.lora_rank:
         return [*words, "--model", str(model), "--served-model-name", "base", "--enable-lora"]

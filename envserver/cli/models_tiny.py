@@ -1,6 +1,6 @@
 """`envserver models tiny DIR`: expert trajectories by `process`, then a supervised start.
 
-`envserver/models/tiny` defines the model; torch is imported only for training.
+`envserver_local.tiny` defines the model; torch is imported only for training.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _train(
     settings: TinySettings,
     report: Callable[[int, float], None],
 ) -> None:
-    from ..models.tiny.making import make
+    from envserver_local.tiny.making import make
 
     make(
         experts,

@@ -30,6 +30,7 @@ OUR_PACKAGES = (
     "envserver_records",
     "envserver_environments",
     "envserver_tools",
+    "envserver_local",
     "envserver_clients",
 )
 _ENTRY_POINTS = "envserver.environments"

@@ -1,4 +1,4 @@
-"""What is shipped: the four packages with their data, and the rules between them."""
+"""What is shipped: the packages with their data, and the rules between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # The folder that each package lies in, by the project that ships it.
 PACKAGES = {
-    ".": {"envserver": ".", "envserver_environments": "environments", "envserver_tools": "tools"},
+    ".": {
+        "envserver": ".",
+        "envserver_environments": "environments",
+        "envserver_tools": "tools",
+        "envserver_local": "tools",
+    },
     "clients": {"envserver_clients": "clients", "envserver_records": "clients"},
 }
 

@@ -41,7 +41,7 @@ def alone() -> dict[str, str]:
 @contextlib.contextmanager
 def house(python: Path, model: Path, folder: Path, *words: object) -> Iterator[tuple[str, str]]:
     """A local engine and a server before it; their addresses."""
-    command = ("-m", "envserver.models.local", "--model", model, "--port", 0, "--threads", 1)
+    command = ("-m", "envserver_local", "--model", model, "--port", 0, "--threads", 1)
     with running(*command, folder=folder, program=python) as engine:
         base_url = engine.wait_for(r"http://127\.0\.0\.1:\d+/v1", 300).group()
         serve = ("serve", "--openai.base_url", base_url, "--port", 0, "--store", "groups.db")

@@ -54,7 +54,7 @@ def engine(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     making = [learn_python, TINY, model, "padded"]
     subprocess.run(making, check=True, env=one_thread, capture_output=True)
-    command = ("-m", "envserver.models.local", "--model", model, "--served-model-name", "tiny")
+    command = ("-m", "envserver_local", "--model", model, "--served-model-name", "tiny")
     options = ("--port", 0, "--max-batch-size", 4, "--enable-lora", "--threads", 1)
     with running(*command, *options, folder=folder, program=learn_python) as process:
         base_url = process.wait_for(r"http://127\.0\.0\.1:\d+/v1", 300).group()

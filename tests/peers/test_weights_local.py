@@ -43,7 +43,7 @@ class Local:
             *("--dtype", "float32", "--enable-lora", "--threads", "1"),
         )
         self.process = subprocess.Popen(
-            [self.python, "-m", "envserver.models.local", *words],
+            [self.python, "-m", "envserver_local", *words],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

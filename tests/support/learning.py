@@ -16,7 +16,7 @@ from support.commands import Running, running, until
 
 ROOT = Path(__file__).parent.parent.parent
 _MAKING = (
-    "envserver/models/tiny",
+    "tools/envserver_local/tiny",
     "environments/envserver_environments/math",
     "envserver/models/sim",
 )

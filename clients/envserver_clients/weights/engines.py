@@ -1,7 +1,7 @@
 """Controls one engine over HTTP, or several engines together.
 
 In: a request. Out: the engine's answer, or an `EngineError` that names engine and phase. The paths
-are vLLM's; `envserver.models.local` has them, too.
+are vLLM's; `envserver_local` has them, too.
 """
 
 from __future__ import annotations

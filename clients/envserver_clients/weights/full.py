@@ -226,7 +226,7 @@ class _Full(PushBase):
 
 
 class LocalFull(_Full):
-    """Transfers weights to `python -m envserver.models.local`; see `WeightPush`."""
+    """Transfers weights to `python -m envserver_local`; see `WeightPush`."""
 
     method = "reload_weights"
 

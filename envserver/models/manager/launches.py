@@ -95,7 +95,7 @@ def launches(spec: EngineSpec, vllm: Vllm | str, port: int) -> list[Launch]:
 
 def _local(spec: EngineSpec, port: int) -> list[str]:
     return [
-        *(sys.executable, "-m", "envserver.models.local"),
+        *(sys.executable, "-m", "envserver_local"),
         *_common(spec, port),
         *(["--load-in-4bit"] if spec.load_in_4bit else []),
         *spec.local_args,

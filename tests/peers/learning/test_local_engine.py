@@ -13,23 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from envserver_local import weights
+from envserver_local.adapters import Adapters
+from envserver_local.attention import NAME
+from envserver_local.checking import check
+from envserver_local.generation import Generator
+from envserver_local.loading import Loaded, load
+from envserver_local.options import Options
+from envserver_local.rows import Row, Sampling
+from envserver_local.runner import Runner
+from envserver_local.sampling import Settings, chosen, filtered
+from envserver_local.scheduler import Scheduler
 from envserver_records.errors import ConfigError, InputError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from support.waiting import until
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-from envserver.models.local import weights
-from envserver.models.local.adapters import Adapters
-from envserver.models.local.attention import NAME
-from envserver.models.local.checking import check
-from envserver.models.local.generation import Generator
-from envserver.models.local.loading import Loaded, load
-from envserver.models.local.options import Options
-from envserver.models.local.rows import Row, Sampling
-from envserver.models.local.runner import Runner
-from envserver.models.local.sampling import Settings, chosen, filtered
-from envserver.models.local.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 import tiny_model

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from envserver_local.tiny.conversations import read_conversations
+from envserver_local.tiny.making import make
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from envserver.models.tiny.conversations import read_conversations
-from envserver.models.tiny.making import make
 
 TOOL = {
     "type": "function",

@@ -10,7 +10,8 @@ import torch
 import uvicorn
 from envserver_records.errors import EnvserverError
 
-from ..sim.server import QuietServer, listening_socket
+from envserver.models.sim.server import QuietServer, listening_socket
+
 from .adapters import Adapters
 from .checking import check
 from .generation import Generator

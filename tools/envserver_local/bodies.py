@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from envserver_records.errors import EngineRefused
 
-from ..sim import requests
+from envserver.models.sim import requests
 
 Unit = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]

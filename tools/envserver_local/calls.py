@@ -7,7 +7,8 @@ from typing import Any
 from envserver_records.errors import EngineRefused
 from envserver_records.records import Message
 
-from ..parsers import FORMATS, Tools, detect_format
+from envserver.models.parsers import FORMATS, Tools, detect_format
+
 from .bodies import ChatBody
 from .text import Text
 

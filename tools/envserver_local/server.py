@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ..sim.requests import DetokenizeBody, read
+from envserver.models.sim.requests import DetokenizeBody, read
+
 from .bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody, refuse_foreign
 from .calls import CallReader
 from .routes_chat import Chat

@@ -1,4 +1,4 @@
-"""Starts the engine: python -m envserver.models.local --help."""
+"""Starts the engine: python -m envserver_local --help."""
 
 from __future__ import annotations
 

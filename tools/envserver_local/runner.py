@@ -23,7 +23,7 @@ from .text import Text
 
 T = TypeVar("T")
 
-_log = structlog.get_logger("envserver.models.local")
+_log = structlog.get_logger("envserver_local")
 
 
 class Runner:

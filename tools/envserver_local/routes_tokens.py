@@ -12,7 +12,8 @@ from typing import Any
 
 from envserver_records.errors import EngineRefused
 
-from ..sim.requests import DetokenizeBody, read
+from envserver.models.sim.requests import DetokenizeBody, read
+
 from . import answers
 from .bodies import ChatBody, GenerateBody, TokenizeBody
 from .calls import CallReader

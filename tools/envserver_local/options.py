@@ -36,7 +36,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 def parse(arguments: list[str] | None = None) -> Options:
     """Parses the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m envserver.models.local", description=__doc__, allow_abbrev=False
+        prog="python -m envserver_local", description=__doc__, allow_abbrev=False
     )
     add = parser.add_argument
     add("--model", required=True, help="a folder, or a name on the hub")

@@ -17,8 +17,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from ... import __version__
-from ..sim.requests import read
+from envserver import __version__
+from envserver.models.sim.requests import read
+
 from . import weights
 from .bodies import LoraBody, RpcBody, VersionBody
 from .metrics import Metrics
