@@ -442,7 +442,7 @@ class EnvironmentSettings(Section):
     log_level: LogLevel = "info"
     """Minimum log level."""
     log_format: LogFormat = "auto"
-    """Format of log lines; auto: console on a terminal, otherwise json."""
+    """Format of log lines; auto: console. json is for log collectors."""
     env: EnvironmentConfig = EnvironmentConfig()
 
 

@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
         UsageError: a setting is wrong.
     """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     facts = machine_facts()
     reports = run_loop(_probe(settings.sandbox))
     taken = _taken(reports, settings.sandbox.backend)

@@ -26,7 +26,7 @@ def run(argv: list[str]) -> int:
         StoreError: the output cannot be written.
     """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         tally = _export(settings, console)

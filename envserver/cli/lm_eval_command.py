@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
         EngineError: the engine does not answer.
     """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     run_loop(_lm_eval(settings, Console(stderr=True)))
     return 0
 

@@ -1,4 +1,4 @@
-"""Formats log lines: one JSON object per line on stderr; coloured text on a terminal.
+"""Formats log lines on stderr: text, in colour on a terminal; one JSON object per line on request.
 
 Lines of the server and of libraries (uvicorn, aiohttp, Python's warnings) have the same form and
 carry ids (`group_id`, `rollout_id`, `run`). Anything that looks like a secret is removed from the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from typing import Any, TextIO, cast
 
@@ -34,7 +35,7 @@ def configure_logs(level: str, form: LogFormat = "auto") -> None:
     """Shows events of at least `level` ("debug" ... "error"); for libraries, at least warnings.
 
     Args:
-        form: auto is console on a terminal, else json.
+        form: auto is console: text between the tables of a command, wherever stderr goes.
     """
     number = logging.getLevelNamesMapping()[level.upper()]
     stderr = cast(TextIO, CurrentStderr())
@@ -68,14 +69,11 @@ class _Lines(logging.StreamHandler[TextIO]):
 
 
 def _renderers(form: LogFormat) -> list[Processor]:
-    on_terminal = sys.stderr.isatty()
-    if form == "console" or (form == "auto" and on_terminal):
-        plain = structlog.dev.plain_traceback  # the other one shows variables: prompts and keys
-        return [
-            structlog.dev.ConsoleRenderer(colors=on_terminal, exception_formatter=plain),
-            _strike,
-        ]
-    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(), _strike]
+    if form == "json":
+        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(), _strike]
+    colors = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    plain = structlog.dev.plain_traceback  # the other one shows variables: prompts and keys
+    return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain), _strike]
 
 
 def _strike(_: WrappedLogger, __: str, line: EventDict | str) -> Any:

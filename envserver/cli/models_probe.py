@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
         ConfigError: a setting is wrong, or an engine does not support `openai.mode`.
     """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     return run_loop(_run(settings))
 
 

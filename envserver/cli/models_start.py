@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
             "Give a model: envserver models start NAME",
             hint="`envserver models list` shows the names.",
         )
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     run_loop(_start(settings))
     return 0
 

@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
         EngineError: the engine does not answer.
     """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     with _bar(Console(stderr=True)) as told:
         report, model = run_loop(verify_source(settings, told))
     if settings.as_json:

@@ -13,6 +13,7 @@ from pydantic import Field
 from ..config import (
     EngineConfig,
     EnvironmentSettings,
+    LogFormat,
     LogLevel,
     MixSettings,
     OpenAIConfig,
@@ -158,3 +159,5 @@ class VerifySettings(Section):
     """Print the report as one JSON object."""
     log_level: LogLevel = "warning"
     """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""

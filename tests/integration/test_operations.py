@@ -106,7 +106,8 @@ def dashboard_uses() -> dict[str, set[str]]:
 
 def test_a_server_shows_its_numbers_its_traces_and_its_end(tmp_path: Path) -> None:
     with receiver() as traces:
-        words = ("--telemetry.otlp_endpoint", traces.url, "--rollouts.max_queued_groups", 6)
+        words = ("--telemetry.otlp_endpoint", traces.url, "--log_format", "json")
+        words += ("--rollouts.max_queued_groups", 6)
         with serving(tmp_path, *words) as (server, url):
             assert httpx.get(f"{url}/readyz").json()["parts"].keys() == {
                 "store", "engine", "workers:math", "scorers:math",

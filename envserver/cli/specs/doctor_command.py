@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...config import LogLevel, SandboxConfig, Section
+from ...config import LogFormat, LogLevel, SandboxConfig, Section
 from ..command_line import CommandSpec
 
 SUMMARY = """Shows what this machine can do: Python, git, memory, and which sandbox backends
@@ -18,6 +18,8 @@ class DoctorSettings(Section):
     """Print everything, including each escape attempt, as one JSON object."""
     log_level: LogLevel = "error"
     """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
 
 
 COMMAND = CommandSpec(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ...config import LogLevel, Section
+from ...config import LogFormat, LogLevel, Section
 from ..command_line import CommandSpec
 
 SUMMARY = """Selects stored rollouts and writes them in another format, with checksums:
@@ -74,6 +74,8 @@ class ExportSettings(Section):
     """Skip invalid lines and count them."""
     log_level: LogLevel = "warning"
     """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
 
 
 COMMAND = CommandSpec(

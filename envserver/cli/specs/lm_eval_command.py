@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ...config import EngineConfig, LogLevel, OpenAIConfig, Section, SimConfig
+from ...config import EngineConfig, LogFormat, LogLevel, OpenAIConfig, Section, SimConfig
 from ...running.run_settings import PricesConfig
 from ..command_line import CommandSpec
 
@@ -65,6 +65,8 @@ class LmEvalSettings(Section):
     prices: PricesConfig = PricesConfig()
     log_level: LogLevel = "warning"
     """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
 
 
 COMMAND = CommandSpec("lm-eval", SUMMARY, LmEvalSettings, usage="TASKS", arguments=("tasks",))

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from ...config import LogLevel, OpenAIConfig, Section, TokensConfig
+from ...config import LogFormat, LogLevel, OpenAIConfig, Section, TokensConfig
 from ..command_line import CommandSpec
 
 SUMMARY = """Sends about a dozen tiny requests to an engine and shows what it can do: how exactly
@@ -21,6 +21,8 @@ class ProbeSettings(Section):
     """Addresses of engines, with or without `http://`; unset: those of openai.base_url."""
     log_level: LogLevel = "error"
     """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
     as_json: bool = Field(default=False)
     """Print JSON instead of a table."""
     openai: OpenAIConfig = OpenAIConfig()

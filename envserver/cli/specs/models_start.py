@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ...config import EngineConfig, LogLevel, Section
+from ...config import EngineConfig, LogFormat, LogLevel, Section
 from ..command_line import CommandSpec
 
 SUMMARY = """Starts an engine for a model: vLLM if it is installed and starts, else the local
@@ -28,6 +28,8 @@ class StartSettings(Section):
     """Name of the model. Can be given as the first argument."""
     log_level: LogLevel = "info"
     """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
     engine: EngineConfig = EngineConfig()
 
 

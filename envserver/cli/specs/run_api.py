@@ -27,7 +27,7 @@ class RunApiSettings(Section):
     log_level: LogLevel = "info"
     """Minimum log level."""
     log_format: LogFormat = "auto"
-    """Format of log lines; auto: console on a terminal, else json."""
+    """Format of log lines; auto: console. json is for log collectors."""
     telemetry: TelemetryConfig = TelemetryConfig()
     retention: RetentionConfig = RetentionConfig()
     rollouts: DeliveryConfig = DeliveryConfig()
