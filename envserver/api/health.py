@@ -123,7 +123,7 @@ class Health:
             reason = error.message
         except Exception as error:  # noqa: BLE001 (a part that cannot be asked is not well)
             reason = f"asking it broke: {type(error).__name__}"
-            _log.exception("probe_broke", part=part)
+            _log.exception("probe_failed", part=part)
         self._set(part, "down" if reason else "ready", reason)
 
     def _set(self, name: str, state: PartState, reason: str = "") -> None:

@@ -46,7 +46,7 @@ class Requests:
         )
         seconds = histogram(
             "envserver_http_request_seconds",
-            "From the request's head to the answer's end; long polls wait within",
+            "Seconds from request to end of response, long polls included",
             ("route",),
             self.seconds,
         )
@@ -72,13 +72,13 @@ class Metrics:
             return [
                 histogram(
                     "envserver_loop_lag_seconds",
-                    "How late the event loop woke a task that asked for every 50 ms",
+                    "Delay of a task that wakes every 50 ms",
                     (),
                     [((), lag.seconds)],
                 ),
                 gauge(
                     "envserver_loop_lag_p99_seconds",
-                    "The same at the 99th percentile of the last minute",
+                    "99th percentile of the delay over the last minute",
                     (),
                     single(lag.p99_seconds()),
                 ),
@@ -106,7 +106,7 @@ class _Read:
 
 async def _build() -> Iterable[Metric]:
     facts = {"version": __version__, "python": platform.python_version()}
-    return [info("envserver_build", "What runs here", facts)]
+    return [info("envserver_build", "Version and build of this server", facts)]
 
 
 def metric_routes(metrics: Metrics) -> APIRouter:

@@ -122,5 +122,5 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 async def _on_surprise(request: Request, error: Exception) -> Response:
-    log.error("request_broke", path=request.url.path, exc_info=error)
+    log.error("request_crashed", path=request.url.path, exc_info=error)
     return error_answer(request.url.path, 500, "Internal Server Error")

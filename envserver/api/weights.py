@@ -66,7 +66,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
     @router.post(
         "/v1/policy/pause",
         openapi_extra=request_body(PauseRequest),
-        responses=answers(PausedAnswer, body=True, what="It is paused."),
+        responses=answers(PausedAnswer, body=True, what="Calls are paused."),
     )
     async def pause(request: Request) -> Response:
         """Stops new calls to the engine. Pausing again replaces the choice made before."""
@@ -78,7 +78,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
     @router.post(
         "/v1/policy/resume",
         openapi_extra=request_body(ResumeRequest),
-        responses=answers(PolicyAnswer, 409, body=True, what="Calls go on."),
+        responses=answers(PolicyAnswer, 409, body=True, what="Calls were resumed."),
     )
     async def resume(request: Request) -> Response:
         """Lets calls continue; repeating is allowed. Refuses a lower version (409)."""
@@ -89,7 +89,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
         environments.resume()
         return JSONResponse(_state(gate, policy))
 
-    @router.get("/v1/policy", responses=answers(PolicyAnswer, what="How calls stand."))
+    @router.get("/v1/policy", responses=answers(PolicyAnswer, what="The state of the calls."))
     async def state() -> Response:
         """Returns whether calls are paused, how many are running and how many wait."""
         return JSONResponse(_state(gate, policy))

@@ -29,7 +29,7 @@ from .progress import ProgressView
 from .signals import SignalStop
 from .specs.evaluate_command import COMMAND
 
-_SHOWN_OF_SEVERAL = ("What happened", "What it took")
+_SHOWN_OF_SEVERAL = ("Outcomes", "Tokens, time and cost")
 
 
 def run(argv: list[str]) -> int:

@@ -69,7 +69,7 @@ def _show(console: Console, report: Report, title: str) -> None:
         console.print(part, highlight=False, markup=False, soft_wrap=True)
     console.print(_sums(report))
     if report.worst:
-        console.print("Where logprobs differ most:", highlight=False)
+        console.print("Largest differences of logprobs:", highlight=False)
         console.print(_worst(report))
     for finding in report.findings[:_FINDINGS_SHOWN]:
         text = f"{finding.kind}: {finding.place}: {finding.message}"
@@ -90,7 +90,7 @@ def _sums(report: Report) -> Table:
     for reason, number in report.not_compared.most_common():
         table.add_row("  not compared", f"{number:,}", NOT_COMPARED[reason])
     table.add_row("  compared", f"{totals['rows']:,}", _version(report.version))
-    table.add_row("trained tokens", f"{count:,}", "of the compared rows")
+    table.add_row("trained tokens", f"{count:,}", "in the compared rows")
     if count:
         exact, over = totals["tokens_exactly_equal"], totals["tokens_over_tolerance"]
         table.add_row("  exactly equal", f"{exact:,}", _percent(exact, count))

@@ -200,7 +200,7 @@ def _task_line(row: TaskRow) -> TaskLine:
         (f"s{_shade(reward)}", f"{reward:.3g}{', cut off' if was_cut else ''}")
         for reward, was_cut in zip(row.rewards, cut, strict=True)
     ]
-    cells += [("lost", "lost by our fault")] * row.lost
+    cells += [("lost", "lost to infrastructure")] * row.lost
     return TaskLine(
         task_id=row.task_id,
         labels=", ".join(f"{name} {value}" for name, value in row.labels.items()),

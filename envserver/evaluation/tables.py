@@ -99,7 +99,7 @@ def _denominators(rules: Rules, report: Report) -> list[str]:
         return []
     counts = report.run.counts
     return [
-        f"Attempts lost by our fault ({counts.lost} of {counts.lost + counts.scored}) "
+        f"Attempts lost to infrastructure ({counts.lost} of {counts.lost + counts.scored}) "
         f"{_FAILURES[rules.failures]} (--failures {rules.failures}); those in which the model was "
         f"cut off ({counts.truncated} of {counts.scored}) {_TRUNCATED[rules.truncated]} "
         f"(--truncated {rules.truncated})."
@@ -241,7 +241,7 @@ def _events(report: Report) -> TextTable:
         "tasks": [str(run.counts.tasks) for run in runs],
         "tasks without a score": [str(run.counts.tasks_lost) for run in runs],
         "attempts scored": [str(run.counts.scored) for run in runs],
-        "attempts lost by our fault, of all": [
+        "attempts lost to infrastructure, of all": [
             _share(run.counts.lost, run.counts.lost + run.counts.scored) for run in runs
         ],
         "attempts cut off, of those scored": [
@@ -251,11 +251,11 @@ def _events(report: Report) -> TextTable:
     for limit in sorted({name for run in runs for name in run.counts.limits}):
         facts[f"ended by limit {limit}"] = [str(run.counts.limits.get(limit, 0)) for run in runs]
     for kind in sorted({name for run in runs for name in run.counts.failed}):
-        facts[f"failed, perhaps tried again: {kind}"] = [
+        facts[f"failed (may be retried): {kind}"] = [
             str(run.counts.failed.get(kind, 0)) for run in runs
         ]
     rows = [[name, *values] for name, values in facts.items()]
-    return TextTable("What happened", ["", *_runs(report)], rows)
+    return TextTable("Outcomes", ["", *_runs(report)], rows)
 
 
 def _took(report: Report) -> TextTable:
@@ -268,15 +268,15 @@ def _took(report: Report) -> TextTable:
     if currency:
         facts |= {
             f"cost ({currency})": lambda costs: _money(costs.total_cost),
-            f"of an attempt ({currency})": lambda costs: _money(costs.cost),
-            f"for one that passes ({currency})": lambda costs: _money(costs.cost_of_pass),
+            f"per attempt ({currency})": lambda costs: _money(costs.cost),
+            f"per passing attempt ({currency})": lambda costs: _money(costs.cost_of_pass),
         }
     all_costs = [run.costs for run in _runs(report).values()]
     rows = [
         [name, *("-" if costs is None else told(costs) for costs in all_costs)]
         for name, told in facts.items()
     ]
-    return TextTable("What it took", ["", *_runs(report)], rows)
+    return TextTable("Tokens, time and cost", ["", *_runs(report)], rows)
 
 
 def _harness(report: Report) -> TextTable:

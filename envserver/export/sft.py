@@ -157,6 +157,6 @@ def _opened(path: Path, *, append: bool) -> IO[bytes]:
         raise ConfigError(f"Another process is writing {path}.") from error
     if file.seek(0, os.SEEK_END) and not append:
         file.close()
-        raise ConfigError(f"{path} exists.", hint="--append-to-previous goes on with it.")
+        raise ConfigError(f"{path} exists.", hint="--append-to-previous appends to it.")
     cut_torn_line(file)
     return file

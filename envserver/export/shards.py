@@ -185,7 +185,7 @@ def _rename_single(place: Place) -> None:
 
 def failed(path: Path, error: OSError) -> StoreError:
     """Converts an error of the operating system to a typed one."""
-    return write_failure(path, error, hint="Nothing of it was kept.")
+    return write_failure(path, error, hint="No part of it was kept.")
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
@@ -195,7 +195,7 @@ def _check_free(out: Path, overwrite: bool) -> None:
     if there and out.is_dir() and not (out / MANIFEST).is_file():
         raise ConfigError(
             f"{out} was not made by an export: it has no {MANIFEST}.",
-            hint="Name another place; what is not ours is not replaced.",
+            hint="Name another place; only exports of envserver are replaced.",
         )
 
 

@@ -347,7 +347,7 @@ def _integers(values: list[Any], row: int, name: str) -> np.ndarray[Any, np.dtyp
     if len(values) and (numbers.dtype.kind != "i" or numbers.ndim != 1):
         raise ValueError(f"the {name} of its row {row} are not whole numbers")
     if len(values) and (int(numbers.max()) > _LARGEST_ID or int(numbers.min()) < NOT_TRAINED):
-        raise ValueError(f"the {name} of its row {row} hold what is not a token id")
+        raise ValueError(f"the {name} of its row {row} hold values that are not token ids")
     return numbers.astype(np.int64)
 
 

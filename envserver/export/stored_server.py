@@ -47,7 +47,7 @@ def _raw(http: httpx.Client, url: str, group_id: str) -> RawGroup:
         try:
             whole = msgspec.msgpack.decode(answer.content, type=WireGroup)
         except msgspec.DecodeError as error:
-            raise InputError(f"{place} is none: {error}.", place=place) from error
+            raise InputError(f"{place} is not a group: {error}.", place=place) from error
         return line_of(bytes(whole.body), whole.format, whole.env, group_id, place)
 
     return RawGroup(place, decoded)

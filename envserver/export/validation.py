@@ -86,6 +86,6 @@ def _problems(
         digest = hashlib.blake2b(task_id.encode(errors="replace"), digest_size=12).digest()
         ids = seen.setdefault(among, set())
         if digest in ids:
-            problems.append(f"$.task_id: {task_id[:80]!r} stands there twice")
+            problems.append(f"$.task_id: {task_id[:80]!r} appears twice")
         ids.add(digest)
     return problems

@@ -259,7 +259,7 @@ class Link:
             async with asyncio.timeout(_GOODBYE_SECONDS):
                 await self._send("DELETE", "")
         except (EnvserverError, TimeoutError) as error:
-            _log.warning("no_goodbye", reason=str(error) or type(error).__name__)
+            _log.warning("leaving_not_reported", reason=str(error) or type(error).__name__)
 
     # News
 

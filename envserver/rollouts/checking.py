@@ -163,7 +163,7 @@ def task_problems(task: Task) -> Iterator[str]:
     for secret in sorted(set(strings_in(task.hidden)), key=len):
         text = secret.strip()
         if len(text) >= SHORTEST_SECRET and any(text in one for one in shown):
-            yield f"Task {task.id!r} shows what is hidden: {text[:60]!r}."
+            yield f"Task {task.id!r} shows hidden text: {text[:60]!r}."
 
 
 def _first(environment: Environment, count: int) -> list[Task]:

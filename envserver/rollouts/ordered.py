@@ -259,7 +259,7 @@ class Orders:
                 made.work.cancel()
                 await asyncio.gather(made.work, return_exceptions=True)
                 del self._open[order]
-                log.warning("order_given_up", key=order.key, groups_done=made.done)
+                log.warning("order_abandoned", key=order.key, groups_done=made.done)
 
 
 def _nothing(request: GroupRequest, drop: Drop, order: GroupsOrder) -> Group:

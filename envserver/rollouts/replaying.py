@@ -91,7 +91,7 @@ def told_calls(messages: Sequence[Message], turns: int, line: str) -> list[Excha
     places = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     if len(places) < turns:
         raise InputError(
-            f"Of {turns} calls the record has {len(places)}: the agent did not only append to its "
+            f"The record has {len(places)} of {turns} calls: the agent did not only append to its "
             "conversation.",
             hint="Rollouts that are made with --tokens.keep_calls true can always be replayed.",
         )

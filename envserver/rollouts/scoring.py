@@ -169,7 +169,7 @@ class _Scorer:
         try:
             request = pickle.dumps((function, args))
         except Exception as error:
-            raise ScorerError(f"What is to be scored cannot be sent: {error}") from error
+            raise ScorerError(f"The scorer's arguments cannot be pickled: {error}") from error
         for _ in range(2):
             try:
                 return await self._call_once(request, timeout_seconds)

@@ -201,7 +201,7 @@ class _Reader:
         for rollout in self._facts.rollouts:
             for index, row in enumerate(rollout.rows):
                 if row in owners or not 0 <= row < len(self._line.tokens):
-                    words = "is another's too" if row in owners else "is missing"
+                    words = "belongs to another rollout, too" if row in owners else "is missing"
                     self._find("rows", f"its row {row} {words}", rollout_id=rollout.rollout_id)
                 owners[row] = (rollout, index)
         for row in set(range(len(self._line.tokens))) - set(owners):

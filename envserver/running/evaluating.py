@@ -199,7 +199,7 @@ def _reported(
 ) -> Evaluation:
     """Writes the report of the groups that were made; raises the error that ended the run early."""
     if stopped:
-        view.say(f"Stopped early; the same command with --resume --out {folder} goes on.")
+        view.say(f"Stopped early; the same command with --resume --out {folder} continues.")
     if not any(_has_groups(part) for part in parts):
         if stopped:
             return Evaluation(folder, None, stopped)

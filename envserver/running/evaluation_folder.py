@@ -63,7 +63,7 @@ def _check_same(folder: Path, before: RunFile, wanted: RunFile) -> None:
     if old is None or new is None:
         raise ConfigError(
             f"{folder} is of {'several environments' if old is None else old.environment}.",
-            hint="Resume with what it was begun with, or name another folder.",
+            hint="Resume with the settings it was started with, or name another folder.",
         )
     differing = [] if old.environment == new.environment else [f"env {old.environment}"]
     for section in _NAMES:

@@ -27,10 +27,10 @@ Json = dict[str, Any]
 SCHEMA_VERSION = 1
 
 DROPPED = {
-    "where": "not what --where wants",
-    "min_reward": "of less than --min_reward",
+    "where": "excluded by --where",
+    "min_reward": "below --min_reward",
     "contaminated": "with a piece of an evaluation set",
-    "not_chosen": "not the one of its group that --per_group wants",
+    "not_chosen": "not chosen by --per_group",
     "duplicate": "the same as one before",
 }
 """Why a rollout is not in an export."""

@@ -276,7 +276,7 @@ async def _run(words: Sequence[str], log: Path, tell: Callable[[str], object]) -
         last = await asyncio.to_thread(_last_lines, log)
         raise ConfigError(
             "lm-evaluation-harness ended with an error:\n" + "\n".join(last),
-            hint=f"All that it said: {log}",
+            hint=f"Its whole output: {log}",
         )
 
 

@@ -85,19 +85,19 @@ class RolloutNumbers:
         """See `api.metrics.Source`."""
         of = ("environment",)
         return [
-            counter("envserver_rollouts", "By how they ended", (*of, "end"), self._ends),
+            counter("envserver_rollouts", "Finished rollouts by outcome", (*of, "end"), self._ends),
             counter(
-                "envserver_failed_attempts", "By kind of failure", (*of, "kind"), self._failures
+                "envserver_failed_attempts", "Failed attempts", (*of, "kind"), self._failures
             ),
-            histogram("envserver_reward", "Of scored rollouts", of, self._rewards),
+            histogram("envserver_reward", "Rewards of scored rollouts", of, self._rewards),
             histogram("envserver_rollout_seconds", "From start to result", of, self._seconds),
-            counter("envserver_tokens", "Of scored rollouts", (*of, "kind"), self._tokens),
+            counter("envserver_tokens", "Tokens of scored rollouts", (*of, "kind"), self._tokens),
             counter("envserver_groups_delivered", "Groups made durable", of, self._delivered),
             counter(
                 "envserver_groups_dropped", "Groups not delivered", (*of, "reason"), self._dropped
             ),
             counter(
-                "envserver_flags", "Rollouts by what is odd about their tokens", ("flag",),
+                "envserver_flags", "Rollouts by flag of their tokens", ("flag",),
                 self._flags,
             ),
         ]  # fmt: skip
@@ -115,20 +115,20 @@ class CurriculumNumbers:
         shares = [(name, one.solved_share()) for name, one in each]
         return [
             counter(
-                "envserver_groups_again", "Groups of tasks that came again, out of their order", of,
+                "envserver_groups_again", "Groups of tasks re-sampled by the curriculum", of,
                 [((name,), float(one.came_again)) for name, one in each],
             ),
             counter(
-                "envserver_tasks_passed_over", "Solved tasks that got no group", of,
+                "envserver_tasks_passed_over", "Solved tasks skipped by the curriculum", of,
                 [((name,), float(one.passed_over)) for name, one in each],
             ),
             gauge(
-                "envserver_tasks_remembered", "Tasks that may come again", of,
+                "envserver_tasks_remembered", "Tasks that the curriculum may re-sample", of,
                 [((name,), float(one.remembered)) for name, one in each],
             ),
             gauge(
                 "envserver_tasks_solved_share",
-                "Of the tasks that were scored last: solved more often than not", of,
+                "Share of recently scored tasks solved more often than not", of,
                 [((name,), share) for name, share in shares if share is not None],
             ),
         ]  # fmt: skip
@@ -149,28 +149,30 @@ class EngineNumbers:
         of = ("replica",)
         return [
             histogram(
-                "envserver_engine_seconds", "Calls that were answered, to their end", ("path",),
+                "envserver_engine_seconds", "Duration of answered calls", ("path",),
                 engine.seconds,
             ),
             counter("envserver_engine_errors", "Calls that failed", ("kind",), engine.errors),
-            gauge("envserver_engine_calls", "Not answered yet", (), single(engine.in_flight)),
-            gauge("envserver_calls_at_engine", "Agents' calls there", (), single(gate.in_flight)),
-            gauge("envserver_calls_waiting", "Held up by a pause", (), single(gate.waiting)),
+            gauge("envserver_engine_calls", "Calls not answered yet", (), single(engine.in_flight)),
+            gauge(
+                "envserver_calls_at_engine", "Agents' calls in flight", (), single(gate.in_flight)
+            ),
+            gauge("envserver_calls_waiting", "Calls held by a pause", (), single(gate.waiting)),
             gauge("envserver_paused", "1 while calls are paused", (), single(gate.paused)),
             gauge(
-                "envserver_policy_version", "Published last, -1 before any", (),
+                "envserver_policy_version", "Last published version, -1 before any", (),
                 single(self._version()),
             ),
             gauge(
-                "envserver_replica_calls", "In flight there", of,
+                "envserver_replica_calls", "Calls in flight at this replica", of,
                 [((one.base_url,), float(one.in_flight)) for one in replicas],
             ),
             gauge(
-                "envserver_replica_limit", "The most that are sent there at once", of,
+                "envserver_replica_limit", "Maximum number of calls in flight at this replica", of,
                 [((one.base_url,), float(one.limit)) for one in replicas],
             ),
             gauge(
-                "envserver_replica_waiting", "Calls that wait for room there", of,
+                "envserver_replica_waiting", "Calls waiting for this replica", of,
                 [((one.base_url,), float(one.waiting)) for one in replicas],
             ),
             gauge(
@@ -203,15 +205,15 @@ class PartsNumbers:
         return [
             histogram(
                 "envserver_proxy_added_seconds",
-                "Of answered calls (no streams): the time that was not the engine's", of, added,
+                "Proxy time of answered calls, without the engine's (no streams)", of, added,
             ),
             gauge("envserver_workers", "Worker processes alive", of, alive),
             gauge("envserver_rollouts_running", "Rollouts in workers", of, running),
             counter("envserver_worker_restarts", "Workers replaced", of, restarts),
-            counter("envserver_worker_deaths", "By kind", (*of, "kind"), deaths),
-            gauge("envserver_sandboxes", "Open for agents", of, sandboxes),
+            counter("envserver_worker_deaths", "Worker deaths by kind", (*of, "kind"), deaths),
+            gauge("envserver_sandboxes", "Open sandboxes of agents", of, sandboxes),
             counter(
-                "envserver_services", "What the environments' services counted", ("count",),
+                "envserver_services", "Counters of the environments' services", ("count",),
                 by_key(services),
             ),
         ]  # fmt: skip
@@ -260,19 +262,19 @@ class Deliveries:
                 by_key(most(await store.depths())),
             ),
             counter(
-                "envserver_leases", "By what became of them (expired: since the store was made)",
+                "envserver_leases", "Leases by outcome (expired: since the store was created)",
                 ("end",), by_key(leases),
             ),
             counter(
-                "envserver_nacks", "Leases given back, by the reason that was named", ("reason",),
+                "envserver_nacks", "Leases given back, by reason", ("reason",),
                 by_key(most(nacks, _MOST_REASONS)),
             ),
             counter(
-                "envserver_store_events", "What the store counts since it was made", ("event",),
+                "envserver_store_events", "Events counted since the store was created", ("event",),
                 by_key(counters),
             ),
             histogram(
-                "envserver_staleness_versions", "Of each leased group: how far behind the policy",
+                "envserver_staleness_versions", "Versions behind the policy, per leased group",
                 (), [((), self._staleness)],
             ),
             histogram(
@@ -284,7 +286,7 @@ class Deliveries:
                 [((), seen.commit_sizes)],
             ),
             gauge(
-                "envserver_store_waiting", "Operations that no commit has taken up yet", (),
+                "envserver_store_waiting", "Operations waiting for a commit", (),
                 single(store.waiting_operations),
             ),
         ]  # fmt: skip

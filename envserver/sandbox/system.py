@@ -138,7 +138,7 @@ def move_python() -> None:
         return
     if _in_the_way(sys.base_prefix):
         raise OSError(
-            f"Python itself lies in {sys.base_prefix}, where a sandbox has its own directories"
+            f"Python is installed in {sys.base_prefix}, where a sandbox has its own directories"
         )
     place = _spare_directory()
     if os.geteuid() == 0:
@@ -204,7 +204,7 @@ def _spare_directory() -> str:
             return place
     raise OSError(
         f"{sys.prefix} cannot be shown in sandboxes, which have their own directory there, "
-        f"and none of {', '.join(_SPARE_DIRECTORIES)} is free to show it at"
+        f"and no other mount point is free (tried {', '.join(_SPARE_DIRECTORIES)})"
     )
 
 

@@ -170,7 +170,7 @@ _FORMS: Final = "Give a path, sqlite:///path or postgresql://user@host/name."
 
 def _sqlite_url(path: str) -> URL:
     if path in ("", ":memory:"):
-        raise ConfigError("A store needs a file: what is in memory is lost.", hint=_FORMS)
+        raise ConfigError("A store needs a file; an in-memory database would be lost.", hint=_FORMS)
     return URL.create("sqlite+aiosqlite", database=str(Path(path).expanduser().resolve()))
 
 

@@ -69,7 +69,7 @@ async def put_all(tx: Transaction, puts: Sequence[EncodedPut]) -> list[bool]:
             first = await _body(tx.connection, known[group_id])
         if first is not None and first != item.put.body:
             tx.memory.conflicting_puts += 1
-            log.warning("put_with_another_body", group_id=group_id, env=item.put.env)
+            log.warning("group_put_again_with_other_content", group_id=group_id, env=item.put.env)
     if new:
         await _insert(tx, list(new.values()))
         await count_stored(tx, [item.put.scored for item in new.values()])

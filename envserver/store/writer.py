@@ -236,7 +236,7 @@ class Writer:
         try:
             await self._database.writer.transact(write)
         except (SQLAlchemyError, OSError, ConflictError) as error:
-            log.warning("not_written_down", error=str(typed(error)))
+            log.warning("write_not_recorded", error=str(typed(error)))
 
     async def _transact(self, works: Sequence[_Put | Operation[Any]]) -> list[Any]:
         async def work(connection: AsyncConnection) -> tuple[Transaction, list[Any]]:

@@ -34,7 +34,10 @@ class Resources:
             gauge("envserver_threads", "Threads of the server's process", (), single(threads)),
             gauge("envserver_children", "Processes below the server's", (), single(count)),
             gauge(
-                "envserver_children_resident_bytes", "Their memory together", (), single(rss_bytes)
+                "envserver_children_resident_bytes",
+                "Resident memory of the child processes",
+                (),
+                single(rss_bytes),
             ),
             gauge(
                 "envserver_children_cpu_seconds",

@@ -62,7 +62,7 @@ FLAGS: dict[str, Flag] = {
     "suffix_refused": Flag("train", "the conversation could not be continued exactly"),
     "multimodal_unstitched": Flag("train", "images or audio: the engine rendered the prompt"),
     # Leaks of the task on the web; the environment decides what such a rollout is worth.
-    "web_leak_dropped": Flag("train", "a page that gives the task away was kept from the agent"),
+    "web_leak_dropped": Flag("train", "a page that reveals the answer was hidden from the agent"),
     "web_leak_seen": Flag("train", "the agent was shown what gives the task away"),
     # The engine failed, and the agent went on.
     "engine_error_seen": Flag("train", "the engine failed and the agent went on"),

@@ -256,6 +256,6 @@ class ForkserverProcess:
             self._loop.remove_reader(self._output)
         now = self._loop.time()
         for line in self._lines.feed(data, now) if data else self._lines.finish(now):
-            _log.info("nursery_output", line=line)
+            _log.info("forkserver_output", line=line)
         if dropped_bytes := self._lines.take_dropped(now):
-            _log.warning("nursery_output_dropped", bytes=dropped_bytes)
+            _log.warning("forkserver_output_dropped", bytes=dropped_bytes)

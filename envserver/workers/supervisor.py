@@ -96,7 +96,7 @@ class Supervisor:
                 await self.start()
                 failures = 0
             except EnvserverError as error:
-                _log.error("nursery_failed", error=str(error))
+                _log.error("forkserver_failed", error=str(error))
                 failures += 1
                 self._lost.set()
 
@@ -185,7 +185,7 @@ class Supervisor:
 
     def _insist(self, handle: WorkerHandle, forkserver: ForkserverProcess) -> None:
         if handle.end is None:
-            _log.error("nursery_does_not_answer", worker=handle.id)
+            _log.error("forkserver_does_not_answer", worker=handle.id)
             forkserver.abandon()
 
     def _gone(self, handle: WorkerHandle) -> None:
@@ -196,7 +196,7 @@ class Supervisor:
     def _nursery_gone(self) -> None:
         self._up.clear()
         self._lost.set()
-        _log.error("nursery_gone", workers=len(self.handles))
+        _log.error("forkserver_ended", workers=len(self.handles))
         self._end_all("the parent process of the workers ended")
 
     def _end_all(self, reason: str) -> None:

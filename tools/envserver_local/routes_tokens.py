@@ -184,7 +184,7 @@ class Tokens:
     def detokenize(self, body: DetokenizeBody) -> Json:
         """Returns the text of ids."""
         if any(not 0 <= index < self._asking.vocabulary for index in body.tokens):
-            raise EngineRefused("An id is none of the vocabulary.", status=400, param="tokens")
+            raise EngineRefused("An id is outside of the vocabulary.", status=400, param="tokens")
         return {"prompt": self._text.decode(body.tokens)}
 
     def _head(self, body: GenerateBody) -> Json:

@@ -189,7 +189,7 @@ class Code(Environment):
     def _with_good_references(self, tasks: Iterator[Task]) -> Iterator[Task]:
         if not hasattr(self, "sandboxes"):
             raise ConfigError(
-                "References are run in a sandbox, and there is none here.",
+                "References run in a sandbox, but none is available.",
                 hint="check_references=False leaves that out.",
             )
         for task, reason in checked(tasks, self.sandboxes):

@@ -135,7 +135,7 @@ def _explained(error: Exception, source: Source) -> EnvserverError:
             return ConfigError(f"The files cannot be written: {error}")
     return ConfigError(
         f"The hub did not give the files: {type(error).__name__}: {str(error)[:300]}",
-        hint="What was fetched is kept: run it again to go on.",
+        hint="Fetched files are kept: run it again to continue.",
     )
 
 

@@ -183,7 +183,7 @@ class Gaia(Environment):
         if reasons:
             _logger.warning("gaia: rows left out: %s", reasons)
         if not used:
-            raise ConfigError(f"There is no task of use: {reasons or 'no row is of these levels'}.")
+            raise ConfigError(f"There is no usable task: {reasons or 'no row is of these levels'}.")
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         config, folder = self.config, Path.cwd()
@@ -282,7 +282,7 @@ class Gaia(Environment):
             return copy_items(copy, split)
         if split == "test":
             raise ConfigError(
-                "Nobody but its authors has the answers of GAIA's test split: it cannot be scored.",
+                "The answers of GAIA's test split are not public: it cannot be scored.",
                 hint="--env.split validation",
             )
         if split == "train" and not self.config.train_on_gaia:

@@ -141,7 +141,7 @@ def _folder_of_split(copy: Path, split: Split) -> Path:
             return folder
     raise NotFoundError(
         f"{copy} has no metadata.parquet and no metadata.jsonl of the split {split!r}.",
-        hint="python -m envserver_environments.gaia.download fetches what is missing.",
+        hint="python -m envserver_environments.gaia.download fetches the missing files.",
     )
 
 

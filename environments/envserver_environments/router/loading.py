@@ -213,7 +213,7 @@ def _answer(value: Any) -> dict[str, Any] | None:
             return dict(value)
         case {"kind": "function", "entry_point": str(), "tests": list(), "code": str() | None}:
             return dict(value)
-    raise InputError("The row's answer is none that can be checked.")
+    raise InputError("The row's answer cannot be checked.")
 
 
 def _is_document(value: Any) -> bool:

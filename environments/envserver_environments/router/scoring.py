@@ -154,7 +154,7 @@ async def _passes(task: Task, program: str | None, sandboxes: Sandboxes | None) 
     if program is None:
         return 0.0
     if sandboxes is None:
-        raise ConfigError("Programs are scored in a sandbox, and there is none here.")
+        raise ConfigError("Programs are scored in a sandbox, but none is available.")
     answer = task.hidden["answer"]
     public = {"entry_point": answer["entry_point"], "preamble": "", "tests": []}
     hidden = {"tests": answer["tests"], "code": answer["code"]}

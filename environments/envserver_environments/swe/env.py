@@ -227,7 +227,7 @@ class Swe(Environment):
         """What `work` gives, in a thread: whoever reads tasks may itself be in an event loop."""
         if not hasattr(self, "sandboxes"):
             raise ConfigError(
-                "Images are read, and gold patches tried, in a sandbox, and there is none here.",
+                "Images and gold patches need a sandbox, but none is available.",
                 hint="check_gold=False leaves the latter out.",
             )
         with ThreadPoolExecutor(1, thread_name_prefix="swe") as thread:

@@ -80,7 +80,7 @@ def read_row(
     elif "FAIL_TO_PASS" in row and "patch" in row and "repo" in row:
         task = _smith(row, task_id, mirror)
     else:
-        raise InputError("The row has none of the known shapes.")
+        raise InputError("The row has an unknown format.")
     task.public["problem"] = problem
     task.hidden["plugins"] = list(plugins)
     return task
@@ -97,7 +97,7 @@ def _from_image(row: dict[str, Any], task_id: str, image: str, tree: Tree) -> Ta
     elif "FAIL_TO_PASS" in row and "patch" in row:
         task = _smith_task(row, task_id, tree, public)
     else:
-        raise InputError("The row has none of the known shapes.")
+        raise InputError("The row has an unknown format.")
     task.hidden["python"] = python_of(row)
     return task
 
@@ -215,7 +215,7 @@ def _located(name: str, tests: dict[str, str]) -> str:
             raise InputError("A test file of the row is not Python.") from error
         if any(getattr(node, "name", None) == parts[0] for node in body):
             return "::".join([path, *parts]) + bracket + parameters
-    raise InputError("A test that should pass is in none of the row's files.")
+    raise InputError("A test that should pass is not in the row's files.")
 
 
 def _object(value: object) -> dict[str, Any]:

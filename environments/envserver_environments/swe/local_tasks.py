@@ -85,7 +85,7 @@ def rules_of(row: dict[str, Any]) -> dict[str, Any]:
 def _below(folder: Path, name: str) -> Path:
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise InputError("A file of the task lies outside of its folder.")
+        raise InputError("A file of the task is outside of its folder.")
     return path
 
 

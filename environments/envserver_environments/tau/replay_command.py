@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--tau2-data", type=Path, help="tau2-bench's data; default: those of inspect_evals"
     )
-    parser.add_argument("--only", help="only vectors whose id contains this")
+    parser.add_argument("--only", help="replay only vectors with this text in their id")
     options = parser.parse_args(arguments)
     try:
         vectors = [v for v in read_vectors(options.file) if (options.only or "") in _name(v)]

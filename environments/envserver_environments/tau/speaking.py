@@ -102,7 +102,7 @@ class ModelCustomer(ModelSpeaker):
                 self._messages.append(reply.message)
                 return said
         raise ServiceError(
-            f"The customer's model said nothing usable {MAX_EMPTY_ANSWERS} times in a row.",
+            f"The customer's model gave no usable answer {MAX_EMPTY_ANSWERS} times in a row.",
             hint="See --env.agents.user.model_name and --env.agents.user.max_tokens.",
         )
 

@@ -108,7 +108,7 @@ def _item(row: Row, raw_options: Any, video: str, *, row_id: str) -> Item:
         raise InputError("This row holds no question.")
     place = option_place(answer, options) if options else None
     if options and place is None:
-        raise InputError("This row's answer is none of its options.")
+        raise InputError("This row's answer is not one of its options.")
     if not options:
         several = answer if isinstance(answer, list) else [answer]
         golds = [text for text in map(_text, several) if text]

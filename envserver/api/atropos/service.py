@@ -239,7 +239,7 @@ class AtroposService:
         try:
             await self._store.nack(lease_id)
         except (ConflictError, NotFoundError) as error:
-            log.info("lease_was_over", lease_id=lease_id, why=error.message)
+            log.info("lease_had_ended", lease_id=lease_id, why=error.message)
 
     async def _drop_all(self) -> None:
         for _ in range(_TRIES):
@@ -249,7 +249,7 @@ class AtroposService:
                 await self._store.move(ids, "dropped")
                 return
             except ConflictError as error:
-                log.info("group_was_taken_while_dropping", why=error.message)
+                log.info("group_leased_while_dropping", why=error.message)
         raise ConflictError("Groups are being taken faster than they can be dropped; ask again.")
 
     # Environments

@@ -20,7 +20,7 @@ _MEANINGS: Final = {
     401: "A token is needed.",
     403: "This token, or a page of another site, may not do this.",
     404: "There is no such thing.",
-    409: "It contradicts how things stand; the problem says how.",
+    409: "The request conflicts with the current state; the problem says how.",
     413: "The body is too large.",
     415: "The body is of another media type.",
     422: "The request has another form than asked for; `errors` say where.",

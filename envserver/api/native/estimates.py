@@ -23,13 +23,16 @@ def add_estimate_routes(router: APIRouter, store: GroupStore) -> None:
     )
     async def list_estimates(
         after: Annotated[
-            int, Query(ge=0, le=_NUMBER_LIMIT, description="`number` behind which")
+            int, Query(ge=0, le=_NUMBER_LIMIT, description="`number` of the last estimate seen")
         ] = 0,
-        limit: Annotated[int, Query(ge=1, le=MOST_GROUPS, description="most estimates")] = 100,
+        limit: Annotated[
+            int, Query(ge=1, le=MOST_GROUPS, description="maximum number of estimates")
+        ] = 100,
         environment: Annotated[
-            str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only of this one")
+            str | None,
+            Query(max_length=256, pattern=r"^[^\x00]*$", description="only this environment"),
         ] = None,
-        split: Annotated[Split | None, Query(description="only of this one")] = None,
+        split: Annotated[Split | None, Query(description="only this split")] = None,
     ) -> Response:
         """Lists how often the policy solves each task that was ever scored. Stored groups count,
         and so do groups dropped for their rewards or their age; evaluations do not. Tasks come in

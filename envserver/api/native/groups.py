@@ -21,8 +21,12 @@ _SEQ_LIMIT: Final = 2**63 - 1
 def add_group_routes(router: APIRouter, store: GroupStore, encoder: GroupEncoder) -> None:
     @router.get("/v1/groups", responses=answers(GroupsAnswer, 422, what="A page of groups."))
     async def list_groups(
-        after: Annotated[int, Query(ge=0, le=_SEQ_LIMIT, description="`seq` behind which")] = 0,
-        limit: Annotated[int, Query(ge=1, le=MOST_GROUPS, description="most groups")] = 100,
+        after: Annotated[
+            int, Query(ge=0, le=_SEQ_LIMIT, description="`seq` of the last group seen")
+        ] = 0,
+        limit: Annotated[
+            int, Query(ge=1, le=MOST_GROUPS, description="maximum number of groups")
+        ] = 100,
     ) -> Response:
         """Lists the groups that arrived after number `after`, in any state, oldest first. `next` is
         the `after` of the following page, null on the last page. Nothing is leased or consumed.

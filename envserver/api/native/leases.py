@@ -90,7 +90,12 @@ def add_lease_routes(
         "/v1/runs/{run}/stream",
         response_class=Response,
         responses=answers(
-            None, 404, 409, 422, media_types=(LEASE_STREAM, EVENTS), what="Leases, without end."
+            None,
+            404,
+            409,
+            422,
+            media_types=(LEASE_STREAM, EVENTS),
+            what="An endless stream of leases.",
         ),
     )
     async def stream(
@@ -155,7 +160,7 @@ def add_lease_routes(
     @router.post(
         "/v1/runs/{run}/extend",
         openapi_extra=request_body(LeaseExtension),
-        responses=answers(ExtendedAnswer, 404, 409, body=True, what="Until when it lasts now."),
+        responses=answers(ExtendedAnswer, 404, 409, body=True, what="The new expiry time."),
     )
     async def extend(run: str, request: Request) -> Response:
         """Sets the lease to expire in the given time: `{"lease_id": "...", "seconds": 600}`."""

@@ -123,10 +123,14 @@ def add_on_demand_routes(
 
     @router.get("/v1/tasks", responses=answers(TasksAnswer, 404, 422, what="A page of tasks."))
     async def list_tasks(
-        environment: Annotated[str, Query(description="whose tasks")],
-        split: Annotated[Split | None, Query(description="unset: the one that is served")] = None,
-        after: Annotated[int, Query(ge=0, le=_LAST_TASK, description="tasks to leave out")] = 0,
-        limit: Annotated[int, Query(ge=1, le=_MOST_TASKS, description="most tasks")] = 100,
+        environment: Annotated[str, Query(description="name of the environment")],
+        split: Annotated[Split | None, Query(description="default: the split served")] = None,
+        after: Annotated[
+            int, Query(ge=0, le=_LAST_TASK, description="number of tasks to skip")
+        ] = 0,
+        limit: Annotated[
+            int, Query(ge=1, le=_MOST_TASKS, description="maximum number of tasks")
+        ] = 100,
     ) -> Response:
         """Lists the tasks of an environment in order, without the hidden part that scoring uses.
         Only the first 100000 tasks of a split can be listed and named.

@@ -66,7 +66,7 @@ def add_policy_routes(router: APIRouter, policy: PolicyVersion) -> None:
     @router.post(
         "/v1/policy-version",
         openapi_extra=request_body(PolicyVersionRequest),
-        responses=answers(PolicyVersionAnswer, 409, body=True, what="The version now."),
+        responses=answers(PolicyVersionAnswer, 409, body=True, what="The current version."),
     )
     async def publish(request: Request) -> Response:
         """Sets the version of the weights that the engine samples with from now on. A version lower

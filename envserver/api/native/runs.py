@@ -29,8 +29,14 @@ def add_run_routes(
         "/v1/runs",
         status_code=201,
         openapi_extra=request_body(RunRequest),
-        responses=answers(RunAnswer, 409, status=201, body=True, what="It was created.")
-        | answers(ResumedAnswer, 404, 409, body=True, what="It goes on, changed as asked."),
+        responses=answers(RunAnswer, 409, status=201, body=True, what="The run was created.")
+        | answers(
+            ResumedAnswer,
+            404,
+            409,
+            body=True,
+            what="The run existed; it was resumed with these changes.",
+        ),
     )
     async def create_run(request: Request) -> Response:
         """Creates a run (201), or resumes and updates the run of this name (200).
@@ -62,7 +68,7 @@ def add_run_routes(
 
     @router.post(
         "/v1/runs/{run}/close",
-        responses=answers(RunAnswer, 404, 409, body=True, what="It is closed."),
+        responses=answers(RunAnswer, 404, 409, body=True, what="The run is closed."),
     )
     async def close_run(run: str) -> Response:
         """Closes a run: it can lease nothing more, its open leases are returned, and no groups are
@@ -89,7 +95,7 @@ def add_run_routes(
 
 def _require_native(name: str) -> None:
     if name == ATROPOS_RUN:
-        raise ConflictError(f"The name {ATROPOS_RUN} is taken by the Atropos wire.")
+        raise ConflictError(f"The name {ATROPOS_RUN} is reserved for Atropos trainers.")
 
 
 async def _created(store: GroupStore, wanted: RunRequest) -> tuple[bool, Run]:

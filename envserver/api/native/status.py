@@ -31,7 +31,7 @@ def add_status_routes(
         # The count is kept in memory; query the store only if it is not zero.
         return await store.damaged(_DAMAGED_SHOWN) if "damaged" in await store.counters() else []
 
-    @router.get("/v1/status", responses=answers(StatusAnswer, what="How things stand."))
+    @router.get("/v1/status", responses=answers(StatusAnswer, what="The server's status."))
     async def get_status() -> Response:
         """Returns groups by state, the state of the Atropos protocol, and the server's counters."""
         return json_answer(

@@ -156,8 +156,8 @@ class RunnerRegistry:
         same = hmac.compare_digest(before.instance_hash, _hash(wanted.instance))
         if not same and self._is_present(before):
             raise ConflictError(
-                f"The name {wanted.name!r} is taken by an environment at {before.host or '?'}.",
-                hint="Give this one another with --name; or wait until the other is gone or "
+                f"The name {wanted.name!r} is used by an environment at {before.host or '?'}.",
+                hint="Choose another with --name, or wait until the other has left or has been "
                 f"silent for {self._heartbeats.silent_after_seconds:g} s.",
             )
 

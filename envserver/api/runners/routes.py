@@ -74,7 +74,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     @router.post(
         _PLACE,
         openapi_extra=request_body(Registration),
-        responses=answers(Welcome, 409, status=201, body=True, what="It is registered."),
+        responses=answers(Welcome, 409, status=201, body=True, what="The registration."),
         status_code=201,
     )
     async def register(request: Request) -> Response:
@@ -84,7 +84,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         wanted = await read_body(request, _REGISTRATION)
         return _json(await environments.register(wanted), 201)
 
-    @router.get(_PLACE, responses=answers(EnvironmentsAnswer, what="All that registered."))
+    @router.get(_PLACE, responses=answers(EnvironmentsAnswer, what="All registrations."))
     async def show() -> Response:
         """Lists the registered runners and their status."""
         return _json({"environments": environments.snapshot()})
@@ -92,7 +92,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     @router.post(
         _PLACE + "/{env_id}/heartbeat",
         openapi_extra=request_body(Heartbeat),
-        responses=answers(News, 404, body=True, what="What it must know."),
+        responses=answers(News, 404, body=True, what="The runner's settings."),
     )
     async def heartbeat(env_id: str, request: Request) -> Response:
         """Reports a runner's status. Answers at once if there is news for it (a new policy
@@ -109,7 +109,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         _PLACE + "/{env_id}/groups",
         openapi_extra=_GROUP_BODY,
         responses=answers(
-            Accepted, 404, 409, 415, body=True, what="What is not refused is on disk."
+            Accepted, 404, 409, 415, body=True, what="Groups stored and groups refused."
         ),
     )
     async def accept(
@@ -128,7 +128,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     @router.post(
         _PLACE + "/{env_id}/known",
         openapi_extra=request_body(GroupIds),
-        responses=answers(KnownAnswer, 404, body=True, what="Those that are here."),
+        responses=answers(KnownAnswer, 404, body=True, what="The groups that are stored."),
     )
     async def known(env_id: str, request: Request) -> Response:
         """Returns which of these groups were ever stored here, delivered or not."""
@@ -139,7 +139,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     @router.post(
         _PLACE + "/{env_id}/scored",
         openapi_extra=request_body(ScoredGroups),
-        responses=answers(None, 404, status=204, body=True, what="They count."),
+        responses=answers(None, 404, status=204, body=True, what="The counts were added."),
         status_code=204,
     )
     async def scored(env_id: str, request: Request) -> Response:
@@ -153,7 +153,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
 
     @router.delete(
         _PLACE + "/{env_id}",
-        responses=answers(None, 404, 422, status=204, what="It is gone."),
+        responses=answers(None, 404, 422, status=204, what="The registration was removed."),
         status_code=204,
     )
     async def goodbye(env_id: str, request: Request) -> Response:
@@ -163,7 +163,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
 
     @router.post(
         _PLACE + "/{env_id}/drain",
-        responses=answers(None, 404, 422, status=204, what="It was told."),
+        responses=answers(None, 404, 422, status=204, what="The runner was notified."),
         status_code=204,
     )
     async def drain(env_id: str) -> Response:

@@ -76,7 +76,7 @@ def decoded(body: bytes) -> Group:
         raise InputError(f"No packed group: {error}.", place=place[1] if place else "$") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
-            f"No packed group: an array is none ({type(error).__name__}).", place="$"
+            f"Not a packed group: an array is malformed ({type(error).__name__}).", place="$"
         ) from None
 
 

@@ -167,7 +167,7 @@ def read_header(path: Path) -> File:
             length = int.from_bytes(file.read(_LENGTH), "little")
             if size < _LENGTH or length > min(size - _LENGTH, LONGEST_HEADER):
                 raise _broken(
-                    path, "its header is longer than the file: it was cut off, or is none"
+                    path, "its header is longer than the file: it was cut off, or is another format"
                 )
             header = json.loads(file.read(length))
     except (ValueError, RecursionError) as error:

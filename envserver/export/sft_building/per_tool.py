@@ -96,8 +96,8 @@ def build(
         if not tools:
             raise InputError(
                 f"None of {report.read} trajectories has an action that became a row: "
-                f"{report.below} below the least reward; {report.without_template} actions without "
-                f"a template, {report.empty} that say nothing.",
+                f"{report.below} below the minimum reward; {report.without_template} actions "
+                f"without a template, {report.empty} without text.",
                 hint="See the tools in the file of templates.",
             )
         held = _split({tool: rows.groups for tool, rows in tools.items()}, choice)

@@ -97,7 +97,9 @@ def prepare(
         kept = list(range(len(spool))) if right is None else right
         if not kept:
             raise InputError(
-                f"None of {read} rows of {source} is of use.", hint=_reasons(dropped), place=source
+                f"None of the {read} rows of {source} is usable.",
+                hint=_reasons(dropped),
+                place=source,
             )
         parts = split_three(
             len(kept), seed=plan.seed, val_ratio=plan.val_ratio, test_ratio=plan.test_ratio

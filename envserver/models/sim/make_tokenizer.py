@@ -81,8 +81,10 @@ def _texts() -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the simulated engine's tokenizer anew.")
-    parser.add_argument("--folder", type=Path, default=ASSETS, help="where to (default: in place)")
+    parser = argparse.ArgumentParser(description="Rebuild the simulated engine's tokenizer.")
+    parser.add_argument(
+        "--folder", type=Path, default=ASSETS, help="output folder (default: in place)"
+    )
     write(parser.parse_args().folder)
 
 

@@ -139,5 +139,5 @@ def check_chat(body: ChatBody, names: set[str]) -> str:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if name not in names:
-        raise refusal("`tool_choice` names none of the tools.", param="tool_choice")
+        raise refusal("`tool_choice` does not name one of the tools.", param="tool_choice")
     return str(name)

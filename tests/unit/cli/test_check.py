@@ -168,7 +168,7 @@ def test_rewards_that_are_wrong_are_found(zoo: Path, name: str, kinds: set[str])
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Shows", "shows what is hidden: 'the answer that nobody may see: 0'"),
+        ("Shows", "shows hidden text: 'the answer that nobody may see: 0'"),
         ("Random", "tasks differ: 'the same'"),
         ("Random", "have the same id: 'the same'"),
         ("Broken", "cannot be made: KeyError"),
@@ -212,7 +212,7 @@ def test_absurd_results_come_in_the_form_of_right_ones() -> None:
 def test_short_hidden_words_may_stand_in_the_question() -> None:
     assert list(task_problems(Task("t", {"q": "Paris or Rome?"}, {"answer": "Paris"}))) == []
     unsendable = list(task_problems(Task("t", {"q": {1, 2}}, {})))
-    assert len(unsendable) == 1 and "cannot be sent" in unsendable[0]
+    assert len(unsendable) == 1 and "cannot be pickled" in unsendable[0]
 
 
 def test_listings_of_different_length_differ() -> None:

@@ -371,7 +371,7 @@ def test_tasks_are_chosen_by_level_file_and_size(tmp_path: Path) -> None:
     assert len(ids()) == 30 and ids() == ids() != ids(seed=1)
     assert len(ids(levels="1,3")) + len(ids(levels=[2])) == 30
     assert 0 < len(ids(max_file_mb=0.005)) < 30
-    with pytest.raises(ConfigError, match="no task of use"):
+    with pytest.raises(ConfigError, match="no usable task"):
         ids(text_only=True)
     with pytest.raises(ValueError, match="1, 2 and 3"):
         Gaia.Config(levels=[4])

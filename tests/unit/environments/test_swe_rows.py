@@ -199,7 +199,7 @@ async def test_rows_that_cannot_be_run_are_counted(
         "There is no problem statement.": 1,
         "the gold patch does not pass its tests": 1,
         "No test is expected to pass.": 1,
-        "The row has none of the known shapes.": 1,
+        "The row has an unknown format.": 1,
         "no JSON object": 1,
     }
 

@@ -130,7 +130,7 @@ async def test_folders_with_tasks_are_read_and_graded(rooms: Sandboxes, tmp_path
     swe, tasks = tasks_of(rooms, tmp_path / "many")
     assert len(tasks) == 1
     assert swe.dropped.total() == len(changes)
-    assert swe.dropped["A file of the task lies outside of its folder."] == 1
+    assert swe.dropped["A file of the task is outside of its folder."] == 1
 
 
 PROSE = "I fixed it.\n\n"

@@ -301,7 +301,7 @@ def test_scripted_customers_follow_the_first_rule_that_fits() -> None:
 def test_a_customers_model_that_says_nothing_is_our_failure() -> None:
     environment, tasks = tasks_of(user="model")
     task = next(iter(tasks.values()))
-    with pytest.raises(ServiceError, match="said nothing usable 3 times"):
+    with pytest.raises(ServiceError, match="gave no usable answer 3 times"):
         talk(environment, task, Seat({"user": [says(""), says("<think>"), says(" ")]}))
     cut = Seat(
         {"user": [says("I w", finish="length"), says("Hi."), says(STOP)], "agent": [says("Hm")]}

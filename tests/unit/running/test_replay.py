@@ -192,7 +192,7 @@ def test_calls_are_read_off_a_conversation_that_only_grew() -> None:
     (only,) = told_calls(talk, 1, "r")
     assert only.messages == talk[:3]
     assert only.answers[0].message == talk[3]
-    with pytest.raises(InputError, match="Of 3 calls the record has 2"):
+    with pytest.raises(InputError, match="The record has 2 of 3 calls"):
         told_calls(talk, 3, "r")
 
 

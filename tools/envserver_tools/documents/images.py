@@ -56,7 +56,7 @@ def facts(data: bytes) -> str:
             case _:
                 lines = ["A WebP image."]
     except (struct.error, IndexError) as error:
-        raise BadImage(f"it begins like a {kind} image, and is none.") from error
+        raise BadImage(f"it begins like a {kind} image, but is not one.") from error
     lines += _taken(data)
     lines.append(f"{len(data):,} bytes. What it shows is not in this text.")
     return "\n".join(lines)
@@ -154,4 +154,4 @@ def _jpeg(data: bytes) -> list[str]:
             comment = data[at + 4 : at + 2 + size][:_MOST_WORDS]
             lines.append(f"Comment: {comment.decode('utf-8', errors='replace')}")
         at += 2 + max(2, size)
-    raise BadImage("it begins like a jpeg image, and its size stands nowhere.")
+    raise BadImage("it begins like a jpeg image but gives no size.")

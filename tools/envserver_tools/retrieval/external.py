@@ -100,7 +100,7 @@ class HttpRetriever:
         except TimeoutError:
             raise _MayPass("The retriever did not answer in time.") from None
         except aiohttp.InvalidURL as error:
-            raise ServiceError(f"The retriever's address is none: {error}") from error
+            raise ServiceError(f"The retriever's address is invalid: {error}") from error
         except aiohttp.ClientError as error:
             raise _MayPass(f"The retriever cannot be reached: {error}") from error
         if answer.status != 200:

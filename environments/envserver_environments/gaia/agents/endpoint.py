@@ -132,7 +132,7 @@ class _Connection:
         try:
             answer: dict[str, Any] = json.loads(content)
         except ValueError as error:
-            raise EngineError(f"The model's endpoint said what is not JSON: {error}") from error
+            raise EngineError(f"The model's endpoint did not answer with JSON: {error}") from error
         return answer
 
     def close(self) -> None:
