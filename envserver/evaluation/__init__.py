@@ -9,14 +9,14 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .estimators import pass_at_k, pass_hat_k
     from .report import Rules, report_run
-    from .results import Attempt, TaskResult
+    from .results import AttemptResult, TaskResult
 
-__all__ = ["Attempt", "Rules", "TaskResult", "pass_at_k", "pass_hat_k", "report_run"]
+__all__ = ["AttemptResult", "Rules", "TaskResult", "pass_at_k", "pass_hat_k", "report_run"]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "Attempt": "results",
+        "AttemptResult": "results",
         "Rules": "report",
         "TaskResult": "results",
         "pass_at_k": "estimators",

@@ -18,7 +18,7 @@ import msgspec
 from envserver_records.errors import InputError
 
 from .report import Counted, HarnessFacts, Report, report_run
-from .results import Attempt, AttemptUsage, TaskResult
+from .results import AttemptResult, AttemptUsage, TaskResult
 
 SAMPLES_FILE = "samples.jsonl"
 Json = dict[str, Any]
@@ -209,7 +209,7 @@ def _results(lines: Sequence[Json], run: HarnessRun) -> list[TaskResult]:
         TaskResult(
             task_id=str(line["doc_id"]),
             attempts=[
-                Attempt(
+                AttemptResult(
                     reward=_value(line, measure)[0],
                     components=others.get(line["doc_id"], {}),
                     turns=1,

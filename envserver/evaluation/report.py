@@ -16,7 +16,7 @@ import msgspec
 from ..evaluation_config import Failures, Truncated
 from .estimators import Estimate, estimate, pass_at_k, pass_hat_k
 from .prices import Prices
-from .results import Attempt, TaskResult
+from .results import AttemptResult, TaskResult
 
 SCHEMA_VERSION = 1
 CORRECT = "correct_"
@@ -355,7 +355,7 @@ def _counts(results: Sequence[TaskResult]) -> Counts:
     )
 
 
-def _costs(attempts: Sequence[Attempt], rules: Rules, prices: Prices | None) -> Costs | None:
+def _costs(attempts: Sequence[AttemptResult], rules: Rules, prices: Prices | None) -> Costs | None:
     if not attempts:
         return None
     count = len(attempts)

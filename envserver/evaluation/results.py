@@ -27,7 +27,7 @@ class AttemptUsage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     """One scored rollout; fields as in `records.Trajectory` and its score."""
 
     reward: float
@@ -50,7 +50,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     task_id: str
-    attempts: list[Attempt]
+    attempts: list[AttemptResult]
     lost: int = 0
     failed: dict[str, int] = {}
     labels: dict[str, str] = {}
@@ -67,7 +67,7 @@ class GroupFacts(msgspec.Struct):
     group_id: str
     task_id: str
     model: str
-    rollouts: list[Attempt]
+    rollouts: list[AttemptResult]
     failures: list[_FailureKind]
     env: str = ""
     split: str = ""

@@ -19,7 +19,7 @@ from typing import Any
 
 from envserver import ConfigError, EnvserverError
 
-from .loading import DEFAULT_COPY, YEAR, Item, copy_items
+from .loading import DEFAULT_COPY, YEAR, GaiaQuestion, copy_items
 
 PATTERNS = (f"{YEAR}/*",)
 
@@ -149,7 +149,7 @@ def summary(folder: Path) -> str:
     refused: Counter[str] = Counter()
     attachments = 0
     for found in copy_items(folder, "validation"):
-        if isinstance(found, Item):
+        if isinstance(found, GaiaQuestion):
             levels[found.level] += 1
             attachments += found.attachment is not None
         else:

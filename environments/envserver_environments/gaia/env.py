@@ -45,7 +45,7 @@ from .loading import (
     DEFAULT_COPY,
     LEVELS,
     OWN,
-    Item,
+    GaiaQuestion,
     Refusal,
     copy_items,
     is_official,
@@ -239,7 +239,7 @@ class Gaia(Environment):
     def task_from_question(self, asked: Question) -> Task:
         if not asked.question.strip():
             raise InputError("The question is empty.")
-        item = Item(
+        item = GaiaQuestion(
             task_id="asked",
             question=asked.question.strip(),
             level=1,
@@ -263,7 +263,7 @@ class Gaia(Environment):
             contaminated=config.contaminated,
         )
 
-    def _items(self, split: Split) -> Iterator[Item]:
+    def _items(self, split: Split) -> Iterator[GaiaQuestion]:
         """The rows of use of the levels that are asked for."""
         for item in self._rows(split):
             if isinstance(item, Refusal):
@@ -273,7 +273,7 @@ class Gaia(Environment):
             ):
                 yield item
 
-    def _rows(self, split: Split) -> Iterator[Item | Refusal]:
+    def _rows(self, split: Split) -> Iterator[GaiaQuestion | Refusal]:
         path = self.config.data_path
         if path is None and self.config.data_set == "sample":
             return own_items()
@@ -294,7 +294,7 @@ class Gaia(Environment):
         return copy_items(copy, "validation")
 
 
-def _task(item: Item, most_bytes: int) -> Task:
+def _task(item: GaiaQuestion, most_bytes: int) -> Task:
     """The task of an item.
 
     Raises:

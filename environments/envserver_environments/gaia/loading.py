@@ -27,7 +27,7 @@ _COLUMNS = ("task_id", "Question", "Level", "Final answer", "file_name", "file_p
 
 
 @dataclass(frozen=True)
-class Item:
+class GaiaQuestion:
     """One task as its author wrote it.
 
     Args:
@@ -52,7 +52,7 @@ class Refusal:
     reason: str
 
 
-def own_items() -> Iterator[Item | Refusal]:
+def own_items() -> Iterator[GaiaQuestion | Refusal]:
     """The tasks that ship with the environment."""
     return _items(_jsonl(OWN / "metadata.jsonl"), OWN, OWN)
 
@@ -63,7 +63,7 @@ def is_official(copy: Path) -> bool:
     return (folder / YEAR).is_dir() or folder.name == YEAR or folder.parent.name == YEAR
 
 
-def copy_items(copy: Path, split: Split) -> Iterator[Item | Refusal]:
+def copy_items(copy: Path, split: Split) -> Iterator[GaiaQuestion | Refusal]:
     """The rows of a local copy.
 
     Args:
@@ -78,7 +78,7 @@ def copy_items(copy: Path, split: Split) -> Iterator[Item | Refusal]:
     return _items(_rows(folder), copy, folder)
 
 
-def read_row(row: dict[str, Any], root: Path, folder: Path) -> Item:
+def read_row(row: dict[str, Any], root: Path, folder: Path) -> GaiaQuestion:
     """One row.
 
     Args:
@@ -96,7 +96,7 @@ def read_row(row: dict[str, Any], root: Path, folder: Path) -> Item:
     if level not in map(str, LEVELS):
         raise InputError("no level")
     solution = row.get("Solution")
-    return Item(
+    return GaiaQuestion(
         task_id=str(row.get("task_id") or ""),
         question=question,
         level=int(level),
@@ -106,7 +106,9 @@ def read_row(row: dict[str, Any], root: Path, folder: Path) -> Item:
     )
 
 
-def _items(rows: Iterator[dict[str, Any]], root: Path, folder: Path) -> Iterator[Item | Refusal]:
+def _items(
+    rows: Iterator[dict[str, Any]], root: Path, folder: Path
+) -> Iterator[GaiaQuestion | Refusal]:
     for row in rows:
         try:
             yield read_row(row, root, folder)

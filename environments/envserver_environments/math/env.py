@@ -39,7 +39,7 @@ from .demonstrations import demonstrate
 from .known import known_answers
 from .literals import is_number_literal
 from .loading import HUBS, SAMPLE
-from .scoring import ScoringRules, said_last, score_rollout
+from .scoring import ScoringRules, last_answer, score_rollout
 
 DataSetName = Literal[
     "sample", "gsm8k", "math", "math500", "svamp", "mawps", "mathqa", "aqua", "aime", "deepmath",
@@ -143,7 +143,7 @@ class Math(Environment):
         return str(output.get("answer") or last_boxed(text) or visible_text(text) or "")
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
-        words = said_last(messages)
+        words = last_answer(messages)
         output = {"answer": words.finish if messages else None, "text": response}
         return Result(output=output, messages=messages)
 

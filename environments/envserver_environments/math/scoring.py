@@ -39,7 +39,7 @@ class ScoringRules:
 
 
 @dataclass(frozen=True)
-class Said:
+class ModelAnswer:
     """What a rollout ended with: the argument of `finish`, and the last text."""
 
     finish: str | None
@@ -61,44 +61,44 @@ def score_rollout(task: Task, result: Result, rules: ScoringRules) -> Score:
     metrics = {"tool_errors": tool_errors, "truncated": float(result.truncated)}
     if metrics["truncated"]:
         return Score(reward=0.0, components={"correct": 0.0}, metrics=metrics)
-    correct = _correctness(task, said(result), rules, metrics)
+    correct = _correctness(task, read_answer(result), rules, metrics)
     if correct is None:
         return Score(reward=None, metrics=metrics)
     reward = max(0.0, correct - rules.tool_error_penalty * tool_errors)
     return Score(reward=reward, components={"correct": correct}, metrics=metrics)
 
 
-def said(result: Result) -> Said:
+def read_answer(result: Result) -> ModelAnswer:
     """What the rollout ended with, from its output or, where it has none, from the conversation."""
     output = result.output
     if isinstance(output, dict):
         answer, text = output.get("answer"), output.get("text")
-        return Said(
+        return ModelAnswer(
             answer if isinstance(answer, str) else None, text if isinstance(text, str) else ""
         )
     if isinstance(output, str):
-        return Said(None, output)
-    return said_last(result.messages)
+        return ModelAnswer(None, output)
+    return last_answer(result.messages)
 
 
-def said_last(messages: list[dict[str, Any]]) -> Said:
+def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
     """What the last assistant message of a conversation says."""
     for message in reversed(messages):
         if message.get("role") == "assistant":
             content = message.get("content")
-            return Said(finish_answer(message), content if isinstance(content, str) else "")
-    return Said(None, "")
+            return ModelAnswer(finish_answer(message), content if isinstance(content, str) else "")
+    return ModelAnswer(None, "")
 
 
 def _correctness(
-    task: Task, words: Said, rules: ScoringRules, metrics: dict[str, float]
+    task: Task, given: ModelAnswer, rules: ScoringRules, metrics: dict[str, float]
 ) -> float | None:
     """1.0 or 0.0 (or a generator's own score), None where the gold is unusable."""
     if task.hidden["kind"] == "letter":
-        index = _chosen(words, task.public["options"])
+        index = _chosen(given, task.public["options"])
         metrics["answered"] = float(index is not None)
         return float(index == ord(task.hidden["answer"]) - ord("A"))
-    answer = (words.answer or "").strip()
+    answer = (given.answer or "").strip()
     metrics["answered"] = float(bool(answer))
     if not answer or len(answer) > MAX_ANSWER_CHARACTERS:
         return 0.0
@@ -116,11 +116,11 @@ def _correctness(
     return _verified(task.hidden["answer"], answer, rules, metrics)
 
 
-def _chosen(words: Said, options: list[str]) -> int | None:
-    if words.finish is None:
-        return choice_index(words.text, options)
-    boxed = last_boxed(words.finish)
-    return option_index(words.finish if boxed is None else boxed, options)
+def _chosen(given: ModelAnswer, options: list[str]) -> int | None:
+    if given.finish is None:
+        return choice_index(given.text, options)
+    boxed = last_boxed(given.finish)
+    return option_index(given.finish if boxed is None else boxed, options)
 
 
 def _verified(

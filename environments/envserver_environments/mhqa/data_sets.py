@@ -1,4 +1,4 @@
-"""Converts the rows of each data set to `Item`. Pure; loads nothing.
+"""Converts the rows of each data set to `MultiHopQuestion`. Pure; loads nothing.
 
 Five shapes of rows are known, each by the field names under which its data set is published, and
 the shape of our own sample. A row says itself which one it has: by a key `data_set`, `dataset`,
@@ -41,7 +41,7 @@ Triple = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Item:
+class MultiHopQuestion:
     """A question with its answers.
 
     Args:
@@ -70,7 +70,7 @@ class Item:
 
 def read_item(
     row: Row, data_set: str | None = None, corpus: Mapping[str, Passage] | None = None
-) -> Item:
+) -> MultiHopQuestion:
     """The question in `row`.
 
     Args:
@@ -87,7 +87,7 @@ def read_item(
     if not question or not golds:
         raise InputError(f"This {shape} row holds no {'answer' if question else 'question'}.")
     answerable = row.get("answerable") is not False
-    facts = Item(
+    facts = MultiHopQuestion(
         question=question,
         golds=golds if answerable else NO_ANSWERS,
         data_set=shape,
@@ -97,7 +97,7 @@ def read_item(
     return SHAPES[shape](facts, row, corpus or {})
 
 
-def why_unusable(item: Item) -> str | None:
+def why_unusable(item: MultiHopQuestion) -> str | None:
     """Why no answer to `item` could ever be right, None where one can."""
     if not any(normalize_answer(gold) for gold in item.golds):
         return "the answer is empty in its normal form"
@@ -140,19 +140,19 @@ def _fits(shape: str, row: Row) -> bool:
     return "question" in row or "extra_info" in row
 
 
-def _hotpotqa(item: Item, row: Row, corpus: Mapping[str, Passage]) -> Item:
+def _hotpotqa(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
     passages = tuple(_context(_decoded(row.get("context") or [])))
     supporting = tuple(_facts(_decoded(row.get("supporting_facts") or [])))
     hops = len(dict.fromkeys(title for title, _ in supporting)) or None
     return _with(item, passages=passages, supporting=supporting, hops=hops)
 
 
-def _wiki2(item: Item, row: Row, corpus: Mapping[str, Passage]) -> Item:
+def _wiki2(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
     evidences = tuple(_evidences(_decoded(row.get("evidences") or [])))
     return _with(_hotpotqa(item, row, corpus), evidences=evidences)
 
 
-def _musique(item: Item, row: Row, corpus: Mapping[str, Passage]) -> Item:
+def _musique(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
     passages, support = [], []
     for paragraph in _objects(row.get("paragraphs")):
         passage = Passage.from_data(paragraph)
@@ -174,7 +174,7 @@ def _musique(item: Item, row: Row, corpus: Mapping[str, Passage]) -> Item:
     )
 
 
-def _own(item: Item, row: Row, corpus: Mapping[str, Passage]) -> Item:
+def _own(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
     item = _hotpotqa(item, row, corpus)
     titles = row.get("context_titles")
     passages = item.passages
@@ -196,11 +196,11 @@ def _own(item: Item, row: Row, corpus: Mapping[str, Passage]) -> Item:
     )
 
 
-def _afm(item: Item, row: Row, corpus: Mapping[str, Passage]) -> Item:
+def _afm(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
     return item
 
 
-SHAPES: dict[str, Callable[[Item, Row, Mapping[str, Passage]], Item]] = {
+SHAPES: dict[str, Callable[[MultiHopQuestion, Row, Mapping[str, Passage]], MultiHopQuestion]] = {
     "hotpotqa": _hotpotqa,
     "2wiki": _wiki2,
     "musique": _musique,
@@ -219,8 +219,8 @@ _ALIASES = {
 }
 
 
-def _with(item: Item, **facts: Any) -> Item:
-    return Item(**{**vars(item), **facts})
+def _with(item: MultiHopQuestion, **facts: Any) -> MultiHopQuestion:
+    return MultiHopQuestion(**{**vars(item), **facts})
 
 
 def _golds(row: Row) -> Iterator[str]:

@@ -43,11 +43,11 @@ from envserver import (
 )
 
 from .agent import AgentOptions, Mode, solve
-from .data_sets import DataSet, Item, read_item, why_unusable
+from .data_sets import DataSet, MultiHopQuestion, read_item, why_unusable
 from .demonstrations import demonstrate
 from .known import known_answers
 from .loading import HUBS, SAMPLE, different, own_passages, read_context, read_corpus
-from .scoring import said_in, said_last, score_rollout
+from .scoring import last_answer, parse_answer, score_rollout
 from .serving import MAX_TOP_K, Scope, corpus_services, external_services
 
 
@@ -153,7 +153,7 @@ class Mhqa(Environment):
         return make_task(task_id, read_item(row, corpus=own_passages()), "question")
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
-        words = said_last(messages) if messages else said_in(response)
+        words = last_answer(messages) if messages else parse_answer(response)
         output = {
             "answer": words.answer,
             "text": response,
@@ -169,7 +169,7 @@ class Mhqa(Environment):
                 "There is nothing to search for the answer.",
                 hint="--context FILE, or --env.scope corpus or external.",
             )
-        item = Item(
+        item = MultiHopQuestion(
             question=asked.question.strip(),
             golds=(asked.answer,) if asked.answer is not None else (),
             data_set="own",
@@ -195,7 +195,7 @@ class Mhqa(Environment):
         hint = "Do data_set, data_path and scope fit together?"
         return usable_tasks(name, read, self.dropped, hint=hint)
 
-    def _items(self, name: DataSet, split: Split) -> Iterator[tuple[str, Item | str]]:
+    def _items(self, name: DataSet, split: Split) -> Iterator[tuple[str, MultiHopQuestion | str]]:
         """The questions of a data set with their ids, or why a row is of no use."""
         for number, row in self._rows(name, split):
             task_id = _row_id(name, number, row)
@@ -233,7 +233,7 @@ class Mhqa(Environment):
             found = False
             for _, row in self._rows(name, self.config.split):
                 item = _read(row, None if name == "sample" else name)
-                if isinstance(item, Item):
+                if isinstance(item, MultiHopQuestion):
                     found = found or bool(item.passages)
                     yield from item.passages
             if not found:
@@ -243,7 +243,9 @@ class Mhqa(Environment):
                 )
 
 
-def make_task(task_id: str, item: Item, scope: Literal["question", "corpus", "external"]) -> Task:
+def make_task(
+    task_id: str, item: MultiHopQuestion, scope: Literal["question", "corpus", "external"]
+) -> Task:
     """The task of an item; its passages come along where agents search only them."""
     passages = list(different(item.passages)) if scope == "question" else []
     random.Random(item.question.encode("utf-8", "surrogatepass")).shuffle(passages)
@@ -268,7 +270,7 @@ def make_task(task_id: str, item: Item, scope: Literal["question", "corpus", "ex
     )
 
 
-def _read(row: dict[str, Any] | None, data_set: str | None) -> Item | str:
+def _read(row: dict[str, Any] | None, data_set: str | None) -> MultiHopQuestion | str:
     """The question of a row, or why it is of no use."""
     if row is None:
         return "no JSON object"

@@ -47,7 +47,7 @@ _FINISHING = toolbox(FINISH)
 
 
 @dataclass(frozen=True)
-class Said:
+class ModelAnswer:
     """What a rollout ended with.
 
     Args:
@@ -75,8 +75,8 @@ def score_rollout(task: Task, result: Result, support_weight: float = 0.0) -> Sc
     }
     if result.truncated:
         return Score(reward=0.0, components={"em": 0.0, "f1": 0.0}, metrics=metrics)
-    words = said(result)
-    answer, golds = words.final, task.hidden["golds"]
+    given = read_answer(result)
+    answer, golds = given.final, task.hidden["golds"]
     if not golds:  # a person asked, who does not know the answer either
         return Score(reward=None, metrics=metrics)
     metrics["answered"] = float(answer is not None and bool(normalize_answer(answer)))
@@ -86,7 +86,7 @@ def score_rollout(task: Task, result: Result, support_weight: float = 0.0) -> Sc
     metrics[f"em_{task.hidden['kind']}"] = measure.em
     if task.public["data_set"] == "musique" and answer is not None:
         metrics["musique_f1"] = musique_answer_measure(answer, golds).f1
-    support = _support(task, words, measure, metrics)
+    support = _support(task, given, measure, metrics)
     trouble = "no answer" if answer is None else why_refused(answer, golds)
     metrics["refused"] = float(trouble is not None)
     if trouble is not None:
@@ -124,12 +124,12 @@ def is_short(answer: str, golds: list[str]) -> bool:
     return len(plain) <= characters and len(plain.split()) <= words
 
 
-def said(result: Result) -> Said:
+def read_answer(result: Result) -> ModelAnswer:
     """What the rollout ended with, from its output or, where it has none, from the conversation."""
     output = result.output
     if isinstance(output, dict):
         answer, text = output.get("answer"), output.get("text")
-        return Said(
+        return ModelAnswer(
             answer if isinstance(answer, str) else None,
             text if isinstance(text, str) else "",
             _facts(output.get("facts")),
@@ -137,20 +137,20 @@ def said(result: Result) -> Said:
             _triples(output.get("evidence")),
         )
     if isinstance(output, str):
-        return Said(text=output)
-    return said_last(result.messages)
+        return ModelAnswer(text=output)
+    return last_answer(result.messages)
 
 
-def said_last(messages: list[dict[str, Any]]) -> Said:
+def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
     """What the last assistant message of a conversation says."""
     for message in reversed(messages):
         if message.get("role") == "assistant":
             content = message.get("content")
-            return said_in(content if isinstance(content, str) else "", _finish_call(message))
-    return Said()
+            return parse_answer(content if isinstance(content, str) else "", _finish_call(message))
+    return ModelAnswer()
 
 
-def said_in(text: str, finish: Mapping[str, Any] | None = None) -> Said:
+def parse_answer(text: str, finish: Mapping[str, Any] | None = None) -> ModelAnswer:
     """What a text says, with the arguments of `finish` where it was called.
 
     Without them, a JSON object with `answer` may also hold `supporting_facts` and `evidence`.
@@ -159,8 +159,8 @@ def said_in(text: str, finish: Mapping[str, Any] | None = None) -> Said:
         named = [one for one in json_objects(visible_text(text) or "") if "answer" in one]
         beside = named[-1] if named else {}
         facts = _facts(_numbered(beside.get("supporting_facts")))
-        return Said(None, text, facts, [], _triples(beside.get("evidence")))
-    return Said(
+        return ModelAnswer(None, text, facts, [], _triples(beside.get("evidence")))
+    return ModelAnswer(
         str(finish["answer"]),
         text,
         _facts(finish.get("supporting_facts")),
@@ -169,11 +169,13 @@ def said_in(text: str, finish: Mapping[str, Any] | None = None) -> Said:
     )
 
 
-def _support(task: Task, words: Said, answer: Measure, metrics: dict[str, float]) -> Measure | None:
+def _support(
+    task: Task, given: ModelAnswer, answer: Measure, metrics: dict[str, float]
+) -> Measure | None:
     """How right what the answer rests on is, None where the data set does not say it."""
     hidden = task.hidden
     if hidden["support"]:
-        keys = words.passages or _keys_of_titles(task, words.facts)
+        keys = given.passages or _keys_of_titles(task, given.facts)
         support = support_measure(keys, hidden["support"])
         metrics |= {"support_em": support.em, "support_f1": support.f1}
         return support
@@ -185,10 +187,10 @@ def _support(task: Task, words: Said, answer: Measure, metrics: dict[str, float]
         for name, number in hidden["supporting"]
     ]
     wiki2 = task.public["data_set"] == "2wiki"
-    support = (wiki2_fact_measure if wiki2 else fact_measure)(words.facts, gold)
+    support = (wiki2_fact_measure if wiki2 else fact_measure)(given.facts, gold)
     parts = [answer, support]
     if hidden["evidences"]:
-        evidence = evidence_measure(words.evidence, hidden["evidences"])
+        evidence = evidence_measure(given.evidence, hidden["evidences"])
         metrics |= {"evidence_em": evidence.em, "evidence_f1": evidence.f1}
         parts.append(evidence)
     joint = joint_measure(*parts)

@@ -49,7 +49,7 @@ from .loading import (
     read_documents,
     read_problem,
 )
-from .scoring import said_last, score_rollout
+from .scoring import last_plan, score_rollout
 from .subagents import SUBAGENTS
 
 DataSetName = Literal["sample", "coursegpt"]
@@ -128,7 +128,7 @@ class Router(Environment):
         return self._task(task_id, read_problem(row))
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
-        said = {"plan": response, "repaired": said_last(messages).repaired}
+        said = {"plan": response, "repaired": last_plan(messages).repaired}
         return Result(output=said, messages=messages)
 
     def task_from_question(self, asked: Question) -> Task:

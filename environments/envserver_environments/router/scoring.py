@@ -30,7 +30,7 @@ REPAIR_FACTOR = 0.8
 
 
 @dataclass(frozen=True)
-class Said:
+class ModelPlan:
     """What a rollout ended with; see `agent.solve`."""
 
     plan: str = ""
@@ -53,15 +53,15 @@ async def score_rollout(
     Raises:
         SandboxError: a sandbox failed.
     """
-    said = said_in(result)
+    model_plan = read_plan(result)
     # Where the plan was run, whatever was cut off behind it is not the plan.
-    cut_off = said.cut_off or (result.truncated and not said.executed)
-    metrics = {"truncated": float(result.truncated), "repaired": float(said.repaired)}
+    cut_off = model_plan.cut_off or (result.truncated and not model_plan.executed)
+    metrics = {"truncated": float(result.truncated), "repaired": float(model_plan.repaired)}
     target = task.hidden.get("target")
     if target is not None and not cut_off:
-        metrics |= course_metrics(said.plan, target)
+        metrics |= course_metrics(model_plan.plan, target)
     try:
-        plan = None if cut_off else READERS[task.public["profile"]](said.plan)
+        plan = None if cut_off else READERS[task.public["profile"]](model_plan.plan)
     except PlanError as error:
         metrics[f"invalid_{error.kind}"] = 1.0
         plan = None
@@ -71,18 +71,18 @@ async def score_rollout(
     alike = _alike(plan, task)
     components = _components(alike, valid=1.0)
     if execute and task.hidden["answer"] is not None:
-        components["outcome"] = await outcome(task, said, sandboxes)
+        components["outcome"] = await outcome(task, model_plan, sandboxes)
     reward = _reward(components)
-    if reward is not None and said.repaired:
+    if reward is not None and model_plan.repaired:
         reward *= REPAIR_FACTOR
     return Score(reward=reward, components=components, metrics=metrics)
 
 
-def said_in(result: Result) -> Said:
+def read_plan(result: Result) -> ModelPlan:
     """What the rollout ended with, from its output or, where it has none, from the conversation."""
     output = result.output
     if isinstance(output, dict):
-        return Said(
+        return ModelPlan(
             plan=_text(output.get("plan")) or "",
             repaired=output.get("repaired") is True,
             cut_off=output.get("cut_off") is True,
@@ -91,17 +91,17 @@ def said_in(result: Result) -> Said:
             program=_text(output.get("program")),
         )
     if isinstance(output, str):
-        return Said(plan=output)
-    return said_last(result.messages)
+        return ModelPlan(plan=output)
+    return last_plan(result.messages)
 
 
-def said_last(messages: list[dict[str, Any]]) -> Said:
+def last_plan(messages: list[dict[str, Any]]) -> ModelPlan:
     """What the last assistant message of a conversation says; a second one is a repair."""
     texts = [_text(m.get("content")) or "" for m in messages if m.get("role") == "assistant"]
-    return Said(plan=texts[-1], repaired=len(texts) > 1) if texts else Said()
+    return ModelPlan(plan=texts[-1], repaired=len(texts) > 1) if texts else ModelPlan()
 
 
-async def outcome(task: Task, said: Said, sandboxes: Sandboxes | None) -> float:
+async def outcome(task: Task, model_plan: ModelPlan, sandboxes: Sandboxes | None) -> float:
     """1.0 where the run of the plan gave the task's answer, else 0.0.
 
     Raises:
@@ -110,10 +110,10 @@ async def outcome(task: Task, said: Said, sandboxes: Sandboxes | None) -> float:
     answer = task.hidden["answer"]
     match answer["kind"]:
         case "function":
-            return await _passes(task, said.program, sandboxes)
+            return await _passes(task, model_plan.program, sandboxes)
         case "number":
-            return max(_is_number(gold, said.answer) for gold in answer["answers"])
-    given = normalize_answer(said.answer or "")
+            return max(_is_number(gold, model_plan.answer) for gold in answer["answers"])
+    given = normalize_answer(model_plan.answer or "")
     return float(bool(given) and given in map(normalize_answer, answer["answers"]))
 
 

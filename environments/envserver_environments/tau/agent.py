@@ -18,7 +18,7 @@ from .domains.toolkit import Requestor
 from .domains.world import Domain
 from .episodes import COMPLETE, Episode, EpisodeRules
 from .prompts import agent_prompt
-from .speaking import ModelSpeaker, Said, Speaker
+from .speaking import ModelSpeaker, Speaker, Utterance
 from .tasks import TauMessage, has_text, read_task
 from .texting import TextSpeaker
 from .users import UserKind, customer_of
@@ -78,20 +78,20 @@ async def converse(episode: Episode, sides: dict[Requestor, Speaker], run: Rollo
     while (speaker := episode.speaker) is not None:
         side = sides[speaker]
         try:
-            said = await side.speak()
+            utterance = await side.speak()
         except LimitReached:  # what was done until then stays to be read; it is worth 0
             return LIMIT
-        if said.cut_off:
+        if utterance.cut_off:
             return CUT_OFF
-        if said.dropped_words:
+        if utterance.dropped_words:
             dropped[speaker] += 1
             run.log_metric(f"dropped_words_{speaker}", float(dropped[speaker]))
-        results = episode.say(said.content, said.calls)
-        _log(run, speaker, said, results)
-        if said.calls:
-            side.told(results)
-        elif said.content:
-            sides["user" if speaker == "assistant" else "assistant"].hear(said.content)
+        results = episode.say(utterance.content, utterance.calls)
+        _log(run, speaker, utterance, results)
+        if utterance.calls:
+            side.receive(results)
+        elif utterance.content:
+            sides["user" if speaker == "assistant" else "assistant"].hear(utterance.content)
     return str(episode.ending)
 
 
@@ -103,12 +103,12 @@ def _assistant(run: Rollout, prompt: str, episode: Episode, protocol: Protocol) 
     return kind(run, AGENT, prompt, tools, seen_by("assistant", begun))
 
 
-def _log(run: Rollout, speaker: Requestor, said: Said, results: list[TauMessage]) -> None:
-    if not said.calls:
-        run.log_action("say" if speaker == "assistant" else "user", {}, said.content or "")
+def _log(run: Rollout, speaker: Requestor, utterance: Utterance, results: list[TauMessage]) -> None:
+    if not utterance.calls:
+        run.log_action("say" if speaker == "assistant" else "user", {}, utterance.content or "")
         return
     prefix = "tool" if speaker == "assistant" else "user_tool"
-    for call, result in zip(said.calls, results, strict=True):
+    for call, result in zip(utterance.calls, results, strict=True):
         run.log_action(f"{prefix}:{call['name']}", call["arguments"], result["content"])
 
 

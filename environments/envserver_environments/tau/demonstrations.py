@@ -110,7 +110,7 @@ class _Play:
             said = self._customer.say()
             results = self._episode.say(said.content, said.calls)
             if said.calls:
-                self._customer.told(results)
+                self._customer.receive(results)
         else:
             self._say(self._his_turns.popleft(), self.done.user)
 

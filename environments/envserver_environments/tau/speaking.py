@@ -22,7 +22,7 @@ MAX_EMPTY_ANSWERS = 3
 
 
 @dataclass(frozen=True)
-class Said:
+class Utterance:
     """What a side says at its turn: words, or calls (`{"id", "name", "arguments"}`).
 
     Args:
@@ -42,10 +42,10 @@ class Speaker(Protocol):
     def hear(self, content: str) -> None:
         """The other side said something."""
 
-    def told(self, results: Sequence[TauMessage]) -> None:
+    def receive(self, results: Sequence[TauMessage]) -> None:
         """What its calls gave."""
 
-    async def speak(self) -> Said:
+    async def speak(self) -> Utterance:
         """What it says now."""
 
 
@@ -75,13 +75,13 @@ class ModelSpeaker:
     def hear(self, content: str) -> None:
         self._messages.append({"role": "user", "content": content})
 
-    def told(self, results: Sequence[TauMessage]) -> None:
+    def receive(self, results: Sequence[TauMessage]) -> None:
         self._messages += map(result_for_model, results)
 
-    async def speak(self) -> Said:
+    async def speak(self) -> Utterance:
         reply = await self._asked()
         self._messages.append(reply.message)
-        return said_by(reply)
+        return utterance_of(reply)
 
     async def _asked(self) -> Reply:
         return await self.run.chat(self._messages, agent=self.name, tools=self.tools or None)
@@ -90,29 +90,29 @@ class ModelSpeaker:
 class ModelCustomer(ModelSpeaker):
     """A customer who is a model: that it says nothing is not the assistant's doing."""
 
-    async def speak(self) -> Said:
+    async def speak(self) -> Utterance:
         """
         Raises:
             ServiceError: his model gives nothing usable, again and again.
         """
         for _ in range(MAX_EMPTY_ANSWERS):
             reply = await self._asked()
-            said = said_by(reply)
-            if said.content or said.calls:
+            utterance = utterance_of(reply)
+            if utterance.content or utterance.calls:
                 self._messages.append(reply.message)
-                return said
+                return utterance
         raise ServiceError(
             f"The customer's model gave no usable answer {MAX_EMPTY_ANSWERS} times in a row.",
             hint="See --env.agents.user.model_name and --env.agents.user.max_tokens.",
         )
 
 
-def said_by(reply: Reply) -> Said:
+def utterance_of(reply: Reply) -> Utterance:
     """What a model's answer says aloud: thoughts are not heard, nor words beside calls."""
     if reply.finish_reason == "length":
-        return Said(cut_off=True)
+        return Utterance(cut_off=True)
     words = visible_text(reply.content)
     if reply.tool_calls:
         spoken = bool(words and words.strip())
-        return Said(calls=calls_of(reply.tool_calls), dropped_words=spoken)
-    return Said(words.strip() if words else None)
+        return Utterance(calls=calls_of(reply.tool_calls), dropped_words=spoken)
+    return Utterance(words.strip() if words else None)

@@ -15,7 +15,7 @@ from envserver_tools.protocol import RESULT_HEAD, Part, describe_tools, parse_me
 from envserver import Message
 
 from .prompts import text_prompt
-from .speaking import ModelSpeaker, Said
+from .speaking import ModelSpeaker, Utterance
 from .tasks import TauMessage
 
 MAX_UNUSABLE = 3
@@ -33,31 +33,31 @@ class TextSpeaker(ModelSpeaker):
         super().__post_init__()
         self._calls = 0
 
-    def told(self, results: Sequence[TauMessage]) -> None:
+    def receive(self, results: Sequence[TauMessage]) -> None:
         told = "\n".join(str(result["content"]) for result in results)
         self.hear(f"{RESULT_HEAD}\n{told}")
 
-    async def speak(self) -> Said:
+    async def speak(self) -> Utterance:
         for _ in range(MAX_UNUSABLE):
             reply = await self.run.chat(self._messages, agent=self.name, stop=[RESULT_HEAD])
             self._messages.append(reply.message)
             if reply.finish_reason == "length":
-                return Said(cut_off=True)
+                return Utterance(cut_off=True)
             parts = parse_message(reply.content)
-            said = self._said(parts)
-            if said is not None:
-                return said
+            utterance = self._utterance(parts)
+            if utterance is not None:
+                return utterance
             self.hear(_correction(parts[-1]))
-        return Said()
+        return Utterance()
 
-    def _said(self, parts: Sequence[Part]) -> Said | None:
+    def _utterance(self, parts: Sequence[Part]) -> Utterance | None:
         for part in parts:
             if part.type == "final":
-                return Said(part.text.strip())
+                return Utterance(part.text.strip())
             if part.type == "tool_call":
                 self._calls += 1
                 call = {"id": f"text_{self._calls}", "name": part.tool, "arguments": part.args}
-                return Said(calls=[call])
+                return Utterance(calls=[call])
         return None
 
 

@@ -18,7 +18,7 @@ from envserver import InputError, Rollout
 from .domains.world import World
 from .episodes import STOP, Episode
 from .prompts import user_prompt
-from .speaking import ModelCustomer, Said, Speaker
+from .speaking import ModelCustomer, Speaker, Utterance
 from .tasks import TauMessage, TauTask
 from .wire import seen_by
 
@@ -83,31 +83,31 @@ class ScriptedCustomer:
     def hear(self, content: str) -> None:
         self._heard = content
 
-    def told(self, results: Sequence[TauMessage]) -> None:
+    def receive(self, results: Sequence[TauMessage]) -> None:
         if self._words is not None and results:
             self._words = self._words.replace("{result}", str(results[-1]["content"]))
 
-    async def speak(self) -> Said:
+    async def speak(self) -> Utterance:
         return self.say()
 
-    def say(self) -> Said:
+    def say(self) -> Utterance:
         """His next words or calls."""
         if self._words is not None:
             words, self._words = self._words, None
-            return Said(words)
+            return Utterance(words)
         place = matching_rule(self._script, self._heard)
         self._uses[place] += 1
         if self._uses[place] > MAX_REPEATS:
-            return Said(f"This leads nowhere. {STOP}")
+            return Utterance(f"This leads nowhere. {STOP}")
         rule = self._script[place]
         calls = [
             {"id": f"user_{self._uses.total()}_{number}", **call}
             for number, call in enumerate(rule.get("calls") or ())
         ]
         if not calls:
-            return Said(rule["say"])
+            return Utterance(rule["say"])
         self._words = rule["say"]
-        return Said(calls=calls)
+        return Utterance(calls=calls)
 
 
 def matching_rule(script: Sequence[Rule], heard: str) -> int:

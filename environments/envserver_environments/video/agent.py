@@ -1,8 +1,8 @@
 """One agent: an append-only conversation that can be asked several questions.
 
-In: a system prompt, tools, and questions. Out: what it says to each (`Said`). It goes on until it
-calls `finish`, writes a text without a call (or `FINAL:`, in the text protocol), is cut off, has
-used up its turns, or has made ten bad calls. What was cut off is not an answer.
+In: a system prompt, tools, and questions. Out: an `AgentAnswer` to each. The agent continues until
+it calls `finish`, writes text without a call (or `FINAL:`, in the text protocol), is cut off, has
+used up its turns, or has made ten bad calls. Output that was cut off is not an answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_TOOL_ERRORS = 10
 
 
 @dataclass(frozen=True)
-class Said:
+class AgentAnswer:
     """What an agent answered.
 
     Args:
@@ -78,37 +78,37 @@ class Agent:
             parts = [system, FORMAT, describe_tools(tools.values()), system_prompt("ending_text")]
         self._messages: list[Message] = [{"role": "system", "content": "\n\n".join(parts)}]
 
-    async def ask(self, question: str) -> Said:
+    async def ask(self, question: str) -> AgentAnswer:
         """Its answer to `question`, which is added to its conversation."""
         self._messages.append({"role": "user", "content": question})
         if self.turns_left <= 0 or self._errors >= MAX_TOOL_ERRORS:
-            return Said()
+            return AgentAnswer()
         if self._protocol == "text":
             return await self._by_text()
         return await self._by_calls()
 
-    async def _by_calls(self) -> Said:
+    async def _by_calls(self) -> AgentAnswer:
         text = ""
         while self.turns_left > 0 and self._errors < MAX_TOOL_ERRORS:
             reply = await self._chat(self._messages, tools=descriptions(self._tools.values()))
             self._messages.append(reply.message)
             if reply.finish_reason == "length":
                 self._tell(reply.tool_calls, "Error: the message was cut off.")
-                return Said()
+                return AgentAnswer()
             if not reply.tool_calls:
-                return Said(text=reply.content)
+                return AgentAnswer(text=reply.content)
             text = reply.content or text
             for place, call in enumerate(reply.tool_calls):
                 try:
                     result = await call_tool(self._tools, call)
                 except Finished as end:
                     self._tell(reply.tool_calls[place:], "Noted.")
-                    return Said(end.answer, text)
+                    return AgentAnswer(end.answer, text)
                 self._tell([call], result.text)
                 self._count(not result.ok)
-        return Said(text=text)
+        return AgentAnswer(text=text)
 
-    async def _by_text(self) -> Said:
+    async def _by_text(self) -> AgentAnswer:
         record, errors = ProtocolRun(), self._errors
         answer: str | None = None
         try:
@@ -126,7 +126,11 @@ class Agent:
         self._messages = record.messages
         self._count(record.tool_errors)
         thoughts = [step["text"] for step in record.steps if step["type"] == "thought"]
-        return Said() if answer is None else Said(answer, thoughts[-1] if thoughts else "")
+        return (
+            AgentAnswer()
+            if answer is None
+            else AgentAnswer(answer, thoughts[-1] if thoughts else "")
+        )
 
     async def _chat(self, messages: list[Message], **how: Any) -> Reply:
         self.turns_left -= 1

@@ -1,4 +1,4 @@
-"""Converts the rows of each data set to `Item`. Pure; loads nothing.
+"""Converts the rows of each data set to `VideoQuestion`. Pure; loads nothing.
 
     nextqa     video, qid, question, a0 ... a4, answer (0-4), type
     egoschema  video_idx, question_idx, question, option (a list), answer; or, as its authors have
@@ -28,7 +28,7 @@ _NEXTQA_OPTIONS = tuple(f"a{number}" for number in range(5))
 
 
 @dataclass(frozen=True)
-class Item:
+class VideoQuestion:
     """A question about a video, with its answer.
 
     Args:
@@ -52,7 +52,7 @@ class Item:
     context: Any = None
 
 
-def read_item(row: Row, answers: Mapping[str, Any] | None = None) -> Item:
+def read_item(row: Row, answers: Mapping[str, Any] | None = None) -> VideoQuestion:
     """The question in `row`.
 
     Args:
@@ -100,7 +100,7 @@ def option_place(answer: Any, options: list[str]) -> int | None:
     return None
 
 
-def _item(row: Row, raw_options: Any, video: str, *, row_id: str) -> Item:
+def _item(row: Row, raw_options: Any, video: str, *, row_id: str) -> VideoQuestion:
     options = _options(raw_options)
     question = _text(row.get("question"))
     answer, golds = row.get("answer"), []
@@ -114,7 +114,7 @@ def _item(row: Row, raw_options: Any, video: str, *, row_id: str) -> Item:
         golds = [text for text in map(_text, several) if text]
         if not golds:
             raise InputError("This row holds no answer.")
-    return Item(
+    return VideoQuestion(
         question=question if question.endswith((".", "?", "!")) else f"{question}?",
         video=video,
         options=options,

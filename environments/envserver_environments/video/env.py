@@ -36,7 +36,7 @@ from envserver import (
 
 from .agent import Protocol
 from .context import MODALITIES, VideoContext, video_context
-from .data_sets import DataSetName, Item, read_item
+from .data_sets import DataSetName, VideoQuestion, read_item
 from .demonstrations import demonstrate
 from .known import known_answers
 from .loading import SAMPLE_VIDEOS, Videos, answers_file, context_file, rows
@@ -199,7 +199,9 @@ class Video(Environment):
         return _task(task_id, item, context, order)
 
 
-def _task(task_id: str, item: Item, context: VideoContext | None, order: list[int]) -> Task:
+def _task(
+    task_id: str, item: VideoQuestion, context: VideoContext | None, order: list[int]
+) -> Task:
     """The task of an item; `order`: places in the item's options, in the order that is shown."""
     hidden: dict[str, Any] = {"type": item.type, "evidence": item.evidence}
     if item.answer is None:

@@ -10,29 +10,29 @@ from envserver_environments.mhqa.extraction import extract_answer
 from envserver_environments.mhqa.metrics import normalize_answer
 from envserver_tools.visible import visible_text
 
-from .agent import Said
+from .agent import AgentAnswer
 
 
-def option_of(said: Said, options: list[str]) -> int | None:
+def option_of(reply: AgentAnswer, options: list[str]) -> int | None:
     """The option that an agent names, None where it names none or more than one."""
-    if said.answer is None:
-        return choice_index(said.text, options)
-    boxed = last_boxed(said.answer)
+    if reply.answer is None:
+        return choice_index(reply.text, options)
+    boxed = last_boxed(reply.answer)
     if boxed is not None:
         return option_index(boxed, options)
-    index = option_index(said.answer, options)
-    return choice_index(said.answer, options) if index is None else index
+    index = option_index(reply.answer, options)
+    return choice_index(reply.answer, options) if index is None else index
 
 
-def words_of(said: Said) -> str | None:
+def words_of(reply: AgentAnswer) -> str | None:
     """The words of an answer without options, None where there is none."""
-    if said.answer is None:
-        return extract_answer(said.text) or None
-    seen = visible_text(said.answer)
+    if reply.answer is None:
+        return extract_answer(reply.text) or None
+    seen = visible_text(reply.answer)
     return None if seen is None else (last_boxed(seen) or seen).strip() or None
 
 
-def same_answer(first: Said, second: Said, options: list[str]) -> bool:
+def same_answer(first: AgentAnswer, second: AgentAnswer, options: list[str]) -> bool:
     """Whether both give an answer, and the same one."""
     if options:
         index = option_of(first, options)
@@ -41,9 +41,9 @@ def same_answer(first: Said, second: Said, options: list[str]) -> bool:
     return bool(words) and words == normalize_answer(words_of(second) or "")
 
 
-def final_answer(said: Said, options: list[str]) -> str:
+def final_answer(reply: AgentAnswer, options: list[str]) -> str:
     """The answer as people read it: the option with its letter, or the words; "" for none."""
     if not options:
-        return words_of(said) or ""
-    place = option_of(said, options)
+        return words_of(reply) or ""
+    place = option_of(reply, options)
     return "" if place is None else f"{chr(ord('A') + place)}) {options[place]}"

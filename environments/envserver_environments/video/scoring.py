@@ -14,7 +14,7 @@ from envserver_tools.retrieval import STOP_WORDS
 
 from envserver import Result, Score, Task
 
-from .agent import Said
+from .agent import AgentAnswer
 from .aggregation import kinds_of
 from .evidence import cites_evidence
 from .reading import option_of, words_of
@@ -28,16 +28,16 @@ def score_rollout(task: Task, result: Result, evidence_bonus: float = 0.0) -> Sc
         evidence_bonus: the share of the reward that a right answer gets only if it names a time of
             the evidence, where the task has any.
     """
-    said = said_of(result.output)
+    reply = read_answer(result.output)
     metrics = {"truncated": float(result.truncated), "tool_errors": _tool_errors(result.metrics)}
     if result.truncated:
         correct, metrics["answered"] = 0.0, 0.0
     elif task.public["options"]:
-        index = option_of(said, task.public["options"])
+        index = option_of(reply, task.public["options"])
         metrics["answered"] = float(index is not None)
         correct = float(index == task.hidden["answer"])
     else:
-        words = words_of(said)
+        words = words_of(reply)
         metrics["answered"] = float(words is not None)
         correct = words_score(words or "", task.hidden["golds"])
     metrics |= {f"correct_{name}": correct for name in kinds_of(task.hidden["type"])}
@@ -45,19 +45,21 @@ def score_rollout(task: Task, result: Result, evidence_bonus: float = 0.0) -> Sc
     reward = correct
     spans = task.hidden["evidence"]
     if evidence_bonus and spans:
-        components["evidence"] = float(correct > 0 and cites_evidence(said.words, spans))
+        components["evidence"] = float(correct > 0 and cites_evidence(reply.words, spans))
         reward *= 1 - evidence_bonus * (1 - components["evidence"])
     return Score(reward=reward, components=components, metrics=metrics)
 
 
-def said_of(output: Any) -> Said:
+def read_answer(output: Any) -> AgentAnswer:
     """What an output says; a bare text is the last text of an agent."""
     if isinstance(output, str):
-        return Said(text=output)
+        return AgentAnswer(text=output)
     if not isinstance(output, dict):
-        return Said()
+        return AgentAnswer()
     answer, text = output.get("answer"), output.get("text")
-    return Said(answer if isinstance(answer, str) else None, text if isinstance(text, str) else "")
+    return AgentAnswer(
+        answer if isinstance(answer, str) else None, text if isinstance(text, str) else ""
+    )
 
 
 def words_score(answer: str, golds: list[str]) -> float:

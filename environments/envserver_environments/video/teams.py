@@ -23,7 +23,7 @@ from envserver_tools.calling import Tool, ToolError, cut, function_tool, toolbox
 
 from envserver import PublicTask, Rollout
 
-from .agent import Agent, Protocol, Said
+from .agent import Agent, AgentAnswer, Protocol
 from .context import Modality, VideoContext
 from .prompts import about, question, reports, system_prompt
 from .reading import final_answer, same_answer
@@ -68,28 +68,28 @@ class TeamOptions:
 async def solve(task: PublicTask, run: Rollout, rules: TeamOptions) -> dict[str, Any]:
     """One attempt at `task`."""
     public = task.public
-    experts: dict[str, Said] = {}
+    experts: dict[str, AgentAnswer] = {}
     if rules.blind:
-        said = await _blind(public, run)
+        answer = await _blind(public, run)
     else:
         context = VideoContext.of_json(public["context"])
         run.log_action("load_context", {"video": public["video"]}, f"{context.characters} chars")
         team = _Team(run, rules, public, context)
-        said, experts = await team.solve()
+        answer, experts = await team.solve()
     answers = {name: expert.words for name, expert in experts.items()}
-    final = final_answer(said, public["options"])
+    final = final_answer(answer, public["options"])
     run.log_action("finalize", {}, final)
-    return {"answer": said.answer, "text": said.text, "experts": answers, "final_answer": final}
+    return {"answer": answer.answer, "text": answer.text, "experts": answers, "final_answer": final}
 
 
-async def _blind(public: dict[str, Any], run: Rollout) -> Said:
+async def _blind(public: dict[str, Any], run: Rollout) -> AgentAnswer:
     messages = [
         {"role": "system", "content": system_prompt("blind")},
         {"role": "user", "content": question(public)},
     ]
     reply = await run.chat(messages)
     run.log_action("reason", {"seen": messages[-1]["content"]}, reply.content)
-    return Said() if reply.finish_reason == "length" else Said(text=reply.content)
+    return AgentAnswer() if reply.finish_reason == "length" else AgentAnswer(text=reply.content)
 
 
 class _Team:
@@ -105,8 +105,8 @@ class _Team:
         self._context = context
         self._tools = video_tools(context)
 
-    async def solve(self) -> tuple[Said, dict[str, Said]]:
-        """What is answered, and what each expert said last."""
+    async def solve(self) -> tuple[AgentAnswer, dict[str, AgentAnswer]]:
+        """Returns the team's answer and each expert's last answer."""
         match self._rules.mode:
             case "single":
                 return await self._single(), {}
@@ -115,36 +115,36 @@ class _Team:
             case "star":
                 return await self._star()
 
-    async def _single(self) -> Said:
+    async def _single(self) -> AgentAnswer:
         agent = self._agent(None, system_prompt("single"), list(self._tools))
         return await agent.ask(f"{self._question}\n\n{about(self._context)}")
 
-    async def _report(self) -> tuple[Said, dict[str, Said]]:
+    async def _report(self) -> tuple[AgentAnswer, dict[str, AgentAnswer]]:
         experts = self._experts()
-        asked = [self._told(agent, self._question) for agent in experts.values()]
-        said = dict(zip(experts, await together(asked), strict=True))
-        first, *others = said.values()
+        questions = [self._ask(agent, self._question) for agent in experts.values()]
+        answers = dict(zip(experts, await together(questions), strict=True))
+        first, *others = answers.values()
         agreed = all(same_answer(first, other, self._options) for other in [first, *others])
         self._run.log_metric("disagreed", float(not agreed))
-        return (first if agreed else await self._organized(said)), said
+        return (first if agreed else await self._organized(answers)), answers
 
-    async def _organized(self, said: dict[str, Said]) -> Said:
-        told = [
-            (_MODALITY_NAMES[name], cut(said[name].words or _NO_ANSWER))
+    async def _organized(self, answers: dict[str, AgentAnswer]) -> AgentAnswer:
+        expert_reports = [
+            (_MODALITY_NAMES[name], cut(answers[name].words or _NO_ANSWER))
             for name in self._context.modalities
         ]
         messages = [
             {"role": "system", "content": system_prompt("organizer_report")},
-            {"role": "user", "content": f"{self._question}\n\n{reports(told)}"},
+            {"role": "user", "content": f"{self._question}\n\n{reports(expert_reports)}"},
         ]
         how: dict[str, Any] = {}
         if self._rules.organizer_schema:
             how["response_format"] = _schema(self._options)
         reply = await self._run.chat(messages, agent=ORGANIZER, **how)
-        self._run.log_action("organize", {"reports": dict(told)}, reply.content)
-        return Said() if reply.finish_reason == "length" else Said(text=reply.content)
+        self._run.log_action("organize", {"reports": dict(expert_reports)}, reply.content)
+        return AgentAnswer() if reply.finish_reason == "length" else AgentAnswer(text=reply.content)
 
-    async def _star(self) -> tuple[Said, dict[str, Said]]:
+    async def _star(self) -> tuple[AgentAnswer, dict[str, AgentAnswer]]:
         star = _Star(self._run, self._question, self._experts(), self._rules.max_rounds)
         organizer = Agent(
             self._run,
@@ -155,7 +155,7 @@ class _Team:
             ending="ending_route",
             max_turns=self._rules.max_rounds,
         )
-        return await organizer.ask(f"{self._question}\n\n{about(self._context)}"), star.said
+        return await organizer.ask(f"{self._question}\n\n{about(self._context)}"), star.answers
 
     def _experts(self) -> dict[str, Agent]:
         """An expert for each modality that there is."""
@@ -174,23 +174,23 @@ class _Team:
             tools |= toolbox(finish_tool())
         return Agent(self._run, name, system=system, tools=tools, protocol=self._rules.protocol)
 
-    async def _told(self, agent: Agent, asked: str) -> Said:
-        said = await agent.ask(asked)
-        self._run.log_action("expert_report", {"agent": agent.name}, said.words)
-        return said
+    async def _ask(self, agent: Agent, question: str) -> AgentAnswer:
+        answer = await agent.ask(question)
+        self._run.log_action("expert_report", {"agent": agent.name}, answer.words)
+        return answer
 
 
 class _Star:
     """What an organizer asks experts with, one at a time."""
 
     def __init__(
-        self, run: Rollout, asked: str, experts: Mapping[str, Agent], max_rounds: int
+        self, run: Rollout, question: str, experts: Mapping[str, Agent], max_rounds: int
     ) -> None:
         self._run = run
-        self._question = asked
+        self._question = question
         self._experts = experts
         self._rounds_left = max_rounds
-        self.said: dict[str, Said] = {}
+        self.answers: dict[str, AgentAnswer] = {}
 
     def route(self) -> Tool:
         """The tool `route`; it raises Finished with the final answer."""
@@ -220,15 +220,15 @@ class _Star:
             raise Finished(comment if answer is None else answer)
         if answer is not None:
             raise ToolError(f"answer goes with {FINAL_ANSWER} only.")
-        known = next in self.said
-        asked = comment if known else f"{self._question}\n\n{comment}".strip()
-        said = await self._experts[next].ask(asked)
-        self.said[next] = said
-        self._run.log_action("expert_report", {"agent": next}, said.words)
-        self._run.log_metric("experts_asked", float(len(self.said)))
+        known = next in self.answers
+        question = comment if known else f"{self._question}\n\n{comment}".strip()
+        report = await self._experts[next].ask(question)
+        self.answers[next] = report
+        self._run.log_action("expert_report", {"agent": next}, report.words)
+        self._run.log_metric("experts_asked", float(len(self.answers)))
         self._rounds_left -= 1
         last = "\n(Your next message must give the final answer.)" if self._rounds_left == 1 else ""
-        return cut(said.words or _NO_ANSWER) + last
+        return cut(report.words or _NO_ANSWER) + last
 
 
 async def together(asked: list[Coroutine[Any, Any, T]]) -> list[T]:

@@ -212,7 +212,7 @@ def test_absurd_results_come_in_the_form_of_right_ones() -> None:
 def test_short_hidden_words_may_stand_in_the_question() -> None:
     assert list(task_problems(Task("t", {"q": "Paris or Rome?"}, {"answer": "Paris"}))) == []
     unsendable = list(task_problems(Task("t", {"q": {1, 2}}, {})))
-    assert len(unsendable) == 1 and "cannot be pickled" in unsendable[0]
+    assert len(unsendable) == 1 and "cannot be sent" in unsendable[0]
 
 
 def test_listings_of_different_length_differ() -> None:

@@ -20,7 +20,13 @@ import pytest
 from envserver_environments.gaia.agents import AgentOptions
 from envserver_environments.gaia.download import ANNOTATED, RAW, fetch, main, summary
 from envserver_environments.gaia.env import Gaia
-from envserver_environments.gaia.loading import Item, Refusal, copy_items, is_official, own_items
+from envserver_environments.gaia.loading import (
+    GaiaQuestion,
+    Refusal,
+    copy_items,
+    is_official,
+    own_items,
+)
 from envserver_environments.gaia.scoring import is_usable_truth, question_scorer
 from support.commands import envserver, read_jsonl
 
@@ -29,8 +35,8 @@ from envserver import Caller, ConfigError, NotFoundError, PublicTask
 SOLVED = "\nimport sys\nsys.stdout.write(str(answer))\n"
 
 
-def item(task: Item | Refusal) -> Item:
-    assert isinstance(task, Item), task
+def item(task: GaiaQuestion | Refusal) -> GaiaQuestion:
+    assert isinstance(task, GaiaQuestion), task
     return task
 
 
@@ -48,7 +54,7 @@ def test_thirty_own_tasks_have_files_of_ten_kinds() -> None:
 @pytest.mark.parametrize(
     "task", [item(task) for task in own_items()], ids=lambda task: task.task_id
 )
-def test_every_own_answer_follows_from_its_file_alone(task: Item, tmp_path: Path) -> None:
+def test_every_own_answer_follows_from_its_file_alone(task: GaiaQuestion, tmp_path: Path) -> None:
     assert task.attachment is not None and task.solution is not None
     assert task.answer not in task.question and task.answer not in task.solution
     (tmp_path / f"attachment{task.attachment.suffix}").write_bytes(task.attachment.read_bytes())
@@ -109,7 +115,7 @@ def copy_in(layout: str, root: Path) -> Path:
 def test_a_local_copy_is_read_in_every_layout(layout: str, tmp_path: Path) -> None:
     copy = copy_in(layout, tmp_path)
     found = list(copy_items(copy, "validation"))
-    items = {task.task_id: task for task in found if isinstance(task, Item)}
+    items = {task.task_id: task for task in found if isinstance(task, GaiaQuestion)}
     assert set(items) == {"a", "b"}
     assert (items["a"].level, items["a"].attachment, items["a"].solution) == (1, None, None)
     assert items["b"].attachment is not None
@@ -124,7 +130,7 @@ def test_a_local_copy_is_read_in_every_layout(layout: str, tmp_path: Path) -> No
             list(copy_items(copy, split))
 
 
-def refused(row: Item | Refusal) -> str:
+def refused(row: GaiaQuestion | Refusal) -> str:
     assert isinstance(row, Refusal)
     return row.reason
 

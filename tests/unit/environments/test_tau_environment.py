@@ -291,7 +291,7 @@ def test_scripted_customers_follow_the_first_rule_that_fits() -> None:
     customer.hear("Your PIN?")
     (call,) = customer.say().calls
     assert (call["name"], call["arguments"]) == ("look", {})
-    customer.told([{"role": "tool", "content": "42"}])
+    customer.receive([{"role": "tool", "content": "42"}])
     assert customer.say().content == "It is 42."
     customer.hear("Well.")
     said = [customer.say().content or "" for _ in range(MAX_REPEATS)]

@@ -260,7 +260,7 @@ def test_a_customer_looks_into_his_inbox_and_dismisses_what_is_settled() -> None
             customer.hear(words)
         turn = customer.say()
         if turn.calls:
-            customer.told(episode.say(None, turn.calls))
+            customer.receive(episode.say(None, turn.calls))
             turn = customer.say()
         episode.say(turn.content)
         return str(turn.content)

@@ -15,7 +15,7 @@ from support.commands import envserver, group_ids, read_jsonl
 from support.extent import examples
 
 from envserver import main, pass_at_k, pass_hat_k
-from envserver.evaluation import Attempt, Rules, TaskResult, report_run
+from envserver.evaluation import AttemptResult, Rules, TaskResult, report_run
 from envserver.evaluation.estimators import estimate
 from envserver.evaluation.report import difference
 
@@ -70,7 +70,9 @@ def test_intervals_are_as_wide_as_the_normal_ones_of_many_tasks() -> None:
 
 
 def result(task_id: str, *rewards: float, lost: int = 0, **facts: Any) -> TaskResult:
-    attempts = [Attempt(reward=reward, metrics=facts.get("metrics", {})) for reward in rewards]
+    attempts = [
+        AttemptResult(reward=reward, metrics=facts.get("metrics", {})) for reward in rewards
+    ]
     return TaskResult(task_id=task_id, attempts=attempts, lost=lost, labels=facts.get("labels", {}))
 
 

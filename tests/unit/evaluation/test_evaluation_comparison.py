@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 
-from envserver.evaluation import Attempt, Rules, TaskResult, report_run
+from envserver.evaluation import AttemptResult, Rules, TaskResult, report_run
 from envserver.evaluation.comparison import Comparison, compare
 from envserver.evaluation.comparison_tables import comparison_markdown, comparison_notes
 from envserver.evaluation.harness import HarnessRun, harvest, report_harness
@@ -68,7 +68,7 @@ def report(tasks: dict[str, list[float]], **facts: Any) -> Report:
     results = [
         TaskResult(
             task_id=task_id,
-            attempts=[Attempt(reward=one, truncated=task_id in cut) for one in rewards],
+            attempts=[AttemptResult(reward=one, truncated=task_id in cut) for one in rewards],
             lost=facts.get("lost", 0),
             digest=digests.get(task_id, "same"),
             labels={"level": "<b>1</b>"},

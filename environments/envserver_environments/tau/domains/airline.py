@@ -27,7 +27,7 @@ from .airline_data import (
 )
 from .arithmetic import calculate
 from .database import Record
-from .toolkit import Row, Toolkit, tool
+from .toolkit import DatabaseRow, Toolkit, tool
 from .world import DomainKind, Side
 
 _NOW = "2024-05-15T15:00:00"
@@ -99,7 +99,7 @@ class AirlineTools(Toolkit):
         total_baggages: int,
         nonfree_baggages: int,
         insurance: Insurance,
-    ) -> Row:
+    ) -> DatabaseRow:
         legs: Any = _as_models(FlightInfo, flights)
         people: Any = _as_models(Passenger, passengers)
         payments: Any = _as_models(Payment, payment_methods)
@@ -136,7 +136,7 @@ class AirlineTools(Toolkit):
         record = reservation.model_dump()
         self.db.put("reservations", reservation_id, record)
         self.db.edit("users", user_id)["reservations"].append(reservation_id)
-        return Row(record)
+        return DatabaseRow(record)
 
     @tool(
         "generic",
@@ -147,7 +147,7 @@ class AirlineTools(Toolkit):
         return calculate(expression)
 
     @tool("write", "Cancels a whole reservation.", reservation_id=_RESERVATION_ID)
-    def cancel_reservation(self, reservation_id: str) -> Row:
+    def cancel_reservation(self, reservation_id: str) -> DatabaseRow:
         self._reservation(reservation_id)
         reservation = self.db.edit("reservations", reservation_id)
         reservation["payment_history"] += [
@@ -155,23 +155,23 @@ class AirlineTools(Toolkit):
             for payment in reservation["payment_history"]
         ]
         reservation["status"] = "cancelled"
-        return Row(reservation)
+        return DatabaseRow(reservation)
 
     @tool(
         "read",
         "Shows a reservation.",
         reservation_id="Id of the reservation, such as '8JX2WO'.",
     )
-    def get_reservation_details(self, reservation_id: str) -> Row:
-        return Row(self._reservation(reservation_id))
+    def get_reservation_details(self, reservation_id: str) -> DatabaseRow:
+        return DatabaseRow(self._reservation(reservation_id))
 
     @tool("read", "Shows a user with the ids of all reservations.", user_id=_USER_ID)
-    def get_user_details(self, user_id: str) -> Row:
-        return Row(self._user(user_id))
+    def get_user_details(self, user_id: str) -> DatabaseRow:
+        return DatabaseRow(self._user(user_id))
 
     @tool("read", "Lists all airports.")
-    def list_all_airports(self) -> list[Row]:
-        return [Row({"iata": iata, "city": city}) for iata, city in _AIRPORTS.items()]
+    def list_all_airports(self) -> list[DatabaseRow]:
+        return [DatabaseRow({"iata": iata, "city": city}) for iata, city in _AIRPORTS.items()]
 
     @tool(
         "read",
@@ -180,8 +180,8 @@ class AirlineTools(Toolkit):
         destination=_DESTINATION,
         date=_DATE,
     )
-    def search_direct_flight(self, origin: str, destination: str, date: str) -> list[Row]:
-        return [Row(flight) for flight in self._available(date, origin, destination)]
+    def search_direct_flight(self, origin: str, destination: str, date: str) -> list[DatabaseRow]:
+        return [DatabaseRow(flight) for flight in self._available(date, origin, destination)]
 
     @tool(
         "read",
@@ -190,7 +190,9 @@ class AirlineTools(Toolkit):
         destination=_DESTINATION,
         date=_DATE,
     )
-    def search_onestop_flight(self, origin: str, destination: str, date: str) -> list[list[Row]]:
+    def search_onestop_flight(
+        self, origin: str, destination: str, date: str
+    ) -> list[list[DatabaseRow]]:
         found = []
         for first in self._available(date, origin):
             first["date"] = date
@@ -198,7 +200,7 @@ class AirlineTools(Toolkit):
             date2 = f"2024-05-{int(date[-2:]) + 1}" if "+1" in arrival else date
             for second in self._available(date2, first["destination"], destination, arrival):
                 second["date"] = date2
-                found.append([Row(first), Row(second)])
+                found.append([DatabaseRow(first), DatabaseRow(second)])
         return found
 
     @tool(
@@ -236,7 +238,7 @@ class AirlineTools(Toolkit):
     )
     def update_reservation_baggages(
         self, reservation_id: str, total_baggages: int, nonfree_baggages: int, payment_id: str
-    ) -> Row:
+    ) -> DatabaseRow:
         reservation = self._reservation(reservation_id)
         price = 50 * max(0, nonfree_baggages - reservation["nonfree_baggages"])
         payment = self._payment_for_update(reservation["user_id"], payment_id, price)
@@ -244,7 +246,7 @@ class AirlineTools(Toolkit):
         reservation["payment_history"] += payment
         reservation["total_baggages"] = total_baggages
         reservation["nonfree_baggages"] = nonfree_baggages
-        return Row(reservation)
+        return DatabaseRow(reservation)
 
     @tool(
         "write",
@@ -260,7 +262,7 @@ class AirlineTools(Toolkit):
         cabin: CabinClass,
         flights: list[FlightInfo | dict],  # type: ignore[type-arg]
         payment_id: str,
-    ) -> Row:
+    ) -> DatabaseRow:
         legs: Any = _as_models(FlightInfo, flights)
         reservation = self._reservation(reservation_id)
         self._user(reservation["user_id"])
@@ -279,7 +281,7 @@ class AirlineTools(Toolkit):
         reservation["payment_history"] += payment
         reservation["flights"] = parts
         reservation["cabin"] = cabin
-        return Row(reservation)
+        return DatabaseRow(reservation)
 
     @tool(
         "write",
@@ -291,14 +293,14 @@ class AirlineTools(Toolkit):
         self,
         reservation_id: str,
         passengers: list[Passenger | dict],  # type: ignore[type-arg]
-    ) -> Row:
+    ) -> DatabaseRow:
         people: Any = _as_models(Passenger, passengers)
         reservation = self._reservation(reservation_id)
         if len(people) != len(reservation["passengers"]):
             raise ValueError("Number of passengers does not match")
         reservation = self.db.edit("reservations", reservation_id)
         reservation["passengers"] = _plain(people)
-        return Row(reservation)
+        return DatabaseRow(reservation)
 
     @tool(
         "read",

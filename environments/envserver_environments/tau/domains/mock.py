@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from .database import Record
-from .toolkit import Row, Toolkit, tool
+from .toolkit import DatabaseRow, Toolkit, tool
 from .world import DomainKind, Side
 
 TaskStatus = Literal["pending", "completed"]
@@ -72,18 +72,18 @@ class MockTools(Toolkit):
         title="Title of the task.",
         description="What the task is about; may be left out.",
     )
-    def create_task(self, user_id: str, title: str, description: str | None = None) -> Row:
+    def create_task(self, user_id: str, title: str, description: str | None = None) -> DatabaseRow:
         self._existing("users", "User", user_id)
         task_id = f"task_{len(self.db.table('tasks')) + 1}"
         task = Task(task_id=task_id, title=title, description=description, status="pending")
         record = task.model_dump()
         self.db.put("tasks", task_id, record)
         self.db.edit("users", user_id)["tasks"].append(task_id)
-        return Row(record)
+        return DatabaseRow(record)
 
     @tool("read", "Lists all users.")
-    def get_users(self) -> list[Row]:
-        return [Row(user) for user in self.db.rows("users")]
+    def get_users(self) -> list[DatabaseRow]:
+        return [DatabaseRow(user) for user in self.db.rows("users")]
 
     @tool(
         "write",
@@ -91,11 +91,11 @@ class MockTools(Toolkit):
         task_id="Id of the task.",
         status="Its new status.",
     )
-    def update_task_status(self, task_id: str, status: TaskStatus) -> Row:
+    def update_task_status(self, task_id: str, status: TaskStatus) -> DatabaseRow:
         self._existing("tasks", "Task", task_id)
         task = self.db.edit("tasks", task_id)
         task["status"] = status
-        return Row(task)
+        return DatabaseRow(task)
 
     def assert_number_of_tasks(self, user_id: str, expected_number: int) -> bool:
         return len(self._existing("users", "User", user_id)["tasks"]) == expected_number
@@ -123,8 +123,8 @@ class MockUserTools(Toolkit):
     """The customer's functions."""
 
     @tool("read", "Shows all notifications of your inbox.")
-    def check_notifications(self) -> list[Row]:
-        return [Row(notification) for notification in self.db.rows("notifications")]
+    def check_notifications(self) -> list[DatabaseRow]:
+        return [DatabaseRow(notification) for notification in self.db.rows("notifications")]
 
     @tool(
         "write",

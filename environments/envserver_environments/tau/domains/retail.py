@@ -14,7 +14,7 @@ from typing import Any
 from .arithmetic import calculate
 from .database import Record
 from .retail_data import OrderPayment, RetailDB, UserAddress
-from .toolkit import Row, Toolkit, tool
+from .toolkit import DatabaseRow, Toolkit, tool
 from .world import DomainKind, Side
 
 _ORDER_ID = "Id of the order, with the '#' that it starts with, such as '#W0000000'."
@@ -53,7 +53,7 @@ class RetailTools(Toolkit):
         order_id=_ORDER_ID,
         reason="Why: 'no longer needed' or 'ordered by mistake'.",
     )
-    def cancel_pending_order(self, order_id: str, reason: str) -> Row:
+    def cancel_pending_order(self, order_id: str, reason: str) -> DatabaseRow:
         order = self._order(order_id)
         if order["status"] != "pending":
             raise ValueError("Non-pending order cannot be cancelled")
@@ -69,7 +69,7 @@ class RetailTools(Toolkit):
         order["status"] = "cancelled"
         order["cancel_reason"] = reason
         order["payment_history"].extend(refunds)
-        return Row(order)
+        return DatabaseRow(order)
 
     @tool(
         "write",
@@ -83,7 +83,7 @@ class RetailTools(Toolkit):
     )
     def exchange_delivered_order_items(
         self, order_id: str, item_ids: list[str], new_item_ids: list[str], payment_method_id: str
-    ) -> Row:
+    ) -> DatabaseRow:
         order = self._order(order_id)
         if order["status"] != "delivered":
             raise ValueError("Non-delivered order cannot be exchanged")
@@ -104,7 +104,7 @@ class RetailTools(Toolkit):
         order["exchange_new_items"] = sorted(new_item_ids)
         order["exchange_payment_method_id"] = payment_method_id
         order["exchange_price_difference"] = difference
-        return Row(order)
+        return DatabaseRow(order)
 
     @tool(
         "read",
@@ -137,31 +137,31 @@ class RetailTools(Toolkit):
         raise ValueError("User not found")
 
     @tool("read", "Shows an order with its status.", order_id=_ORDER_ID)
-    def get_order_details(self, order_id: str) -> Row:
-        return Row(self._order(order_id))
+    def get_order_details(self, order_id: str) -> DatabaseRow:
+        return DatabaseRow(self._order(order_id))
 
     @tool(
         "read",
         "Shows a product with all its variants.",
         product_id="Id of the product (not of an item), such as '6086499569'.",
     )
-    def get_product_details(self, product_id: str) -> Row:
-        return Row(self._product(product_id))
+    def get_product_details(self, product_id: str) -> DatabaseRow:
+        return DatabaseRow(self._product(product_id))
 
     @tool(
         "read",
         "Shows an item: its options, price, and whether it is available.",
         item_id="Id of the item (not of a product), such as '6086499569'.",
     )
-    def get_item_details(self, item_id: str) -> Row:
+    def get_item_details(self, item_id: str) -> DatabaseRow:
         for product in self.db.rows("products"):
             if item_id in product["variants"]:
-                return Row(product["variants"][item_id])
+                return DatabaseRow(product["variants"][item_id])
         raise ValueError("Item not found")
 
     @tool("read", "Shows a user with the ids of all orders.", user_id=_USER_ID)
-    def get_user_details(self, user_id: str) -> Row:
-        return Row(self._user(user_id))
+    def get_user_details(self, user_id: str) -> DatabaseRow:
+        return DatabaseRow(self._user(user_id))
 
     @tool(
         "read",
@@ -187,13 +187,13 @@ class RetailTools(Toolkit):
         state: str,
         country: str,
         zip: str,
-    ) -> Row:
+    ) -> DatabaseRow:
         if "pending" not in self._order(order_id)["status"]:
             raise ValueError("Non-pending order cannot be modified")
         address = _address(address1, address2, city, state, country, zip)
         order = self.db.edit("orders", order_id)
         order["address"] = address
-        return Row(order)
+        return DatabaseRow(order)
 
     @tool(
         "write",
@@ -207,7 +207,7 @@ class RetailTools(Toolkit):
     )
     def modify_pending_order_items(
         self, order_id: str, item_ids: list[str], new_item_ids: list[str], payment_method_id: str
-    ) -> Row:
+    ) -> DatabaseRow:
         order = self._order(order_id)
         if order["status"] != "pending":
             raise ValueError("Non-pending order cannot be modified")
@@ -234,7 +234,7 @@ class RetailTools(Toolkit):
                 item_id=new_item_id, price=variant["price"], options=dict(variant["options"])
             )
         order["status"] = "pending (item modified)"
-        return Row(order)
+        return DatabaseRow(order)
 
     @tool(
         "write",
@@ -243,7 +243,7 @@ class RetailTools(Toolkit):
         payment_method_id="Id of the method to pay by instead, such as 'credit_card_0000000'; the "
         "user's details have it.",
     )
-    def modify_pending_order_payment(self, order_id: str, payment_method_id: str) -> Row:
+    def modify_pending_order_payment(self, order_id: str, payment_method_id: str) -> DatabaseRow:
         order = self._order(order_id)
         if "pending" not in order["status"]:
             raise ValueError("Non-pending order cannot be modified")
@@ -264,7 +264,7 @@ class RetailTools(Toolkit):
         self._change_balance(order["user_id"], payment_method_id, -amount)
         self._payment_method(order["user_id"], old_id)
         self._change_balance(order["user_id"], old_id, amount)
-        return Row(order)
+        return DatabaseRow(order)
 
     @tool("write", f"Changes the address of a user. {_CONFIRM}", user_id=_USER_ID, **_ADDRESS)
     def modify_user_address(
@@ -276,12 +276,12 @@ class RetailTools(Toolkit):
         state: str,
         country: str,
         zip: str,
-    ) -> Row:
+    ) -> DatabaseRow:
         self._user(user_id)
         address = _address(address1, address2, city, state, country, zip)
         user = self.db.edit("users", user_id)
         user["address"] = address
-        return Row(user)
+        return DatabaseRow(user)
 
     @tool(
         "write",
@@ -294,7 +294,7 @@ class RetailTools(Toolkit):
     )
     def return_delivered_order_items(
         self, order_id: str, item_ids: list[str], payment_method_id: str
-    ) -> Row:
+    ) -> DatabaseRow:
         order = self._order(order_id)
         if order["status"] != "delivered":
             raise ValueError("Non-delivered order cannot be returned")
@@ -308,7 +308,7 @@ class RetailTools(Toolkit):
         order["status"] = "return requested"
         order["return_items"] = items
         order["return_payment_method_id"] = payment_method_id
-        return Row(order)
+        return DatabaseRow(order)
 
     @tool(
         "generic",

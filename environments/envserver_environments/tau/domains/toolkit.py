@@ -27,7 +27,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Row:
+class DatabaseRow:
     """A record as the result of a tool: all its fields, numbers as numbers."""
 
     fields: Mapping[str, Any]
@@ -148,8 +148,8 @@ def with_whole_numbers(tool: ToolInfo, arguments: Mapping[str, Any]) -> dict[str
 def result_text(result: Any) -> str:
     """A tool's result as the model reads it.
 
-    Strings are left as they are. Records (`Row`, pydantic models) become JSON with all their
-    fields; in any other value numbers and booleans become strings, as in tau2-bench.
+    Strings stay as they are. Records (`DatabaseRow`, pydantic models) become JSON with all their
+    fields; in other values numbers and booleans become strings, as in tau2-bench.
 
     Raises:
         ValueError: it is of a type that no tool may return.
@@ -159,7 +159,7 @@ def result_text(result: Any) -> str:
 
 def _shown(value: Any) -> Any:
     match value:
-        case Row():
+        case DatabaseRow():
             return value.fields
         case BaseModel():
             return value.model_dump()

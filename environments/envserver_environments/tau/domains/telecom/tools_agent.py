@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..toolkit import Row, tool
+from ..toolkit import DatabaseRow, tool
 from .account_setup import AccountSetup
 from .accounts import END_OF_CYCLE, TODAY
 
@@ -25,12 +25,12 @@ class TelecomTools(AccountSetup):
         "Finds the customer to whom a phone number belongs: his own one or one of his lines'.",
         phone_number="The number.",
     )
-    def get_customer_by_phone(self, phone_number: str) -> Row:
-        return Row(self.customer_by_number(phone_number))
+    def get_customer_by_phone(self, phone_number: str) -> DatabaseRow:
+        return DatabaseRow(self.customer_by_number(phone_number))
 
     @tool("read", "Shows a customer.", customer_id="Id of the customer.")
-    def get_customer_by_id(self, customer_id: str) -> Row:
-        return Row(self.found("customers", customer_id))
+    def get_customer_by_id(self, customer_id: str) -> DatabaseRow:
+        return DatabaseRow(self.found("customers", customer_id))
 
     @tool(
         "read",
@@ -38,9 +38,9 @@ class TelecomTools(AccountSetup):
         full_name="First and last name.",
         dob="Date of birth, as YYYY-MM-DD.",
     )
-    def get_customer_by_name(self, full_name: str, dob: str) -> list[Row]:
+    def get_customer_by_name(self, full_name: str, dob: str) -> list[DatabaseRow]:
         return [
-            Row(customer)
+            DatabaseRow(customer)
             for customer in self.db.table("customers")
             if customer["full_name"].lower() == full_name.lower()
             and customer["date_of_birth"] == dob
@@ -51,11 +51,11 @@ class TelecomTools(AccountSetup):
         "Shows a customer, line, device, bill or plan.",
         id="Its id, whose first letter tells what it is: C, L, D, B or P.",
     )
-    def get_details_by_id(self, id: str) -> Row:
+    def get_details_by_id(self, id: str) -> DatabaseRow:
         table = next((table for letter, table in _TABLES.items() if id.startswith(letter)), None)
         if table is None:
             raise ValueError(f"Unknown ID format or type: {id}")
-        return Row(self.found(table, id))
+        return DatabaseRow(self.found(table, id))
 
     @tool(
         "write",
@@ -71,7 +71,7 @@ class TelecomTools(AccountSetup):
         line["status"] = "Suspended"
         line["suspension_start_date"] = TODAY
         message = "Line suspended successfully. $5/month holding fee will apply."
-        return {"message": message, "line": Row(line)}
+        return {"message": message, "line": DatabaseRow(line)}
 
     @tool(
         "write",
@@ -85,7 +85,7 @@ class TelecomTools(AccountSetup):
         line = self.edited("lines", line_id)
         line["status"] = "Active"
         line["suspension_start_date"] = None
-        return {"message": "Line resumed successfully", "line": Row(line)}
+        return {"message": "Line resumed successfully", "line": DatabaseRow(line)}
 
     @tool(
         "read",
@@ -93,10 +93,10 @@ class TelecomTools(AccountSetup):
         customer_id="Id of the customer.",
         limit="How many at most.",
     )
-    def get_bills_for_customer(self, customer_id: str, limit: int = 12) -> list[Row]:
+    def get_bills_for_customer(self, customer_id: str, limit: int = 12) -> list[DatabaseRow]:
         bills = self.bills_of(self.found("customers", customer_id))
         latest_first = sorted(bills, key=lambda bill: bill["issue_date"], reverse=True)
-        return [Row(bill) for bill in latest_first[:limit]]
+        return [DatabaseRow(bill) for bill in latest_first[:limit]]
 
     @tool(
         "write",
