@@ -22,6 +22,7 @@ REFERENCE = {
     "envserver_clients": "What a trainer imports.",
     "envserver_records": "The records and errors that both sides of the wire share.",
     "envserver_tools": "Tools for agents.",
+    "envserver_factory": "Prepares data and models for offline training.",
 }
 
 

@@ -18,8 +18,8 @@ def run(argv: list[str]) -> int:
         UsageError: a setting or a source is wrong.
         StoreError: a file cannot be written.
     """
-    from ..export.convert import convert
-    from ..export.documents import files_of
+    from envserver_factory.trajectories.convert import convert
+    from envserver_factory.trajectories.documents import files_of
 
     settings = COMMAND.read(argv)
     size = sum(path.stat().st_size for path in files_of(settings.sources))

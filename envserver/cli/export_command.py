@@ -102,7 +102,7 @@ def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
 
 
 def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
-    from ..export.hub import push
+    from envserver_factory.publishing.hub import push
 
     if dry_run:
         console.print(f"Not pushed: {folder} has what would be pushed to {name}.", markup=False)
@@ -111,8 +111,8 @@ def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
 
 
 def _with_card(format: Format, settings: ExportSettings, name: str) -> Format:
-    from ..export.card import Asked, WithCard, public_name
-    from ..export.hub import check_name
+    from envserver_factory.publishing.card import Asked, WithCard, public_name
+    from envserver_factory.publishing.hub import check_name
 
     check_name(name)
     if settings.out.suffix in (".jsonl", format.suffix):
@@ -133,7 +133,7 @@ def _with_card(format: Format, settings: ExportSettings, name: str) -> Format:
 def _told_to_all(settings: ExportSettings, facts: dict[str, Any]) -> dict[str, Any]:
     """Returns source names for publication: paths and user names are removed before a push, and
     from URLs."""
-    from ..export.card import public_name
+    from envserver_factory.publishing.card import public_name
 
     def named(source: str) -> str:
         is_private = settings.push_to_hub is not None or "://" in source

@@ -48,9 +48,9 @@ def run(argv: list[str]) -> int:
 
 
 def _merged(settings: MergeSettings, console: Console) -> tuple[list[Path], list[str]]:
-    from ..export.merging.checks import Allowed
-    from ..export.merging.mergekit import Method, merge_with
-    from ..export.merging.recipe import Recipe, Vector, parse_parts
+    from envserver_factory.merging.checks import Allowed
+    from envserver_factory.merging.mergekit import Method, merge_with
+    from envserver_factory.merging.recipe import Recipe, Vector, parse_parts
 
     vectors = parse_parts(settings.add)
     if (settings.rl is None) != (settings.sft is None):
@@ -77,7 +77,7 @@ def _merged(settings: MergeSettings, console: Console) -> tuple[list[Path], list
 def _with_arithmetic(
     settings: MergeSettings, recipe: Any, allowed: Any, console: Console
 ) -> tuple[list[Path], list[str]]:
-    from ..export.merging import merge
+    from envserver_factory.merging import merge
 
     names = [f"alpha-{alpha!r}" for alpha in settings.alpha]
     places = [settings.out / name for name in names] or [settings.out]

@@ -1,4 +1,4 @@
-"""`envserver sft build SOURCE...`: builds rows and prints the result; see `export/sft_building`."""
+"""`envserver sft build SOURCE...`: builds rows by `envserver_factory` and prints the result."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def run(argv: list[str]) -> int:
         UsageError: a setting or a source is wrong, or there are no rows.
         StoreError: the folder cannot be written.
     """
-    from ..export.documents import files_of
-    from ..export.sft_building.per_tool import Choice, build
-    from ..export.sft_building.templates import Shown, read_templates
+    from envserver_factory.sft_building.per_tool import Choice, build
+    from envserver_factory.sft_building.templates import Shown, read_templates
+    from envserver_factory.trajectories.documents import files_of
 
     settings = COMMAND.read(argv)
     check_upload(settings.upload)
@@ -59,14 +59,14 @@ def check_upload(target: str | None) -> None:
         ConfigError: it is not a valid target, or a library for it is not installed.
     """
     if target is not None:
-        from ..export.sft_building.upload import check_target
+        from envserver_factory.publishing.upload import check_target
 
         check_target(target)
 
 
 def put(folder: Path, target: str, console: Console) -> None:
     """Uploads a finished folder and prints the address of each file."""
-    from ..export.sft_building.upload import upload
+    from envserver_factory.publishing.upload import upload
 
     def told(address: str) -> None:
         console.print(f"Uploaded {address}", highlight=False, markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """`envserver sft router|math|code SOURCE`: prepares a data set for fine-tuning.
 
-The work is in `export/sft_building`; the environment of the same name checks whether a row's answer
-is correct (`sft_checks`).
+The work is in `envserver_factory.sft_building`; the environment of the same name checks whether a
+row's answer is correct (`sft_checks`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]
         UsageError: a setting or the input is wrong, or no row is usable.
         StoreError: the folder cannot be written.
     """
-    from ..export.sft_building.data_rows import rows_of
-    from ..export.sft_building.examples import template_of
-    from ..export.sft_building.prepare import Plan, prepare
+    from envserver_factory.sft_building.data_rows import rows_of
+    from envserver_factory.sft_building.examples import template_of
+    from envserver_factory.sft_building.prepare import Plan, prepare
 
     settings = command.read(argv)
     configure_logs("warning")
@@ -96,19 +96,19 @@ def _check(name: str, settings: PrepareSettings) -> Callable[[Path], Any]:
 
 
 def _router(settings: RouterSettings) -> Callable[[dict[str, Any]], Any]:
-    from ..export.sft_building.router import example_of
+    from envserver_factory.sft_building.router import example_of
 
     return functools.partial(example_of, think=settings.think)
 
 
 def _math(settings: MathSettings) -> Callable[[dict[str, Any]], Any]:
-    from ..export.sft_building.math_rows import example_of
+    from envserver_factory.sft_building.math_rows import example_of
 
     return example_of
 
 
 def _code(settings: CodeSettings) -> Callable[[dict[str, Any]], Any]:
-    from ..export.sft_building.code_rows import example_of
+    from envserver_factory.sft_building.code_rows import example_of
 
     return example_of
 

@@ -18,7 +18,7 @@ def run(argv: list[str]) -> int:
     Raises:
         UsageError: a setting or a source is wrong.
     """
-    from ..export.sft_building.spool import as_line
+    from envserver_factory.sft_building.spool import as_line
 
     settings = COMMAND.read(argv)
     rows, tools, made = _rows(settings)
@@ -40,9 +40,9 @@ def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str]
     """Returns the rows to show, and counts by tool of all actions and all rows."""
     from itertools import islice
 
-    from ..export.documents import objects
-    from ..export.sft_building.per_tool import Choice, reward_of, rows_of
-    from ..export.sft_building.templates import Shown, read_templates
+    from envserver_factory.sft_building.per_tool import Choice, reward_of, rows_of
+    from envserver_factory.sft_building.templates import Shown, read_templates
+    from envserver_factory.trajectories.documents import objects
 
     templates = read_templates(settings.templates)
     choice = Choice(

@@ -16,9 +16,10 @@ def run(argv: list[str]) -> int:
     Raises:
         UsageError: a setting is wrong, or a source matches no file.
     """
-    from ..export.documents import files_of
+    from envserver_factory.trajectories.documents import files_of
+    from envserver_factory.trajectories.validation import validate
+
     from ..export.unified import DOMAINS
-    from ..export.validation import validate
 
     settings = COMMAND.read(argv)
 

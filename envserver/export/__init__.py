@@ -9,20 +9,16 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .formats import Options, format_of
     from .jsonl import group_line
-    from .merging import Recipe, Vector, merge
     from .stored import StoredRollout, group_of, read_groups
     from .traces import problems_of_trace
     from .unified import problems_of
 
 __all__ = [
     "Options",
-    "Recipe",
     "StoredRollout",
-    "Vector",
     "format_of",
     "group_line",
     "group_of",
-    "merge",
     "problems_of",
     "problems_of_trace",
     "read_groups",
@@ -32,13 +28,10 @@ __getattr__ = lazy_names(
     __name__,
     {
         "Options": "formats",
-        "Recipe": "merging",
         "StoredRollout": "stored",
-        "Vector": "merging",
         "format_of": "formats",
         "group_line": "jsonl",
         "group_of": "stored",
-        "merge": "merging",
         "problems_of": "unified",
         "problems_of_trace": "traces",
         "read_groups": "stored",

@@ -31,6 +31,7 @@ OUR_PACKAGES = (
     "envserver_environments",
     "envserver_tools",
     "envserver_local",
+    "envserver_factory",
     "envserver_clients",
 )
 _ENTRY_POINTS = "envserver.environments"

@@ -132,7 +132,7 @@ for name in filter(str.isdigit, os.listdir("/proc")):
         must="has no such module",
         source="""\
 for name in ("envserver_environments", "envserver_environments.math", "envserver_tools", "envserver_clients",
-             "envserver_records", "envserver_local", "envserver.rollouts",
+             "envserver_records", "envserver_local", "envserver_factory", "envserver.rollouts",
              "envserver.proxy", "envserver.store", "envserver.workers", "envserver.api"):
     try:
         got(f"{name} {__import__(name)!r}")

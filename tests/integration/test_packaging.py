@@ -18,6 +18,7 @@ PACKAGES = {
         "envserver_environments": "environments",
         "envserver_tools": "tools",
         "envserver_local": "tools",
+        "envserver_factory": "tools",
     },
     "clients": {"envserver_clients": "clients", "envserver_records": "clients"},
 }

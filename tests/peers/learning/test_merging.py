@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from envserver_factory import Recipe, Vector, merge
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-from envserver.export import Recipe, Vector, merge
 
 torch.set_num_threads(1)
 ALPHAS = (0.5, 1.0, -0.3)

@@ -1,4 +1,4 @@
-"""The public names of the environments' and the tools' packages can be imported."""
+"""The public names of the packages beside `envserver` can be imported."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import subprocess
 import sys
 
 import envserver_environments
+import envserver_factory
 import envserver_tools
 import pytest
 
 
-@pytest.mark.parametrize("package", [envserver_environments, envserver_tools])
+@pytest.mark.parametrize("package", [envserver_environments, envserver_tools, envserver_factory])
 def test_every_public_name_is_there_and_no_other(package: object) -> None:
     for name in package.__all__:  # type: ignore[attr-defined]
         assert getattr(package, name).__doc__ or isinstance(getattr(package, name), tuple | str)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from envserver.export.unified import DOMAINS, problems_of
+
 from .documents import Document, documents, files_of
-from .unified import DOMAINS, problems_of
 
 Told = Callable[[int, int], None]
 """Called with the numbers of documents and bytes read so far."""

@@ -27,7 +27,7 @@ from typing import Any
 
 from envserver_records.records import text_of
 
-from .unified import SCHEMA_VERSION, actions_of
+from envserver.export.unified import SCHEMA_VERSION, actions_of
 
 Json = dict[str, Any]
 

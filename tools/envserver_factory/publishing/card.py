@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from .. import __version__
-from .formats import Format, NamedFile, Row, Writer, Written
-from .run_facts import RunFacts
-from .shards import MANIFEST, failed, writer_of
-from .stored import StoredGroup, StoredRollout
+from envserver import __version__
+from envserver.export.formats import Format, NamedFile, Row, Writer, Written
+from envserver.export.run_facts import RunFacts
+from envserver.export.shards import MANIFEST, failed, writer_of
+from envserver.export.stored import StoredGroup, StoredRollout
 
 CARD: Final = "README.md"
 _LOOKED_AT: Final = 1000
@@ -241,7 +241,7 @@ def _decontamination(asked: Asked) -> str:
 
 
 def _parquet_columns() -> dict[str, str]:
-    from .parquet import schema
+    from envserver.export.parquet import schema
 
     return {one.name: str(one.type) for one in schema()}
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from envserver_records.errors import EnvserverError, InputError, NotFoundError
 
-from .stored_files import opened
+from envserver.export.stored_files import opened
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst")
 MAX_BYTES = 256 << 20

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ... import __version__
+from envserver import __version__
+
 from .recipe import Recipe
 from .tensors import Model
 from .writing import RECIPE

@@ -12,7 +12,7 @@ from typing import Final
 
 from envserver_records.errors import ConfigError
 
-from .sft_building.upload import HUB, check_target, upload
+from .upload import HUB, check_target, upload
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_factory.sft_building.splits import split_three, split_tools, split_tools_by_group
 from hypothesis import given
 from hypothesis import strategies as st
 
 from envserver import main
 from envserver.export import problems_of
-from envserver.export.sft_building.splits import split_three, split_tools, split_tools_by_group
 
 ROOT = Path(__file__).parents[3]
 

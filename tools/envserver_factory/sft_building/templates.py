@@ -27,7 +27,7 @@ import yaml
 from envserver_records.errors import ConfigError, NotFoundError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ...shipped import shipped
+from envserver.shipped import shipped
 
 Json = dict[str, Any]
 

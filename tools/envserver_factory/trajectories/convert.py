@@ -19,14 +19,15 @@ from typing import Any, Protocol
 from envserver_records.errors import ConfigError, InputError
 from envserver_records.files import replacing, storing
 
+from envserver.export.formats import Options
+from envserver.export.stored import group_of
+from envserver.export.traces import problems_of_trace, unified_of_trace
+from envserver.export.unified import DOMAINS, SCHEMA_VERSION, problems_of, write_json
+from envserver.export.unified_format import Unified
+
+from ..sft_building.spool import as_line
 from .convert_foreign import unified_of_foreign
 from .documents import Document, documents, files_of
-from .formats import Options
-from .sft_building.spool import as_line
-from .stored import group_of
-from .traces import problems_of_trace, unified_of_trace
-from .unified import DOMAINS, SCHEMA_VERSION, problems_of, write_json
-from .unified_format import Unified
 
 Json = dict[str, Any]
 Told = Callable[[int, int], None]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_factory.trajectories.convert_foreign import unified_of_foreign
 from hypothesis import given
 from hypothesis import strategies as st
 
 from envserver import main
 from envserver.export import problems_of
-from envserver.export.convert_foreign import unified_of_foreign
 
 GOOD: dict[str, Any] = {
     "schema_version": 1,

@@ -1,6 +1,5 @@
 """Data for supervised fine-tuning: by tool from unified trajectories, or from whole data sets.
 
-    trajectories  files of unified trajectories -> trajectories, in the order of their paths
     templates     a YAML file -> what a trajectory's action becomes: an instruction and an output
     per_tool      trajectories -> a folder with train.jsonl and val.jsonl for each tool
     data_rows     a file or a data set of the hub -> rows
@@ -9,7 +8,6 @@
     splits        which rows are for training: pure, deterministic in the seed
     spool         rows that wait on disk: a few bytes of memory each
     folder        a folder that is complete or absent
-    upload        a finished folder -> another folder, a bucket, or the hub
 
 Formats and orders are those of the public repositories ojo1996/VideoMultiAgents_HOEY
 (scripts/build_sft_datasets.py) and ALikesToCode/CourseGPT-Pro-DSAI-Lab-Group-6

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from envserver_factory import Recipe, Vector, merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
@@ -30,7 +31,6 @@ from support.models_on_disk import (
 )
 
 from envserver import main
-from envserver.export import Recipe, Vector, merge
 
 ROWS, COLUMNS = 6, 4
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -121,7 +121,7 @@ def test_every_value_is_the_formula_rounded_once(
 @settings(max_examples=examples(50), deadline=None)
 @given(st.floats(width=32, allow_nan=False))
 def test_bfloat16_is_rounded_to_nearest_even(value: float) -> None:
-    from envserver.export.merging.dtypes import decoded, encoded
+    from envserver_factory.merging.dtypes import decoded, encoded
 
     values = np.array([value], dtype=np.float32)
     bits = encoded(values, "BF16")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from envserver_records.errors import InputError
 from envserver_records.files import storing
 
-from ..documents import Document, objects
+from ..trajectories.documents import Document, objects
 from .folder import new_folder, write_lines, write_summary
 from .splits import Held, split_tools, split_tools_by_group
 from .spool import Spool

@@ -1,0 +1,1 @@
+"""Reads trajectories that any agent wrote, makes them unified trajectories, validates them."""
