@@ -1,12 +1,12 @@
 """Decodes an engine's bytes: an answer, or an error and who is at fault.
 
 `decode` accepts strict JSON only, with finite numbers and valid text: an engine that writes NaN
-for a
-logprob has computed nothing to train on.
+for a logprob has computed nothing to train on.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -17,6 +17,8 @@ from envserver_records.errors import EngineError, EngineGarbage, EngineRefused, 
 
 MAX_REFUSAL_BYTES = 64 * 1024
 _MAX_WORDS = 600
+_MAX_NAMES = 10
+_MAX_NAME_CHARACTERS = 120
 _HINTS = {
     401: "Set openai.api_key.",
     403: "Set openai.api_key.",
@@ -65,10 +67,29 @@ class Decoder:
 
     def words(self, data: bytes) -> str:
         """Returns the engine's error message, shortened and without its key."""
-        words = _error_message(data)
-        if self._key:
-            words = words.replace(self._key, "***")
-        return words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "…"
+        return _shortened(self._without_key(_error_message(data)), _MAX_WORDS)
+
+    def models_hint(self, wanted: str, answer: dict[str, Any]) -> str:
+        """Says which models an answer to `/v1/models` lists, those with names near `wanted` first.
+
+        Returns "" if it lists none, or `wanted` itself.
+        """
+        names = [self._without_key(name) for name in model_names(answer)]
+        if not names or wanted in names:
+            return ""
+        near = difflib.SequenceMatcher(b=wanted.lower())
+
+        def distance(name: str) -> float:
+            near.set_seq1(name.lower()[:_MAX_NAME_CHARACTERS])
+            return -near.ratio()
+
+        nearest = sorted(names, key=distance)[:_MAX_NAMES]
+        listed = ", ".join(_shortened(name, _MAX_NAME_CHARACTERS) for name in nearest)
+        others = f" and {len(names) - len(nearest)} more" if len(names) > len(nearest) else ""
+        return f"The engine has {listed}{others}: set openai.model_name."
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
 
 
 def is_refusal(status: int) -> bool:
@@ -96,13 +117,25 @@ def first_model(answer: dict[str, Any]) -> str:
     Raises:
         EngineGarbage: there is none.
     """
-    try:
-        name = answer["data"][0]["id"]
-    except (KeyError, IndexError, TypeError):
-        name = None
-    if not isinstance(name, str):
+    names = model_names(answer)
+    if not names:
         raise EngineGarbage("The engine lists no model.", hint="Set openai.model_name.")
-    return name
+    return names[0]
+
+
+def model_names(answer: dict[str, Any]) -> list[str]:
+    """Returns the models' names in an answer to `/v1/models`; what is malformed is left out."""
+    models = answer.get("data")
+    ids = (
+        [one.get("id") for one in models if isinstance(one, dict)]
+        if isinstance(models, list)
+        else []
+    )
+    return [name for name in ids if isinstance(name, str)]
+
+
+def _shortened(text: str, characters: int) -> str:
+    return text if len(text) <= characters else text[:characters] + "…"
 
 
 def _error_message(data: bytes) -> str:

@@ -16,11 +16,18 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
 import orjson
-from envserver_records.errors import ConfigError, EngineError, EngineGarbage, EngineTimeout
+from envserver_records.errors import (
+    ConfigError,
+    EngineError,
+    EngineGarbage,
+    EngineRefused,
+    EngineTimeout,
+)
 from yarl import URL
 
 from ..config import OpenAIConfig
@@ -111,7 +118,10 @@ class OpenAIEngine:
         payload = orjson.dumps(body)
 
         async def once(request: ReplicaRequest) -> Json:
-            async with self._sent(request, path, payload) as response:
+            async with (
+                self._naming_models(request.replica, body),
+                self._sent(request, path, payload) as response,
+            ):
                 return self._decoder.decode(await whole(response))
 
         return await self._calls.until_answered(once, rollout_id, self._deadline(timeout_seconds))
@@ -125,7 +135,7 @@ class OpenAIEngine:
         deadline = self._deadline(timeout_seconds)
 
         async def once(request: ReplicaRequest) -> tuple[AsyncExitStack, AsyncGenerator[Json]]:
-            async with AsyncExitStack() as stack:
+            async with self._naming_models(request.replica, body), AsyncExitStack() as stack:
                 response = await stack.enter_async_context(self._sent(request, path, payload))
                 if "text/event-stream" not in response.headers.get("content-type", ""):
                     self._decoder.decode(await whole(response))
@@ -196,6 +206,26 @@ class OpenAIEngine:
             async with self._connections.open(replica, "POST", path, payload) as response:
                 await self._connections.check(replica, response)
                 yield response
+
+    @asynccontextmanager
+    async def _naming_models(self, replica: Replica, body: Json) -> AsyncGenerator[None]:
+        """Adds the names of the engine's models to its HTTP 404 for the model of `body`."""
+        try:
+            yield
+        except EngineRefused as error:
+            if error.detail.get("status") == HTTPStatus.NOT_FOUND:
+                error.hint = await self._models_hint(replica, body) or error.hint
+            raise
+
+    async def _models_hint(self, replica: Replica, body: Json) -> str:
+        """Returns what `replica` serves instead of the model of `body`; "" if it does not say."""
+        try:
+            answer = await in_time(
+                self._deadline(self._check_seconds), self._get(replica, "/v1/models")
+            )
+        except (TimeoutError, RetryableError, EngineError):
+            return ""  # the refusal itself is the error to show
+        return self._decoder.models_hint(str(body.get("model", "")), answer)
 
     async def _get(self, replica: Replica, path: str) -> Json:
         # Health checks and the like do not wait for a slot.

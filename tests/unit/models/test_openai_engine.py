@@ -29,6 +29,7 @@ from support.waiting import until
 
 from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
+from envserver.models.decoding import Decoder
 from envserver.models.sse import SseParser
 
 CHAT = "/v1/chat/completions"
@@ -178,6 +179,18 @@ async def test_a_refusal_is_not_repeated_and_tells_the_engines_words_without_the
         assert len(fake.requests) == 1
         assert fake.headers[0]["Authorization"] == f"Bearer {secret}"
         assert secret not in repr(caught.value.failure())
+
+
+def test_of_many_models_the_nearest_ten_are_named() -> None:
+    names = [f"org/other-{number}" for number in range(11)] + ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B"]
+    answer = {"data": [*({"id": name} for name in names), {"id": 1}, None]}
+    hint = Decoder("").models_hint("qwen3-4b", answer)
+    assert hint.startswith("The engine has Qwen/Qwen3-4B, Qwen/Qwen3-8B, org/other-")
+    assert hint.endswith(" and 3 more: set openai.model_name.")
+    assert hint.count(",") == 9
+    assert Decoder("sk-key").models_hint("a", {"data": [{"id": "b-sk-key"}]}).count("b-***:")
+    for data in (None, [], 3, [{"id": "qwen3-4b"}]):
+        assert Decoder("").models_hint("qwen3-4b", {"data": data}) == ""
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from envserver_records.errors import ConfigError, EngineGarbage
+from envserver_records.errors import ConfigError, EngineGarbage, EngineRefused
 from envserver_records.records import Task
+from support.beside import beside
 
 from envserver import OpenAIConfig, SimConfig
+from envserver.cli import main
 from envserver.environment import Environment
 from envserver.models import OpenAIEngine, TextSolver
 from envserver.models.sim import Solver, serve_sim
@@ -255,3 +258,42 @@ def test_demonstrations_of_an_environment_are_found_by_their_question() -> None:
     }
     assert solved == {3: None, 4: [{"role": "assistant", "content": "5"}], 52: None}
     assert question_text(Task("t", {"a": "short", "b": "much longer"})) == "much longer"
+
+
+HAS = "The engine has sim: set openai.model_name."
+
+
+async def test_a_call_for_a_model_that_the_engine_does_not_have_hears_which_it_has() -> None:
+    async def refused(engine: OpenAIEngine, path: str, model: str, *, stream: bool) -> str:
+        body = {"model": model, "messages": MESSAGES, "stream": stream}
+        about: dict[str, Any] = {"rollout_id": "r", "timeout_seconds": 9.0}
+        with pytest.raises(EngineRefused) as caught:
+            if not stream:
+                await engine.post(path, body, **about)
+            async with engine.stream(path, body, **about):
+                pass
+        return caught.value.hint
+
+    async with served() as url, OpenAIEngine(OpenAIConfig(base_url=url)) as engine:
+        for stream in (False, True):
+            assert await refused(engine, "/v1/chat/completions", "sam", stream=stream) == HAS
+        other = await refused(engine, "/v1/chat", "sim", stream=False)
+        assert "openai.base_url" in other  # its models are not the reason
+
+
+def test_a_command_with_a_wrong_model_name_says_which_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    urls: list[str] = []
+
+    async def serve(started: threading.Event, ended: asyncio.Event) -> None:
+        def listening(url: str) -> None:
+            urls.append(url)
+            started.set()
+
+        config = SimConfig(latency_seconds=0)
+        await serve_sim(config, "127.0.0.1", 0, listening=listening, stop=ended)
+
+    with beside(serve):
+        assert main(["models", "probe", urls[0], "--openai.model_name", "Qwen/Qwen3-4B"]) == 1
+    assert f"The model 'Qwen/Qwen3-4B' does not exist. {HAS}" in capsys.readouterr().err
