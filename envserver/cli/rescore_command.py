@@ -101,6 +101,6 @@ def _show(console: Console, tally: Tally, bad: list[InputError], out: Path) -> N
         lines.append(f"Left out: {number} {LEFT_OUT[reason]}. First: {tally.first[reason]}")
     if bad:
         lines.append(f"Skipped: {counted(len(bad), 'bad line')}. First: {bad[0]}")
-    lines.append(f"Groups in {out}")
+    lines.append(f"Groups in {out}" if tally.groups else "No group was written.")
     for text in lines:
         console.print(text, markup=False)

@@ -26,12 +26,11 @@ from envserver_records.errors import (
     RolloutError,
     SandboxError,
     ScorerError,
-    StoreError,
 )
 from envserver_records.records import Result, Score, Task
 
 from ..config import SandboxConfig
-from ..export.output_file import append_durably, cut_torn_line
+from ..export.output_file import OutputFile, cut_torn_line, lock, open_appending
 from ..export.rescored import old_reward, rescored_line
 from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..registry import absolute
@@ -160,8 +159,7 @@ async def rescore(
     environment = environment_of(reference, env_config)
     rubric = absolute(rubric) if rubric is not None else None
     tally = Tally()
-    with _output(out, resume=resume, overwrite=overwrite) as file:
-        done = _already(file, out, tally)
+    with _output(out, tally, resume=resume, overwrite=overwrite) as (output, done):
         async with sandboxes_of(environment, sandbox or SandboxConfig()) as service:
             address = service.address if service is not None else None
             async with ScorerPool(
@@ -179,7 +177,7 @@ async def rescore(
                 async with contextlib.aclosing(work.lines(groups, 2 * processes)) as lines:
                     async for line in lines:
                         if line is not None:
-                            await asyncio.to_thread(append_durably, file, _encoded(line))
+                            await asyncio.to_thread(output.append, _encoded(line))
                             tally.count(line)
                         told(tally)
     return tally
@@ -328,21 +326,25 @@ def _check_apart(sources: Sequence[str], out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _output(path: Path, *, resume: bool, overwrite: bool) -> Iterator[IO[bytes]]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b", 0)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be opened: {error.strerror}.") from error
-    with file:
+def _output(
+    path: Path, tally: Tally, *, resume: bool, overwrite: bool
+) -> Iterator[tuple[OutputFile, set[str]]]:
+    """Opens the output; yields it with the ids of the groups that are in it, counted in `tally`.
+
+    With `overwrite`, the first new group replaces the file.
+    """
+    with open_appending(path) as file:
+        lock(file, path)
         if file.seek(0, 2) and not (resume or overwrite):
             raise ConfigError(
                 f"{path} exists.", hint="Go on with it by --resume, replace it by --overwrite."
             )
-        if overwrite:
-            file.truncate(0)
-        cut_torn_line(file)
-        yield file
+        done: set[str] = set()
+        if not overwrite:
+            cut_torn_line(file)
+            done = _already(file, path, tally)
+        with contextlib.closing(OutputFile(path, file, replaces=overwrite)) as output:
+            yield output, done
 
 
 def _already(file: IO[bytes], path: Path, tally: Tally) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from envserver_records.records import Usage
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import running
 
 from envserver import Group, Score, Sequence, Trajectory, main
 from envserver.export import group_line, group_of
@@ -157,6 +159,61 @@ def test_a_rubric_that_fails_gives_no_zero_and_is_asked_again(
     assert rescore(*rubric, "--resume") == 0
     assert rewards("new.jsonl") == {"test-7-1": [0.5], "test-7-2": [0.5, 0.0]}
     assert "1 of them from an earlier run" in capfd.readouterr().err
+
+
+def test_overwrite_keeps_the_old_file_until_a_group_is_scored(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = line_of("test-7-0", trajectory(0, "0", 0.0))
+    Path("old.jsonl").write_bytes(good)
+    assert rescore() == 0
+    before = Path("new.jsonl").read_bytes()
+
+    Path("old.jsonl").write_bytes(b"not a group\n" + good)
+    assert rescore("--overwrite") == 2
+    Path("old.jsonl").write_bytes(line_of("test-7-2", trajectory(0, "2", 1.0)))
+    assert rescore("--overwrite", "--rubric", "rubric.py") == 1
+    assert "1 groups that could not be scored" in capsys.readouterr().err
+    assert Path("new.jsonl").read_bytes() == before
+
+    others = [line_of(f"test-7-{number}", trajectory(number, "1", 0.0)) for number in (1, 2, 0)]
+    Path("old.jsonl").write_bytes(b"".join([*others, b"not a group\n"]))
+    assert rescore("--overwrite") == 2
+    written = Path("new.jsonl").read_bytes()
+    Path("old.jsonl").write_bytes(b"".join(others))
+    assert rescore("--resume") == 0
+    assert Path("new.jsonl").read_bytes().startswith(written)
+    assert list(rewards("new.jsonl")) == ["test-7-1", "test-7-2", "test-7-0"]
+    names = {"echo.py", "rubric.py", "old.jsonl", "new.jsonl", "__pycache__"}
+    assert {path.name for path in place.iterdir()} <= names
+
+
+KILLER = """
+import os, signal, time
+from pathlib import Path
+from echo import Echo as Base
+
+class Echo(Base):
+    def score(self, task, result):
+        pid = Path(__file__).with_name("pid")
+        while not pid.exists():
+            time.sleep(0.01)
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+        time.sleep(60)
+"""
+
+
+def test_a_killed_overwrite_leaves_the_old_file(place: Path) -> None:
+    Path("old.jsonl").write_bytes(line_of("test-7-0", trajectory(0, "0", 0.0)))
+    assert rescore() == 0
+    before = Path("new.jsonl").read_bytes()
+    Path("killer.py").write_text(KILLER)
+    words = ("--env", "killer.py", "--out", "new.jsonl", "--overwrite")
+    with running("rescore", "old.jsonl", *words, folder=place) as process:
+        Path("pid.new").write_text(str(process.pid))
+        Path("pid.new").rename("pid")
+        assert process.end() == -signal.SIGKILL
+    assert Path("new.jsonl").read_bytes() == before
 
 
 def test_a_rubric_that_is_not_there_is_named(
