@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 from support.postgres import Postgres, find_programs, running_postgres
 from support.vllm_server import VllmServer, running_vllm
 
@@ -30,6 +31,9 @@ collect_ignore = [] if importlib.util.find_spec("torch") else ["peers/learning"]
 # Clients over HTTP read a whole bundle of certificates when they are made, 35 ms of CPU each time,
 # here and in every process that the tests start: one certificate, of nobody, will do.
 os.environ.setdefault("SSL_CERT_FILE", str(ROOT / "tests" / "support" / "one_authority.pem"))
+# A busy machine is slow, and that is no fault of the code: hypothesis must not judge by the clock.
+settings.register_profile("any_speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_speed")
 _TOLD: list[str] = []
 _PEERS = {"vllm_server", "vllm_python", "atropos_python", "learn_python", "trainers_python"}
 _FIRST = ("vllm", "tests/hostile/test_hostile.py")

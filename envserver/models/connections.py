@@ -157,7 +157,7 @@ def typed(replica: Replica) -> Iterator[None]:
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         message = f"The engine at {replica.url} accepts no connection: {_reason(error)}."
         raise RetryableError(EngineUnavailable(message, base_url=replica.url), "refused") from None
-    except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionError):
+    except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, ConnectionError):
         message = f"The engine at {replica.url} closed the connection before its answer."
         raise RetryableError(EngineGarbage(message, base_url=replica.url)) from None
     except aiohttp.ClientError as error:

@@ -57,6 +57,7 @@ class FakeVllm:
         health: the HTTP status of `/health`.
         metrics: what `/metrics` says; None: there is none.
         hung: it takes connections and answers nothing, whatever it is asked.
+        checks: how often `/health` was asked for.
     """
 
     text: str | None = "Hëllo."
@@ -76,6 +77,7 @@ class FakeVllm:
     health: int = 200
     metrics: str | None = None
     hung: bool = False
+    checks: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     aborted: int = 0
@@ -269,6 +271,7 @@ class FakeVllm:
         return web.json_response({"object": "list", "data": [{"id": "tiny"}, {"id": "other"}]})
 
     async def told_health(self, request: web.Request) -> web.Response:
+        self.checks += 1
         return web.Response(status=self.health)
 
     async def told_metrics(self, request: web.Request) -> web.Response:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
+import struct
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
@@ -56,10 +58,17 @@ class RawServer:
             await writer.drain()
             await asyncio.sleep(0 if piece else 0.01)
         if end == "reset":
-            writer.transport.abort()
+            _reset(writer)
         if end == "hang":
             await reader.read()
         return end == "keep"
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Breaks the connection as a killed process does: the other side gets an error, not an end."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
 
 
 @contextlib.asynccontextmanager

@@ -46,11 +46,11 @@ async def engine(
         yield opened
 
 
-async def ask(opened: OpenAIEngine, rollout_id: str = "r", seconds: float = 10.0) -> dict[str, Any]:
+async def ask(opened: OpenAIEngine, rollout_id: str = "r", seconds: float = 60.0) -> dict[str, Any]:
     return await opened.post(CHAT, ASK, rollout_id=rollout_id, timeout_seconds=seconds)
 
 
-async def stream(opened: OpenAIEngine, seconds: float = 10.0) -> list[dict[str, Any]]:
+async def stream(opened: OpenAIEngine, seconds: float = 60.0) -> list[dict[str, Any]]:
     body = {**EXACT, "stream": True}
     chunks = []
     async with opened.stream(CHAT, body, rollout_id="r", timeout_seconds=seconds) as streamed:
@@ -238,7 +238,7 @@ async def test_an_error_of_the_consumer_leaves_a_stream_as_it_is() -> None:
     async with fake_vllm() as fake, engine(fake.url) as opened:
         with pytest.raises(ConnectionResetError, match="mine"):
             async with opened.stream(
-                CHAT, {**ASK, "stream": True}, rollout_id="r", timeout_seconds=5
+                CHAT, {**ASK, "stream": True}, rollout_id="r", timeout_seconds=60
             ):
                 raise ConnectionResetError("mine")
 
@@ -280,6 +280,18 @@ async def test_a_stream_cut_into_small_pieces_is_the_same(cut_bytes: int) -> Non
         whole = await stream(opened)
         fake.cut_bytes = cut_bytes
         assert await stream(opened) == whole
+
+
+@pytest.mark.parametrize("way", ["whole", "stream"])
+async def test_a_call_whose_connection_is_reset_is_sent_again(way: str) -> None:
+    async with raw_server() as raw, engine(raw.url) as opened:
+        raw.end = "reset"
+        call = asyncio.create_task(ask(opened) if way == "whole" else stream(opened))
+        await until(lambda: raw.requests)
+        body = b"data: [DONE]\n\n" if way == "stream" else b"{}"
+        kind = "text/event-stream" if way == "stream" else "application/json"
+        raw.pieces, raw.end = [head(kind, len(body)) + body], "keep"
+        assert not await call
 
 
 async def test_connections_are_used_again_after_streams() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -13,12 +14,14 @@ import pytest
 from envserver_records.errors import EngineError, EngineGarbage, EngineTimeout, EngineUnavailable
 from structlog.testing import capture_logs
 from support.fake_vllm import FakeVllm, fake_vllm
-from support.waiting import until
+from support.waiting import settled, until
 
 from envserver import OpenAIConfig
 from envserver.models import FLOOR, OpenAIEngine, ReplicaHealth
 
 CHAT = "/v1/chat/completions"
+SELDOM_SECONDS = 60.0
+"""Between health checks where they do not matter: one that is late would set a replica aside."""
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -40,13 +43,13 @@ async def engine(
         yield opened
 
 
-async def ask(opened: OpenAIEngine, rollout_id: str, seconds: float = 10.0) -> dict[str, Any]:
+async def ask(opened: OpenAIEngine, rollout_id: str, seconds: float = 60.0) -> dict[str, Any]:
     return await opened.post(CHAT, ASK, rollout_id=rollout_id, timeout_seconds=seconds)
 
 
 async def stream(opened: OpenAIEngine, rollout_id: str) -> list[dict[str, Any]]:
     body = {**ASK, "stream": True}
-    async with opened.stream(CHAT, body, rollout_id=rollout_id, timeout_seconds=10) as chunks:
+    async with opened.stream(CHAT, body, rollout_id=rollout_id, timeout_seconds=60) as chunks:
         return [chunk async for chunk in chunks]
 
 
@@ -70,16 +73,22 @@ async def crowd(opened: OpenAIEngine, size: int, turns: int = 1) -> None:
 
 async def homed(opened: OpenAIEngine, fake: FakeVllm) -> str:
     """A rollout whose calls go to `fake`."""
-    for number in range(100):
-        before = len(fake.requests)
-        await ask(opened, f"homed-{number}")
-        if len(fake.requests) > before:
-            return f"homed-{number}"
+    async with asyncio.timeout(60):
+        for number in itertools.count():
+            before = len(fake.requests)
+            await ask(opened, f"homed-{number}")
+            if len(fake.requests) > before:
+                return f"homed-{number}"
     raise AssertionError("no rollout goes there")
 
 
 async def health_of(opened: OpenAIEngine, fake: FakeVllm) -> ReplicaHealth:
     return next(entry for entry in await opened.health() if entry.base_url == fake.url)
+
+
+def replica_of(opened: OpenAIEngine, fake: FakeVllm) -> ReplicaHealth:
+    """What is known of `fake` now; it is not asked."""
+    return next(entry for entry in opened.replicas() if entry.base_url == fake.url)
 
 
 # Replicas that die, hang and come back
@@ -96,7 +105,7 @@ async def test_a_replica_that_is_killed_under_load_loses_no_call() -> None:
         await one.kill()
         await calls
         assert len(two.requests) > len(one.requests)
-        assert (await health_of(opened, one)).state == "open"
+        await until(lambda: replica_of(opened, one).state == "open")
 
 
 async def test_a_replica_that_is_back_is_used_again_and_each_change_is_logged_once() -> None:
@@ -105,7 +114,7 @@ async def test_a_replica_that_is_back_is_used_again_and_each_change_is_logged_on
             home = await homed(opened, one)
             await one.kill()
             await crowd(opened, 10)
-            await asyncio.sleep(0.2)
+            await until(lambda: lines)
             port = int(one.url.rpartition(":")[2])
             async with fake_vllm(port) as again:
                 await until(lambda: len(lines) == 2)
@@ -142,27 +151,35 @@ async def test_calls_in_flight_when_a_replica_begins_to_hang_are_sent_elsewhere(
         held.set()
         home = await homed(opened, one)
         held.clear()
+        before = len(one.requests) + len(two.requests)
         calls = [asyncio.create_task(ask(opened, home)) for _ in range(5)]
         body = {**ASK, "stream": True}
-        async with opened.stream(CHAT, body, rollout_id=home, timeout_seconds=10) as chunks:
+        async with opened.stream(CHAT, body, rollout_id=home, timeout_seconds=60) as chunks:
             assert await anext(chunks)
-            await until(lambda: (len(one.requests)) >= 6)
+            await until(lambda: len(one.requests) + len(two.requests) == before + 6)
+            elsewhere = len(two.requests)
             one.hung = True
             for answer in await asyncio.gather(*calls):
                 assert answer["choices"]
             # Of this stream something was given out: it waits for its own replica.
             held.set()
             assert len([chunk async for chunk in chunks]) > 1
-        assert len(two.requests) >= 5
+        assert len(two.requests) >= elsewhere + 5
 
 
 async def test_the_only_replica_is_never_given_up_however_silent_it_is() -> None:
     held = asyncio.Event()
-    async with fake_vllm(held=held) as fake, engine(fake, check_seconds=0.02) as opened:
+    async with fake_vllm(held=held) as fake, engine(fake, check_seconds=0.02, tries=5) as opened:
+        fake.health = 503
+        fake.faults = deque([503] * 5)
+        with pytest.raises(EngineError):
+            await ask(opened, "r")
+        assert replica_of(opened, fake).state == "open"
+        fake.requests.clear()
         calls = [asyncio.create_task(ask(opened, "r")) for _ in range(3)]
         await until(lambda: len(fake.requests) == 3)
-        fake.health = 503
-        await asyncio.sleep(0.3)
+        seen = fake.checks
+        await until(lambda: fake.checks > seen + 1)
         held.set()
         assert all(answer["choices"] for answer in await asyncio.gather(*calls))
         assert len(fake.requests) == 3
@@ -179,33 +196,34 @@ async def test_what_is_no_answer_is_asked_for_elsewhere(fault: Any) -> None:
 async def test_a_replica_whose_health_fails_gets_no_calls() -> None:
     async with fake_vllm() as one, fake_vllm() as two, engine(one, two) as opened:
         one.health = 503
-        async with asyncio.timeout(60):
-            while (await health_of(opened, one)).state != "open":
-                await asyncio.sleep(0.01)
+        await until(lambda: replica_of(opened, one).state == "open")
         before = len(one.requests)
         await crowd(opened, 10)
         assert len(one.requests) == before
         one.health = 200
-        async with asyncio.timeout(60):
-            while (await health_of(opened, one)).state != "closed":
-                await asyncio.sleep(0.01)
+        await until(lambda: replica_of(opened, one).state == "closed")
         await homed(opened, one)
 
 
 async def test_a_slow_replica_shares_its_calls_with_one_that_has_room() -> None:
+    held = asyncio.Event()
+    held.set()
     async with (
-        fake_vllm(slow_seconds=0.2) as one,
+        fake_vllm(held=held) as one,
         fake_vllm() as two,
-        engine(one, two, num_max_requests_at_once=2) as opened,
+        engine(one, two, check_seconds=SELDOM_SECONDS, num_max_requests_at_once=2) as opened,
     ):
         home = await homed(opened, one)
         before = len(two.requests)
+        held.clear()
         calls = []
         for _ in range(30):
             calls.append(asyncio.create_task(ask(opened, home)))
-            await asyncio.sleep(0.01)
+            await settled()
+            await until(lambda: not replica_of(opened, two).in_flight)
+        held.set()
         await asyncio.gather(*calls)
-        assert len(two.requests) - before > 15
+        assert len(two.requests) - before == 28
 
 
 async def test_a_replica_that_keeps_failing_is_set_aside_until_a_call_succeeds_there() -> None:
@@ -242,11 +260,16 @@ async def test_an_engine_that_asks_for_patience_is_left_alone() -> None:
         assert time.monotonic() - began >= 1
         fake.faults = deque([503])
         fake.retry_after = "3600"
-        began = time.monotonic()
-        with pytest.raises(EngineUnavailable):
-            await ask(opened, "r")
-        assert time.monotonic() - began < 1
-    async with fake_vllm() as one, fake_vllm() as two, engine(one, two) as opened:
+        before = len(fake.requests)
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineUnavailable):
+                await ask(opened, "r")
+        assert len(fake.requests) == before + 1
+    async with (
+        fake_vllm() as one,
+        fake_vllm() as two,
+        engine(one, two, check_seconds=SELDOM_SECONDS) as opened,
+    ):
         home = await homed(opened, one)
         one.faults, one.retry_after = deque([503]), "30"
         before = len(one.requests)
@@ -298,21 +321,26 @@ async def test_fewer_calls_are_sent_while_calls_wait_in_the_engine() -> None:
     busy = 'vllm:num_requests_running{engine="0"} 8.0\nvllm:num_requests_waiting{engine="0"} 9.0\n'
     idle = busy.replace("9.0", "0.0")
     async with (
-        fake_vllm(metrics=busy, slow_seconds=0.05) as fake,
-        engine(fake, num_max_requests_at_once=32) as opened,
+        fake_vllm(metrics=busy, slow_seconds=0.005) as fake,
+        engine(fake, measure_seconds=0.01, num_max_requests_at_once=32) as opened,
     ):
-        calls = [asyncio.create_task(ask(opened, "r")) for _ in range(400)]
+
+        async def rollout() -> None:
+            while True:
+                await ask(opened, "r")
+
+        calls = [asyncio.create_task(rollout()) for _ in range(64)]
         limits = set()
-        async with asyncio.timeout(60):
-            while (limit := (await health_of(opened, fake)).limit) > FLOOR:
-                limits.add(limit)
-                await asyncio.sleep(0.01)
-            fake.metrics = idle
-            while (await health_of(opened, fake)).limit < FLOOR + 5:
-                await asyncio.sleep(0.01)
-            fake.metrics = None
-            while (await health_of(opened, fake)).limit < 32:
-                await asyncio.sleep(0.01)
+
+        def limit() -> int:
+            limits.add(replica_of(opened, fake).limit)
+            return replica_of(opened, fake).limit
+
+        await until(lambda: limit() == FLOOR)
+        fake.metrics = idle
+        await until(lambda: limit() >= FLOOR + 5)
+        fake.metrics = None
+        await until(lambda: limit() == 32)
         assert len(limits) > 3
         for call in calls:
             call.cancel()

@@ -107,7 +107,10 @@ async def test_the_openai_sdk_plain_and_streamed() -> None:
 
 
 async def test_it_never_pretends_to_be_a_model() -> None:
-    async with served() as url, httpx.AsyncClient(base_url=url.removesuffix("/v1")) as client:
+    async with (
+        served() as url,
+        httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=60) as client,
+    ):
         models = await client.get("/v1/models")
         card = models.json()["data"][0]
         assert (card["id"], card["owned_by"]) == ("sim", "envserver-simulated")
@@ -120,7 +123,10 @@ async def test_it_never_pretends_to_be_a_model() -> None:
 
 
 async def test_tokenize_detokenize_and_generate() -> None:
-    async with served() as url, httpx.AsyncClient(base_url=url.removesuffix("/v1")) as client:
+    async with (
+        served() as url,
+        httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=60) as client,
+    ):
 
         async def post(path: str, **body: Any) -> dict[str, Any]:
             response = await client.post(path, json=body)
@@ -145,7 +151,7 @@ async def test_tokenize_detokenize_and_generate() -> None:
 
 
 async def test_bodies_that_are_no_request_get_openais_errors() -> None:
-    async with served() as url, httpx.AsyncClient(base_url=url) as client:
+    async with served() as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         for payload in (b"{", b"[]", b"\xff", b'{"messages": 3}', b""):
             response = await client.post("/chat/completions", content=payload)
             assert response.status_code == 400
@@ -156,7 +162,7 @@ async def test_bodies_that_are_no_request_get_openais_errors() -> None:
 
 
 async def test_simulated_errors_are_http_500() -> None:
-    async with served(error_rate=0.5) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(error_rate=0.5) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         statuses = [
             (await client.post("/chat/completions", json={"messages": MESSAGES})).status_code
             for _ in range(60)
@@ -167,7 +173,10 @@ async def test_simulated_errors_are_http_500() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_simulated_disconnect_breaks_the_body(stream: bool) -> None:
-    async with served(disconnect_rate=1.0) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        served(disconnect_rate=1.0) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         body = {"messages": MESSAGES, "stream": stream}
         with pytest.raises(httpx.RemoteProtocolError):
             await client.post("/chat/completions", json=body)
@@ -219,12 +228,12 @@ async def test_a_signal_ends_the_command_cleanly(number: signal.Signals) -> None
     )
     try:
         assert process.stdout is not None
-        line = (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
+        line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
         assert "no language model" in line
-        async with httpx.AsyncClient(base_url=line.split()[-1]) as client:
+        async with httpx.AsyncClient(base_url=line.split()[-1], timeout=60) as client:
             assert (await client.get("/models")).status_code == 200
         process.send_signal(number)
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
     finally:
         if process.returncode is None:
             process.kill()
