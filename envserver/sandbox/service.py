@@ -23,7 +23,7 @@ from .docker import Engine, find_engine
 from .places import folder_for_sockets
 from .probe import ProbeReport, examine, unavailable
 from .selection import announce, candidates, missing, nothing_works
-from .supervisor import SupervisorBoot, start_command
+from .starting import SupervisorBoot, start_command
 
 START_SECONDS = 30.0
 _PAUSE_SECONDS = 0.2

@@ -34,7 +34,8 @@ from typing import Any
 
 import msgspec
 
-from . import docker, linux, outer
+from . import linux, outer
+from .starting import SupervisorBoot, zygote_command
 from .wire import MAX_MESSAGE_BYTES, NAMESPACE_BACKENDS
 
 FORK_SECONDS = 20.0
@@ -45,37 +46,6 @@ READY = 2
 """Ready sandboxes that each zygote keeps while half of the places are free."""
 _END_SECONDS = 3.0
 _PAUSE_SECONDS = 0.01
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from envserver.sandbox.{module} import main; main(sys.argv[2])"
-)
-
-
-class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of the supervisor, passed as JSON.
-
-    Args:
-        control_fd: SOCK_SEQPACKET whose other end only the server holds.
-        server_pid: the supervisor ends when this process does.
-        directory: private; holds the socket `socket` and the zygotes' directories.
-        concurrent: maximum number of live sandboxes.
-        backend: see `zygote.Boot`.
-        engine: what makes containers, for the backend `docker`.
-    """
-
-    control_fd: int
-    server_pid: int
-    directory: str
-    concurrent: int
-    backend: str
-    engine: docker.Engine | None = None
-
-
-def start_command(module: str, boot: Any) -> list[str]:
-    """Returns the argv that runs `main` of a module here, with the server's import path."""
-    path = msgspec.json.encode([str(Path(entry).absolute()) for entry in sys.path]).decode()
-    code = _START.format(module=module)
-    return [sys.executable, "-I", "-c", code, path, msgspec.json.encode(boot).decode()]
 
 
 def main(boot_json: str) -> None:
@@ -333,7 +303,7 @@ class Supervisor:
         root.mkdir(mode=0o711)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         process = subprocess.Popen(
-            self._zygote_command(theirs.fileno(), str(root), list(preload)),
+            zygote_command(self._boot, theirs.fileno(), str(root), list(preload)),
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             cwd="/",
@@ -345,28 +315,11 @@ class Supervisor:
         self._selector.register(ours, selectors.EVENT_READ, partial(self._hear_zygote, zygote))
         return zygote
 
-    def _zygote_command(self, control_fd: int, root: str, preload: list[str]) -> list[str]:
-        ours, engine = os.getpid(), self._boot.engine
-        if engine is not None:
-            maker = docker.Boot(
-                control_fd=control_fd, supervisor_pid=ours, engine=engine, preload=preload
-            )
-            return start_command("docker", maker)
-        boot = {
-            "control_fd": control_fd,
-            "supervisor_pid": ours,
-            "backend": self._boot.backend,
-            "root": root,
-            "preload": preload,
-        }
-        return start_command("zygote", boot)
-
     def _retire_one(self) -> None:
         """Ends the least recently used zygote to make room for another preload list.
 
-        Its sandboxes would die with it, so only a zygote without any is ended; else there is one
-        more for
-        now.
+        Its sandboxes would die with it, so only a zygote without any is ended; if each has some,
+        there is one more for now.
         """
         idle = [
             zygote

@@ -3,13 +3,15 @@
 In: the bytes of a request, and the stream that its groups must belong to. Out: for each group,
 what to store, or why it is refused; a wrong group does not affect the others. Groups are checked
 together first; only if that finds something odd is each group checked alone, to report exactly
-what is wrong. What holds: the quick check never accepts what `validation` refuses. CPU work: run
-it in a thread.
+what is wrong. What holds: the quick check never accepts what `validation` refuses. Reading is CPU
+work: the functions for the event loop move it to a thread unless it is small.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -32,8 +34,25 @@ ReadGroup = EncodedPut | InputError
 _LIST: Final = msgspec.msgpack.Decoder(list[bytes])
 _MOST_RUNS: Final = 64
 """Maximum number of token runs of one call per row for which the quick check counts them."""
+_INLINE_BYTES: Final = 64 * 1024
+"""Groups smaller than this are read on the event loop, which is faster than switching threads."""
 _TOGETHER_BYTES: Final = 512 * 1024
 _LAST_VERSION: Final = np.iinfo(np.int32).max
+
+
+async def read_group_async(body: bytes, stream: Stream) -> EncodedPut:
+    """Like `read_posted_group`; large groups are read in a thread."""
+    if len(body) < _INLINE_BYTES:
+        return read_posted_group(body, stream)
+    return await asyncio.to_thread(read_posted_group, body, stream)
+
+
+async def read_batch_async(post: bytes, stream: Stream, most_bytes: int) -> list[ReadGroup]:
+    """Like `read_batch`; posts that are large, also when decompressed, are read in a thread."""
+    if len(post) < _INLINE_BYTES:
+        with suppress(TooLargeError):
+            return read_batch(post, stream, min(most_bytes, 2 * _INLINE_BYTES))
+    return await asyncio.to_thread(read_batch, post, stream, most_bytes)
 
 
 def read_posted_group(body: bytes, stream: Stream) -> EncodedPut:

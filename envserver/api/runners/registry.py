@@ -15,7 +15,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -25,7 +24,6 @@ from envserver_records.errors import (
     InputError,
     NotFoundError,
     StoreFull,
-    TooLargeError,
     UsageError,
 )
 
@@ -47,7 +45,7 @@ from ...store import GroupStore
 from ...store.demand import Demand
 from ...store.groups import EncodedPut
 from ..heartbeats import Heartbeats
-from .posted_groups import ReadGroup, read_batch, read_posted_group
+from .posted_groups import read_batch_async, read_group_async
 from .runner import RegisteredRunner, RunnerStatus
 from .sharing import LocalEnvironment, Participant, SharedCapacity
 from .validation import Stream
@@ -56,8 +54,6 @@ log = structlog.get_logger(__name__)
 
 KEY: Final = "environments"
 _MOST_ENVIRONMENTS: Final = 1024
-_INLINE_BYTES: Final = 64 * 1024
-"""Groups smaller than this are read on the event loop, which is faster than switching threads."""
 _LOOK_SECONDS: Final = 0.25
 """Seconds between checks, during a heartbeat, whether trainers have made room."""
 
@@ -220,10 +216,7 @@ class RunnerRegistry:
             StoreError: the group could not be stored.
         """
         one, stream = self._heard(env_id, key)
-        if len(body) < _INLINE_BYTES:
-            put = read_posted_group(body, stream)
-        else:
-            put = await asyncio.to_thread(read_posted_group, body, stream)
+        put = await read_group_async(body, stream)
         return await self._keep(one, [put], still_open, begun)
 
     async def accept_batch(
@@ -246,7 +239,7 @@ class RunnerRegistry:
             stored.
         """
         one, stream = self._heard(env_id, key)
-        read = await _read(post, stream, most_bytes)
+        read = await read_batch_async(post, stream, most_bytes)
         puts = [put for put in read if isinstance(put, EncodedPut)]
         news = await self._keep(one, puts, still_open, begun)
         refused = [
@@ -469,16 +462,6 @@ class RunnerRegistry:
     async def _save(self, known: Mapping[str, RegisteredRunner]) -> None:
         await self._store.set_value(KEY, msgspec.to_builtins(list(known.values())))
         self._known = dict(known)
-
-
-async def _read(post: bytes, stream: Stream, most_bytes: int) -> list[ReadGroup]:
-    """Like `read_batch`; small posts, also when decompressed, are read on the event loop, because
-    switching threads would take about as long as reading them.
-    """
-    if len(post) < _INLINE_BYTES:
-        with suppress(TooLargeError):
-            return read_batch(post, stream, min(most_bytes, 2 * _INLINE_BYTES))
-    return await asyncio.to_thread(read_batch, post, stream, most_bytes)
 
 
 def _participant(one: RegisteredRunner, now: RunnerStatus, held: int) -> Participant:
