@@ -20,6 +20,8 @@ import threading
 from pathlib import Path
 from typing import Self
 
+from support.process_tree import alive_with
+
 from .program import Told
 
 AS_IT_WAS = "as it was"
@@ -217,22 +219,6 @@ class Victim:
 
 
 _INTERNET_KINDS = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
-
-
-def alive_with(mark: str) -> list[int]:
-    """Processes of the host whose name or arguments bear the mark, and that are not zombies."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            name, _, state = (entry / "stat").read_text().rpartition(")")
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if (mark in name or mark.encode() in words) and state.split()[0] not in "ZX":
-            found.append(int(entry.name))
-    return found
 
 
 def children() -> dict[int, str]:

@@ -19,6 +19,22 @@ def parents() -> dict[int, int]:
     return found
 
 
+def alive_with(mark: str) -> list[int]:
+    """Returns the processes named `mark`, or that have it as an argument, without zombies."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            name, _, state = (entry / "stat").read_text().rpartition(")")
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if (mark in name or mark.encode() in words) and state.split()[0] not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
 def descendants(pid: int) -> set[int]:
     known = parents()
     found = {pid}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -25,13 +26,18 @@ SPEC = SandboxSpec(
     files={"greeting": b"hello"},
     env={"COLOR": "blue"},
     preload=("json",),
-    limits=SandboxLimits(wall_seconds=30.0, memory_mb=256, disk_mb=4, processes=16),
+    limits=SandboxLimits(wall_seconds=3600.0, memory_mb=256, disk_mb=4, processes=16),
 )
+
+
+async def until_it_runs(marker):
+    while subprocess.run(["pgrep", "-f", marker], stdout=subprocess.DEVNULL).returncode != 0:
+        await asyncio.sleep(0.02)
 
 
 class Base(Environment):
     sandbox = SPEC
-    score_timeout_seconds = 2.0
+    score_timeout_seconds = 600.0
 
     def tasks(self, split):
         for number in range(2):
@@ -70,8 +76,8 @@ class Zoo(Base):
         self.kept = [run.open_sandbox(), run.open_sandbox()]
         one, two = [await opening.__aenter__() for opening in self.kept]
         await two.run_python("x = 1")
-        started = asyncio.create_task(one.exec(["sleep", marker]))
-        await asyncio.wait({started}, timeout=0.5)
+        self.started = asyncio.create_task(one.exec(["sleep", marker]))
+        await until_it_runs(marker)
         return "left"
 
     async def die(self, run, marker):
@@ -84,11 +90,10 @@ class Zoo(Base):
     async def lose_patience(self, run, marker):
         """A program that was cancelled has ended, and the sandbox is as good as before."""
         async with run.open_sandbox() as sandbox:
-            try:
-                async with asyncio.timeout(0.5):
-                    await sandbox.exec(["sleep", marker])
-            except TimeoutError:
-                pass
+            started = asyncio.create_task(sandbox.exec(["sleep", marker]))
+            await until_it_runs(marker)
+            started.cancel()
+            await asyncio.wait({started})
             after = await sandbox.exec(["pgrep", "-f", marker])
             again = await sandbox.run_python("print('well')")
             return [after.exit, again.stdout.decode(), (await sandbox.total()).killed]
@@ -141,7 +146,7 @@ class Zoo(Base):
         try:
             async with run.open_sandbox() as sandbox:
                 Path(marker).write_text("open")
-                await sandbox.exec(["sleep", "60"])
+                await sandbox.exec(["sleep", "3600"])
         except Exception as error:  # noqa: BLE001 - hiding it is the point
             return type(error).__name__
         return "all was well"
@@ -149,13 +154,15 @@ class Zoo(Base):
     async def hold(self, run, marker):
         async with run.open_sandbox():
             Path(marker).touch()
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     async def share(self, run, marker):
         """Its files, and what it can name of another attempt's."""
         async with run.open_sandbox() as sandbox:
             await sandbox.write("mine", run.rollout_id.encode())
-            await asyncio.sleep(0.3)
+            Path(marker, run.rollout_id).touch()
+            while len(list(Path(marker).iterdir())) < 2:  # until the other has its file, too
+                await asyncio.sleep(0.01)
             listed = await sandbox.exec(["ls", "/work", "/tmp"])
             return [(await sandbox.read("mine")).decode(), listed.stdout.decode()]
 
@@ -170,7 +177,7 @@ class Zoo(Base):
                     await sandbox.exec(["sleep", marker])
                 if result.output["score"] == "swallow":
                     Path(marker).write_text("open")
-                    await sandbox.exec(["sleep", "1.5"])
+                    await sandbox.exec(["sleep", "3600"])
                 summed = await sandbox.run_python("print(6 * 7)")
         except SandboxError:
             return Score(reward=0.0)

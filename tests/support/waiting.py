@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def settled() -> None:
@@ -28,3 +30,18 @@ async def until(condition: Callable[[], Any], seconds: float = 180.0) -> None:
             if holds:
                 return
             await asyncio.sleep(0.005)
+
+
+async def with_enough_time(
+    attempt: Callable[[float], Awaitable[T | None]], seconds: float = 0.5
+) -> T:
+    """Returns what `attempt(seconds)` returns; tries again with more seconds while that is None.
+
+    For work that must have begun before its deadline comes: how long that takes depends on the
+    machine. `attempt` returns None where the deadline came first.
+    """
+    for factor in (1, 4, 16, 64):
+        result = await attempt(factor * seconds)
+        if result is not None:
+            return result
+    raise TimeoutError(f"Nothing had begun after {64 * seconds:g} seconds.")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from envserver_records.errors import ConfigError
 from support import fake_engine
+from support.waiting import until
 
 from envserver import InputError, SandboxConfig, SandboxLimits, SandboxSpec
 from envserver.sandbox import SandboxClient, SandboxService, find_engine, service
@@ -82,10 +82,7 @@ async def test_a_closed_container_is_gone(engine: Path, containers: SandboxClien
         assert (await sandbox.exec(["true"])).ok
     names = [w[w.index("--name") + 1] for w in fake_engine.commands(engine) if w[0] == "run"]
     pids = [int((engine / name).read_text()) for name in names]
-    until = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    await until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()])
 
 
 @pytest.mark.parametrize(

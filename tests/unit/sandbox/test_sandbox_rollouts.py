@@ -22,7 +22,8 @@ import pytest_asyncio
 from envserver_records.errors import SandboxUnavailable, WorkerDied
 from envserver_records.records import SandboxLimits, Usage
 from support.commands import envserver, read_jsonl
-from support.waiting import until
+from support.process_tree import alive_with
+from support.waiting import until, with_enough_time
 from support.worker_standin import alive
 
 from envserver import (
@@ -51,6 +52,7 @@ from envserver.sandbox.supervisor import READY
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ZOO = str(Path(__file__).parents[2] / "support" / "sandbox_zoo.py")
+MOST_ATTEMPTS = 50
 _numbers = count(1)
 
 
@@ -58,7 +60,9 @@ _numbers = count(1)
 async def house(kind: str, **settings: Any) -> AsyncIterator[RolloutContext]:
     """All that `envserver process` runs, for one of the zoo's environments."""
     environment = find(f"{ZOO}:{kind}")()
+    patient = {"heartbeat_seconds": 30, "kill_grace_seconds": 30}
     tree = {"model": "sim", "workers": {"processes": 1}, **settings}
+    tree["workers"] = {**patient, **tree["workers"]}
     tree["sandbox"] = {"backend": "namespace", **settings.get("sandbox", {})}
     async with rollout_context(
         Settings.model_validate(tree),
@@ -81,7 +85,7 @@ async def run(
     marker: str = "",
     *,
     isolation: Any = None,
-    seconds: float = 30.0,
+    seconds: float = 600.0,
 ) -> Finished:
     task = PublicTask("t", {"do": do, "marker": marker})
     spec = attempt_spec(parts, task, f"{do}-{next(_numbers)}", 1)
@@ -97,20 +101,8 @@ async def run(
 
 
 def marked() -> str:
-    """Seconds that nobody else sleeps."""
-    return f"{1000 + next(_numbers)}.{os.getpid()}"
-
-
-def running(marker: str) -> list[int]:
-    """The processes on this machine that have `marker` among their arguments."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and marker.encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+    """Returns a number of seconds that nobody else sleeps."""
+    return f"{3600 + next(_numbers)}.{os.getpid()}"
 
 
 def supervisors() -> Iterator[int]:
@@ -152,7 +144,7 @@ async def test_what_an_agent_leaves_open_is_closed(zoo: RolloutContext, isolatio
     marker = marked()
     finished = await run(zoo, "leave_open", marker, isolation=isolation)
     assert finished.result.output == "left"
-    assert running(marker) == []
+    assert alive_with(marker) == []
     assert finished.usage.sandbox is not None
     assert finished.usage.sandbox.executions == 2
     assert finished.usage.sandbox.killed == {"cancelled": 1}, finished.usage
@@ -162,7 +154,7 @@ async def test_sandboxes_end_with_a_worker_that_is_killed(zoo: RolloutContext) -
     marker = marked()
     with pytest.raises(WorkerDied):
         await run(zoo, "die", marker, isolation="dedicated")
-    await until(lambda: not running(marker))
+    await until(lambda: not alive_with(marker))
 
 
 async def test_a_cancelled_program_has_ended_and_the_sandbox_goes_on(zoo: RolloutContext) -> None:
@@ -174,20 +166,26 @@ async def test_a_cancelled_program_has_ended_and_the_sandbox_goes_on(zoo: Rollou
 
 async def test_a_program_that_runs_at_the_deadline_is_the_models(zoo: RolloutContext) -> None:
     marker = marked()
-    finished = await run(zoo, "overrun", marker, seconds=1.0)
+
+    async def overrun(seconds: float) -> Finished | None:
+        finished = await run(zoo, "overrun", marker, seconds=seconds)
+        used = finished.usage.sandbox
+        return finished if used is not None and used.executions == 1 else None
+
+    finished = await with_enough_time(overrun)
     assert (finished.result.limit, finished.result.truncated) == ("time", True)
     assert finished.usage.ended_by == "time"
-    assert running(marker) == []
+    assert alive_with(marker) == []
 
 
 async def test_a_cancelled_rollout_takes_its_sandbox_along(zoo: RolloutContext) -> None:
     marker = marked()
     rollout = asyncio.create_task(run(zoo, "overrun", marker))
-    await until(lambda: running(marker))
+    await until(lambda: alive_with(marker))
     rollout.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rollout
-    await until(lambda: not running(marker))
+    await until(lambda: not alive_with(marker))
 
 
 async def test_nobody_gets_more_than_the_environment_declares(zoo: RolloutContext) -> None:
@@ -202,8 +200,8 @@ async def test_nobody_gets_more_than_the_environment_declares(zoo: RolloutContex
     assert said["many"] == [8, "An attempt may have 8 sandboxes at a time."]
 
 
-async def test_two_attempts_share_nothing(zoo: RolloutContext) -> None:
-    first, second = await asyncio.gather(run(zoo, "share"), run(zoo, "share"))
+async def test_two_attempts_share_nothing(zoo: RolloutContext, tmp_path: Path) -> None:
+    first, second = await asyncio.gather(*(run(zoo, "share", str(tmp_path)) for _ in range(2)))
     names = {one.result.output[0] for one in (first, second)}
     assert len(names) == 2
     for one in (first, second):
@@ -230,7 +228,7 @@ async def test_agents_that_live_behind_the_wall_themselves() -> None:
         assert finished.usage.worker_cpu_seconds is not None
         with pytest.raises(WorkerDied):
             await run(parts, "die", marker)
-        await until(lambda: not running(marker))
+        await until(lambda: not alive_with(marker))
 
 
 async def test_without_a_declaration_there_is_none_and_nothing_is_started() -> None:
@@ -258,21 +256,45 @@ async def test_a_supervisor_that_dies_is_replaced_and_no_rollout_is_scored_for_i
         with pytest.raises(SandboxError):
             await rollout
         await until(lambda: set(supervisors()) - before - {pid})
-        await asyncio.sleep(0.5)
-        finished = await run(parts, "sums")
+        finished = await patient_run(parts, "sums")
         assert finished.result.output["executions"] == 3
+
+
+async def patient_run(parts: RolloutContext, do: str) -> Finished:
+    """Runs `do` as soon as a sandbox can be made for it."""
+    finished: list[Finished] = []
+
+    async def run_once() -> bool:
+        try:
+            finished.append(await run(parts, do))
+        except SandboxUnavailable:
+            return False
+        return True
+
+    await until(run_once)
+    return finished[0]
 
 
 async def test_who_gets_no_room_in_time_is_tried_again(tmp_path: Path) -> None:
     settings = {"sandbox": {"concurrent": 2}, "rollouts": {"scorer_processes": 1}}
     async with house("Zoo", **settings) as parts:
         first, second = tmp_path / "first", tmp_path / "second"
-        holding = asyncio.create_task(run(parts, "hold", str(first), seconds=10.0))
+        holding = asyncio.create_task(run(parts, "hold", str(first)))
         await until(first.exists)
-        with pytest.raises(SandboxUnavailable):
-            await run(parts, "hold", str(second), seconds=1.0)
+
+        async def asked_in_vain(seconds: float) -> bool | None:
+            try:
+                await run(parts, "hold", str(second), seconds=seconds)
+            except SandboxUnavailable:
+                return True
+            except WorkerDied:  # the deadline came before a worker was free
+                return None
+            return None
+
+        assert await with_enough_time(asked_in_vain)
         assert not second.exists()
-        assert (await holding).result.limit == "time"
+        holding.cancel()
+        await asyncio.wait({holding})
         assert (await run(parts, "sums")).usage.sandbox is not None
 
 
@@ -290,10 +312,10 @@ async def test_a_scorer_that_is_killed_takes_its_sandboxes_along(zoo: RolloutCon
             Task("t", {}, {"answer": "42"}), Result(output={"score": "hang", "marker": marker})
         )
     )
-    await until(lambda: running(marker))
+    await until(lambda: alive_with(marker))
     scoring.cancel()
     await asyncio.gather(scoring, return_exceptions=True)
-    await until(lambda: not running(marker))
+    await until(lambda: not alive_with(marker))
 
 
 async def test_a_scorer_that_hides_a_lost_sandbox_gives_no_score(tmp_path: Path) -> None:
@@ -316,7 +338,7 @@ async def test_a_scorer_that_hides_a_lost_sandbox_gives_no_score(tmp_path: Path)
 @pytest.mark.slow
 async def test_two_hundred_rollouts_whose_workers_are_killed_at_random() -> None:
     settings = {
-        "rollouts": {"max_attempts": 50},
+        "rollouts": {"max_attempts": MOST_ATTEMPTS},
         "workers": {"processes": 1, "dedicated": 8},
         "sandbox": {"concurrent": 12},
     }
@@ -329,9 +351,12 @@ async def test_two_hundred_rollouts_whose_workers_are_killed_at_random() -> None
             for n in range(25)
         ]
         making = asyncio.gather(*(make_group(parts, request) for request in requests))
+        seen: set[int] = set()
         while not making.done():
-            await asyncio.sleep(0.2)
-            if pids := parts.pool.snapshot()["pids"]:
+            await asyncio.sleep(0.01)
+            pids = parts.pool.snapshot()["pids"]
+            if len(set(pids) - seen) >= 4 and killed < MOST_ATTEMPTS - 1:
+                seen |= set(pids)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rng.choice(pids), signal.SIGKILL)
                     killed += 1
@@ -406,8 +431,8 @@ async def test_an_attempt_that_is_sealed_interrupts_what_it_asks(zoo: RolloutCon
     name = msgspec.msgpack.decode(body, type=Opened).id
     command = Exec(argv=["sleep", marker], stdin=b"", cwd="/", env=None, limits=None)
     asking = asyncio.create_task(post(f"{url}/{name}/exec", msgspec.msgpack.encode(command)))
-    await until(lambda: running(marker))
-    (pid,) = running(marker)
+    await until(lambda: alive_with(marker))
+    (pid,) = alive_with(marker)
     zoo.proxy.seal(attempt)
     assert (await asking)[0] == 409
     used = await zoo.proxy.settle(attempt)

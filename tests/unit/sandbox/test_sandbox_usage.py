@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -23,7 +24,7 @@ async def boxes() -> AsyncIterator[Sandboxes]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def box(boxes: Sandboxes) -> AsyncIterator[Sandbox]:
-    async with boxes.open(SandboxSpec()) as one:
+    async with boxes.open(SandboxSpec(limits=SandboxLimits(wall_seconds=3600.0))) as one:
         yield one
 
 
@@ -36,16 +37,20 @@ with open("file", "wb") as file:
 end = time.process_time() + 0.5
 while time.process_time() < end:
     pass
-print(len(open("file", "rb").read()))
+print(len(open("file", "rb").read()), time.process_time())
 """
-    used = (await box.run_python(code)).usage
-    assert 0.5 <= used.cpu_seconds < 1.5
-    assert used.cpu_seconds * 0.9 < used.wall_seconds < 8
+    began = time.monotonic()
+    result = await box.run_python(code)
+    elapsed, used = time.monotonic() - began, result.usage
+    size, cpu_seconds = map(float, result.stdout.split())
+    assert size == 8 * MB
+    assert cpu_seconds * 0.9 < used.cpu_seconds < cpu_seconds * 2
+    assert used.cpu_seconds * 0.9 < used.wall_seconds <= elapsed
     assert 50 < used.peak_memory_mb < 120
     assert 8 * MB - 4096 < used.written_bytes < 9 * MB
     assert 8 * MB - 4096 < used.read_bytes < 9 * MB
     assert 8 <= used.disk_mb < 9
-    assert (used.output_bytes, used.executions, used.killed) == (8, 1, {})
+    assert (used.output_bytes, used.executions, used.killed) == (len(result.stdout), 1, {})
     assert used.peak_processes == 1
 
 
@@ -55,21 +60,22 @@ async def test_children_are_counted_too(box: Sandbox) -> None:
 import os, time
 for _ in range(2):
     if os.fork() == 0:
-        while time.process_time() < 0.3: pass
+        while time.process_time() < 0.2: pass
         os._exit(0)
 os.wait(), os.wait()
 """)
     ).usage
-    assert used.cpu_seconds > 0.5
+    assert used.cpu_seconds > 0.35
     assert used.peak_processes >= 3
     left = await box.run_python("""
 import os, time
 if os.fork() == 0:
-    while time.process_time() < 5:
-        if time.process_time() > 0.05: open("spun", "w")
+    while time.process_time() < 0.05: pass
+    open("spun", "w")
+    while True: pass
 while not os.path.exists("spun"): time.sleep(0.02)
 """)
-    assert 0.02 < left.usage.cpu_seconds < 4
+    assert left.ok and left.usage.cpu_seconds > 0.02
 
 
 async def test_the_total_is_of_all_programs(box: Sandbox) -> None:
