@@ -40,7 +40,7 @@ class StandIn:
         kind: str = "Zoo",
         file: str = ZOO,
         isolation: str = "pooled",
-        seconds: float = 30.0,
+        seconds: float = 600.0,
         rollout_id: str = "",
         config: dict[str, Any] | None = None,
         **public: Any,

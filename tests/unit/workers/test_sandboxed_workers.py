@@ -31,7 +31,7 @@ async def proxy() -> AsyncIterator[StandIn]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def pool(proxy: StandIn) -> AsyncIterator[LocalPool]:
-    config = WorkersConfig(processes=1, dedicated=4, kill_grace_seconds=0.3)
+    config = WorkersConfig(processes=1, dedicated=4, heartbeat_seconds=3, kill_grace_seconds=0.3)
     sandbox = WorkerSandbox(backend="namespace", port=proxy.port, memory_mb=400, disk_mb=32)
     async with LocalPool(
         config, [f"{ZOO}:Sandboxed"], sandbox=sandbox, listen=proxy.also_on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from envserver_records.errors import (
     WorkerHung,
 )
 from structlog.testing import capture_logs
-from support.waiting import until
+from support.waiting import until, with_enough_time
 from support.worker_standin import ZOO, StandIn, alive, serving
 
 from envserver import WorkersConfig
@@ -34,6 +35,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 LEVELS = ("pooled", "dedicated")
 
 
+def pool_with(*kinds: str, **settings: float) -> LocalPool:
+    patient = {"processes": 1, "heartbeat_seconds": 60, "kill_grace_seconds": 60}
+    config = WorkersConfig.model_validate({**patient, **settings})
+    return LocalPool(config, [f"{ZOO}:{kind}" for kind in kinds or ("Zoo", "Plain")])
+
+
 @pytest_asyncio.fixture(loop_scope="module")
 async def proxy() -> AsyncIterator[StandIn]:
     async with serving() as standin:
@@ -42,8 +49,22 @@ async def proxy() -> AsyncIterator[StandIn]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def pool() -> AsyncIterator[LocalPool]:
-    config = WorkersConfig(processes=1, dedicated=4, kill_grace_seconds=0.3)
-    async with LocalPool(config, [f"{ZOO}:Zoo", f"{ZOO}:Plain"]) as started:
+    """Kills no worker because the machine is slow."""
+    async with pool_with() as started:
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def pool_that_listens() -> AsyncIterator[LocalPool]:
+    """Kills workers that are silent for a second."""
+    async with pool_with(heartbeat_seconds=1) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def hasty_pool() -> AsyncIterator[LocalPool]:
+    """Kills workers whose rollouts go on after they were cancelled."""
+    async with pool_with(kill_grace_seconds=0.3) as started:
         yield started
 
 
@@ -122,8 +143,7 @@ async def test_what_the_proxy_refuses_keeps_its_kind(
 
 
 async def test_two_hundred_rollouts_share_two_processes(proxy: StandIn) -> None:
-    config = WorkersConfig(processes=2, rollouts_per_process=5)
-    async with LocalPool(config, [f"{ZOO}:Zoo"]) as pool:
+    async with pool_with("Zoo", processes=2, rollouts_per_process=5) as pool:
         most = 0
 
         async def run(one: Assignment) -> None:
@@ -172,16 +192,18 @@ async def test_a_death_says_how(
     await pid_of_pooled(pool, proxy)  # replaced
 
 
-async def test_a_blocked_event_loop_is_a_hang(pool: LocalPool, proxy: StandIn) -> None:
+async def test_a_blocked_event_loop_is_a_hang(pool_that_listens: LocalPool, proxy: StandIn) -> None:
+    pool = pool_that_listens
     before = await pid_of_pooled(pool, proxy)
-    began = time.monotonic()
     assert type(await death_of(pool, proxy.open("spin"))) is WorkerHung
-    assert time.monotonic() - began < 5.0
     assert not alive(before)
     assert await pid_of_pooled(pool, proxy) != before
 
 
-async def test_busy_threads_and_slow_setups_are_no_hang(pool: LocalPool, proxy: StandIn) -> None:
+async def test_busy_threads_and_slow_setups_are_no_hang(
+    pool_that_listens: LocalPool, proxy: StandIn
+) -> None:
+    pool = pool_that_listens
     busy = proxy.open("busy", kind="Plain", rest_seconds=1.6)
     slow = proxy.open("echo", isolation="dedicated", config={"setup_seconds": 1.6})
     await asyncio.gather(pool.run(busy), pool.run(slow))
@@ -189,7 +211,10 @@ async def test_busy_threads_and_slow_setups_are_no_hang(pool: LocalPool, proxy: 
     assert "output" in proxy.posted(slow)
 
 
-async def test_a_busy_server_does_not_blame_its_workers(pool: LocalPool, proxy: StandIn) -> None:
+async def test_a_busy_server_does_not_blame_its_workers(
+    pool_that_listens: LocalPool, proxy: StandIn
+) -> None:
+    pool = pool_that_listens
     before = await pid_of_pooled(pool, proxy)
     time.sleep(1.6)  # longer than heartbeat_seconds, on the server's own event loop
     assert await pid_of_pooled(pool, proxy) == before
@@ -210,7 +235,7 @@ async def test_a_flood_of_output_is_bounded_and_told(pool: LocalPool, proxy: Sta
     lines = [line for line in logs if line["event"] == "worker_output"]
     assert proxy.posted(flood)["output"] == "done"
     assert {line["rollout_id"] for line in lines} == {flood.rollout_id}
-    assert 0 < len(lines) < 1000
+    assert 0 < len(lines) < 10_000
 
 
 # Deadlines and cancelling.
@@ -221,25 +246,40 @@ async def test_at_the_deadline_the_agent_is_cancelled(
 ) -> None:
     before = await pid_of_pooled(pool, proxy)
     paths = {"started": str(tmp_path / "started"), "ended": str(tmp_path / "ended")}
-    late = proxy.open("sleep", seconds=0.5, **paths)
-    await pool.run(late)
-    failure = proxy.posted(late)["failure"]
+
+    async def overtaken(seconds: float) -> dict[str, Any] | None:
+        late = proxy.open("sleep", seconds=seconds, **paths)
+        await pool.run(late)
+        return proxy.posted(late)["failure"] if (tmp_path / "started").exists() else None
+
+    failure = await with_enough_time(overtaken)
     assert (failure["kind"], failure["detail"]) == (LimitReached.kind, {"limit": "time"})
     assert (tmp_path / "ended").exists()
     assert await pid_of_pooled(pool, proxy) == before
 
 
 async def test_a_thread_that_ignores_its_deadline_is_killed_and_its_mates_are_told(
-    pool: LocalPool, proxy: StandIn, tmp_path: Path
+    hasty_pool: LocalPool, proxy: StandIn, tmp_path: Path
 ) -> None:
-    late = proxy.open("sleep", kind="Plain", seconds=0.5, started=str(tmp_path / "late"))
     mate = proxy.open("sleep", started=str(tmp_path / "mate"))
-    hung, died = await asyncio.gather(death_of(pool, late), death_of(pool, mate))
-    assert type(hung) is WorkerHung
+    waiting = asyncio.create_task(death_of(hasty_pool, mate))
+
+    async def overtaken(seconds: float) -> WorkerError | None:
+        started = tmp_path / "late"
+        late = proxy.open("sleep", kind="Plain", seconds=seconds, started=str(started))
+        with contextlib.suppress(WorkerDied):  # the deadline came before a worker was free
+            try:
+                await hasty_pool.run(late)
+            except WorkerHung as hung:
+                assert started.exists() and not proxy.has_posted(late)
+                return hung
+        return None
+
+    hung = await with_enough_time(overtaken)
     assert "mate" not in hung.detail
+    died = await waiting
     assert type(died) is WorkerDied
     assert died.detail == {"mate": True}
-    assert not proxy.has_posted(late)
 
 
 async def test_a_death_of_unknown_cause_is_tried_again_alone(
@@ -275,6 +315,12 @@ async def test_cancelling_a_run_cancels_the_agent(
     assert not proxy.has_posted(obedient)
     assert await pid_of_pooled(pool, proxy) == before
 
+
+async def test_a_thread_that_cannot_be_cancelled_is_killed(
+    hasty_pool: LocalPool, proxy: StandIn, tmp_path: Path
+) -> None:
+    pool = hasty_pool
+    before = await pid_of_pooled(pool, proxy)
     stubborn = proxy.open("sleep", kind="Plain", started=str(tmp_path / "thread"))
     running = asyncio.create_task(pool.run(stubborn))
     await until((tmp_path / "thread").exists)
@@ -294,8 +340,7 @@ async def test_tasks_that_an_agent_forgot_end_with_its_rollout(
 
 
 async def test_who_waits_in_vain_for_a_worker_is_told(proxy: StandIn, tmp_path: Path) -> None:
-    config = WorkersConfig(processes=1, rollouts_per_process=1, kill_grace_seconds=0.1)
-    async with LocalPool(config, [f"{ZOO}:Zoo"]) as pool:
+    async with pool_with("Zoo", rollouts_per_process=1, kill_grace_seconds=0.1) as pool:
         first = proxy.open("sleep", started=str(tmp_path / "started"))
         running = asyncio.create_task(death_of(pool, first))
         await until((tmp_path / "started").exists)
@@ -308,10 +353,15 @@ async def test_who_waits_in_vain_for_a_worker_is_told(proxy: StandIn, tmp_path: 
 
 
 async def test_a_setup_without_end_is_not_the_models_fault(pool: LocalPool, proxy: StandIn) -> None:
-    config = {"setup_waits": True}
-    endless = proxy.open("echo", isolation="dedicated", config=config, seconds=0.3)
-    await pool.run(endless)
-    assert proxy.posted(endless)["failure"]["kind"] == "agent_error"
+    async def overtaken(seconds: float) -> dict[str, Any] | None:
+        config = {"setup_waits": True}
+        endless = proxy.open("echo", isolation="dedicated", config=config, seconds=seconds)
+        with contextlib.suppress(WorkerDied):  # the deadline came before it was forked
+            await pool.run(endless)
+            return proxy.posted(endless)["failure"]
+        return None
+
+    assert (await with_enough_time(overtaken, 0.3))["kind"] == "agent_error"
 
 
 async def test_an_error_beside_the_pool_passes_unchanged() -> None:
@@ -329,15 +379,14 @@ async def test_an_error_beside_the_pool_passes_unchanged() -> None:
 async def test_nothing_that_an_agent_started_survives_it(
     proxy: StandIn, tmp_path: Path, way: str
 ) -> None:
-    config = WorkersConfig(processes=1, kill_grace_seconds=0.2)
     isolation = "dedicated" if way == "rollout ends" else "pooled"
     written = tmp_path / "pids"
-    async with LocalPool(config, [f"{ZOO}:Zoo"]) as pool:
+    async with pool_with("Zoo", kill_grace_seconds=0.2) as pool:
         parent = proxy.open(
             "grandchildren",
             isolation=isolation,
             pids=str(written),
-            rest_seconds=0 if way == "rollout ends" else 60,
+            rest_seconds=0 if way == "rollout ends" else 3600,
             exit=way == "worker exits",
         )
         running = asyncio.gather(pool.run(parent), return_exceptions=True)
@@ -359,13 +408,14 @@ async def test_nothing_that_an_agent_started_survives_it(
 SERVER = """
 import asyncio, sys, uvloop
 from envserver.config import WorkersConfig
+config = WorkersConfig(processes=2, heartbeat_seconds=60)
 from envserver.workers.local import LocalPool
 from support.worker_standin import ZOO, serving
 
 async def main():
-    async with serving() as proxy, LocalPool(WorkersConfig(processes=2), [f"{ZOO}:Zoo"]) as pool:
+    async with serving() as proxy, LocalPool(config, [f"{ZOO}:Zoo"]) as pool:
         await pool.run(proxy.open("echo"))
-        parent = proxy.open("grandchildren", pids=sys.argv[1], rest_seconds=60)
+        parent = proxy.open("grandchildren", pids=sys.argv[1], rest_seconds=3600)
         alone = proxy.open("sleep", isolation="dedicated", started=sys.argv[2])
         await asyncio.gather(pool.run(parent), pool.run(alone))
 
@@ -381,7 +431,7 @@ async def test_nothing_survives_a_killed_server(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        await until(lambda: started.exists() and pids.exists() and pids.read_text(), 20)
+        await until(lambda: started.exists() and pids.exists() and pids.read_text())
         (root,) = tmp_path.glob("envserver-workers-*")
         family = [int(pid) for pid in pids.read_text().split()] + marked_by(root)
         assert len(set(family)) >= 7  # forkserver, 3 workers, 3 grandchildren
