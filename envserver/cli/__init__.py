@@ -152,14 +152,14 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
         if word != rest[0]:
             _complain(f"`{name} {rest[0]}` is now `{name} {word}`.")
         if word in command.words:
-            return _run(command.words[word], rest[1:], debug)
+            return _run(command.words[word], rest[1:], debug, environment)
     if not command.module:
         return _group(name, command, rest)
     if environment is not None:
         rest = ["--env", environment, *rest]
     if debug and command.has_debugger:
         rest.append("--debug")
-    return _run(command, rest, debug)
+    return _run(command, rest, debug, environment)
 
 
 def _group(name: str, group: Command, rest: Sequence[str]) -> int:
@@ -175,10 +175,11 @@ def _group(name: str, group: Command, rest: Sequence[str]) -> int:
     return 2
 
 
-def _run(command: Command, argv: list[str], debug: bool) -> int:
+def _run(command: Command, argv: list[str], debug: bool, environment: str | None) -> int:
     try:
         if ("-h" in argv or "--help" in argv) and (spec := command.load_spec()) is not None:
-            spec.show_help(argv)
+            alone = environment is None
+            spec.show_help(argv, program=_program(environment), with_environment=alone)
             return 0
         module = importlib.import_module(f".{command.module}", __name__)
         return int(getattr(module, command.function)(argv))
@@ -254,11 +255,11 @@ def _help_of_group(name: str, group: Command) -> str:
     width = max(map(len, group.words))
     return "\n".join(
         [
-            f"Usage: envserver {name} COMMAND [--name value ...]",
+            f"Usage: {_program(None)} {name} COMMAND [--name value ...]",
             "",
             *(f"  {word:<{width}}  {command.summary}" for word, command in group.words.items()),
             "",
-            f"Settings of a command: envserver {name} COMMAND --help",
+            f"Settings of a command: {_program(None)} {name} COMMAND --help",
         ]
     )
 

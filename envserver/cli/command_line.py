@@ -11,6 +11,7 @@ def run(argv: list[str]) -> int:
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -36,21 +37,23 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Section)
 S = TypeVar("S", bound=EnvironmentSettings)
 
-FREQUENT = (
-    "environment",
+ENGINE = (
     "model",
     "openai.base_url",
     "openai.model_name",
     "openai.api_key",
     "openai.server_type",
+)
+SAMPLING = ("sampling.temperature", "sampling.top_p", "sampling.max_tokens")
+FREQUENT = (
+    "environment",
+    *ENGINE,
     "env.group_size",
     "env.total_steps",
     "env.max_token_length",
     "env.split",
     "env.seed",
-    "sampling.temperature",
-    "sampling.top_p",
-    "sampling.max_tokens",
+    *SAMPLING,
     "rollouts.max_concurrent",
     "workers.processes",
     "log_level",
@@ -148,22 +151,36 @@ class CommandSpec(Generic[C]):
 
         return self.settings_for(find(reference))
 
-    def show_help(self, argv: Sequence[str]) -> None:
+    def show_help(
+        self, argv: Sequence[str], *, program: str = "envserver", with_environment: bool = True
+    ) -> None:
         """Prints the help that `argv` asks for.
+
+        Args:
+            program: the text before the command in the usage line.
+            with_environment: False: `program` names the environment, so --env cannot be given.
 
         Raises:
             NotFoundError: there is no such environment.
         """
         topic = help_topic(argv) or ""
         words = [word for word in argv if word not in ("--help", "-h", topic)]
+        settings_class = self._settings_class(words)
+        usage, frequent = self.usage, self.frequent
+        added = settings_class.model_fields.keys() - self.settings_class.model_fields.keys()
+        if frequent:
+            frequent = (*(path for path in settings_class.model_fields if path in added), *frequent)
+        if not with_environment:
+            usage = re.sub(r"--env \S+ ?", "", usage)
+            frequent = tuple(path for path in frequent if path != "environment")
         show_help(
             topic,
-            usage=f"envserver {self.name} {self.usage}".rstrip(),
+            usage=f"{program} {self.name} {usage}".rstrip(),
             summary=self.summary,
-            settings_class=self._settings_class(words),
+            settings_class=settings_class,
             reference=self.named_environment(words),
             names=self.shown_names(),
-            frequent=self.frequent,
+            frequent=frequent,
         )
 
 

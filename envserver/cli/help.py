@@ -19,6 +19,8 @@ from ..running.validation import with_environment
 
 _INDENT = "      "
 _COLUMN = 34
+_MAX_DEFAULT = 60
+"""Maximum length of a default that the short help shows, in characters."""
 _SOURCES = """\
 A setting can be given in a YAML file (--config run.yaml), in `.env` or as an environment variable
 (ENVSERVER_ENV__GROUP_SIZE=8), or as a flag (--env.group_size 8); later sources win."""
@@ -120,7 +122,10 @@ def _groups(
 def _short_lines(option: Option, name: str, bold: str, plain: str) -> list[str]:
     """Formats a setting in two columns: name, then the first sentence of its docstring and the
     default."""
-    default = "" if option.default_text in ("unset", "needed") else f" [{option.default_text}]"
+    shows_default = option.default_text not in ("unset", "needed") and (
+        len(option.default_text) <= _MAX_DEFAULT
+    )
+    default = f" [{option.default_text}]" if shows_default else ""
     width = min(110, shutil.get_terminal_size((100, 24)).columns) - _COLUMN
     text = textwrap.wrap(f"{option.first_sentence}{default}".strip(), width)
     shown = f"  {bold}{name}{plain}"

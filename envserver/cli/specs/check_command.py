@@ -25,4 +25,13 @@ class CheckSettings(EnvironmentSettings):
     sandbox: SandboxConfig = SandboxConfig()
 
 
-COMMAND = CommandSpec("check", SUMMARY, CheckSettings, usage="--env NAME")
+COMMAND = CommandSpec(
+    "check",
+    SUMMARY,
+    CheckSettings,
+    usage="--env NAME",
+    frequent=(
+        *("environment", "env.split", "env.seed", "tasks", "processes", "as_json"),
+        *("sandbox.backend", "log_level"),
+    ),
+)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ...config import EngineConfig, LogFormat, LogLevel, OpenAIConfig, Section, SimConfig
 from ...running.run_settings import PricesConfig
-from ..command_line import CommandSpec
+from ..command_line import ENGINE, CommandSpec
 
 SUMMARY = """Runs tasks of lm-evaluation-harness (gsm8k, aime24, ifeval ...) against an engine
 and writes the results in the format of `evaluate`: a report with intervals that `evaluate
@@ -69,4 +69,14 @@ class LmEvalSettings(Section):
     """Format of log lines; auto: console. json is for log collectors."""
 
 
-COMMAND = CommandSpec("lm-eval", SUMMARY, LmEvalSettings, usage="TASKS", arguments=("tasks",))
+COMMAND = CommandSpec(
+    "lm-eval",
+    SUMMARY,
+    LmEvalSettings,
+    usage="TASKS",
+    arguments=("tasks",),
+    frequent=(
+        *("tasks", *ENGINE, "out", "resume", "overwrite", "api", "tokenizer", "num_fewshot"),
+        *("limit", "concurrency", "metric", "pass_at"),
+    ),
+)

@@ -27,4 +27,9 @@ COMMAND = CommandSpec(
     "models sim",
     SUMMARY,
     ModelsSettings,
+    usage="[--env NAME]",
+    frequent=(
+        *("environment", "host", "port", "sim.solve_probability", "sim.openers"),
+        *("sim.latency_seconds", "sim.seed", "log_level"),
+    ),
 )

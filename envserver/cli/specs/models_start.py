@@ -34,5 +34,14 @@ class StartSettings(Section):
 
 
 COMMAND = CommandSpec(
-    "models start", SUMMARY, StartSettings, usage="NAME", arguments=("name",), aliases=ALIASES
+    "models start",
+    SUMMARY,
+    StartSettings,
+    usage="NAME",
+    arguments=("name",),
+    aliases=ALIASES,
+    frequent=(
+        *("name", "engine.backend", "engine.port", "engine.vllm_args", "engine.local_args"),
+        *("engine.models_file", "engine.start_seconds", "engine.log"),
+    ),
 )

@@ -12,5 +12,18 @@ and reports at the end whether result and score are the same (exit status 1: the
 
 
 COMMAND = CommandSpec(
-    "replay", SUMMARY, ReplaySettings, usage="FILE --rollout ID", arguments=("source",)
+    "replay",
+    SUMMARY,
+    ReplaySettings,
+    usage="FILE --rollout ID",
+    arguments=("source",),
+    frequent=(
+        "source",
+        "rollout",
+        "environment",
+        "services",
+        "debug",
+        "without_walls",
+        "log_level",
+    ),
 )

@@ -18,4 +18,8 @@ COMMAND = CommandSpec(
     RescoreSettings,
     usage="FILE... --env NAME --out FILE",
     arguments=("source",),
+    frequent=(
+        *("source", "environment", "out", "rubric", "resume", "overwrite", "skip_bad"),
+        *("without_messages", "processes", "sandbox.backend", "log_level"),
+    ),
 )

@@ -33,4 +33,12 @@ class RunApiSettings(Section):
     rollouts: DeliveryConfig = DeliveryConfig()
 
 
-COMMAND = CommandSpec("run-api", SUMMARY, RunApiSettings)
+COMMAND = CommandSpec(
+    "run-api",
+    SUMMARY,
+    RunApiSettings,
+    frequent=(
+        *("server.port", "server.host", "server.tokens_file", "store"),
+        *("rollouts.max_staleness_at_delivery", "log_level", "log_format"),
+    ),
+)

@@ -9,7 +9,7 @@ from envserver_records.errors import ConfigError
 from pydantic import create_model
 
 from ...config import Settings
-from ..command_line import CommandSpec
+from ..command_line import ENGINE, SAMPLING, CommandSpec
 
 if TYPE_CHECKING:
     from ...environment import Environment
@@ -46,5 +46,10 @@ def settings_for(environment: type[Environment]) -> type[RunSettings]:
 
 
 COMMAND = CommandSpec(
-    "run", SUMMARY, RunSettings, usage="--env NAME --question TEXT", settings_for=settings_for
+    "run",
+    SUMMARY,
+    RunSettings,
+    usage="--env NAME --question TEXT",
+    frequent=("environment", *ENGINE, "env.max_token_length", *SAMPLING, "out", "include_tokens"),
+    settings_for=settings_for,
 )

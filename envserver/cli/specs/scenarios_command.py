@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from ...config import Settings
-from ..command_line import CommandSpec
+from ..command_line import SAMPLING, CommandSpec
 
 SUMMARY = """Runs models in a scenario (a folder or YAML file with a prompt, a workspace and
 checks) and writes each run as a trace OUT/MODEL/LABEL/run_NNN.json: thoughts, tool calls,
@@ -40,4 +40,13 @@ class ScenarioSettings(Settings):
     """Cache folder for embeddings, keyed by text and model."""
 
 
-COMMAND = CommandSpec("scenarios", SUMMARY, ScenarioSettings, usage="--models NAME,NAME")
+COMMAND = CommandSpec(
+    "scenarios",
+    SUMMARY,
+    ScenarioSettings,
+    usage="--models NAME,NAME",
+    frequent=(
+        *("scenario", "models", "n", "label", "out", "seed", "overwrite", "openai.api_key"),
+        *(*SAMPLING, "rollouts.max_concurrent"),
+    ),
+)

@@ -9,4 +9,10 @@ SUMMARY = """Scores rows {"task": a row of a data set or a task id, "response": 
 with "messages") without a model: writes reward, components, metrics and error of each, in order."""
 
 
-COMMAND = CommandSpec("score", SUMMARY, ScoreSettings, usage="--env NAME --input FILE --out FILE")
+COMMAND = CommandSpec(
+    "score",
+    SUMMARY,
+    ScoreSettings,
+    usage="--env NAME --input FILE --out FILE",
+    frequent=("environment", "input", "out", "processes", "sandbox.backend", "log_level"),
+)

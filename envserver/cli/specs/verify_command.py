@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...running.run_settings import VerifySettings
-from ..command_line import CommandSpec
+from ..command_line import ENGINE, CommandSpec
 
 SUMMARY = """Checks that delivered tokens are what the engine sampled: reads a JSONL file of
 `process` or the groups of a running server (without leasing any), has the engine score the rows
@@ -12,5 +12,10 @@ there are differences, or nothing could be compared; 2: the command line is wron
 
 
 COMMAND = CommandSpec(
-    "verify", SUMMARY, VerifySettings, usage="FILE|ADDRESS", arguments=("source",)
+    "verify",
+    SUMMARY,
+    VerifySettings,
+    usage="FILE|ADDRESS",
+    arguments=("source",),
+    frequent=("source", *ENGINE, "tolerance", "policy_version", "sample", "concurrency", "as_json"),
 )

@@ -109,6 +109,21 @@ def test_help_shows_the_settings_of_the_environment(
     assert "--openai.api_key secret [unset]" in told
 
 
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.module])
+def test_help_of_a_command_fits_on_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) < 70
+
+
+def test_help_of_run_shows_the_fields_of_the_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"], environment="math") == 0
+    told = capsys.readouterr().out
+    usage = "Usage: python -m envserver_environments.math run --question TEXT [--name value ...]"
+    assert told.startswith(usage)
+    assert "  --question " in told
+    assert "  --env " not in told
+
+
 @pytest.mark.parametrize(
     ("words", "status", "expected"),
     [

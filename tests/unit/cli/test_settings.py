@@ -288,20 +288,39 @@ class Adder(Environment):
 '''
 
 
-@pytest.mark.parametrize("source", ["flag", "variable", "yaml", "yaml env"])
-def test_the_environment_is_named_by_any_source(tmp_path: Path, source: str) -> None:
-    (tmp_path / "adder.py").write_text(ENVIRONMENT)
-    reference = f"{tmp_path}/adder.py"
-    (tmp_path / "run.yaml").write_text(
-        f"env: {reference}\n" if source == "yaml env" else f"environment: {reference}\n"
-    )
-    flags, environ = {
-        "flag": (["--env", reference], {}),
-        "variable": ([], {"ENVSERVER_ENVIRONMENT": reference}),
-    }.get(source, (["--config", f"{tmp_path}/run.yaml"], {}))
-    settings = load_settings([*flags, "--env.digits", "7"], environ=environ, folder=tmp_path)
-    assert settings.environment == reference
+@pytest.mark.parametrize(
+    ("flags", "variable", "file"),
+    [
+        (["--env", "adder.py"], "", ""),
+        (["--env.name", "adder.py"], "", ""),
+        ([], "ENVSERVER_ENVIRONMENT", ""),
+        ([], "ENVSERVER_ENV", ""),
+        ([], "ENVSERVER_ENV__NAME", ""),
+        ([], "", "environment: adder.py\n"),
+        ([], "", "env: adder.py\n"),
+        ([], "", "env:\n  name: adder.py\n  digits: 5\n"),
+    ],
+)
+def test_the_environment_is_named_by_any_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], variable: str, file: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("adder.py").write_text(ENVIRONMENT)
+    Path("run.yaml").write_text(file)
+    words = [*flags, "--config", "run.yaml", "--env.digits", "7"]
+    environ = {variable: "adder.py"} if variable else {}
+    settings = load_settings(words, environ=environ, folder=tmp_path)
+    assert settings.environment == "adder.py"
     assert settings.env.model_dump()["digits"] == 7
+
+
+def test_the_command_line_wins_over_other_names_of_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "adder.py").write_text(ENVIRONMENT)
+    (tmp_path / "run.yaml").write_text("env: {name: other}\n")
+    reference = f"{tmp_path}/adder.py"
+    words = ["--env", reference, "--config", f"{tmp_path}/run.yaml"]
+    settings = load_settings(words, environ={"ENVSERVER_ENV": "third"}, folder=tmp_path)
+    assert settings.environment == reference
 
 
 def test_own_flags_of_a_command_and_short_names() -> None:
