@@ -8,32 +8,38 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from envserver import Sandboxes, SandboxSpec
+from envserver import Sandboxes, SandboxLimits, SandboxSpec
 
+from .process_tree import alive_with
 from .sandboxes import sandboxes
+from .waiting import until
 
 STAY = """
 import ctypes, os, time
 if os.fork() == 0:
     os.setsid()
-    os.execv("/bin/sh", [MARK, "-c", "sleep 60; exit"])
+    os.execv("/bin/sh", [MARK, "-c", "sleep 3600; exit"])
 ctypes.CDLL(None).prctl(15, MARK.encode())
 open("began", "w").close()
-time.sleep(60)
+time.sleep(3600)
 """
+STAYING = SandboxSpec(limits=SandboxLimits(wall_seconds=3600.0))
 
 
 async def stay(boxes: Sandboxes, mark: str) -> None:
-    async with boxes.open(SandboxSpec()) as box:
+    async with boxes.open(STAYING) as box:
         await box.run_python(f"MARK = {mark!r}" + STAY)
 
 
 async def hold(backend: str, mark: str) -> None:
     async with sandboxes(backend) as boxes:
         staying = [asyncio.create_task(stay(boxes, mark)) for _ in range(4)]
-        await asyncio.sleep(1.0)
-        print("running", flush=True)
-        await asyncio.gather(*staying)
+        ended = asyncio.gather(*staying)
+        # Each has forked once, and this process bears the mark, too.
+        await until(lambda: ended.done() or len(alive_with(mark)) == 1 + 2 * len(staying))
+        if not ended.done():
+            print("running", flush=True)
+        await ended
 
 
 if __name__ == "__main__":
