@@ -187,12 +187,12 @@ def test_the_assistants_model_sees_nothing_of_the_customers_side() -> None:
 
 
 BROKEN: dict[str, tuple[Message, str]] = {
-    "no JSON": (raw_call("get_data_usage", "{"), "no JSON object"),
-    "no object": (raw_call("get_data_usage", "[1]"), "no JSON object"),
-    "not a number": (raw_call("get_data_usage", '{"customer_id": NaN}'), "no JSON object"),
-    "half a letter": (raw_call("get_details_by_id", '{"id": "\\ud800"}'), "no JSON object"),
-    "a key twice": (raw_call("get_details_by_id", '{"id": 1, "id": 2}'), "no JSON object"),
-    "deep": (raw_call("get_details_by_id", '{"id":' + "[" * 9999), "no JSON object"),
+    "no JSON": (raw_call("get_data_usage", "{"), "not a JSON object"),
+    "no object": (raw_call("get_data_usage", "[1]"), "not a JSON object"),
+    "not a number": (raw_call("get_data_usage", '{"customer_id": NaN}'), "not a JSON object"),
+    "half a letter": (raw_call("get_details_by_id", '{"id": "\\ud800"}'), "not a JSON object"),
+    "a key twice": (raw_call("get_details_by_id", '{"id": 1, "id": 2}'), "not a JSON object"),
+    "deep": (raw_call("get_details_by_id", '{"id":' + "[" * 9999), "not a JSON object"),
     "too few": (raw_call("get_data_usage", '{"customer_id": "C21"}'), "missing 1 required"),
     "too many": (raw_call("get_details_by_id", '{"id": "C21", "x": 1}'), "unexpected keyword"),
     "a huge number": (raw_call("get_details_by_id", '{"id": 1' + "0" * 99 + "}"), "Error"),
