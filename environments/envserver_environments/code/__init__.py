@@ -1,1 +1,1 @@
-"""Programming: write a Python function that passes tests, half of which nobody sees."""
+"""Programming: write a Python function that passes tests, half of which are hidden."""

@@ -42,7 +42,7 @@ PYTHON_SECONDS = 6
 async def solve(
     task: PublicTask, run: Rollout, mode: Mode, show_tests: ShowTests
 ) -> dict[str, Any]:
-    """One attempt at `task`."""
+    """Runs one attempt at `task`."""
     messages: list[Message] = [
         {"role": "system", "content": system_prompt(mode)},
         {"role": "user", "content": question(task.public, mode, show_tests)},
@@ -55,7 +55,7 @@ async def solve(
 
 
 class Workbench:
-    """The tools of one rollout, and what was submitted."""
+    """The tools of one rollout, and the submitted program."""
 
     def __init__(self, task: PublicTask, sandbox: Sandbox) -> None:
         self.submitted: str | None = None

@@ -18,10 +18,10 @@ from .program_cheats import PROGRAMS, SPOILED, after_its_work, constant, table
 
 FAST_EVERY = 2
 SLOW_EVERY = 20
-"""Of so many tasks one gets a given cheat; the slow ones take seconds to end."""
+"""One task in this many gets a slow cheat, which takes seconds."""
 
 ENDS_ITSELF = re.compile(r"exit|quit|SystemExit")
-"""A reference in which this is found cannot be spoiled by what stands behind it."""
+"""References that match end the process, so code appended to them would not run."""
 _ALWAYS_EQUAL = """
 class Anything{base}:
     def __eq__(self, other): return True
@@ -244,7 +244,7 @@ FAST: dict[str, str] = {
                 except OSError: pass
         """,
 }
-"""Programs by what they do; NAME stands for the function."""
+"""Cheating programs by name; NAME is replaced by the function's name."""
 
 SLOW: dict[str, str] = {
     "a loop without end": "def NAME(*a, **k):\n    while True: pass",
@@ -313,7 +313,7 @@ def known_results(task: Task, *, partial_credit: bool = False) -> Iterator[Known
 
 
 def _wrong_programs(task: Task, most: float) -> Iterator[KnownResult]:
-    """Of a task that wants a whole program."""
+    """Wrong programs for a task that asks for a whole program."""
     code, visible = task.hidden.get("code"), task.public["tests"]
     wrong = {what: textwrap.dedent(program) for what, program in PROGRAMS.items()}
     if visible:
@@ -362,7 +362,7 @@ def _gold(task: Task) -> Result:
 
 
 def written(program: str, name: str) -> str:
-    """One of the programs above, about the function `name`."""
+    """Returns a cheat with `name` as the function's name."""
     return textwrap.dedent(program).replace("NAME", name)
 
 

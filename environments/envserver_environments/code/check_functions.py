@@ -1,9 +1,8 @@
 """Asserts out of test functions: HumanEval's `check(candidate)`, EvalPlus's lists of inputs. Pure.
 
-Of `check`, the asserts that stand in it alone are taken, with the function's own name instead of
-the parameter, and with the values of names that it set to literals before. EvalPlus runs over
-`inputs` and `results`; each pair becomes an assert with its comparison: equal, or close where
-floats are wanted.
+From `check` it takes the top-level asserts, with the function's own name instead of the parameter,
+and with the values of names that were set to literals before. EvalPlus runs over `inputs` and
+`results`; each pair becomes an assert with its comparison: equal, or close for floats.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def _is_over_pairs(loop: ast.For) -> bool:
 
 
 def _tolerance(loop: ast.For) -> float:
-    """The third argument of `assertion(out, wanted, tolerance)`."""
+    """Returns the third argument of `assertion(out, wanted, tolerance)`."""
     for node in ast.walk(loop):
         match node:
             case ast.Call(func=ast.Name(id="assertion"), args=[_, _, ast.Constant(value=number)]):

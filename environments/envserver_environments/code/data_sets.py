@@ -7,8 +7,8 @@
     mbpp_plus       MBPP's fields, and EvalPlus's tests in `test`
     pairs           inputs and outputs, of a program or of a function (see `pair_rows`)
 
-A row says itself which it is by a key `data_set`, else by its fields. Of opc and MBPP all tests
-must be such that they can be taken apart; of the others those count that can, the rest is left out.
+A row names its data set by a key `data_set`, else its fields show it. All tests of opc and MBPP
+must be separable into calls and claims; of the others, tests that are not are left out.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _refuse_setup(row: Row) -> None:
 
 
 def _preamble(prompt: str, entry_point: str) -> str:
-    """What a prompt defines before the function itself."""
+    """Returns the definitions in a prompt before the function itself."""
     tree = parsed(prompt)
     before = [
         statement
@@ -219,7 +219,7 @@ CONSTANTS: tuple[Any, ...] = (True, False, None, 0, 1, -1, "", [], {}, ())
 
 
 def a_constant_passes(problem: Problem) -> bool:
-    """Whether a program that always gives or prints the same passes all tests."""
+    """Returns whether a program with a constant result passes all tests."""
     if not problem.entry_point:
         return len({test["output"].strip() for test in problem.tests if isinstance(test, dict)}) < 2
     tests = [hoisted(test, problem.entry_point) for test in problem.tests if isinstance(test, str)]
@@ -231,7 +231,7 @@ def a_constant_passes(problem: Problem) -> bool:
 
 
 def normalised(instruction: str) -> str:
-    """Equal for instructions that differ in case, spaces and punctuation only."""
+    """Normalises case, spaces and punctuation."""
     return " ".join(re.findall(r"\w+", instruction.lower()))
 
 

@@ -11,7 +11,7 @@ from .agent import Mode
 
 
 def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
-    """The assistant messages, one a turn; None where the task has no reference."""
+    """Returns the assistant messages, one per turn, or None if the task has no reference."""
     code, output = task.hidden.get("code"), task.hidden.get("output")
     if not code:
         return None

@@ -60,7 +60,7 @@ class Code(Environment):
     score_timeout_seconds = 60.0
 
     class Config(Environment.Config):
-        """Which tasks, how they are solved, and what counts."""
+        """Selects the tasks, the way of solving them, and the scoring."""
 
         data_set: DataSetName = "sample"
         """Data set. sample: 40 built-in tasks; pairs: inputs and outputs in data_path."""
@@ -83,7 +83,7 @@ class Code(Environment):
             return str(value) if isinstance(value, int) else value
 
     class Question(Environment.Question):
-        """What is to be written, and tests of it."""
+        """A description of the program to write, and its tests."""
 
         entry_point: str = ""
         """Name of the function to write; unset: a program that reads stdin and prints."""
@@ -244,7 +244,7 @@ def _usable(row: dict[str, Any] | None, data_set: str | None) -> Problem:
 
 
 def _row_id(name: str, number: int, row: dict[str, Any] | None) -> str:
-    """The sample's rows carry ids of ours; others are known by their place."""
+    """Returns the id in a row of the sample, else one made of the row's number."""
     return str(row["id"]) if name == "sample" and row and "id" in row else f"{name}-{number}"
 
 

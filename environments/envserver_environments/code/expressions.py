@@ -1,12 +1,12 @@
-"""Evaluates what is left of an assert when its calls are replaced by values. Pure and bounded.
+"""Evaluates the rest of an assert once its calls are replaced by values. Pure and bounded.
 
 In: an expression, and the values that the calls returned (built-in types only, see `values`). Out:
-its value. The expression comes from a data set and the values from a hostile program, so this is an
-interpreter of its own for a small part of Python: no attribute but the methods listed here, no
-formatting, a limit of time, and sizes that are checked before anything large is made. Whatever
-the values are, it ends soon, and no code of theirs runs, for they have none.
+its value. The expression comes from a data set and the values from a hostile program, so this is a
+separate interpreter for a small part of Python: no attributes except the listed methods, no
+formatting, a time limit, and size checks before anything large is built. It always ends soon, and
+the values contain no code that could run.
 
-`why_unsupported` says of an expression whether it can be evaluated here, before any value is known.
+`why_unsupported` tells whether an expression can be evaluated here, before any value is known.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Evaluator:
         return _EVALUATORS[type(node)](self, node, scope)
 
     def items(self, value: Any) -> list[Any]:
-        """What iterating over `value` gives."""
+        """Returns the items of an iteration over `value`."""
         items = list(islice(iter(value), MAX_ITEMS + 1))
         if len(items) > MAX_ITEMS:
             raise Unevaluable("too many items")
@@ -71,14 +71,14 @@ class _Evaluator:
 
 
 def evaluate(expression: ast.expr, values: Scope) -> Any:
-    """The value of `expression`.
+    """Returns the value of `expression`.
 
     Args:
-        values: by name; a name that is missing is a call that gave none.
+        values: by name; a missing name is a call without a value.
 
     Raises:
-        Unevaluable: it has none here.
-        Exception: what Python itself would raise (TypeError, ZeroDivisionError ...).
+        Unevaluable: it has no value here.
+        Exception: the errors of Python itself (TypeError, ZeroDivisionError ...).
     """
     try:
         return _Evaluator().value(expression, values)
@@ -87,10 +87,10 @@ def evaluate(expression: ast.expr, values: Scope) -> Any:
 
 
 def why_unsupported(expression: ast.AST, known: set[str]) -> str | None:
-    """Why `expression` cannot be evaluated here, None where it can.
+    """Returns why `expression` cannot be evaluated here, or None if it can.
 
     Args:
-        known: names of values that it will get.
+        known: names that will have values.
     """
     bound = known | set(FUNCTIONS) | set(CONSTANTS)
     for node in ast.walk(expression):

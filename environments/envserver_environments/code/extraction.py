@@ -1,9 +1,9 @@
 """Finds the program in a model's message. Pure.
 
 Only fenced blocks of the visible text count: the last one that parses and defines the function at
-its top level (or as a method of a class Solution), else the last one, else there is none. Where no
-function is wanted, it is the last one that parses and is called Python, else the last one that
-parses and is called nothing, else the last one. Text outside of a fence is never a program.
+its top level (or as a method of a class Solution), else the last one. If no function is asked for:
+the last one that parses and is labelled Python, else the last one that parses and has no label,
+else the last one. Text outside of a fence is never a program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import islice
 from envserver_tools.visible import visible_text
 
 MAX_CODE_CHARACTERS = 50_000
-"""A longer program is none."""
+"""Longer programs are ignored."""
 
 _PYTHON = ("python", "py", "python3", "{python}")
 _CLOSINGS = 8
@@ -27,7 +27,8 @@ _OPENING = re.compile(r"(?m)^([ \t]*)(`{3,}|~{3,})[ \t]*([^\n`]*)\n")
 
 
 def extract_code(text: str, entry_point: str) -> str | None:
-    """The program in `text` that should define `entry_point` ("": a whole program), or None."""
+    """Returns the program in `text` that should define `entry_point` ("": a whole program), or
+    None."""
     seen = visible_text(text.replace("\r\n", "\n"))
     blocks = [] if seen is None else list(_named_blocks(seen))
     if not blocks:
@@ -48,12 +49,12 @@ def _is_program(block: str) -> bool:
 
 
 def fenced_blocks(text: str) -> Iterator[str]:
-    """The insides of the fenced blocks of `text`, in order; one that is never closed is none."""
+    """Returns the contents of the closed fenced blocks of `text`, in order."""
     return (inside for _, inside in _named_blocks(text))
 
 
 def _named_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Each block with the first word behind its opening fence."""
+    """Yields each block with the first word after its opening fence."""
     position = 0
     while opening := _OPENING.search(text, position):
         indent, fence = opening[1], opening[2]
@@ -65,7 +66,7 @@ def _named_blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def defined_names(code: str) -> set[str]:
-    """The names that the top level of `code` defines; none where it cannot be parsed."""
+    """Returns the names defined at the top level of `code`; empty if it cannot be parsed."""
     tree = parsed(code)
     names: set[str] = set()
     for statement in tree.body if tree else []:
@@ -84,12 +85,12 @@ def defined_names(code: str) -> set[str]:
 
 
 def parsed(code: str, limit: int | None = MAX_CODE_CHARACTERS) -> ast.Module | None:
-    """`code` as a tree, None where it is not Python or longer than `limit` characters."""
+    """Parses `code`; returns None if it is not Python or longer than `limit` characters."""
     if limit is not None and len(code) > limit:
         return None
     try:
         with warnings.catch_warnings():
-            # An invalid escape in a model's program is no news of ours.
+            # Warnings about invalid escapes in a model's program do not matter here.
             warnings.simplefilter("ignore")
             return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -97,10 +98,10 @@ def parsed(code: str, limit: int | None = MAX_CODE_CHARACTERS) -> ast.Module | N
 
 
 def _until_closed(text: str, start: int, fence: str) -> tuple[str | None, int]:
-    """What stands before the closing fence, and where that ends.
+    """Returns the text before the closing fence, and the position where it ends.
 
-    A program may hold fences itself, in its texts: the closing one is the first before which there
-    is a program, on a line of its own if possible. Where there is none, it is the first at all.
+    A program may contain fences in its strings: the closing fence is the first one preceded by a
+    valid program, on a line of its own if possible, else the first of all.
     """
     mark = re.escape(fence)
     alone = re.compile(rf"(?m)^[ \t]*{mark}[{fence[0]}]*[ \t]*$")

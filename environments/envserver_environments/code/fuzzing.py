@@ -1,9 +1,9 @@
-"""Calls like those of the tests, with other arguments, to be compared with the reference. Pure.
+"""Varies the arguments of the tests' calls, to compare a program with the reference. Pure.
 
-A program that holds the tests' answers in a table passes them all and knows nothing. So the
-reference is asked for the values of arguments that nobody has seen: those of a test, changed a
-little in one place, in a way that seldom leaves what the task is about (signs, sortedness, lengths
-near to what they were, the characters that a text already has).
+A program that holds the tests' answers in a table passes them all and solves nothing. So the
+reference computes values for new arguments: those of a test, changed a little in one place, in a
+way that seldom leaves the task's domain (signs, sortedness, similar lengths, characters that the
+text already has).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TRIES = 6
 
 
 def changed_calls(calls: Sequence[str], count: int, seed: str) -> list[str]:
-    """At most `count` calls that are not among `calls`; the same for the same seed."""
+    """Returns at most `count` new calls; the same for the same seed."""
     rng = random.Random(f"fuzz-{seed}")
     readable = [read for call in dict.fromkeys(calls) if (read := _read(call)) is not None]
     found: dict[str, None] = {}
@@ -37,9 +37,9 @@ def changed_calls(calls: Sequence[str], count: int, seed: str) -> list[str]:
 
 
 def agreement(program: Mapping[int, Any], reference: Mapping[int, Any]) -> float | None:
-    """The share of the reference's values that the program has too; None where it has none.
+    """Returns the share of the reference's values that the program has, too; None without values.
 
-    Both by number of the call. Where the reference failed, there is nothing to compare.
+    Both are keyed by the call's number. Calls on which the reference failed are skipped.
     """
     if not reference:
         return None
@@ -49,7 +49,7 @@ def agreement(program: Mapping[int, Any], reference: Mapping[int, Any]) -> float
 
 
 def alike(value: Any, wanted: Any) -> bool:
-    """Whether a test that wants `wanted` would take `value`: floats may differ a little."""
+    """Returns whether a test for `wanted` would accept `value`: floats may differ a little."""
     if isinstance(wanted, float) and isinstance(value, float | int):
         both_nan = math.isnan(wanted) and math.isnan(value)
         try:
@@ -62,7 +62,7 @@ def alike(value: Any, wanted: Any) -> bool:
 
 
 def _read(call: str) -> tuple[str, list[Any]] | None:
-    """The name and the arguments of a call whose arguments are plain, None for others."""
+    """Returns the name and arguments of a call with plain arguments, else None."""
     try:
         tree = ast.parse(call, mode="eval").body
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.keywords:

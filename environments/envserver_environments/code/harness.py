@@ -1,13 +1,13 @@
 """Runs in the sandbox: a program, and calls of its function. Sent there as text, not imported here.
 
 In: JSON on stdin (`code`, `preamble`, `prelude`, `entry_point`, `calls`, and the limits of a call
-and of its value). Out: lines on what was stdout: `ready` once the program is
-loaded (or why it is not), then one per call: `[number, "v", value]` (`values` says how one is
-written) or `[number, "e", what went wrong]`. What the program prints goes nowhere.
+and of its value). Out: lines on the original stdout: `ready` once the program is loaded (or the
+error), then one per call: `[number, "v", value]` (encoded as in `values`) or `[number, "e",
+error]`. The program's own output is discarded.
 
-The program shares this process and can forge any line. It gains nothing: the values that the tests
-want never come here, so it can only say what it could as well return. Nothing here is a wall; the
-sandbox is.
+The program shares this process and can forge any line. It gains nothing: the expected values never
+come here, so it can only forge what it could as well return. The sandbox protects the host, this
+module does not.
 """
 
 import builtins
@@ -26,7 +26,7 @@ ERROR_CHARACTERS = 600
 
 
 SLOW_CALLS = 2
-"""After so many calls that took too long nothing more is tried."""
+"""After this many slow calls the rest is skipped."""
 
 
 class TimeIsUp(BaseException):
@@ -72,7 +72,7 @@ class Writer:
         if kind is bytes:
             return ["b", bytes.hex(self.fitting(value))]
         if kind in TAGS and len(value) <= self.left:
-            # A copy: nobody changes it meanwhile.
+            # A copy, so that nothing changes it meanwhile.
             return [TAGS[kind], [self.write(item, level + 1) for item in list(value)]]
         if dict in type.mro(kind) and dict.__len__(value) <= self.left:
             pairs = [part for pair in dict.items(value) for part in pair]
@@ -156,7 +156,7 @@ def main() -> None:
             slow += type(error) is TimeIsUp
             line = dumps([number, "e", described(error)])
         say(line)
-    # Not by the way out: exit handlers and threads of the program have nothing to do here.
+    # os._exit: exit handlers and threads of the program must not run.
     leave(0)
 
 
@@ -169,7 +169,7 @@ def loaded(request: "dict[str, Any]") -> "Any":
         exec(compile(request[name], "solution.py", "exec"), module.__dict__)
     names, wanted = module.__dict__, request["entry_point"]
     if wanted not in names and isinstance(names.get("Solution"), type):
-        # Some data sets want a method of a class; each call has an object of its own.
+        # Some data sets test a method of a class; each call gets a new object.
         return lambda *a, **k: getattr(names["Solution"](), wanted)(*a, **k)
     return names[wanted]
 

@@ -1,12 +1,12 @@
-"""Takes an assert apart: the calls of the function under test, and what is claimed of their values.
+"""Splits an assert into calls of the function under test and a claim about their values.
 
     assert abs(area(2) - 12.566) < 1e-3
 
 becomes the call `area(2)`, which runs in the sandbox, and `abs(value - 12.566) < 1e-3`, which is
-evaluated here. So what a test wants is never where a program could read it. Pure.
+evaluated here. So a program can never read the expected value. Pure.
 
-A test that cannot be taken apart has a reason: it needs names of the program (its classes, other
-functions), it is not a single assert, it uses what `expressions` does not know.
+A test cannot be split if it needs names of the program (its classes, other functions), is not a
+single assert, or uses something that `expressions` does not know.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _FROM_MODULES = {
 
 
 class NotHoistable(Exception):
-    """Why a test cannot be taken apart, in few words."""
+    """A test cannot be split; the message says why."""
 
 
 @dataclass(frozen=True)
 class HoistedTest:
-    """A test in two parts.
+    """A test, split into calls and a claim.
 
     Args:
         source: as it was written.
@@ -64,7 +64,7 @@ class HoistedTest:
 
     @property
     def determines(self) -> bool:
-        """Whether the claim leaves one value to its only call (or one but for rounding)."""
+        """Returns whether the claim leaves one value to its only call (or one but for rounding)."""
         match self.claim:
             case ast.Name() | ast.UnaryOp(op=ast.Not(), operand=ast.Name()):
                 return len(self.calls) == 1
@@ -82,7 +82,7 @@ class HoistedTest:
 
     @property
     def wanted(self) -> Any:
-        """The literal that the claim compares its value with, None where it is another claim."""
+        """Returns the literal that the claim compares with, or None if it compares otherwise."""
         match self.claim:
             case (
                 ast.Compare(ops=[ast.Eq()], comparators=[literal])
@@ -95,7 +95,7 @@ class HoistedTest:
         return None
 
     def holds(self, values: Mapping[int, Any]) -> bool:
-        """Whether the claim is true of the calls' values; a call that is missing raised."""
+        """Returns whether the claim is true of the calls' values; a missing call raised."""
         try:
             return bool(evaluate(self.claim, {_name(n): value for n, value in values.items()}))
         except Exception:  # noqa: BLE001 - whatever Python raises for such values fails the test
@@ -176,7 +176,7 @@ class _Hoister(ast.NodeTransformer):
 
 
 def _check_names(call: ast.Call, entry_point: str) -> None:
-    """All names in the arguments must mean something without the program."""
+    """Checks that all names in the arguments have a meaning without the program."""
     bound = {entry_point, *_FOR_CALLS, *_MODULES}
     for offered in _FROM_MODULES.values():
         bound.update(offered)

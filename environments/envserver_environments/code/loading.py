@@ -25,4 +25,4 @@ HUBS: dict[str, Hub] = {
 }
 
 DIVISIONS: dict[str, Division] = {"opc": Division()}
-"""Of data sets that have one split of their own."""
+"""Divisions of data sets that have only one split."""

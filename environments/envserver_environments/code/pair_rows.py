@@ -1,13 +1,13 @@
-"""Rows whose tests are inputs and outputs, of a program (what it reads and prints) or a function.
+"""Rows whose tests are inputs and outputs of a program (stdin, stdout) or a function.
 
-In: a row. Out: a Problem, whose tests are pairs; where the row names a function, asserts. Known:
+In: a row. Out: a Problem whose tests are pairs, or asserts if the row names a function. Known:
 
     input_output                           {"inputs": [], "outputs": [], "fn_name"}: APPS, TACO
     tests                                  [{"input", "output"}, ...]
     public_test_cases, private_test_cases  the same, as in LiveCodeBench, also packed
     public_tests, private_tests, ...       {"input": [...], "output": [...]}: CodeContests
 
-each as JSON text or as it is. What a row calls public is visible, else the first half.
+each as JSON text or as an object. Tests marked public are visible, else the first half.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .problem import Pair, Problem, Test, text_of
 TEXTS = (
     "instruction", "question_content", "question", "prompt", "problem", "description", "text",
 )  # fmt: skip
-"""Fields that may hold what is to be done; the first that is there does."""
+"""Fields that may hold the instruction; the first present one counts."""
 SOURCES = ("input_output", "tests", "public_test_cases", "public_tests")
 """Fields of tests; the first that is there says what shape the row has."""
 
@@ -46,7 +46,7 @@ import bisect, collections, functools, heapq, itertools, math, re, string
 from bisect import *
 from heapq import *
 """
-"""What programs that begin as `class Solution` rely on, for where they come from it is there."""
+"""Imports that programs with a `class Solution` rely on."""
 PYTHON3 = 3
 """CodeContests' number for the language of a solution."""
 
@@ -107,7 +107,7 @@ def _size(test: Test | None) -> int:
 
 
 def _test(test: tuple[Any, Any], name: str) -> Test | None:
-    """A pair of a program, an assert of a function; None where it is neither."""
+    """Returns a program's pair, a function's assert, or None if it is neither."""
     given, wanted = test
     if name:
         return _assert(given, wanted, name)
@@ -141,7 +141,7 @@ def _of_input_output(row: dict[str, Any]) -> tuple[Tests, Tests, str]:
     found = _zipped(content.get("inputs"), content.get("outputs"))
     name = str(content.get("fn_name") or "")
     if name:
-        # Each value stands in a list of its own.
+        # Each value is in a list of its own.
         wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in found)
         found = [(_read(given), _unwrapped(_read(w), wrapped)) for given, w in found]
     return [], found, name
@@ -185,7 +185,7 @@ def _zipped(given: Any, wanted: Any) -> Tests:
 
 
 def _objects(tests: Any, calls: bool) -> Iterator[tuple[Any, Any]]:
-    """Of a call, the input is JSON: a list of arguments, or one argument in each line."""
+    """Parses the input of a call as JSON: a list of arguments, or one argument per line."""
     if not isinstance(tests, list):
         raise InputError("The tests are not inputs and outputs.")
     for test in tests:
@@ -198,7 +198,7 @@ def _objects(tests: Any, calls: bool) -> Iterator[tuple[Any, Any]]:
 
 
 def _read(value: Any, *, packed: bool = False) -> Any:
-    """JSON text, or what it is already."""
+    """Parses JSON text; returns other values unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -9,7 +9,7 @@ MAX_INSTRUCTION_CHARACTERS = 4000
 Pair = dict[str, str]
 """A test of a whole program: `input` and `output`."""
 Test = str | Pair
-"""Of a function: an assert; of a program: a pair."""
+"""An assert on a function, or a pair for a program."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Problem:
         entry_point: the function's name; "": a program that reads and prints.
         tests: asserts that can be taken apart, or pairs, in the data set's order.
         code: a reference that passes them, None where the row has none.
-        output: an answer in full, as a model would give it, None where the row has none.
+        output: a full answer, as a model would give it, None if the row has none.
         preamble: definitions that the program may rely on.
-        visible: how many of the tests, from the first, the model's tools have.
-        left_out: how many tests of the row are not among `tests`, for they cannot be judged.
-        seconds: of CPU that a program has for one pair, None: the usual ones.
+        visible: number of tests, from the first, that the model's tools have.
+        left_out: number of the row's tests that cannot be judged and are left out.
+        seconds: CPU seconds of a program for one pair; None: the default.
     """
 
     data_set: str

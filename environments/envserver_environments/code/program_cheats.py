@@ -71,7 +71,7 @@ PROGRAMS: dict[str, str] = {
 
 
 def constant(pairs: list[Pair]) -> str:
-    """Prints what the first test wants, whatever it reads."""
+    """Prints the output of the first test, whatever the input."""
     return f"print({pairs[0]['output']!r}, end='')"
 
 
@@ -94,4 +94,4 @@ SPOILED: dict[str, str] = {
     "right, and then for ever": "os.dup2(os.open('/dev/null', os.O_RDWR), 1)\nwhile True: pass",
     "right, and then too much": "while True: print(' ' * 1000)",
 }
-"""What is done behind the reference's own work."""
+"""Code appended to the reference."""

@@ -1,8 +1,8 @@
 """Runs a whole program once for each pair of input and output. The output never goes in.
 
-Each test is an execution of its own. It passes where the program ended by itself with status 0,
-said no more than it may, and printed the wanted lines: blanks at the end of a line and empty lines
-at the end do not count.
+Each test is a separate run. It passes if the program ends by itself with status 0, stays within the
+output limit, and prints the expected lines: trailing blanks of a line and empty lines at the end do
+not count.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .problem import Pair
 from .running import NOT_THE_PROGRAM, SPEC, Verdict, cause
 
 LEAST_SECONDS = 1.0
-"""Of CPU for one test, whatever a row says; the most are the sandbox's."""
+"""Minimum CPU seconds of one test, whatever a row says; the maximum is the sandbox's."""
 ALL_WALL_SECONDS = 40.0
 SLOW_TESTS = 2
-"""After so many tests that took too long nothing more is tried."""
+"""After this many slow tests the rest is skipped."""
 _SHOWN = 200
 
 
@@ -59,7 +59,7 @@ async def judged_pairs(
 
 
 def same_lines(printed: bytes, wanted: str) -> bool:
-    """Whether a program printed what was wanted."""
+    """Returns whether a program printed the expected lines."""
     return _lines(printed) == _lines(wanted.encode("utf-8", "surrogatepass"))
 
 

@@ -20,7 +20,7 @@ BATCH = 8
 
 
 def checked(tasks: Iterable[Task], sandboxes: Sandboxes) -> Iterator[tuple[Task, str | None]]:
-    """Each task with why its reference is no good, None where it passes.
+    """Yields each task with the fault of its reference, or None if it passes.
 
     Raises:
         SandboxError: a sandbox failed.
@@ -41,7 +41,7 @@ async def _why_wrong_all(tasks: list[Task], sandboxes: Sandboxes) -> list[str | 
 
 
 async def why_wrong(task: Task, sandboxes: Sandboxes) -> str | None:
-    """Why the reference of `task` is no good, None where it passes all tests."""
+    """Returns the fault of the reference of `task`, or None if it passes all tests."""
     code = task.hidden.get("code")
     if not code:
         return "no reference"

@@ -1,9 +1,9 @@
-"""Runs a program and calls of its function in a sandbox; what each call gave comes back.
+"""Runs a program and calls of its function in a sandbox; returns the result of each call.
 
-A `Trial` is the plan, without any waiting: it says what to run next, and takes what came of it. One
-run of the harness does all calls. Where a call ends the whole program (it exits, passes a limit),
-that call has failed, and a fresh run does the calls behind it, a few times, within a time for all.
-`run_trial` carries it out in a sandbox.
+A `Trial` is the plan, without any waiting: it says what to run next, and takes the results. One run
+of the harness does all calls. If a call ends the whole program (it exits or exceeds a limit), that
+call has failed, and a new run does the remaining calls, a few times, within a time limit for all.
+`run_trial` executes the plan in a sandbox.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .values import MAX_DEPTH, MAX_NODES, MAX_TEXT, BadValue, read_json, read_va
 
 CALL_CPU_SECONDS = 2.5
 CALL_WALL_SECONDS = 4.0
-"""For one call, by alarms; a program that ignores them is ended with its run."""
+"""Limit of one call, enforced by alarms; a program that ignores them is killed with its run."""
 RUN_SECONDS = 8.0
 ALL_CPU_SECONDS = 4.0
 ALL_WALL_SECONDS = 10.0
-"""For all runs of a program: what one has used the next has less."""
+"""Limit of all runs of a program together."""
 LAST_CPU_SECONDS = 0.5
 LAST_WALL_SECONDS = 1.0
-"""For a run after one that used everything up."""
+"""Limit of one more run once the time is used up."""
 MAX_RUNS = 3
 
 SPEC = SandboxSpec(
@@ -51,7 +51,7 @@ SPEC = SandboxSpec(
         input_kb=4096,
     ),
 )  # fmt: skip
-"""Of the sandboxes in which programs are scored, and of the agents' own."""
+"""The sandboxes in which programs are scored, and those of the agents."""
 
 
 NOT_THE_PROGRAM = ("lost", "cancelled")
@@ -60,13 +60,13 @@ NOT_THE_PROGRAM = ("lost", "cancelled")
 
 @dataclass(frozen=True)
 class Program:
-    """What is run.
+    """The program to run.
 
     Args:
         code: as the model wrote it.
         entry_point: the function that is called.
         preamble: definitions of the task that it may rely on.
-        prelude: imports of the calls, which have names of their own.
+        prelude: imports of the calls, in a separate namespace.
     """
 
     code: str
@@ -77,11 +77,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one test.
+    """The outcome of one test.
 
     Args:
-        error: what went wrong where a call gave no value, else None.
-        values: what its calls gave, as text.
+        error: what went wrong if a call returned no value, else None.
+        values: the values of its calls, as text.
     """
 
     passed: bool
@@ -91,7 +91,7 @@ class Verdict:
 
 @dataclass
 class Trial:
-    """Calls of a program: what they gave (`values`), or why they gave nothing (`errors`)."""
+    """The calls of a program, with their values (`values`) or errors (`errors`)."""
 
     program: Program
     calls: Sequence[str]
@@ -102,7 +102,7 @@ class Trial:
     wall_seconds: float = 0.0
 
     def request(self) -> bytes | None:
-        """What the next run gets on stdin; None: all is done."""
+        """Returns the next run's stdin; None when all is done."""
         left = self._left()
         if not left:
             return None
@@ -126,7 +126,7 @@ class Trial:
         ).encode()
 
     def limits(self) -> SandboxLimits:
-        """Of the next run."""
+        """Returns the limits of the next run."""
         return structs.replace(
             SPEC.limits,
             cpu_seconds=max(LAST_CPU_SECONDS, ALL_CPU_SECONDS - self.cpu_seconds),
@@ -136,7 +136,7 @@ class Trial:
         )
 
     def take(self, result: ExecResult) -> None:
-        """What came of the last request.
+        """Takes the result of the last request.
 
         Raises:
             SandboxError: the sandbox failed, not the program.
@@ -195,7 +195,7 @@ def _read_answers(result: ExecResult, asked: set[int]) -> Answers | str:
     Raises:
         BadValue: something else than the harness wrote this.
     """
-    # What stands behind the last newline was cut off with the program.
+    # Text after the last newline was cut off with the program.
     lines = result.stdout.split(b"\n")[:-1]
     if not lines:
         return f"the program could not be loaded: {cause(result)}"
@@ -237,7 +237,7 @@ def _value(shape: Any) -> tuple[Any, str | None]:
 
 
 def cause(result: ExecResult) -> str:
-    """Why a program ended before its time."""
+    """Returns why a program ended early."""
     if result.killed_by:
         return f"it passed the limit of {result.killed_by}"
     if result.signal is not None:

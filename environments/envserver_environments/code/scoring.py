@@ -25,17 +25,17 @@ from .programs import judged_pairs
 from .running import SPEC, Program, Trial, Verdict, run_trial
 
 LEAST_AGREEMENT = 0.25
-"""Low: changed arguments may leave what the task is about, and there right programs differ."""
+"""Low: changed arguments may leave the task's domain, where right programs differ."""
 _REMEMBERED_REFERENCES = 512
 
 
 @dataclass(frozen=True)
 class ScoringRules:
-    """How a verdict becomes a reward.
+    """Options that turn a verdict into a reward.
 
     Args:
         partial_credit: the share of passed tests is the reward.
-        fuzz: changed calls on which the program is compared with the reference.
+        fuzz: number of changed calls that compare the program with the reference.
     """
 
     partial_credit: bool = False
@@ -44,7 +44,7 @@ class ScoringRules:
 
 @dataclass
 class References:
-    """What the references of tasks give for changed calls; each is asked once."""
+    """The references' values of changed calls; each is computed once."""
 
     _known: OrderedDict[tuple[str, str], tuple[list[str], dict[int, Any]]] = field(
         default_factory=OrderedDict
@@ -63,7 +63,7 @@ class References:
             known = [call for test in tests if test.determines for call in test.calls]
             calls = changed_calls(known, count, task.id)
             program = program_of(task.public, code, tests)
-            # In a sandbox of its own: what it holds is not for the program under test.
+            # In a separate sandbox: the program under test must not see its content.
             async with sandboxes.open(SPEC) as sandbox:
                 trial = await run_trial(Trial(program, calls), sandbox)
             self._known[key] = (calls, trial.values)
@@ -99,7 +99,7 @@ async def score_rollout(
 
 
 async def judged_program(task: Task, code: str, sandboxes: Sandboxes) -> list[Verdict]:
-    """Of a whole program: each test has a sandbox of its own.
+    """Judges a whole program: each test in a separate sandbox.
 
     Raises:
         SandboxError: a sandbox failed.
@@ -111,7 +111,7 @@ async def judged_program(task: Task, code: str, sandboxes: Sandboxes) -> list[Ve
 async def _judged_calls(
     task: Task, code: str, rules: ScoringRules, sandboxes: Sandboxes, references: References
 ) -> tuple[list[Verdict], float | None]:
-    """Of a function, and how often it agrees with the reference on changed arguments."""
+    """Judges a function, and compares it with the reference on changed arguments."""
     tests = [hoisted(source, str(task.public["entry_point"])) for source in all_tests(task)]
     fuzzed, wanted = await references.asked(task, tests, rules.fuzz, sandboxes)
     calls = [call for test in tests for call in test.calls]
@@ -123,7 +123,7 @@ async def _judged_calls(
 
 
 def all_tests(task: Task) -> list[Any]:
-    """Its tests: those that the model's tools have, then the hidden ones."""
+    """Returns all tests: those that the model's tools have, then the hidden ones."""
     return [*task.public["tests"], *task.hidden["tests"]]
 
 
@@ -151,7 +151,7 @@ def judged(tests: Sequence[HoistedTest], trial: Trial) -> list[Verdict]:
 
 
 def submitted(result: Result, entry_point: str) -> str | None:
-    """The program that a rollout ended with, None where it gave none."""
+    """Returns the program that a rollout ended with, or None."""
     output = result.output
     if isinstance(output, dict):
         code, text = output.get("code"), output.get("text")

@@ -53,10 +53,10 @@ def read_json(text: str) -> Any:
 
 
 def read_value(shape: Any) -> Any:
-    """The value that `shape` stands for.
+    """Returns the value that `shape` encodes.
 
     Raises:
-        BadValue: it stands for none, or is too large.
+        BadValue: it encodes none, or is too large.
     """
     return _Reader().read(shape, MAX_DEPTH)
 
@@ -66,7 +66,7 @@ def checked_hashes(items: Iterable[Hashable]) -> None:
 
     Raises:
         BadValue: too many have the same hash.
-        TypeError: one has none.
+        TypeError: one is not hashable.
     """
     hashes = Counter(map(hash, items))
     if hashes and max(hashes.values()) > MAX_EQUAL_HASHES:

@@ -1,8 +1,8 @@
-"""What an expression may use: functions, methods and operators that cannot be made to hang. Pure.
+"""The functions, methods and operators that an expression may use; none can be made to hang.
 
-The arguments are built-in values that a hostile program chose. So whatever could make something far
-larger than it gets (a power, a product, a range, a set of colliding hashes, a format) is checked
-first or is not here at all.
+The arguments are built-in values that a hostile program chose. So whatever could produce something
+much larger than its input (a power, a product, a range, a set of colliding hashes, a format) is
+checked first or left out. Pure.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from .values import checked_hashes
 
 MAX_ITEMS = 200_000
-"""Of any collection or text that an expression makes."""
+"""Maximum size of any collection or text in an expression."""
 MAX_BITS = 70_000
-"""Of any integer that an expression makes."""
+"""Maximum size of any integer in an expression."""
 
 
 class Unevaluable(Exception):
-    """No value: the expression is not supported, too large, or one of its calls gave none."""
+    """The expression is not supported or too large, or one of its calls has no value."""
 
 
 def made_set(items: list[Any]) -> set[Any]:
@@ -140,7 +140,7 @@ def _counter_of(value: Any = ()) -> Counter[Any]:
 
 
 def _sum(items: Iterable[Any], start: Any = 0) -> Any:
-    """Of numbers: adding lists up takes the square of their length."""
+    """Sums numbers only: adding lists takes quadratic time."""
     return sum((_number(item) for item in items), start=_number(start))
 
 
@@ -164,12 +164,12 @@ def _as_types(kinds: Any) -> tuple[type, ...]:
 
 
 def _type(value: Any) -> Any:
-    """The type of a value, as the name in an expression stands for it."""
+    """Returns the type that a name in an expression denotes."""
     return _NAME_OF_TYPE.get(type(value), type(value))
 
 
 def close(value: Any, wanted: Any, tolerance: float = 1e-6) -> bool:
-    """Equal, where floats may differ a little, however deep they are."""
+    """Compares values; floats may differ a little, at any depth."""
     if isinstance(value, float | int) and isinstance(wanted, float):
         return value == wanted or math.isclose(value, wanted, rel_tol=1e-7, abs_tol=tolerance)
     if isinstance(wanted, list | tuple) and isinstance(value, list | tuple):
@@ -191,7 +191,7 @@ FUNCTIONS: dict[str, Any] = {
     "deque": deque, "Counter": _counter_of, "OrderedDict": OrderedDict, "defaultdict": defaultdict,
     "isclose": math.isclose, "isnan": math.isnan, "isinf": math.isinf, "sqrt": math.sqrt,
 }  # fmt: skip
-"""What an expression may call, beside methods and `math`. `close` is ours."""
+"""Functions of expressions, besides methods and `math`. `close` is defined here."""
 CONSTANTS: dict[str, Any] = {
     "inf": math.inf, "nan": math.nan, "pi": math.pi, "math": None, "object": object,
     "NotImplemented": NotImplemented, "Ellipsis": Ellipsis,
@@ -229,7 +229,7 @@ METHODS: dict[str, tuple[type, ...]] = {
     "conjugate": (int, float, complex),
     "hex": (bytes, float),
 }  # fmt: skip
-"""Methods by name, with the types whose they may be. None makes much more than it gets."""
+"""Methods by name, with the types that have them. None makes much more than it gets."""
 
 GUARDED_METHODS: dict[str, Callable[..., Any]] = {"join": _joined, "replace": _replaced}
 """Methods of texts that could make more than they get."""

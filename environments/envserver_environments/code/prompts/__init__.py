@@ -37,7 +37,7 @@ def question(public: dict[str, Any], mode: str, show_tests: ShowTests) -> str:
 
 
 def shown_test(test: str | dict[str, str]) -> str:
-    """A test as the model sees it: an assert, or what is read and what is to be printed."""
+    """Returns a test as the model sees it: an assert, or the input and the expected output."""
     if isinstance(test, str):
         return test
     given, wanted = (_cut(test[part].rstrip("\n")) for part in ("input", "output"))
