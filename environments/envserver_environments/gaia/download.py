@@ -2,9 +2,10 @@
 
 `python -m envserver_environments.gaia.download [--output-dir DIR]`.
 
-The data set is gated: its authors let in who has agreed, with a login, not to spread it. So nothing
-of it ships with us, and this command uses the login of `hf auth login` or HF_TOKEN. What is there
-already is not fetched again; in the end every file is compared with what the hub says of it.
+The data set is gated: its authors admit people with a login who agree not to spread it. So none of
+it ships with this package, and this command uses the login of `hf auth login` or HF_TOKEN. Files
+that are already there are not fetched again; at the end every file is compared with the hub's
+record.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def fetch(source: Source, folder: Path, *, endpoint: str | None = None) -> int:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the hub says of a file; it knows the digests of large ones only."""
+    """The hub's record of a file; it knows the digests of large ones only."""
 
     size: int | None
     sha256: str | None
@@ -140,10 +141,10 @@ def _explained(error: Exception, source: Source) -> EnvserverError:
 
 
 def summary(folder: Path) -> str:
-    """What a copy holds that can be used.
+    """Summarises the usable tasks of a copy.
 
     Raises:
-        ConfigError, NotFoundError: nothing.
+        ConfigError, NotFoundError: there are none.
     """
     levels: Counter[int] = Counter()
     refused: Counter[str] = Counter()

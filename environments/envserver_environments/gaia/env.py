@@ -1,8 +1,8 @@
-"""The environment `gaia`: questions whose answers stand in files, in code, or on the web.
+"""The environment `gaia`: questions whose answers are found in files, by code, or on the web.
 
 Tasks: `public` holds the question and its file (`data` in base64, under a neutral name); `hidden`
-the answer, the level, the author's id, and the solution of our own tasks. What of the data set an
-agent sees is the question and the file, nothing else: not even the id, which search engines know.
+the answer, the level, the author's id, and the solution of built-in tasks. An agent sees only the
+question and the file of the data set: not even the id, which search engines know.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
 
 _logger = logging.getLogger(__name__)
 
-preload()  # what a worker behind a wall needs, it must have before
+preload()  # a worker without internet access needs it in advance
 
 
 class Gaia(Environment):
@@ -72,7 +72,7 @@ class Gaia(Environment):
     preload = ()  # its agents speak HTTP themselves
 
     class Config(Environment.Config):
-        """Which tasks, who answers them, with what, and what counts."""
+        """Selects the tasks, the agent, its tools, and the scoring."""
 
         data_set: Literal["sample", "gaia"] = "sample"
         """Data set. sample: 30 built-in tasks; gaia: the local copy in data/gaia or data_path."""
@@ -264,7 +264,7 @@ class Gaia(Environment):
         )
 
     def _items(self, split: Split) -> Iterator[GaiaQuestion]:
-        """The rows of use of the levels that are asked for."""
+        """Returns the usable rows of the selected levels."""
         for item in self._rows(split):
             if isinstance(item, Refusal):
                 self.dropped[item.reason] += 1

@@ -32,7 +32,7 @@ def demonstrate(task: Task, agent: Kind) -> list[Message]:
 
 
 def known_results(task: Task, terms: Terms) -> Iterator[KnownResult]:
-    """What is known of any task here."""
+    """Returns the known results of any task here."""
     weights = terms.weights
     gold = str(task.hidden["answer"])
     least = 1.0 - weights.steps - weights.tokens - weights.format - weights.errors
@@ -92,7 +92,7 @@ def _right(name: str, answer: str, least: float) -> KnownResult:
 
 
 def _result(answer: Any, replies: Sequence[str] = (), *, turns: int = 1, tokens: int = 1) -> Result:
-    """As an agent leaves it that was told `replies`, and then answered."""
+    """Returns the result of an agent that saw `replies` and then answered."""
     said: Message = {"role": "assistant", "content": "..."}
     told = [part for reply in replies for part in (said, {"role": "user", "content": reply})]
     output = {"answer": answer, "state": "answered", "steps": []}

@@ -31,9 +31,9 @@ class GaiaQuestion:
     """One task as its author wrote it.
 
     Args:
-        task_id: theirs.
+        task_id: the author's.
         attachment: the file that belongs to it.
-        solution: Python that prints the answer, where the author left one (own tasks do).
+        solution: Python that prints the answer, if the author gave one (built-in tasks have one).
     """
 
     task_id: str
@@ -58,34 +58,35 @@ def own_items() -> Iterator[GaiaQuestion | Refusal]:
 
 
 def is_official(copy: Path) -> bool:
-    """Whether a local copy is laid out as GAIA itself is, which nobody should train on."""
+    """Returns whether a local copy has the layout of GAIA itself, which must not be used for
+    training."""
     folder = copy.resolve()
     return (folder / YEAR).is_dir() or folder.name == YEAR or folder.parent.name == YEAR
 
 
 def copy_items(copy: Path, split: Split) -> Iterator[GaiaQuestion | Refusal]:
-    """The rows of a local copy.
+    """Returns the rows of a local copy.
 
     Args:
-        split: of an official copy "validation" is the only one with answers; copies that have no
-            folders for splits are the same for each.
+        split: an official copy has answers for "validation" only; copies without folders for splits
+        are the same for each.
 
     Raises:
         NotFoundError: there is no copy, or it has no such split.
-        ConfigError: what reads Parquet is not installed, or a file is damaged.
+        ConfigError: the Parquet reader is not installed, or a file is damaged.
     """
     folder = _folder_of_split(copy, split)
     return _items(_rows(folder), copy, folder)
 
 
 def read_row(row: dict[str, Any], root: Path, folder: Path) -> GaiaQuestion:
-    """One row.
+    """Reads one row.
 
     Args:
-        root, folder: where its file may be: of the copy, and of the split.
+        root, folder: where its file may be: the folders of the copy and of the split.
 
     Raises:
-        InputError: it is of no use; the message is a reason to be counted.
+        InputError: it is not usable; the message is counted as the reason.
     """
     question, answer = row.get("Question"), row.get("Final answer")
     if not isinstance(question, str) or not question.strip():
@@ -148,7 +149,7 @@ def _folder_of_split(copy: Path, split: Split) -> Path:
 
 
 def _metadata_files(folder: Path) -> list[Path]:
-    """What describes all tasks of a folder; all levels are the same rows as the whole."""
+    """Returns the files that describe all tasks of a folder; level files repeat their rows."""
     for name in ("metadata.parquet", "metadata.jsonl"):
         if (folder / name).is_file():
             return [folder / name]

@@ -1,4 +1,4 @@
-"""From facts about a rollout to its reward: right or wrong first, then how it came there.
+"""Computes the reward from facts about a rollout: first correctness, then how it was reached.
 
 Pure. In: whether the answer is right, counts made by the proxy (model calls, sampled tokens), and
 typed outcomes of the agent's steps; never the text of a message or a page. Always:
@@ -20,7 +20,7 @@ MOST_OF_ALL_WEIGHTS = 0.5
 
 
 class Weights(BaseModel):
-    """What is taken off for what."""
+    """Deductions for each item."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -49,11 +49,11 @@ class Weights(BaseModel):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a rollout.
+    """Facts about a rollout.
 
     Args:
-        turns, tokens: as the proxy counted them, and their limits.
-        steps: of the agent; `malformed` and `failed` of them could not be read, or raised.
+        turns, tokens: the proxy's counts, and their limits.
+        steps: of the agent; `malformed` and `failed` count those that could not be read, or raised.
         grounded: the answer occurred in an observation.
     """
 
@@ -70,7 +70,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Items:
-    """What was found of each item, in [0, 1]; 0 is best for all but `correct`."""
+    """The value of each item, in [0, 1]; 0 is best for all but `correct`."""
 
     correct: float
     steps: float
@@ -105,7 +105,7 @@ def fold(found: Items, weights: Weights) -> float:
 
 
 def _beyond(used: int, limit: int, free: float) -> float:
-    """How much of what is not free was used."""
+    """Returns the used share of what exceeds the free amount."""
     allowed = free * limit
     return min(1.0, max(0.0, (used - allowed) / max(limit - allowed, 1.0)))
 

@@ -1,4 +1,4 @@
-"""Whether an answer is right, by the official rules of GAIA, and which part of a text it is.
+"""Judges an answer by the official rules of GAIA, and finds it in a text.
 
 Pure. The truth alone decides how an answer is compared: as a number if it is one, else as a list if
 it has a comma or a semicolon, else as text. There is no partial credit and no tolerance.
@@ -12,7 +12,7 @@ import string
 from typing import Any
 
 MAX_ANSWER_CHARACTERS = 10_000
-"""A longer answer is none."""
+"""Longer answers are wrong."""
 
 _MARKER = re.compile(r"final answer:", re.IGNORECASE)
 _SEPARATOR = re.compile(r"[,;]")
@@ -22,10 +22,10 @@ _WRAPPERS = (("**", "**"), ("[", "]"), ('"', '"'), ("'", "'"), ("“", "”"), (
 
 
 def question_scorer(model_answer: Any, ground_truth: str) -> bool:
-    """The official verdict. It strips no "FINAL ANSWER:"; see `extract_answer`.
+    """Returns the official verdict. It does not strip "FINAL ANSWER:"; see `extract_answer`.
 
     Args:
-        model_answer: text; numbers and lists stand for their text, anything else is wrong.
+        model_answer: text; numbers and lists are converted to text, anything else is wrong.
     """
     answer = as_text(model_answer)
     if answer is None:
@@ -38,9 +38,10 @@ def question_scorer(model_answer: Any, ground_truth: str) -> bool:
 
 
 def extract_answer(output: Any) -> str | None:
-    """The answer in what an agent handed in, None where there is none.
+    """Returns the answer in an agent's final text, or None if there is none.
 
-    It is what follows the last "FINAL ANSWER:", or all of it, without one pair of brackets, quotes
+    It is the text after the last "FINAL ANSWER:", or all of it, without one pair of brackets,
+    quotes
     or double stars around it.
     """
     text = as_text(output)
@@ -51,7 +52,7 @@ def extract_answer(output: Any) -> str | None:
 
 
 def as_text(value: Any) -> str | None:
-    """The text for which an answer stands; None for None, sets, mappings and objects."""
+    """Converts an answer to text; None for None, sets, mappings and objects."""
     match value:
         case str():
             return value
@@ -64,7 +65,7 @@ def as_text(value: Any) -> str | None:
 
 
 def is_number(text: str) -> bool:
-    """Whether `float` takes it."""
+    """Returns whether `float` accepts it."""
     try:
         float(text)
     except ValueError:
@@ -73,10 +74,10 @@ def is_number(text: str) -> bool:
 
 
 def is_usable_truth(truth: str) -> bool:
-    """Whether answers can be compared with it: not "?", nothing, infinite, or no number at all.
+    """Returns whether answers can be compared with it: it is not "?", empty, infinite or NaN.
 
-    By the rules any text equals the number "inf", none "nan", and the empty text what holds only
-    punctuation.
+    By the rules any text equals the number "inf", none equals "nan", and only punctuation equals
+    the empty text.
     """
     if is_number(truth):
         return math.isfinite(float(truth))

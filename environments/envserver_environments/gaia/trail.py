@@ -1,10 +1,10 @@
 """Reads what happened in an agent's steps from the calls the proxy recorded. Pure.
 
-The process of the agent writes a trace for people; code of the model might falsify it, so no reward
-hangs on it. Here the conversation counts: each step's outcome stands in it, for the model was told
-it with the next request, in forms that only the agent writes (the first line of an observation, the
-first word of a tool's result), never what a program printed or a page said. Steps that are missing
-in it, though the proxy counted their calls, are taken for unusable.
+The agent's process writes a trace for people; the model's code might falsify it, so no reward
+depends on it. Here the conversation counts: the model read each step's outcome in the next request,
+in forms that only the agent writes (the first line of an observation, the first word of a tool's
+result), never in a program's output or a page's text. Steps that are missing in it, though the
+proxy counted their calls, count as malformed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .agents.prompts import FAILED, NO_CALL, NO_CODE, PLAN, TOOL_FAILED
 
 @dataclass(frozen=True)
 class Trail:
-    """Steps of an agent, plans not counted.
+    """The steps of an agent, without plans.
 
     Args:
-        malformed: held neither code nor a call, or are missing in what was recorded.
-        failed: of the rest, those whose code or tools failed.
-        observed: all that the model was told of its steps.
+        malformed: had neither code nor a call, or are missing in the recording.
+        failed: the other steps whose code or tools failed.
+        observed: all observations that the model read.
     """
 
     steps: int = 0
@@ -54,7 +54,7 @@ def trail_of(messages: Sequence[Message], turns: int) -> Trail:
 
 
 def _turns(messages: Sequence[Message]) -> Iterator[tuple[bool, list[Message]]]:
-    """Of each answer of the model: whether it was asked for a plan, and what it was told then."""
+    """Yields for each answer of the model whether it is a plan, and the replies that followed."""
     starts = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     ends = [*starts, len(messages)][1:]
     for at, end in zip(starts, ends, strict=True):

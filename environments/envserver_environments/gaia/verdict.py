@@ -15,7 +15,7 @@ from .scoring import extract_answer, question_scorer
 from .trail import Trail, trail_of
 
 _TELLING_CHARACTERS = 16
-"""An author's id of so many is nowhere but in copies of the data set."""
+"""An author's id of this length occurs only in copies of the data set."""
 
 Unfinished = Literal["score", "drop"]
 Contaminated = Literal["drop", "zero", "score"]
@@ -23,13 +23,13 @@ Contaminated = Literal["drop", "zero", "score"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What a rollout is scored by.
+    """Settings of the score.
 
     Args:
         turns, tokens: limits of model calls and of sampled tokens.
-        unfinished: rollouts without an answer: as wrong ones, or without a reward.
-        contaminated: rollouts that were shown what gives their task away: without a reward, as
-            wrong ones, or as all others.
+        unfinished: rollouts without an answer: scored as wrong, or without a reward.
+        contaminated: rollouts that saw a page revealing the answer: without a reward, scored as
+        wrong, or scored as usual.
     """
 
     weights: Weights
@@ -40,7 +40,8 @@ class Terms:
 
 
 def judge(task: Task, result: Result, terms: Terms) -> Score:
-    """The score. What was used was counted by the proxy, what was observed is what it recorded."""
+    """Returns the score, from the usage that the proxy counted and the observations that it
+    recorded."""
     output = result.output if isinstance(result.output, dict) else {}
     answer = extract_answer(output.get("answer"))
     trail = trail_of(result.messages, result.turns)
@@ -84,13 +85,13 @@ def _facts(task: Task, result: Result, answer: str | None, trail: Trail, terms: 
 
 
 def _was_leaked(task: Task, result: Result, trail: Trail) -> bool:
-    """Whether the agent saw a copy of its task: the web's service says so, or it saw its id."""
+    """Returns whether the agent saw a copy of its task (the web service or its id tells)."""
     name = str(task.hidden.get("task_id") or "")
     named = len(name) >= _TELLING_CHARACTERS and name.casefold() in trail.observed.casefold()
     return named or LEAK_SEEN in result.flags
 
 
 def _was_observed(answer: str, observed: str) -> bool:
-    """Whether each part of the answer stood in something that the model was told."""
+    """Returns whether each part of the answer occurred in an observation."""
     seen = observed.casefold()
     return all(part.strip().casefold() in seen for part in answer.split(","))

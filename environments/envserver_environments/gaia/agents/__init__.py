@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Ending", "Kind", "AgentOptions", "Solved", "solve"]
 
 LEAVE_SECONDS = 2.5
-"""Before the rollout's deadline an agent ends by itself, code that does not listen included: so its
-steps are not lost."""
+"""An agent ends by itself this long before the rollout's deadline, so that its steps are not lost.
+"""
 MOST_LEFT = 0.25
 """Share of the rollout's time that this may be."""
 STOP_SECONDS = 5.0
@@ -41,12 +41,12 @@ async def solve(
     tools: Sequence[Tool] = (),
     extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One attempt at `task`; its files lie in the current directory.
+    """Runs one attempt at `task`; its files are in the current directory.
 
     Args:
         task: `public` holds `question`, and `files`: their names, or objects with a `name`.
-        tools: beside python and final_answer.
-        extra: more fields of each request to the model.
+        tools: tools besides python and final_answer.
+        extra: additional fields of each request to the model.
 
     Returns:
         {"answer": a text or None, "state": see `Ending`, "steps": see `trace.step_data`}.

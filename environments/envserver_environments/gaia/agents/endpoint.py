@@ -1,4 +1,4 @@
-"""The model behind `run.base_url`, for agents in threads: one HTTP connection, typed errors."""
+"""Calls the model at `run.base_url` from threads: one HTTP connection, typed errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CutOff(Exception):
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model said: its message as sampled, and the tokens of the prompt and of it."""
+    """One answer of the model: its message as sampled, and its token counts."""
 
     message: Message
     tokens: tuple[int, int]
@@ -34,14 +34,14 @@ class Turn:
 
 
 class Endpoint:
-    """Asks for one turn after the other.
+    """Requests one turn after the other.
 
     Args:
         stop: strings that end a turn.
         tools: OpenAI function tools that the model may call.
-        token_budget: that it may write in all.
-        stop_at: `time.time()` at which it is not asked any more.
-        extra: more fields of each request.
+        token_budget: maximum number of sampled tokens in all.
+        stop_at: `time.time()` after which no request is sent.
+        extra: additional fields of each request.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Endpoint:
 
 
 class _Connection:
-    """To the proxy. A request whose connection broke is asked for again, with its mark: the proxy
-    gives the answer that it has."""
+    """A connection to the proxy. A request whose connection broke is repeated with the same key:
+    the proxy returns the answer that it has."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self._url = urlsplit(f"{base_url}/chat/completions")

@@ -1,4 +1,4 @@
-"""smolagents' executor backed by our interpreter: plain Python in a process of its own."""
+"""smolagents' executor on top of the interpreter: plain Python in a separate process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class StepFailed(Exception):
 
 
 class ProcessExecutor(PythonExecutor):  # type: ignore[misc]  # a class of a library without types
-    """What smolagents' CodeAgent runs code with.
+    """Executes code for smolagents' CodeAgent.
 
     Args:
-        interpreter: whose life is its owner's business.
+        interpreter: opened and closed by its owner.
     """
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
         self._variables: dict[str, Any] = {}
         self.outcome: Outcome | None = None
-        """Of the last step."""
+        """Outcome of the last step."""
 
     def send_tools(self, tools: Mapping[str, Callable[..., Any]]) -> None:
         """Functions of the code, beside `final_answer`; to be sent before the first step."""

@@ -12,7 +12,7 @@ MAX_BYTES = 8_000_000
 
 
 class BrokenFrame(Exception):
-    """What came is not a frame, or the other side is gone."""
+    """The data is not a frame, or the other side is gone."""
 
 
 def send(channel: socket.socket, message: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ def receive(channel: socket.socket) -> dict[str, Any]:
     """Returns the next message; waits for it, no longer than the socket's timeout.
 
     Raises:
-        BrokenFrame: none came.
+        BrokenFrame: no message came.
     """
     try:
         message = json.loads(framing.receive_frame(channel, MAX_BYTES))

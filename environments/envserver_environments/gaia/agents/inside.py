@@ -1,8 +1,8 @@
-"""The interpreter's own side: a process that executes the model's code, step by step.
+"""The process that executes the model's code, step by step.
 
-It is plain Python: one lasting `__main__`, real tracebacks without our frames, the value of a last
-expression. Nothing that the code raises ends it. What the code prints, its children too, leaves by
-a pipe; tools are asked for over the socket, and run in the agent's process.
+It is plain Python: one lasting `__main__`, tracebacks without frames of this file, the value of a
+last expression. Nothing that the code raises ends it. The output of the code and of its children
+leaves by a pipe; tool calls go over the socket and run in the agent's process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from . import frames
 ANSWER = "final_answer"
 MAX_ANSWER_CHARACTERS = 20_000
 MEMORY_SHARE = 0.6
-"""Of what one process of the worker may have: so much is left when the code has used up its own."""
+"""Share of the worker's memory per process; the rest stays free when the code has used up its own.
+"""
 
 
 class _Answered(BaseException):
@@ -36,12 +37,12 @@ class _Answered(BaseException):
 
 @dataclass(frozen=True)
 class Setup:
-    """What an interpreter begins with.
+    """Settings of an interpreter.
 
     Args:
-        tools: names of functions that are asked for over the socket.
+        tools: names of functions that are called over the socket.
         imports: modules to import.
-        value_characters: of a value, that are sent.
+        value_characters: maximum length of a value that is sent.
     """
 
     tools: Sequence[str]
@@ -169,7 +170,7 @@ class _Interpreter:
 
 
 def answer_text(value: Any) -> str:
-    """An answer as GAIA writes it: the items of a list behind commas, whole numbers without .0."""
+    """Formats an answer as GAIA does: list items separated by commas, whole numbers without .0."""
     if isinstance(value, list | tuple):
         return ", ".join(answer_text(item) for item in value)
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -178,7 +179,7 @@ def answer_text(value: Any) -> str:
 
 
 def _told(error: BaseException, name: str) -> dict[str, str]:
-    """Its kind and its traceback, beginning with the model's own code."""
+    """Returns an exception's type and its traceback from the model's code on."""
     entry = error.__traceback__
     while entry is not None and entry.tb_frame.f_code.co_filename != name:
         entry = entry.tb_next
@@ -191,8 +192,8 @@ def _told(error: BaseException, name: str) -> dict[str, str]:
 
 
 def _without_us(told: traceback.TracebackException) -> Iterator[str]:
-    """Its lines without the places in this file: they are no matter of the model's, and differ from
-    one machine to another."""
+    """Removes this file's frames from a traceback: they mean nothing to the model, and differ
+    between machines."""
     part: traceback.TracebackException | None = told
     for _ in range(10):
         if part is None:

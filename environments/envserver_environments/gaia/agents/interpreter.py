@@ -1,9 +1,9 @@
-"""A Python interpreter for the model's code, in a process of its own, seen from the agent.
+"""A Python interpreter for the model's code in a separate process, as the agent uses it.
 
-`Interpreter.run` executes one step and says what became of it, whatever that is: an error, a loop
-without an end, a crash and a lack of memory are outcomes, not exceptions. Time is kept here,
-outside of the interpreter: at a step's limit it is interrupted, as Ctrl-C would do, and killed if
-that does not help. A new one then begins without the old one's variables.
+`Interpreter.run` executes one step and returns its outcome, whatever that is: an error, an endless
+loop, a crash and a lack of memory are outcomes, not exceptions. Time is measured here, outside of
+the interpreter: at a step's limit it is interrupted, as by Ctrl-C, and killed if that does not
+help. A new one then starts without the old one's variables.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from . import frames
 from .inside import Setup, live
 
 INTERRUPT_SECONDS = 1.0
-"""For code that was interrupted to end by itself."""
+"""Seconds for interrupted code to end by itself."""
 DYING_SECONDS = 0.5
 """A process that ends closes its socket a moment before it is dead: how long that moment may be."""
 FRAME_SECONDS = 2.0
-"""For a frame that has begun to arrive whole."""
+"""Seconds for the rest of a frame to arrive."""
 
 Trouble = Literal["exception", "timeout", "died"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
+    """The outcome of a step.
 
     Args:
-        printed: by the code and all that it started; the middle is left out where it is long.
-        value: of a last expression that is not None, as text.
-        answer: what the code gave `final_answer`.
+        printed: output of the code and of all that it started; the middle of a long one is left
+        out.
+        value: the last expression's value as text, unless it is None.
+        answer: the argument of `final_answer`.
         trouble: exception: it raised; timeout: it was stopped; died: its process ended.
-        error: what the model is told of that.
+        error: the error text shown to the model.
         kind: the type of the exception, or the trouble itself.
     """
 
@@ -54,15 +55,15 @@ class Outcome:
 
 
 class Interpreter:
-    """Starts at the first step. Belongs to one thread; `close` may come from any.
+    """A lazily started interpreter. Belongs to one thread; `close` may be called from any.
 
     Args:
-        tools: functions that the code may call; they run here, with what JSON can carry, and what
-            they raise is raised in the code as a RuntimeError.
-        imports: modules that are there from the start.
-        step_seconds: for the code of one step; time in tools is not counted.
-        stop_at: `time.time()` at which everything is to be over.
-        characters: that are kept of what a step prints, and of its value and error each.
+        tools: functions that the code may call; they run here, with JSON arguments, and their
+        errors are raised in the code as a RuntimeError.
+        imports: modules imported at the start.
+        step_seconds: limit of one step's code; time in tools is not counted.
+        stop_at: `time.time()` at which everything must have ended.
+        characters: maximum length of a step's output, and of its value and error each.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Interpreter:
         self._lock = threading.Lock()
 
     def run(self, code: str) -> Outcome:
-        """Executes `code` behind what was executed before."""
+        """Executes `code` after all earlier steps."""
         self._step += 1
         process = self._started()
         if process is None:
@@ -173,7 +174,7 @@ def shortened(text: str, characters: int) -> str:
 
 
 def observation(outcome: Outcome, characters: int) -> str:
-    """What the model sees of a step."""
+    """Returns the text that the model sees of a step."""
     parts = [outcome.printed.rstrip("\n")]
     if outcome.value is not None:
         parts.append(f"Value: {outcome.value}")
@@ -209,7 +210,7 @@ class _Process:
             os.setpgid(self.pid, self.pid)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to it and to what it started."""
+        """Sends a signal to the process and its children."""
         with self._lock:
             if not self._ended:
                 with contextlib.suppress(ProcessLookupError):
@@ -219,7 +220,7 @@ class _Process:
         self.signal(signal.SIGKILL)
 
     def end(self) -> str:
-        """Kills what is left of it; how it had ended, in words."""
+        """Kills the process and its children; returns in words how it had ended."""
         give_up_at = time.monotonic() + DYING_SECONDS
         while not (had_ended := _has_ended(self.pid)) and time.monotonic() < give_up_at:
             time.sleep(0.01)
@@ -245,7 +246,7 @@ def _has_ended(pid: int) -> bool:
 
 
 class _Watched:
-    """One step: answers the code's calls of tools, collects what it prints, keeps its time."""
+    """One step: answers the code's tool calls, collects its output, enforces its time limit."""
 
     def __init__(
         self, process: _Process, tools: Mapping[str, Callable[..., Any]], characters: int
@@ -260,7 +261,7 @@ class _Watched:
 
     @property
     def printed(self) -> str:
-        """All of it, or its begin and end."""
+        """Returns all of the output, or its beginning and end."""
         head, tail = (bytes(part).decode(errors="replace") for part in (self._head, self._tail))
         if not self._left_out:
             return head + tail
@@ -284,7 +285,7 @@ class _Watched:
             self._drain()
 
     def _wait(self, seconds: float) -> float:
-        """Until a frame comes; the seconds that are left then."""
+        """Waits for a frame; returns the remaining seconds."""
         poll = select.poll()
         channel, output = self._process.channel.fileno(), self._process.output
         poll.register(channel, select.POLLIN)
@@ -307,7 +308,7 @@ class _Watched:
                 return until - time.monotonic()
 
     def _drain(self) -> bool:
-        """Takes in what was printed; whether more may come."""
+        """Reads the available output; returns whether more may come."""
         for _ in range(64):  # and then looks at the clock again
             try:
                 data = os.read(self._process.output, 1 << 16)

@@ -1,8 +1,8 @@
-"""The model as smolagents sees it: turns go back as they came.
+"""The model as smolagents uses it: turns are sent back as they were sampled.
 
-smolagents rewrites what the model said before it sends it again. Here a message may carry its own
-wire form (`raw`), which is then sent; so each prompt is the last one, what was sampled, and what is
-new, and the proxy makes one sequence of it.
+smolagents rewrites the model's messages before it sends them again. Here a message may carry its
+original wire form (`raw`), which is sent instead; so each prompt extends the last one and its
+answer, and the proxy records one sequence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTHING = " "
 
 
 class ProxyModel(Model):  # type: ignore[misc]  # a class of a library without types
-    """What smolagents asks. Raises what `Endpoint.turn` raises."""
+    """smolagents' model. Raises the errors of `Endpoint.turn`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__(model_id=endpoint.model)
@@ -45,7 +45,7 @@ class ProxyModel(Model):  # type: ignore[misc]  # a class of a library without t
         return self._turn(messages, stop=[END_OF_PLAN])
 
     def parse_tool_calls(self, message: ChatMessage) -> ChatMessage:
-        """Only native calls count."""
+        """Accepts native calls only."""
         raise ValueError("no tool was called")
 
     def _turn(self, messages: list[ChatMessage], **fields: Any) -> ChatMessage:
@@ -60,7 +60,8 @@ class ProxyModel(Model):  # type: ignore[misc]  # a class of a library without t
 
 
 def merged(messages: list[ChatMessage]) -> list[Message]:
-    """In OpenAI's shape. What users say in a row is one message: templates want turns."""
+    """Converts messages to OpenAI's form and merges consecutive user messages: templates need
+    turns."""
     wire: list[Message] = []
     for message in messages:
         if isinstance(message.raw, dict):

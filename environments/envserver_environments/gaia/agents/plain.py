@@ -1,4 +1,4 @@
-"""The baseline: a loop of ours over native tool calls, that knows nothing of smolagents."""
+"""The baseline agent: a loop over native tool calls, without smolagents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SAID = re.compile(r"FINAL ANSWER:\s*(.+)")
 
 
 class PlainRun:
-    """One run. `run` it in a thread; `stop` it from another. Args as of `SmolRun`."""
+    """One run. Call `run` in a thread, `stop` from another. Arguments as in `SmolRun`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PlainRun:
         self._trace = Trace(run)
 
     def run(self, question: str) -> Solved:
-        """To its end, whatever that is. Raises EngineError."""
+        """Runs to the end, whatever it is. Raises EngineError."""
         self._messages.append({"role": "user", "content": question})
         try:
             answer, state = self._loop()
@@ -93,7 +93,8 @@ class PlainRun:
 
 
 def _answer(turn: Turn, results: list[ToolResult]) -> str | None:
-    """That of a single valid call of final_answer, or of a text without calls that says it."""
+    """Returns the argument of a single valid call of final_answer, or the answer in a text without
+    calls."""
     match turn.calls:
         case []:
             said = _SAID.search(visible_text(turn.message.get("content") or "") or "")

@@ -45,9 +45,9 @@ next steps, at most ten lines. Do not call anything yet. End with <end_plan>."""
 GO_ON = "Now carry out this plan."
 OBSERVED = "Observation:\n"
 FAILED = "Observation, ended by an error:\n"
-"""How what the model is told of its code begins; nothing that the code printed stands before it."""
+"""First line of an observation of failed code; no output of the code precedes it."""
 TOOL_FAILED = "Error: "
-"""How the result of a call begins that failed, and no other."""
+"""Prefix of the result of every failed tool call, and of no other."""
 NO_CODE = """\
 Error: there is no complete block of code in your turn. Write one between <code> and </code>; give \
 the answer by final_answer(answer) in it."""
@@ -56,7 +56,7 @@ CUT_OFF = "The model's turn was longer than it may be."
 
 
 def system_prompt(kind: str, tools: Iterable[Tool], imports: tuple[str, ...] = ()) -> str:
-    """Of an agent of that kind with these tools."""
+    """Returns the system prompt of an agent of that kind with these tools."""
     given = list(tools)
     told = {
         "imports": f" Imported already: {', '.join(imports)}." if imports else "",
@@ -79,7 +79,7 @@ def question(public: dict[str, Any]) -> str:
 
 
 def _internet(names: Iterable[str]) -> str:
-    """What is true of it with tools of these names."""
+    """Describes the internet access that tools of these names give."""
     ways = [name for name in names if name in _OF_THE_WEB]
     return f"the internet is reached by {', '.join(ways)} alone" if ways else "there is no internet"
 

@@ -1,4 +1,4 @@
-"""Which agent runs, and its limits."""
+"""The choice of agent, and its limits."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ Kind = Literal["code", "tools", "plain"]
 Ending = Literal[
     "answered", "max_steps", "turns", "tokens", "time", "context", "cut_off", "no_answer"
 ]
-"""How a run ended. turns, tokens, time, context: a limit; cut_off: a turn of the model was longer
-than it may be; no_answer: the plain agent said something that is neither a call nor an answer."""
+"""How a run ended. turns, tokens, time, context: a limit; cut_off: a turn of the model was too
+long; no_answer: the plain agent wrote neither a call nor an answer."""
 _LIMITS: tuple[Ending, ...] = ("turns", "tokens", "time", "context")
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """How an agent is run.
+    """Options of an agent.
 
     Args:
-        agent: code: smolagents' CodeAgent; tools: its ToolCallingAgent; plain: a loop of ours.
-        max_steps: answers of the model, plans not counted; there is no extra call at the end.
-        planning_interval: a plan is asked for before the first step and then every so many.
-        extra_imports: modules that are imported before the first step; the model is told of them.
-        token_budget: tokens that the model may write in all.
-        seconds: for the whole run; the rollout's own deadline holds, too.
-        step_seconds: for the code of one step, time in tools not counted.
-        observation_characters: of what a step printed or returned, that are shown; the middle is
-            left out.
+        agent: code: smolagents' CodeAgent; tools: its ToolCallingAgent; plain: the baseline loop.
+        max_steps: maximum number of answers without plans; there is no extra call at the end.
+        planning_interval: number of steps between plans; the first comes before the first step.
+        extra_imports: modules imported before the first step and named to the model.
+        token_budget: maximum number of sampled tokens in all.
+        seconds: limit of the whole run; the rollout's own deadline applies, too.
+        step_seconds: limit of one step's code, without the time in tools.
+        observation_characters: maximum length of a step's output shown; the middle is left out.
         verbosity: smolagents' own log: -1 nothing, 0 errors, 1 steps, 2 all.
     """
 
@@ -55,7 +54,7 @@ class AgentOptions:
 
 @dataclass(frozen=True)
 class Solved:
-    """What became of a run; `as_output` is what a rollout returns."""
+    """The result of a run; `as_output` is what a rollout returns."""
 
     answer: str | None
     state: Ending
@@ -66,7 +65,7 @@ class Solved:
 
 
 def ending_of(error: LimitReached | CutOff) -> Ending:
-    """How a run ended that `error` ended."""
+    """Returns how a run ended that `error` ended."""
     if isinstance(error, CutOff):
         return "cut_off"
     return next((known for known in _LIMITS if known == error.detail.get("limit")), "turns")

@@ -1,8 +1,8 @@
-"""smolagents' CodeAgent and ToolCallingAgent, with our prompts, executor and memory.
+"""smolagents' CodeAgent and ToolCallingAgent, with this package's prompts, executor and memory.
 
-Their loop, parsing and memory are smolagents' own. What is ours: each turn of the model goes back
-as it was sampled, plans are turns of the same conversation, tool calls are native, and a prompt is
-written once. So an ordinary run is one sequence of tokens.
+Their loop, parsing and memory are smolagents' own. The differences: each turn of the model is sent
+back as it was sampled, plans are turns of the same conversation, tool calls are native, and a
+prompt is written once. So an ordinary run is one sequence of tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .tool_use import Tools
 
 
 class _AsSampled:
-    """A memory in which the model's turns stand as they came."""
+    """A memory that keeps the model's turns as they were sampled."""
 
     model: ProxyModel
     memory: Any
 
     def write_memory_to_messages(self, summary_mode: bool = False) -> list[ChatMessage]:
-        """All that was said until now."""
+        """Returns the whole conversation so far."""
         messages: list[ChatMessage] = self.memory.system_prompt.to_messages()
         for step in self.memory.steps:
             if isinstance(step, PlanningStep):
@@ -44,7 +44,7 @@ class _AsSampled:
         return messages
 
     def observed(self, step: ActionStep) -> list[ChatMessage]:
-        """What the model is told of a step."""
+        """Returns the text that the model sees of a step."""
         raise NotImplementedError
 
     def _generate_planning_step(
@@ -106,7 +106,7 @@ class ToolCallingAgent(_AsSampled, smolagents.ToolCallingAgent):  # type: ignore
         self._prompt = system_prompt
         self._tools = tools
         self.results: dict[int, list[tuple[str, str, bool]]] = {}
-        """Of each step: a call's id, its result, and whether it was in order."""
+        """For each step: a call's id, its result, and whether it was valid."""
         super().__init__([], model, prompt_templates=EMPTY_PROMPT_TEMPLATES, **options)
 
     def initialize_system_prompt(self) -> str:
@@ -124,7 +124,8 @@ class ToolCallingAgent(_AsSampled, smolagents.ToolCallingAgent):  # type: ignore
     def process_tool_calls(
         self, chat_message: ChatMessage, memory_step: ActionStep
     ) -> Iterator[ToolOutput]:
-        """One call after the other; a call that is not in order is its result, not the end."""
+        """Runs the calls one after the other; an invalid call gets an error result and does not end
+        the run."""
         calls = (chat_message.raw or {}).get("tool_calls") or []
         results = self.results.setdefault(memory_step.step_number, [])
         for call in calls:

@@ -1,4 +1,4 @@
-"""A run of one of smolagents' agents: driven step by step, stopped by us, told as data."""
+"""A run of one of smolagents' agents: driven step by step, stoppable, returned as data."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .trace import Trace, call_data, step_data
 
 
 class SmolRun:
-    """One run. `run` it in a thread; `stop` it from another.
+    """One run. Call `run` in a thread, `stop` from another.
 
     Args:
-        tools: beside python and final_answer.
-        loop: where asynchronous tools run.
+        tools: tools besides python and final_answer.
+        loop: the event loop in which asynchronous tools run.
         stop_at: `time.time()` at which it ends by itself.
-        extra: more fields of each request to the model.
+        extra: additional fields of each request to the model.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SmolRun:
         return CodeAgent(model, executor, prompt, rules.observation_characters, **options)
 
     def run(self, question: str) -> Solved:
-        """To its end, whatever that is. Raises EngineError, and what is a fault of ours."""
+        """Runs to the end, whatever it is. Raises EngineError, and errors of this package."""
         try:
             answer, state = self._drive(question)
         except (LimitReached, CutOff) as error:
@@ -143,7 +143,7 @@ class SmolRun:
         )
 
     def _error(self, step: ActionStep) -> tuple[str, str] | None:
-        """Its kind and words."""
+        """Returns an error's type and message."""
         if isinstance(step.error, AgentParsingError):
             return "parsing", str(step.error)
         agent = self._agent
@@ -165,10 +165,10 @@ class _Silent(AgentLogger):  # type: ignore[misc]  # a class of a library withou
     """Says nothing, and takes no time for it."""
 
     def log(self, *args: Any, **options: Any) -> None:
-        """Nothing."""
+        """Logs nothing."""
 
     def log_error(self, error_message: str) -> None:
-        """Nothing."""
+        """Logs nothing."""
 
     log_code = log_markdown = log_rule = log_task = log_messages = log
 

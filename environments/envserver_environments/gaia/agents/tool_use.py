@@ -51,10 +51,10 @@ final_answer = Tool(_FINAL_ANSWER, lambda answer: answer_text(answer))
 
 
 class Tools:
-    """What an agent calls natively: the given tools, python and final_answer.
+    """The tools that an agent calls natively: the given ones, python and final_answer.
 
     Args:
-        loop: where asynchronous tools run, while the agent's thread waits.
+        loop: the event loop in which asynchronous tools run while the agent's thread waits.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Tools:
         python = Tool(_PYTHON, self._python, max_characters=2 * characters)
         self.tools = toolbox(*given, python, final_answer)
         self.outcome: Outcome | None = None
-        """Of the last call of python."""
+        """Outcome of the last call of python."""
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
-        """As a chat completion gets them."""
+        """Returns the tools' schemas for a chat completion."""
         return [tool.description for tool in self.tools.values()]
 
     def run(self, call: dict[str, Any]) -> ToolResult:
@@ -110,7 +110,7 @@ def as_function(tool: Tool, loop: asyncio.AbstractEventLoop) -> Callable[..., st
 def run_from_thread(
     tools: dict[str, Tool], call: dict[str, Any], loop: asyncio.AbstractEventLoop
 ) -> ToolResult:
-    """Runs `call`: a plain tool here, so that the loop goes on; an asynchronous one on the loop."""
+    """Runs `call` from a thread: a plain tool here, an asynchronous one on the event loop."""
     function = call.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     tool = tools.get(name) if isinstance(name, str) else None

@@ -15,14 +15,15 @@ OBSERVATION_CHARACTERS = 4000
 
 
 class Trace:
-    """The steps of a run: kept here, and told to the server at once, where they outlive us."""
+    """The steps of a run: kept here, and sent to the server at once, where they outlive this
+    process."""
 
     def __init__(self, run: Rollout) -> None:
         self.steps: list[dict[str, Any]] = []
         self._run = run
 
     def add(self, step: dict[str, Any]) -> None:
-        """One more, as `step_data` gives it."""
+        """Adds a step, in the form of `step_data`."""
         self.steps.append(step)
         match step["action"]:
             case None | []:
@@ -47,12 +48,12 @@ def step_data(
     seconds: float,
     final: bool = False,
 ) -> dict[str, Any]:
-    """One step.
+    """Returns one step as data.
 
     Args:
         action: code, or tool calls as name and arguments.
-        error: its kind and the first words of it: parsing, execution, timeout, died, tool.
-        tokens: of the prompt and of the turn.
+        error: its kind (parsing, execution, timeout, died, tool) and its first words.
+        tokens: token counts of the prompt and of the turn.
     """
     return {
         "step": number,
