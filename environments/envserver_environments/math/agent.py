@@ -50,7 +50,7 @@ TOOLS = toolbox(Tool(CALCULATE, calculate), Tool(FINISH, lambda answer: answer))
 async def solve(
     task: PublicTask, run: Rollout, mode: Mode, prompt: str | None = None
 ) -> dict[str, Any]:
-    """One attempt at `task`.
+    """Runs one attempt at `task`.
 
     Args:
         prompt: the system prompt; "": none; None: the mode's own.
@@ -69,7 +69,7 @@ async def solve(
 
 
 def finish_answer(message: Message) -> str | None:
-    """The answer in a message's first valid call of `finish`, None without one."""
+    """Returns the answer in a message's first valid call of `finish`, or None."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
         try:
@@ -111,7 +111,7 @@ _PRINT = re.compile(r"print\((.*)\)", re.DOTALL)
 
 
 def run_command(blocks: list[str]) -> ToolResult:
-    """What `python -c "print(EXPRESSION)"` prints. Nothing is executed, it is calculated."""
+    """Returns the output of `python -c "print(EXPRESSION)"`. Nothing is executed, it is calculated."""
     if len(blocks) != 1:
         return ToolResult("Error: write exactly one fenced command.", ok=False)
     try:

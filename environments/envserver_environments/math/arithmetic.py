@@ -22,10 +22,10 @@ _WORDS = {"+": "plus", "-": "minus"}
 
 
 def problems(max_operand: int, split: Split, seed: int) -> Iterator[tuple[str, Problem]]:
-    """(id, problem), each problem of the split once; the id names it: `arithmetic-7-plus-5`.
+    """Yields (id, problem), each problem of the split once; ids look like `arithmetic-7-plus-5`.
 
     Args:
-        max_operand: largest number in a question; the least is 0.
+        max_operand: largest number in a question; the smallest is 0.
     """
     size = max_operand + 1
     for place in _shuffled(2 * size * size, f"arithmetic-{split}-{seed}"):

@@ -1,8 +1,8 @@
 r"""Converts the rows of each data set to `Problem`. Pure; loads nothing.
 
-Ten shapes of rows are known, each by the field names under which its data set is published. A row
-says itself which one it has: by a key `data_set`, `dataset` or `source` with a known name, else by
-its fields. The answer ("gold") is taken as the data set documents it:
+Ten formats of rows are known, each by the field names of its data set. A row names its format by a
+key `data_set`, `dataset` or `source` with a known name, else its fields show it. The answer
+("gold") is taken as the data set documents it:
 
     gsm8k      after the last `####`, without commas
     math       inside of the last balanced \boxed{} of the solution
@@ -11,7 +11,7 @@ its fields. The answer ("gold") is taken as the data set documents it:
     mathqa     a letter; the options are one string or a list
     aqua       a letter
     aime       an integer, without leading zeros
-    others     as it stands
+    others     unchanged
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Problem:
     """A problem with its answer.
 
     Args:
-        question: what is asked, without the options.
+        question: the question, without the options.
         answer: the gold: a number, LaTeX, or a letter.
         kind: number: the answer must be a plain number; expression: any LaTeX; letter: an option.
         options: texts of the options A, B, C ... of a letter problem.
-        expression: arithmetic that gives the answer, where the data set has it.
+        expression: arithmetic that gives the answer, if the data set has it.
     """
 
     question: str
@@ -57,11 +57,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Shape:
-    """How the rows of one data set look.
+    """The format of one data set's rows.
 
     Args:
-        fields: that a row must have; alternatives are separated by `|`.
-        question, answer: read from a row; `answer` is None where there is no gold.
+        fields: required fields; alternatives are separated by `|`.
+        question, answer: read from a row; `answer` is None if there is no gold.
     """
 
     name: str
@@ -105,9 +105,9 @@ def read_problem(row: Row, data_set: str | None = None) -> Problem:
 
 
 def why_unusable(problem: Problem) -> str | None:
-    """Why no answer to `problem` could ever be right, None where one can.
+    """Returns why no answer to `problem` could ever be right, or None if one can.
 
-    This is the cheap part of the check that a gold verifies against itself; the rest is done where
+    This is the cheap part of checking a gold against itself; the rest is done where
     answers are verified.
     """
     gold = problem.answer
@@ -145,7 +145,7 @@ def _known_name(value: object) -> str | None:
 
 
 def _looks_like_aime(row: Row) -> bool:
-    """Its answers are integers from 0 to 999; beside a solution it must say where it is from."""
+    """Returns whether the answers are integers from 0 to 999; rows with a solution must name AIME."""
     if not re.fullmatch(r"\d{1,3}", _text(row["answer"])):
         return False
     return "solution" not in row or "year" in row or "aime" in str(row.get("url", "")).lower()

@@ -54,7 +54,7 @@ class Math(Environment):
     score_timeout_seconds = 120.0
 
     class Config(Environment.Config):
-        """Which problems, how they are solved, and what counts as right."""
+        """Selects the problems, the way of solving them, and the scoring."""
 
         data_set: DataSetName | list[DataSetName] = "sample"
         """Data sets (repeat the flag, or separate with commas). sample: 48 built-in tasks."""
@@ -183,7 +183,7 @@ def _task_of(name: str, shape: str | None, number: int, row: dict[str, Any] | No
 
 
 def _row_id(name: str, number: int, row: dict[str, Any] | None) -> str:
-    """The sample's rows carry ids of ours; others are known by their place."""
+    """Returns the id in a row of the sample, else one made of the row's number."""
     return str(row["id"]) if name == "sample" and row and "id" in row else f"{name}-{number}"
 
 

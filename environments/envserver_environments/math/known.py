@@ -11,10 +11,10 @@ from .data_sets import MAX_ANSWER_CHARACTERS
 
 
 def known_answers(task: Task, *, literal: bool | None) -> Iterator[KnownResult]:
-    """What is known of any task here.
+    """Returns the known results of any task here.
 
     Args:
-        literal: must a number be written out; None: where the data set's answers are numbers.
+        literal: numbers must be written out; None: if the data set's answers are numbers.
     """
     gold, kind = str(task.hidden["answer"]), task.hidden["kind"]
     box = f"\\boxed{{{gold}}}"
@@ -69,5 +69,5 @@ def _wrong(name: str, **said: Any) -> KnownResult:
 
 
 def _output(*, answer: str | None = None, text: str = "") -> dict[str, Any]:
-    """As the agent returns it."""
+    """Returns an output of the agent."""
     return {"answer": answer, "text": text}

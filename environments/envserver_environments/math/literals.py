@@ -31,7 +31,7 @@ _LITERAL = re.compile(
 
 
 def is_number_literal(answer: str) -> bool:
-    r"""Whether `answer` is one number and nothing else.
+    r"""Returns whether `answer` is one number and nothing else.
 
     An integer with optional commas, a decimal, a fraction of integers (also mixed), a power of ten
     or a number times one; each with an optional sign, dollar sign, percent sign, `\text{unit}` or

@@ -14,13 +14,13 @@ _SUM = re.compile(rf"(?:{_TERM.pattern})+")
 
 
 def equal_polynomials(one: str, other: str) -> bool:
-    """Whether both are sums of products (`3*x**2*y - 4`, no parentheses) with the same value."""
+    """Returns whether both are sums of products (`3*x**2*y - 4`, no parentheses) of equal value."""
     coefficients = _coefficients(one)
     return coefficients is not None and coefficients == _coefficients(other)
 
 
 def _coefficients(text: str) -> dict[Monomial, int] | None:
-    """Monomial -> coefficient, without zeros; None where the text is no such sum."""
+    """Returns the coefficients by monomial, without zeros; None if the text is not such a sum."""
     source = re.sub(r"\s*(\*\*|[-+*])\s*", r"\1", text.strip().replace("^", "**"))
     if not source.startswith(("+", "-")):
         source = f"+{source}"

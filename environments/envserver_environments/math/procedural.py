@@ -57,10 +57,10 @@ def entries(names: Sequence[str], split: Split, seed: int) -> Iterator[tuple[str
 
 
 def entry_from_row(row: Entry) -> tuple[str, Entry]:
-    """The generator's name and the entry that a row with `metadata.source_dataset` is.
+    """Returns the generator's name and the entry in a row with `metadata.source_dataset`.
 
     Raises:
-        InputError: it is no such row.
+        InputError: the row is not such an entry.
     """
     name = row["metadata"].get("source_dataset")
     if name not in ALLOWED:
@@ -71,13 +71,13 @@ def entry_from_row(row: Entry) -> tuple[str, Entry]:
 
 
 def is_entry(row: dict[str, Any]) -> bool:
-    """Whether a row is one that reasoning-gym made."""
+    """Returns whether reasoning-gym made the row."""
     metadata = row.get("metadata")
     return isinstance(metadata, dict) and "source_dataset" in metadata
 
 
 def score_entry(name: str, entry: Entry, answer: str, *, partial_credit: bool) -> float:
-    """What the library's scorer gives, in [0, 1]; 0 where it raises.
+    """Returns the library's score, in [0, 1]; 0 if its scorer raises.
 
     Args:
         partial_credit: pass scores between 0 and 1 on; otherwise only a full score counts, since

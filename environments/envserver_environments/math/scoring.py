@@ -23,13 +23,13 @@ from .verification import Verdict, compare
 
 @dataclass(frozen=True)
 class ScoringRules:
-    """What counts as right, beyond being equal.
+    """Rules for a correct answer, beyond equality.
 
     Args:
-        literal: numbers must be written out; None: where the data set's answers are numbers.
+        literal: numbers must be written out; None: if the data set's answers are numbers.
         lenient: accept malformed LaTeX.
-        tool_error_penalty: taken off per failed tool call, down to 0.
-        partial_credit: of the generators' own scorers.
+        tool_error_penalty: deducted per failed tool call, down to 0.
+        partial_credit: accept partial scores of the generators' scorers.
     """
 
     literal: bool | None = None
@@ -40,7 +40,7 @@ class ScoringRules:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """What a rollout ended with: the argument of `finish`, and the last text."""
+    """A rollout's final output: the argument of `finish`, and the last text."""
 
     finish: str | None
     text: str
@@ -69,7 +69,7 @@ def score_rollout(task: Task, result: Result, rules: ScoringRules) -> Score:
 
 
 def read_answer(result: Result) -> ModelAnswer:
-    """What the rollout ended with, from its output or, where it has none, from the conversation."""
+    """Reads the answer from the rollout's output or, if there is none, from the conversation."""
     output = result.output
     if isinstance(output, dict):
         answer, text = output.get("answer"), output.get("text")
@@ -82,7 +82,7 @@ def read_answer(result: Result) -> ModelAnswer:
 
 
 def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
-    """What the last assistant message of a conversation says."""
+    """Reads the answer from the last assistant message."""
     for message in reversed(messages):
         if message.get("role") == "assistant":
             content = message.get("content")
@@ -93,7 +93,7 @@ def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
 def _correctness(
     task: Task, given: ModelAnswer, rules: ScoringRules, metrics: dict[str, float]
 ) -> float | None:
-    """1.0 or 0.0 (or a generator's own score), None where the gold is unusable."""
+    """Returns 1.0 or 0.0 (or a generator's own score), or None if the gold is unusable."""
     if task.hidden["kind"] == "letter":
         index = _chosen(given, task.public["options"])
         metrics["answered"] = float(index is not None)

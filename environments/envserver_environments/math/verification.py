@@ -1,10 +1,10 @@
 r"""Decides with math-verify whether an answer equals the gold, whatever the answer contains.
 
 An answer is hostile input: `9^{9^9}` or `10^8!` can cost minutes and gigabytes. So each comparison
-runs in a process of its own, forked from the warm scorer, with a limit of memory and a limit of CPU
-time; math-verify's own timeouts and a kill follow when these fail. The answer is then wrong, which
-is the model's fault, and the scorer is as before. The limit of CPU time decides: by the clock, a
-right answer would be wrong on a machine that is busy.
+runs in a separate process, forked from the warm scorer, with limits of memory and CPU time;
+math-verify's own timeouts and a kill follow if these fail. The answer is then wrong, which is the
+model's fault, and the scorer is not affected. The limit is CPU time, since by wall clock a right
+answer would be wrong on a busy machine.
 
 math-verify is not symmetric: the gold comes first, else an answer may repeat a condition of the
 problem instead of solving it. It needs the main thread (it works with SIGALRM).
@@ -35,7 +35,7 @@ TIMEOUT_SECONDS = 30
 KILL_SECONDS = 100.0
 """Time by the clock after which the process is killed, whatever it does."""
 MEMORY_BYTES = 1 << 30
-"""That one comparison may take beyond what the scorer holds."""
+"""Memory that one comparison may use beyond the scorer's."""
 
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
 
@@ -54,7 +54,7 @@ _WARM_UP = (
 
 
 class Verdict(enum.StrEnum):
-    """What came of a comparison."""
+    """The outcome of a comparison."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
@@ -76,7 +76,7 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
         # Most answers by far, and what math-verify says of them: 25 times less work.
         return Verdict.EQUAL if int(gold) == int(answer) else Verdict.DIFFERENT
-    # Here and not in the child, so that what the parser learns is there for the next answer.
+    # Parsed here and not in the child, so that the parser's caches help the next answer.
     parsed_gold = _parsed_gold(gold)
     return _in_child(lambda: _verdict(parsed_gold, answer, lenient))
 
@@ -118,7 +118,7 @@ def _library() -> _Library:
 
 
 def _warm_up(library: _Library) -> None:
-    """Comparisons of every kind: a child inherits what the parser and sympy have loaded."""
+    """Runs comparisons of every kind: children inherit what the parser and sympy have loaded."""
     for gold, answer in _WARM_UP:
         first = library.parse(f"\\boxed{{{gold}}}", library.gold)
         library.verify(first, library.parse(f"\\boxed{{{answer}}}", library.strict))
