@@ -5,11 +5,11 @@
     tags       AFM's way: <plan>, <wiki_search>, <reflection>, <answer>
     scripted   fixed steps: a list of sub-questions, a search and a note for each, the answer
 
-In: a task's public part, and `run`. Out: `{"answer", "text", "facts", "passages", "evidence"}`:
-what was handed in as the answer (None: nothing was), the model's last text, and what it says the
-answer rests on: (title, sentence number) pairs, keys of passages, triples. Every way is one
-conversation to which is only ever added. It ends at `finish`, at `<answer>`, at a text without a
-tool call, at a text that was cut off, after `max_turns`, or after ten tool errors.
+In: a task's public part, and `run`. Out: `{"answer", "text", "facts", "passages", "evidence"}`: the
+submitted answer (None: there was none), the model's last text, and the evidence for the answer:
+(title, sentence number) pairs, keys of passages, triples. Every way is one append-only
+conversation. It ends at `finish`, at `<answer>`, at a text without a tool call, at a text that was
+cut off, after `max_turns`, or after ten tool errors.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ Mode = Literal["tools", "scripted", "text", "tags"]
 MAX_TOOL_ERRORS = 10
 MAX_HOPS = 5
 OBSERVATION = "<observation>"
-"""Where a model that is to wait for what was found would go on by itself."""
+"""Stop string: a model would otherwise invent the search results."""
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """How an agent works.
+    """Options of an agent.
 
     Args:
-        top_k: hits of a search.
-        unanswerable: tell it that there may be no answer, and how to say so.
+        top_k: hits per search.
+        unanswerable: tell the model that there may be no answer, and how to say so.
     """
 
     mode: Mode = "tools"
@@ -60,7 +60,7 @@ class AgentOptions:
 
 
 async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str, Any]:
-    """One attempt at `task`."""
+    """Runs one attempt at `task`."""
     shelf = Shelf(
         search_of(task, run, rules.scope),
         run,
@@ -92,7 +92,7 @@ async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str
 
 @dataclass(frozen=True)
 class _Said:
-    """What was handed in, and the last text."""
+    """The submitted answer, and the last text."""
 
     answer: str | None
     text: str
@@ -185,7 +185,7 @@ class _Spoken:
 
 
 async def _said(run: Rollout, messages: list[Message], ask: str | None = None) -> _Spoken:
-    """What the model says to `ask`; both are added to `messages`."""
+    """Sends `ask` and returns the model's answer; both are added to `messages`."""
     if ask is not None:
         messages.append({"role": "user", "content": ask})
     reply = await run.chat(messages)
@@ -201,7 +201,7 @@ async def _found(shelf: Shelf, query: str) -> str:
 
 
 class _Thoughts:
-    """What the model says between calls: first how it divides the question, then of each hop."""
+    """The model's text between calls: first its division of the question, then a note per hop."""
 
     def __init__(self, run: Rollout, question: str) -> None:
         self._run = run
@@ -220,13 +220,13 @@ class _Thoughts:
 
 
 def tagged_queries(text: str) -> list[str]:
-    """What <wiki_search> asks for in what the model said aloud; `|` stands between queries."""
+    """Returns the queries of <wiki_search> in the visible text, separated by `|`."""
     asked = _QUERY.findall(visible_text(text) or "")
     return [query.strip() for one in asked for query in one.split("|") if query.strip()]
 
 
 def numbered_list(text: str) -> list[str]:
-    """The entries of a numbered list in what the model said aloud."""
+    """Returns the entries of a numbered list in the visible text."""
     return [found.strip() for found in _ENTRY.findall(visible_text(text) or "") if found.strip()]
 
 
@@ -250,7 +250,7 @@ def provisional_answer(note: str) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    """The answer of a model that was told to say nothing else: marked, else all of a short text."""
+    """Returns the answer of a model that was told to write nothing else: marked, else a short text."""
     marked = extract_answer(text)
     if marked is not None:
         return marked

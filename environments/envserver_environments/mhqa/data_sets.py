@@ -46,13 +46,13 @@ class MultiHopQuestion:
 
     Args:
         golds: the answer and its aliases.
-        kind: as its data set calls it, such as bridge or comparison.
-        hops: how many facts must be found, None where nobody says it.
-        passages: that belong to the question, among them those that answer it; may be none.
+        kind: the data set's name for it, such as bridge or comparison.
+        hops: number of facts that must be found, or None if unknown.
+        passages: passages of the question, among them those that answer it; may be empty.
         supporting: the sentences that answer it.
         support: keys of the passages that answer it, where whole passages are judged (MuSiQue).
-        evidences: triples; for each all the ways in which it may be said.
-        decomposition: (question, answer) of each hop; `#1` stands for the answer of the first.
+        evidences: triples, each with all its accepted forms.
+        decomposition: (question, answer) of each hop; `#1` refers to the first answer.
     """
 
     question: str
@@ -98,7 +98,7 @@ def read_item(
 
 
 def why_unusable(item: MultiHopQuestion) -> str | None:
-    """Why no answer to `item` could ever be right, None where one can."""
+    """Returns why no answer to `item` could ever be right, or None if one can."""
     if not any(normalize_answer(gold) for gold in item.golds):
         return "the answer is empty in its normal form"
     if all(len(gold) > MAX_ANSWER_CHARACTERS for gold in item.golds):

@@ -11,7 +11,7 @@ from .agent import MAX_HOPS, Mode, numbered_list, substituted
 
 
 def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
-    """The assistant messages, one a turn; None where nobody knows the answer."""
+    """Returns the assistant messages, one per turn, or None if the answer is unknown."""
     if not task.hidden["golds"]:
         return None
     match mode:
@@ -26,7 +26,7 @@ def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
 
 
 def queries(task: Task) -> list[str]:
-    """What to search for, one after the other: the sub-questions, else what the answer rests on."""
+    """Returns the search queries in order: the sub-questions, else the titles of the evidence."""
     steps = task.hidden["decomposition"]
     answers = [answer for _, answer in steps]
     if steps:
@@ -81,7 +81,7 @@ def _by_script(task: Task) -> list[Message]:
 
 
 def _thought(task: Task, number: int, plan: str) -> str:
-    """What is said before the search of that number."""
+    """Returns the text before the search of that number."""
     if number == 1:
         return f"I must find:\n{plan}"
     steps = task.hidden["decomposition"]

@@ -1,10 +1,10 @@
-"""The environment `mhqa`: questions that need several facts, and passages in which they stand.
+"""The environment `mhqa`: questions that need several facts, and passages that contain them.
 
-Tasks: `public` holds `question`, `data_set`, and `passages` in an order that says nothing (where
-agents search the question's own ones). `hidden` holds what only scoring needs:
+Tasks: `public` holds `question`, `data_set`, and `passages` in a neutral order (where agents search
+the question's own ones). `hidden` holds what only scoring needs:
 
     golds          the answer and its aliases
-    kind, hops     as the data set calls it; how many facts are needed
+    kind, hops     the data set's name for the kind; the number of facts needed
     supporting     (passage, sentence) pairs: the passage's place in `public`, or its title
     support        keys of passages, where the data set judges whole passages
     evidences      triples, each in all its forms
@@ -57,7 +57,7 @@ class Mhqa(Environment):
     name = "mhqa"
 
     class Config(Environment.Config):
-        """Which questions, where and how agents search, and what counts."""
+        """Selects the questions, the search, the agent, and the scoring."""
 
         data_set: DataSet | list[DataSet] = "sample"
         """Data sets (repeat the flag, or separate with commas). sample: 36 built-in tasks."""
@@ -100,7 +100,7 @@ class Mhqa(Environment):
             return self
 
     class Question(Environment.Question):
-        """One question, and the passages to be searched for its answer."""
+        """A question, and the passages to search for its answer."""
 
         context: Path | None = None
         """File of passages: text with blank lines between them (`# title` above one), or .json or
@@ -121,7 +121,7 @@ class Mhqa(Environment):
         config = self.config
         rules = AgentOptions(
             mode=config.mode,
-            # What a person brought is searched, whatever the scope is.
+            # A person's own passages are searched, whatever the scope is.
             scope="question" if task.public["passages"] else config.scope,
             top_k=config.top_k,
             max_searches=config.max_searches,
@@ -220,7 +220,7 @@ class Mhqa(Environment):
         return hub_rows(HUBS[name], split, seed)
 
     def _corpus(self) -> Iterator[Passage]:
-        """What agents search: the corpus of the settings, else all passages of the data sets."""
+        """Returns the corpus of the settings, else all passages of the data sets."""
         if self.config.corpus_path is not None:
             return different(read_corpus(self.config.corpus_path))
         return different(self._all_passages())
@@ -282,5 +282,5 @@ def _read(row: dict[str, Any] | None, data_set: str | None) -> MultiHopQuestion 
 
 
 def _row_id(name: str, number: int, row: dict[str, Any] | None) -> str:
-    """The sample's rows carry ids of ours; others are known by their place."""
+    """Returns the id in a row of the sample, else one made of the row's number."""
     return str(row["id"]) if name == "sample" and row and "id" in row else f"{name}-{number}"

@@ -32,7 +32,7 @@ _DECODER = json.JSONDecoder(parse_float=str, parse_int=str)
 
 
 def extract_answer(text: str) -> str | None:
-    """The answer in `text`; "" where an empty one was given, None where none was."""
+    """Returns the answer in `text`; "" if it is empty, None if there is none."""
     seen = visible_text(text)
     if seen is None:
         return None
@@ -44,7 +44,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def has_tagged_answer(text: str) -> bool:
-    """Whether `text` says <answer>...</answer> aloud."""
+    """Returns whether the visible part of `text` has <answer>...</answer>."""
     seen = visible_text(text)
     return seen is not None and _tagged(seen) is not None
 

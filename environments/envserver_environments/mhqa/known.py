@@ -18,7 +18,7 @@ OTHER = "Qwxzl"
 
 
 def known_answers(task: Task, support_weight: float) -> Iterator[KnownResult]:
-    """What is known of any task here."""
+    """Returns the known results of any task here."""
     golds = [str(gold) for gold in task.hidden["golds"]]
     yield from _right_ones(task, golds, support_weight)
     yield from _nothing_said(golds[0])
@@ -104,7 +104,7 @@ def _near_ones(task: Task, gold: str) -> Iterator[tuple[str, str]]:
 
 
 def _resting_on(task: Task) -> dict[str, Any]:
-    """What the right answer rests on, as the agent returns it."""
+    """Returns the evidence of the right answer, as the agent returns it."""
     passages = task.public["passages"]
     facts = [
         [passages[name]["title"] if isinstance(name, int) else name, number]
@@ -123,5 +123,5 @@ def _text(text: str) -> Result:
 
 
 def _output(answer: str | None, text: str = "") -> dict[str, Any]:
-    """As the agent returns it."""
+    """Returns an output of the agent."""
     return {"answer": answer, "text": text, "facts": [], "passages": [], "evidence": []}

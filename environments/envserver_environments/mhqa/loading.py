@@ -25,11 +25,12 @@ HUBS: dict[str, Hub] = {
     "musique": Hub("dgslibisey/MuSiQue", {"train": "train", "validation": "validation"}),
     "afm": Hub("PersonalAILab/AFM-MHQA-RL-Dataset", {"train": "train"}),
 }
-"""Nobody but their authors has the answers of the test splits."""
+"""The answers of the test splits are not public."""
 
 
 def read_corpus(path: Path) -> Iterator[Passage]:
-    """The passages of a JSONL file, one a line: `title`, and `sentences`, `text` or `contents`.
+    """Returns the passages of a JSONL file, one per line: `title`, and `sentences`, `text` or
+    `contents`.
 
     Raises:
         NotFoundError: there is no such file.
@@ -54,7 +55,7 @@ def own_passages() -> Mapping[str, Passage]:
 
 
 def different(passages: Iterable[Passage]) -> Iterator[Passage]:
-    """Each passage once, in the order of their first appearance."""
+    """Yields each passage once, in order of first appearance."""
     seen: set[str] = set()
     for passage in passages:
         if passage.key not in seen:
@@ -63,7 +64,7 @@ def different(passages: Iterable[Passage]) -> Iterator[Passage]:
 
 
 def read_context(path: Path) -> list[Passage]:
-    """The passages that a person wrote down for one question.
+    """Returns the passages in a person's file for one question.
 
     `.jsonl` and `.json` hold them as a corpus does. Any other file is text: passages are separated
     by blank lines; a first line that begins with `#` is a title.

@@ -73,9 +73,9 @@ def wiki2_fact_measure(prediction: Iterable[Fact], gold: Iterable[Fact]) -> Meas
 
 
 def support_measure(prediction: Iterable[object], gold: Iterable[object]) -> Measure:
-    """MuSiQue's measure of supporting paragraphs, by their numbers; nothing for nothing is right.
+    """MuSiQue's measure of supporting paragraphs, by number; two empty lists are equal.
 
-    Numbers may stand in texts. Anything else than a number counts as itself.
+    Numbers may be given as text. Anything else counts as itself.
     """
     said, right = set(map(_number, prediction)), set(map(_number, gold))
     if not said and not right:
@@ -89,7 +89,7 @@ def evidence_measure(
     """2Wiki's measure of evidence triples.
 
     Args:
-        gold: for each triple all the ways in which it may be said (by aliases).
+        gold: for each triple all its accepted forms (by aliases).
     """
     said = {_plain_triple(triple) for triple in prediction}
     right = [{_plain_triple(way) for way in ways} for ways in gold]
@@ -102,7 +102,7 @@ def evidence_measure(
 
 
 def joint_measure(*parts: Measure) -> Measure:
-    """Several measures as one: products of em, precision and recall, and their F1."""
+    """Combines several measures: products of em, precision and recall, and their F1."""
     em = precision = recall = 1.0
     for part in parts:
         em, precision, recall = em * part.em, precision * part.precision, recall * part.recall
@@ -114,8 +114,8 @@ class Judged:
     """One answered question of MuSiQue-Full, where each comes in two variants with the same id.
 
     Args:
-        said_answerable, answerable: what was predicted, and what is so.
-        measure: of what was asked for (the answer, or the support), for the answerable variant.
+        said_answerable, answerable: the prediction, and the truth.
+        measure: of the answer or the support, for the answerable variant.
     """
 
     question_id: str
@@ -125,7 +125,7 @@ class Judged:
 
 
 def group_sufficiency(judged: Iterable[Judged]) -> Measure:
-    """Mean over pairs: the answerable variant's measure where both variants are told apart, else 0.
+    """Mean over pairs: the answerable variant's measure if both variants are recognised, else 0.
 
     Questions without both variants are left out.
     """

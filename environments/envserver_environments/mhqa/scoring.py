@@ -1,12 +1,12 @@
-"""The score of one rollout: mostly whether the answer is exactly right, a little how near it is.
+"""Scores one rollout: mostly by exact match, a little by F1.
 
     reward = 0.8 * EM + 0.2 * F1        of one short answer
              0.2 * F1                   of a long one
-             0                          of none, of an empty one, of several, of a text cut off
+             0                          of none, an empty one, several, or a text cut off
 
-EM and F1 are Hotpot's, the best over the gold and its aliases; they stand in the components as the
-data sets' own programs compute them, whatever the reward is. With a weight for support, so much of
-the reward is the F1 of what the answer is said to rest on. Pure.
+EM and F1 are Hotpot's, the best over the gold and its aliases; the components hold them as the data
+sets' own programs compute them, whatever the reward is. A weight for support gives that share of
+the reward to the F1 of the evidence. Pure.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .shelf import FINISH
 EM_SHARE, F1_SHARE = 0.8, 0.2
 SHORT_CHARACTERS = 64
 SHORT_WORDS = 12
-"""What is longer, in its normal form, than this and than every gold is not a short answer."""
+"""An answer whose normal form is longer than this and than every gold is not short."""
 
 _SEPARATORS = re.compile(r"[|;\n\r｜；]")
 _FINISHING = toolbox(FINISH)
@@ -48,11 +48,11 @@ _FINISHING = toolbox(FINISH)
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """What a rollout ended with.
+    """A rollout's final output.
 
     Args:
-        answer: the argument of `finish`, or what was handed in otherwise.
-        text: the last one; where there is no answer, it is looked for there.
+        answer: the argument of `finish`, or the answer submitted otherwise.
+        text: the last text; it is searched for the answer if there is no other.
         facts: (title, sentence number) pairs. passages: keys. evidence: triples.
     """
 
@@ -77,7 +77,7 @@ def score_rollout(task: Task, result: Result, support_weight: float = 0.0) -> Sc
         return Score(reward=0.0, components={"em": 0.0, "f1": 0.0}, metrics=metrics)
     given = read_answer(result)
     answer, golds = given.final, task.hidden["golds"]
-    if not golds:  # a person asked, who does not know the answer either
+    if not golds:  # a question of a person who does not know the answer either
         return Score(reward=None, metrics=metrics)
     metrics["answered"] = float(answer is not None and bool(normalize_answer(answer)))
     measure = Measure() if answer is None else answer_measure(answer, golds)
@@ -99,7 +99,7 @@ def score_rollout(task: Task, result: Result, support_weight: float = 0.0) -> Sc
 
 
 def why_refused(answer: str, golds: list[str]) -> str | None:
-    """Why `answer` gets nothing whatever words it shares with the gold, None where it may."""
+    """Returns why `answer` gets no reward despite shared words, or None if it may get one."""
     if not normalize_answer(answer):
         return "it is empty"
     if len(answer) > max(MAX_ANSWER_CHARACTERS, *map(len, golds)):
@@ -116,7 +116,7 @@ def answer_reward(answer: str, golds: list[str], measure: Measure) -> float:
 
 
 def is_short(answer: str, golds: list[str]) -> bool:
-    """Whether `answer` is no longer than an answer is, or than a gold."""
+    """Returns whether `answer` is short, or at most as long as a gold."""
     plain = normalize_answer(answer)
     sizes = [(len(gold), len(gold.split())) for gold in map(normalize_answer, golds)]
     characters = max(SHORT_CHARACTERS, *(size for size, _ in sizes))
@@ -125,7 +125,7 @@ def is_short(answer: str, golds: list[str]) -> bool:
 
 
 def read_answer(result: Result) -> ModelAnswer:
-    """What the rollout ended with, from its output or, where it has none, from the conversation."""
+    """Reads the answer from the rollout's output or, if there is none, from the conversation."""
     output = result.output
     if isinstance(output, dict):
         answer, text = output.get("answer"), output.get("text")
@@ -142,7 +142,7 @@ def read_answer(result: Result) -> ModelAnswer:
 
 
 def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
-    """What the last assistant message of a conversation says."""
+    """Reads the answer from the last assistant message."""
     for message in reversed(messages):
         if message.get("role") == "assistant":
             content = message.get("content")
@@ -151,7 +151,7 @@ def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
 
 
 def parse_answer(text: str, finish: Mapping[str, Any] | None = None) -> ModelAnswer:
-    """What a text says, with the arguments of `finish` where it was called.
+    """Parses a text, with the arguments of `finish` if it was called.
 
     Without them, a JSON object with `answer` may also hold `supporting_facts` and `evidence`.
     """
@@ -172,7 +172,7 @@ def parse_answer(text: str, finish: Mapping[str, Any] | None = None) -> ModelAns
 def _support(
     task: Task, given: ModelAnswer, answer: Measure, metrics: dict[str, float]
 ) -> Measure | None:
-    """How right what the answer rests on is, None where the data set does not say it."""
+    """Returns how right the evidence is, or None if the data set has none."""
     hidden = task.hidden
     if hidden["support"]:
         keys = given.passages or _keys_of_titles(task, given.facts)
@@ -206,12 +206,12 @@ def _keys_of_titles(task: Task, facts: list[tuple[str, int]]) -> list[str]:
 
 
 def _several(text: str) -> bool:
-    """Whether `text` offers a choice: by "or", or by what separates the entries of a list."""
+    """Returns whether `text` offers a choice: by "or", or by a list separator."""
     return bool(_SEPARATORS.search(text.strip())) or "or" in normalize_answer(text).split()
 
 
 def _finish_call(message: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a message's first valid call of `finish`, None without one."""
+    """Returns the arguments of a message's first valid call of `finish`, or None."""
     for call in _list(message.get("tool_calls")):
         try:
             _, arguments = checked_call(_FINISHING, call)
@@ -226,7 +226,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _numbered(value: object) -> list[Any]:
-    """Facts whose numbers may stand in texts."""
+    """Returns facts whose numbers may be given as text."""
     pairs = [pair for pair in _list(value) if isinstance(pair, list) and len(pair) == 2]
     return [
         [name, int(number) if isinstance(number, str) and number.isdecimal() else number]

@@ -1,8 +1,8 @@
-"""Where agents search, by the scope of a run: their question's own passages, or a service.
+"""Search by the scope of a run: the question's own passages, or a service.
 
-question   in the worker, over the passages that came with the task
+question   in the worker, over the passages in the task
 corpus     a service of the server, which holds one index for all agents
-external   a service of the server, which asks somebody else's retriever
+external   a service of the server, which calls an external retriever
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from envserver import Caller, InputError, PublicTask, Rollout, Service
 
 Scope = Literal["question", "corpus", "external"]
 Search = Callable[[str, int], Awaitable[list[Hit]]]
-"""Takes a query and the most hits that are wanted; gives them, best first."""
+"""Takes a query and the maximum number of hits; returns them, best first."""
 
 SEARCH = "search"
 """Name of the service."""
@@ -35,7 +35,7 @@ MAX_TOP_K = 10
 
 
 def search_of(task: PublicTask, run: Rollout, scope: Scope) -> Search:
-    """How the agent of `run` searches."""
+    """Returns the search function of the agent of `run`."""
     if scope != "question":
         return _asking(run)
     few = FewPassages(passages_from(task.public["passages"]))

@@ -16,7 +16,7 @@ from envserver import Rollout
 from .serving import MAX_QUERY_CHARACTERS, MAX_TOP_K, Search
 
 MAX_HIT_CHARACTERS = 700
-"""Of one passage in a list of hits; `read` shows all of it."""
+"""Maximum length of one passage in a list of hits; `read` shows all of it."""
 MAX_FINISH_CHARACTERS = 200
 MAX_FACTS = 20
 
@@ -24,12 +24,12 @@ NOTHING_FOUND = "Nothing was found: no passage shares a word with the query."
 
 
 class Shelf:
-    """The tools of one rollout, and what it ended with.
+    """The tools of one rollout, and its final answer.
 
     Args:
-        top_k: hits of a search that does not say how many it wants.
-        max_searches: further ones are refused.
-        evidence: whether `finish` takes evidence triples.
+        top_k: hits of a search that names no number.
+        max_searches: further searches are refused.
+        evidence: whether `finish` accepts evidence triples.
     """
 
     def __init__(

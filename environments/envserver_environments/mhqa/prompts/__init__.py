@@ -35,7 +35,7 @@ def text_system_prompt(tools: Iterable[Tool], unanswerable: bool) -> str:
 
 
 def note_wanted(hop: int, sub_question: str, found: str) -> str:
-    """What is asked for each sub-question."""
+    """Returns the request for a note on one sub-question."""
     return (
         f"Sub-question {hop}: {sub_question}\n\nPassages:\n\n{found}\n\n"
         "Write a short note of what they say about it. End it with a line of this form:\n"
@@ -44,5 +44,5 @@ def note_wanted(hop: int, sub_question: str, found: str) -> str:
 
 
 def answer_wanted(question: str) -> str:
-    """What is asked in the end."""
+    """Returns the request for the final answer."""
     return f"Question: {question}\n\nNow write the final answer, and nothing else:\nAnswer: ..."
