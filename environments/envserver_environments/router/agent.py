@@ -1,8 +1,8 @@
-"""The agent: one answer that is a plan, at most one repair, and where it is wanted the plan's run.
+"""The agent: one plan, at most one repair, and optionally the plan's execution.
 
 In: a task's public part, and `run`. Out: `{"plan", "repaired", "cut_off", "executed", "answer",
-"program"}`: the text of the last plan, and what its final step gave. The router asks as the agent
-`router`; each step is carried out by a sub-agent under that one's name, in the order of the
+"program"}`: the text of the last plan, and the result of its final step. The router calls the model
+as the agent `router`; each step is executed by a sub-agent under its own name, in the order of the
 dependencies, with the results of the steps that it depends on.
 """
 
@@ -20,15 +20,15 @@ from .subagents import DEFAULT_TOP_K, Brief, Finding, carry_out
 
 ROUTER = "router"
 READERS = {"graph": read_plan, "coursegpt": read_course}
-"""What reads the plan in an answer, by profile."""
+"""Parsers of the plan in an answer, by profile."""
 
 
 async def solve(task: PublicTask, run: Rollout, *, repair: bool, execute: bool) -> dict[str, Any]:
-    """One attempt at `task`.
+    """Runs one attempt at `task`.
 
     Args:
-        repair: a plan that is not valid may be written once more.
-        execute: a valid plan is run, where its answer can be checked.
+        repair: an invalid plan may be rewritten once.
+        execute: execute a valid plan if its answer can be checked.
     """
     output: dict[str, Any] = {
         "plan": "",
@@ -53,7 +53,8 @@ async def solve(task: PublicTask, run: Rollout, *, repair: bool, execute: bool) 
 
 
 def final_answer(output: Mapping[str, Any]) -> str:
-    """What `output` of `solve` says in the end: what running the plan gave, else the plan."""
+    """Returns the answer in an `output` of `solve`: the result of the plan's execution, else the
+    plan."""
     said = (output.get(name) for name in ("answer", "program", "plan"))
     return next((text for text in said if isinstance(text, str) and text), "")
 
@@ -61,7 +62,7 @@ def final_answer(output: Mapping[str, Any]) -> str:
 async def _plan(
     task: PublicTask, run: Rollout, repair: bool, output: dict[str, Any]
 ) -> Plan | None:
-    """Asks for the plan, and notes what was said; None where none is valid."""
+    """Requests the plan and records it; None if no plan is valid."""
     profile = task.public["profile"]
     messages: list[Message] = [
         {"role": "system", "content": system_prompt(profile)},
@@ -87,7 +88,7 @@ async def _plan(
 
 
 async def _run_plan(plan: Plan, task: PublicTask, run: Rollout) -> Finding | None:
-    """What the final step found, None where a limit of a sub-agent ended the run before."""
+    """Returns the result of the final step, or None if a sub-agent's limit ended the run."""
     findings: dict[str, Finding] = {}
     try:
         for step in plan.in_order():
@@ -98,7 +99,7 @@ async def _run_plan(plan: Plan, task: PublicTask, run: Rollout) -> Finding | Non
             brief = _brief(step, handed, plan, task)
             findings[step.id] = await carry_out(step.agent, brief, run)
     except LimitReached:
-        # The plan stands, whatever became of its run.
+        # The plan counts, whatever the result of its execution.
         return None
     return findings[plan.final_step]
 

@@ -16,7 +16,7 @@ from .plans import Plan, PlanError, Step, check_schema, check_tool, read_json
 from .schemas import COURSE, COURSE_KEYS, TOOLS
 
 COMMANDS = {"math": "/math", "code": "/code", "search": "/general-search"}
-"""Of each agent its command."""
+"""The command of each agent."""
 
 _COMMAND = re.compile(r"(/[a-z-]+)\((.*)\)", re.DOTALL)
 _QUERY = re.compile(r'query\s*=\s*"((?:[^"\\]|\\.)*)"', re.DOTALL)
@@ -24,10 +24,10 @@ _MODE = re.compile(r"\bmode\s*=\s*[\"']?(?:web|rag|both)\b")
 
 
 def read_course(text: str) -> Plan:
-    """The plan in an answer of this profile.
+    """Parses the plan in an answer of this profile.
 
     Raises:
-        PlanError: there is none, or it is not sound.
+        PlanError: there is none, or it is invalid.
     """
     return plan_of_course(read_json(text))
 
@@ -46,7 +46,7 @@ def plan_of_course(value: Any) -> Plan:
 
 
 def course_of(plan: Plan, query: str) -> dict[str, Any]:
-    """`plan` in ten keys, as a model would write it; parallel steps stand one after the other."""
+    """Converts `plan` to ten keys, as a model would write it; parallel steps are put in a sequence."""
     steps = chain_of(plan)
     commands = [COMMANDS[step.agent] for step in steps]
     kinds = ("introductory", "intermediate", "advanced")
@@ -88,7 +88,7 @@ def chain_of(plan: Plan) -> list[Step]:
 
 
 def target_of(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The ten keys of a data-set row in their order, None where one is missing."""
+    """Returns the ten keys of a data-set row in their order, or None if one is missing."""
     if not all(key in row for key in COURSE_KEYS):
         return None
     return {key: row[key] for key in COURSE_KEYS}
@@ -111,7 +111,7 @@ def _step(name: str, command: str, before: list[Step]) -> Step:
 
 
 def _said(agent: str, inside: str) -> str:
-    """What a command asks for: all that it holds, of a search its query."""
+    """Returns the request in a command: all its text, or a search's query."""
     query = _QUERY.search(inside) if agent == "search" else None
     if query is None:
         return inside

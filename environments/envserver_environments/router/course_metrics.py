@@ -1,8 +1,8 @@
-"""What the authors of the profile `coursegpt` measure of an answer; never part of a reward.
+"""Metrics of the authors of the profile `coursegpt`; never part of a reward.
 
-Their definitions are kept to the letter, for comparison: sets of tools ignore order and repeats, an
-empty route has a precision of 1, and `json_valid` reads the whole text, thoughts and all, with
-Python's own decoder. All other metrics are of the visible text. Pure.
+Their definitions are kept exactly, for comparison: sets of tools ignore order and repeats, an empty
+route has a precision of 1, and `json_valid` reads the whole text, thoughts included, with Python's
+own decoder. All other metrics use the visible text. Pure.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from .plans import plan_of
 
 
 def demonstrate(task: Task, *, execute: bool) -> dict[str, list[Message]] | None:
-    """What each agent says, or None where the right plan is not known.
+    """Returns the messages of each agent, or None if the right plan is unknown.
 
-    An agent that the plan calls twice says at both times what is right at the last.
+    An agent that the plan calls twice gives the answer of its last call both times.
     """
     text = right_answer(task)
     if text is None:
@@ -28,7 +28,7 @@ def demonstrate(task: Task, *, execute: bool) -> dict[str, list[Message]] | None
 
 
 def right_answer(task: Task) -> str | None:
-    """The right plan as the router writes it, None where it is not known."""
+    """Returns the right plan as the router writes it, or None if it is unknown."""
     gold: dict[str, Any] | None = task.hidden["target"] or task.hidden["plan"]
     return None if gold is None else json.dumps(gold, ensure_ascii=False)
 

@@ -62,7 +62,7 @@ class Router(Environment):
     score_timeout_seconds = 60.0
 
     class Config(Environment.Config):
-        """Which queries, in which form they are routed, and whether plans are run."""
+        """Selects the queries, the form of the plans, and whether plans are executed."""
 
         data_set: DataSetName = "sample"
         """Data set. sample: 40 built-in tasks; coursegpt: CourseGPT's router data."""
@@ -91,7 +91,7 @@ class Router(Environment):
         self.dropped: Counter[str] = Counter()
         """Number of rows that `tasks` dropped, by reason."""
         if self.config.execute:
-            # Of the code agent and of functions that are an answer; plans alone need none.
+            # For the code agent and for answers that are functions; plans alone need none.
             self.sandbox = SPEC
 
     def agents(self) -> Mapping[str, AgentRole]:
@@ -172,5 +172,5 @@ class Router(Environment):
 
 
 def _row_id(name: str, number: int, row: dict[str, Any]) -> str:
-    """The sample's rows carry ids of ours; others are known by their place."""
+    """Returns the id in a row of the sample, else one made of the row's number."""
     return str(row["id"]) if name == "sample" and "id" in row else f"{name}-{number}"

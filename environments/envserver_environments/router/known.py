@@ -21,7 +21,7 @@ from .schemas import MAX_STEPS
 from .scoring import PLAN_SHARE, REPAIR_FACTOR
 
 ALMOST = 0.96
-"""No other plan than the right one gets more."""
+"""Maximum reward of any plan but the right one."""
 
 _TOOL = {
     "math": ("solve", {"problem": "What is asked"}),
@@ -33,10 +33,10 @@ CONSTANT = (("search", "math", "code"), ("search", "math"), ("code",), ("search"
 
 
 def known_answers(task: Task, *, execute: bool) -> Iterator[KnownResult]:
-    """What is known of any task here.
+    """Returns the known results of any task here.
 
     Args:
-        execute: plans are run, where the task has an answer.
+        execute: plans are executed if the task has an answer.
     """
     gold = right_answer(task)
     if gold is None:
@@ -150,7 +150,7 @@ def chain(agents: tuple[str, ...]) -> Plan:
 
 
 def _padded(gold: Plan) -> Plan:
-    """`gold` behind a chain of agents that its first steps do not need."""
+    """Returns `gold` preceded by a chain of agents that its first steps do not need."""
     agents = tuple(a for a in ("search", "math", "code") if a != gold.in_order()[0].agent)
     before = list(chain(agents).steps)
     before = [Step(f"p{s.id}", s.agent, s.tool, s.args, ()) for s in before[:1]] + [
@@ -196,7 +196,7 @@ def _changed(gold: str, change: Callable[[dict[str, Any]], Any]) -> dict[str, An
 
 
 def _right_output(task: Task) -> dict[str, Any]:
-    """What the run of the right plan leaves."""
+    """Returns the output of executing the right plan."""
     answer = task.hidden["answer"]
     if answer["kind"] == "function":
         return {"executed": True, "answer": "", "program": answer["code"]}
@@ -212,6 +212,6 @@ def _between(name: str, text: str, most: float) -> KnownResult:
 
 
 def _output(text: str, **output: Any) -> dict[str, Any]:
-    """As the agent returns it."""
+    """Returns an output of the agent."""
     fresh = {"repaired": False, "cut_off": False, "executed": False, "answer": None}
     return {"plan": text, "program": None, **fresh, **output}

@@ -23,7 +23,7 @@ Profile = Literal["graph", "coursegpt"]
 
 SAMPLE = Path(__file__).parent / "data" / "sample.jsonl"
 SAMPLE_DOCUMENTS = SAMPLE.with_name("documents.jsonl")
-"""What search finds for all tasks of the sample."""
+"""The search corpus of all tasks of the sample."""
 
 HUBS: dict[str, Hub] = {
     "coursegpt": Hub(
@@ -33,7 +33,7 @@ HUBS: dict[str, Hub] = {
 }
 
 DIVISION = Division()
-"""Of data sets that have one split of their own."""
+"""Division of data sets that have only one split."""
 
 _QUERY_KEYS = ("query", "user_query", "question", "task")
 _GOLD_KEYS = ("plan", "gold", "gold_plan", "completion")
@@ -42,16 +42,16 @@ _QUERY_MARK = "User query:\n"
 
 @dataclass(frozen=True)
 class Problem:
-    """A query that is to be routed.
+    """A query to route.
 
     Args:
-        profile: the form in which its row has the plan.
-        plan: the right one, None where it is not known.
-        target: the ten keys of the profile `coursegpt`, None where the row has no such plan.
-        documents: what search may find, each with `title` and `text`.
-        answer: what running the plan must give, None: that cannot be checked. Of the kinds number
-            and text (`answers`), and function (`entry_point`, `tests`, `code`).
-        results: of a right run, the result of each step.
+        profile: the form of the plan in its row.
+        plan: the right plan, or None if unknown.
+        target: the ten keys of the profile `coursegpt`, or None if the row has no such plan.
+        documents: the search corpus, each with `title` and `text`.
+        answer: expected result of the plan's execution, None: it cannot be checked. Its kinds are
+        number and text (`answers`), and function (`entry_point`, `tests`, `code`).
+        results: the result of each step of a right execution.
     """
 
     query: str
@@ -80,10 +80,10 @@ class Problem:
 
 
 def read_problem(row: dict[str, Any]) -> Problem:
-    """The problem in a row.
+    """Reads the problem in a row.
 
     Raises:
-        InputError: the row has none of the shapes above, or its plan is not valid.
+        InputError: the row has an unknown format, or its plan is invalid.
     """
     query = _query(row)
     gold = _gold(row)
@@ -107,7 +107,7 @@ def read_problem(row: dict[str, Any]) -> Problem:
 
 
 def answer_of(text: str) -> dict[str, Any]:
-    """What a run must give so that its answer is `text`."""
+    """Returns the expected result for an answer that is `text`."""
     try:
         float(text.replace(",", ""))
     except ValueError:
@@ -148,7 +148,7 @@ def checked_documents(found: Any, where: str) -> list[dict[str, str]]:
 
 
 def public_part(problem: Problem, profile: Profile) -> dict[str, Any]:
-    """What the worker gets. The router's model sees the query, that of search the documents."""
+    """Returns what the worker gets. The router's model sees the query, the search its documents."""
     return {
         "query": problem.query,
         "profile": profile,
@@ -159,10 +159,10 @@ def public_part(problem: Problem, profile: Profile) -> dict[str, Any]:
 
 
 def hidden_part(problem: Problem, profile: Profile) -> dict[str, Any]:
-    """What scoring needs.
+    """Returns what scoring needs.
 
     Raises:
-        InputError: the plan cannot be had in that profile.
+        InputError: that profile cannot express the plan.
     """
     plan, target = (None, None) if problem.plan is None else problem.gold(profile)
     return {
@@ -203,7 +203,7 @@ def _gold(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(value: Any) -> dict[str, Any] | None:
-    """What a row says that running its plan must give."""
+    """Returns a row's expected result of the plan's execution."""
     match value:
         case None:
             return None

@@ -1,8 +1,8 @@
-"""How alike two plans are: the F1 of their steps and of their edges, under the best map of steps.
+"""Similarity of two plans: the F1 of their steps and of their edges, under the best map of steps.
 
 A map pairs steps of one plan with steps of the other, each at most once, and only steps of the same
-agent. A pair counts 1 where the tool is the same too, else 1/2. The best map has the largest sum;
-among those, the most edges whose both ends it carries to the ends of an edge. Pure.
+agent. A pair counts 1 if the tool is the same, too, else 1/2. The best map has the largest sum;
+among those, the most edges that it maps to edges. Pure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOTHING = Likeness(0.0, 0.0)
 
 
 def likeness(plan: Plan, gold: Plan) -> Likeness:
-    """How alike `plan` and `gold` are; both have at most eight steps."""
+    """Returns the similarity of `plan` and `gold`; both have at most eight steps."""
     mine, theirs = _edges(plan), _edges(gold)
     halves, hits = _Search(plan.steps, gold.steps, mine, theirs).best()
     edges = len(mine) + len(theirs)
@@ -46,14 +46,14 @@ def _edges(plan: Plan) -> set[tuple[int, int]]:
 
 
 def _halves(one: Step, other: Step) -> int:
-    """What a pair counts, in halves."""
+    """Returns the value of a pair, in halves."""
     if one.agent != other.agent:
         return 0
     return 2 if one.tool == other.tool else 1
 
 
 class _Search:
-    """Over all maps, step by step; what cannot become the best any more is left."""
+    """Searches all maps, step by step; skips branches that cannot become the best."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _Search:
         gold_edges: set[tuple[int, int]],
     ) -> None:
         self._worth = [[_halves(one, other) for other in gold] for one in steps]
-        # What the steps from a place on can still add.
+        # Upper bound of what the remaining steps can add.
         self._rest = [0] * (len(steps) + 1)
         for number in reversed(range(len(steps))):
             self._rest[number] = self._rest[number + 1] + max(self._worth[number])

@@ -1,9 +1,8 @@
-"""Reads what a model answered as a plan: strict JSON, the schema, the tools' arguments, the graph.
+"""Parses a model's answer as a plan: strict JSON, the schema, the tools' arguments, the graph.
 
-In: the whole text of an answer. Out: a Plan, or PlanError that names the first thing that is wrong.
-A plan that was read is sound: its ids differ, every dependency is a step, there is no cycle, every
-step leads to the final one, which is the last, and the handoffs are the dependencies, each once.
-Pure.
+In: the whole text of an answer. Out: a Plan, or PlanError that names the first fault. A parsed plan
+is valid: its ids differ, every dependency is a step, there is no cycle, every step leads to the
+final one, which is the last, and the handoffs are the dependencies, each once. Pure.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Step:
 
     Args:
         agent: "math", "code" or "search".
-        tool: one of its tools (see `schemas.TOOLS`), which `args` fit.
+        tool: one of the agent's tools (see `schemas.TOOLS`), which `args` fit.
         depends_on: ids of the steps whose results it gets.
     """
 
@@ -58,10 +57,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps that are done in the order of their dependencies.
+    """Steps in the order of their dependencies.
 
     Args:
-        payloads: what is handed over, in words, by (from, to): one for each dependency.
+        payloads: the text of each handoff, by (from, to): one for each dependency.
         final_step: id of the step whose result is the answer.
     """
 
@@ -71,17 +70,17 @@ class Plan:
     rationale: str
 
     def in_order(self) -> list[Step]:
-        """The steps, each behind those that it depends on."""
+        """Returns the steps, each after those that it depends on."""
         by_id = {step.id: step for step in self.steps}
         order = TopologicalSorter({step.id: step.depends_on for step in self.steps})
         return [by_id[name] for name in order.static_order()]
 
 
 def read_plan(text: str) -> Plan:
-    """The plan in an answer of the profile `graph`.
+    """Parses the plan in an answer of the profile `graph`.
 
     Raises:
-        PlanError: there is none, or it is not sound.
+        PlanError: there is none, or it is invalid.
     """
     return plan_of(read_json(text))
 

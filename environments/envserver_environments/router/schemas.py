@@ -1,4 +1,4 @@
-"""What a plan looks like, as JSON schemas (draft 2020-12): the graph, and each tool's arguments."""
+"""JSON schemas (draft 2020-12) of a plan: the graph, and each tool's arguments."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ TOOLS: dict[str, dict[str, dict[str, Any]]] = {
         ),
     },
 }
-"""Of each agent the tools, and of each tool its arguments."""
+"""The tools of each agent, with the schema of each tool's arguments."""
 
 _TEXTS: dict[str, Any] = {"type": "array", "items": _TEXT, "minItems": 1}
 

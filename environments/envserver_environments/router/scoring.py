@@ -26,12 +26,12 @@ from .plans import Plan, PlanError, plan_of
 
 PLAN_SHARE = 0.3
 REPAIR_FACTOR = 0.8
-"""Of the reward, where the plan had to be repaired."""
+"""Factor of the reward if the plan had to be repaired."""
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What a rollout ended with; see `agent.solve`."""
+    """A rollout's final output; see `agent.solve`."""
 
     plan: str = ""
     repaired: bool = False
@@ -54,7 +54,7 @@ async def score_rollout(
         SandboxError: a sandbox failed.
     """
     model_plan = read_plan(result)
-    # Where the plan was run, whatever was cut off behind it is not the plan.
+    # If the plan was executed, only text after it was cut off.
     cut_off = model_plan.cut_off or (result.truncated and not model_plan.executed)
     metrics = {"truncated": float(result.truncated), "repaired": float(model_plan.repaired)}
     target = task.hidden.get("target")
@@ -79,7 +79,7 @@ async def score_rollout(
 
 
 def read_plan(result: Result) -> ModelPlan:
-    """What the rollout ended with, from its output or, where it has none, from the conversation."""
+    """Reads the plan from the rollout's output or, if there is none, from the conversation."""
     output = result.output
     if isinstance(output, dict):
         return ModelPlan(
@@ -96,7 +96,7 @@ def read_plan(result: Result) -> ModelPlan:
 
 
 def last_plan(messages: list[dict[str, Any]]) -> ModelPlan:
-    """What the last assistant message of a conversation says; a second one is a repair."""
+    """Reads the plan from the last assistant message; a second one is a repair."""
     texts = [_text(m.get("content")) or "" for m in messages if m.get("role") == "assistant"]
     return ModelPlan(plan=texts[-1], repaired=len(texts) > 1) if texts else ModelPlan()
 
@@ -134,7 +134,7 @@ def _components(alike: Likeness | None, *, valid: float) -> dict[str, float]:
 
 
 def _reward(components: dict[str, float]) -> float | None:
-    """Of a valid plan; None where there is nothing to compare it with."""
+    """Returns the reward of a valid plan, or None if it cannot be compared."""
     plan, done = components.get("plan"), components.get("outcome")
     if plan is None or done is None:
         return done if plan is None else plan
@@ -142,7 +142,7 @@ def _reward(components: dict[str, float]) -> float | None:
 
 
 def _is_number(gold: str, answer: str | None) -> float:
-    """By the rules of the environment `math`."""
+    """Judges by the rules of the environment `math`."""
     public = {"question": "", "options": []}
     task = Task("number", public, {"answer": gold, "kind": "number"})
     result = Result(output={"answer": answer or "", "text": ""})
@@ -150,7 +150,7 @@ def _is_number(gold: str, answer: str | None) -> float:
 
 
 async def _passes(task: Task, program: str | None, sandboxes: Sandboxes | None) -> float:
-    """By the rules of the environment `code`."""
+    """Judges by the rules of the environment `code`."""
     if program is None:
         return 0.0
     if sandboxes is None:
@@ -165,7 +165,7 @@ async def _passes(task: Task, program: str | None, sandboxes: Sandboxes | None) 
 
 
 _REFERENCES = References()
-"""What the references of functions give; each is asked once in a process."""
+"""Results of reference functions; each is computed once per process."""
 
 
 def _text(value: Any) -> str | None:

@@ -1,8 +1,8 @@
-"""The sub-agents that carry out a step: those of the environments `math` and `code`, and search.
+"""The sub-agents that execute a step: those of the environments `math` and `code`, and search.
 
-Each gets a brief in words, and gives a Finding. They ask the model under their own names, so that
-each is a sequence of its own, and each can have a model of its own. One whose last words were cut
-off has found no answer.
+Each gets a brief in words and returns a Finding. They call the model under their own names, so that
+each has a sequence, and may have a model, of its own. A sub-agent whose last message was cut off
+has no answer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DEFAULT_TOP_K = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of a step.
+    """The result of a step.
 
     Args:
-        text: for the steps that depend on it.
-        answer: the same in short, where it can be an answer to the query.
-        program: what the code agent wrote, None of other agents.
+        text: text for the steps that depend on it.
+        answer: a short form, if it can answer the query.
+        program: the code agent's program, None for other agents.
     """
 
     text: str
@@ -46,12 +46,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Brief:
-    """What a sub-agent is told.
+    """The instructions of a sub-agent.
 
     Args:
-        words: its task and what was handed over to it; it does not see the query.
-        entry_point: the name of the function to be written, "": any program that prints.
-        top_k: how many passages a search shows first.
+        words: its task and its inputs; it does not see the query.
+        entry_point: the name of the function to write, "": any program that prints.
+        top_k: number of passages that a search shows first.
     """
 
     task_id: str
@@ -62,7 +62,7 @@ class Brief:
 
 
 async def carry_out(agent: str, brief: Brief, run: Rollout) -> Finding:
-    """What the sub-agent of that name finds.
+    """Runs the sub-agent of that name; returns its finding.
 
     Raises:
         LimitReached: it has no more turns, tokens or time.
@@ -83,7 +83,7 @@ async def do_math(brief: Brief, run: Rollout) -> Finding:
 
 
 async def do_code(brief: Brief, run: Rollout) -> Finding:
-    """A program, which is run; what it prints is the finding."""
+    """Writes a program and runs it; its output is the finding."""
     public = {
         "instruction": brief.words,
         "entry_point": brief.entry_point,
@@ -130,7 +130,7 @@ SUBAGENTS: dict[str, Callable[[Brief, Rollout], Awaitable[Finding]]] = {
 
 
 class _OwnRun:
-    """A rollout in which everything is asked by one agent."""
+    """A rollout in which one agent makes all calls."""
 
     def __init__(self, run: Rollout, agent: str) -> None:
         self.cut_off = False
@@ -147,7 +147,7 @@ class _OwnRun:
 
 
 def _printed(result: ExecResult) -> str:
-    """What a program said, or why it said nothing."""
+    """Returns a program's output, or why there is none."""
     said = result.stdout[:MAX_PRINTED_CHARACTERS].decode(errors="replace")
     if result.ok:
         return said

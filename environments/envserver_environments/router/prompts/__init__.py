@@ -21,5 +21,5 @@ def system_prompt(name: str) -> str:
 
 
 def repair_request(error: PlanError) -> str:
-    """What the model is told of a plan that is not valid."""
+    """Returns the message to a model whose plan is invalid."""
     return f"The plan is not valid ({error.kind}). {error}\nAnswer with the corrected JSON only."
