@@ -1,7 +1,7 @@
 """The agent: the text protocol with workspace tools, followed by the checks.
 
-The workspace is a sandbox with a git repository of one commit. Checks run in the same sandbox, when
-the model has ended; what it started is gone by then, and what a check brings is written first.
+The workspace is a sandbox with a git repository of one commit. Checks run in the same sandbox after
+the model has ended; its processes are gone by then, and the checks' files are written first.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ SPEC = SandboxSpec(
         input_kb=8192,
     ),
 )
-"""The most that a workspace may use."""
+"""Limits of a workspace."""
 CHARACTERS_PER_TOKEN = 3.5
-"""Where no tokenizer is known."""
+"""Used if no tokenizer is known."""
 _SHARE_OF_TIME = 0.9
-"""Of a run, for the model; the rest is for the checks."""
+"""The model's share of the run's time; the rest is for the checks."""
 _MOST_CHECKED_BYTES = 1 << 20
 
 SYSTEM = """\
@@ -69,10 +69,10 @@ async def work(
     command_seconds: int,
     window: Window | None,
 ) -> dict[str, Any]:
-    """One run: `{"answer", "ending", "checks", "trace"}`, whatever the model made of it.
+    """Runs once; returns `{"answer", "ending", "checks", "trace"}`, whatever the model did.
 
     Raises:
-        EngineError, SandboxError: it failed by no fault of the model.
+        EngineError, SandboxError: a failure that is not the model's fault.
     """
     public, started = task.public, time.time()
     done = ProtocolRun()
@@ -175,7 +175,7 @@ def _checks(public: dict[str, Any]) -> list[Check]:
 
 
 async def _check(sandbox: Sandbox, check: Check, answer: str | None) -> dict[str, Any]:
-    """`{"name", "passed", "said"}`."""
+    """Runs a check; returns `{"name", "passed", "said"}`."""
     for path, text in check.files.items():
         await sandbox.write(path, text.encode())
     if check.run is not None:

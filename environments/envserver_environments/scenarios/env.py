@@ -1,9 +1,9 @@
 """The environment `scenarios`: pieces of work in a workspace, by the text protocol, with traces.
 
-Tasks: `public` holds the prompt, the workspace's `files`, the `checks` that are run at the end, and
-what the trace says of the run (model, label, number, seed; `path`: where it is written below the
-folder of all traces); the model sees the prompt and what it looks at. `hidden`: the solution, where
-the scenario has one. The reward is the share of the checks that hold; without checks there is none.
+Tasks: `public` holds the prompt, the workspace's `files`, the `checks` that run at the end, and the
+trace's facts about the run (model, label, number, seed; `path`: its file below the folder of all
+traces); the model sees the prompt and the files that it opens. `hidden`: the solution, if the
+scenario has one. The reward is the share of the checks that pass; without checks there is none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scenarios(Environment):
     sandbox = SPEC
 
     class Config(Environment.Config):
-        """Which scenarios, and how long a run may be."""
+        """Selects the scenarios, and limits the runs."""
 
         scenario: list[Path] = Field(default_factory=list)
         """Scenario folders or YAML files; unset: the built-in sample."""

@@ -1,4 +1,4 @@
-"""Scenarios from disk: a folder or a YAML file becomes what is asked, a workspace and checks.
+"""Reads scenarios: a folder or a YAML file becomes a prompt, a workspace and checks.
 
 Three forms: a folder with `scenario.yaml` (and `workspace/`), a YAML file by itself, or a folder as
 ipsissima/esm-agentbench has them (`real_agent_prompts/LABEL.md`, `targets/`). Every mistake is an
@@ -28,17 +28,17 @@ class _Part(BaseModel):
 
 
 class Check(_Part):
-    """What must hold at the end. Exactly one of `run`, `file` and `answer` says what is looked at.
+    """A condition at the end. Exactly one of `run`, `file` and `answer` names its subject.
 
     Args:
-        name: unset: told from the rest.
-        run: a program with its arguments, never a shell's line; it must end with status 0.
-        files: written before it runs, whatever stands there: tests that the model cannot change.
-        seconds: it may take.
-        file: of the workspace.
-        answer: look at what stands behind FINAL.
-        contains, matches, equals: what the text must do (`matches`: a regular expression).
-        absent: the file must not be there.
+        name: unset: made of the other fields.
+        run: a program with its arguments, not a shell command; it must end with status 0.
+        files: written before it runs, over existing ones: tests that the model cannot change.
+        seconds: time limit.
+        file: a file of the workspace.
+        answer: check the text after FINAL.
+        contains, matches, equals: condition on the text (`matches`: a regular expression).
+        absent: the file must not exist.
     """
 
     name: str = ""
@@ -71,11 +71,11 @@ class Check(_Part):
 
     @property
     def title(self) -> str:
-        """Its name, or what it looks at."""
+        """Returns its name, or its subject."""
         return self.name or (" ".join(self.run) if self.run else self.file or "answer")
 
     def holds(self, text: str) -> bool:
-        """Whether `text` is as it must be."""
+        """Returns whether `text` meets the condition."""
         return (
             (self.contains is None or self.contains in text)
             and (self.matches is None or re.search(self.matches, text) is not None)
@@ -87,12 +87,12 @@ class Scenario(_Part):
     """A piece of work.
 
     Args:
-        name: unset: of its folder or file.
-        prompt: what is asked; `prompts`: by label, where labels ask differently.
-        files: of the workspace, by path, beside what stands in the folder `workspace`.
-        workspace: folder of files, relative to where this stands.
-        checks: unset: whether the model came to FINAL is all that is known.
-        solution: messages in the text protocol that do it: the simulated engine plays them.
+        name: unset: the name of its folder or file.
+        prompt: the prompt; `prompts`: by label, if it differs.
+        files: files of the workspace, by path, besides those in the folder `workspace`.
+        workspace: folder of files, relative to the scenario's.
+        checks: unset: only whether the model reached FINAL is known.
+        solution: messages in the text protocol that solve it: the simulated engine plays them.
     """
 
     name: str = Field(default="", max_length=100)
@@ -104,10 +104,10 @@ class Scenario(_Part):
     solution: list[str] = []
 
     def asked(self, label: str) -> str:
-        """What is asked under `label`.
+        """Returns the prompt under `label`.
 
         Raises:
-            InputError: nothing is.
+            InputError: there is none.
         """
         text = self.prompts.get(label, self.prompt)
         if not text.strip():
@@ -120,11 +120,11 @@ class Scenario(_Part):
 
 
 def read_scenario(path: Path) -> tuple[Scenario, Tree]:
-    """The scenario at `path`, and its workspace.
+    """Reads the scenario at `path`, and its workspace.
 
     Raises:
         NotFoundError: there is none.
-        InputError: it is not whole, or its workspace is too large or leads out of it.
+        InputError: it is incomplete, or its workspace is too large or leads outside of it.
     """
     if path.is_dir():
         inside = path / "scenario.yaml"
