@@ -1,7 +1,7 @@
-"""Finds the answer in what a model said. Pure functions that all environments share.
+"""Finds the answer in a model's text. Pure functions shared by all environments.
 
-Only visible text counts: what follows the last `</think>`. A text whose `<think>` was never closed
-has none.
+Only visible text counts: the text after the last `</think>`. A text with an unclosed `<think>` has
+none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit)\s*\{(.*)\}
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The inside of the last `\boxed{...}` whose braces are balanced, None without one."""
+    r"""Returns the content of the last `\boxed{...}` with balanced braces, or None."""
     for opening in reversed(list(_BOX.finditer(text))):
         end = _closing_brace(text, opening.end())
         if end is not None:
@@ -40,13 +40,13 @@ def last_boxed(text: str) -> str | None:
 
 
 def choice_index(text: str, options: Sequence[str]) -> int | None:
-    """Which option a model's text names, or None where it names none or more than one.
+    """Returns the option that a model's text names, or None if it names none or several.
 
     The answer is the last box, else the key `answer` of a JSON object, else the rest of the last
-    line that says "answer" or "FINAL:", else the whole text where that is a lone letter.
+    line that says "answer" or "FINAL:", else the whole text if it is a single letter.
 
     Args:
-        text: what the model wrote, with its thoughts.
+        text: the model's text, with its thoughts.
         options: the texts of the options, labelled A, B, C ... in this order.
     """
     seen = visible_text(text)
@@ -60,7 +60,7 @@ def choice_index(text: str, options: Sequence[str]) -> int | None:
 
 
 def option_index(payload: str, options: Sequence[str]) -> int | None:
-    """Which option an answer stands for: by its letter, else by its exact text."""
+    """Returns the option that an answer denotes: by its letter, else by its exact text."""
     plain = _plain(payload)
     several = _SEVERAL.match(plain)
     if several and several[1].lower() != several[2].lower():
@@ -77,7 +77,7 @@ def option_index(payload: str, options: Sequence[str]) -> int | None:
 
 
 def _payloads(seen: str) -> list[str]:
-    """What may be the answer, all from the same place; the first that names an option counts."""
+    """Returns the candidates for the answer; the first one that names an option counts."""
     boxed = last_boxed(seen)
     if boxed is not None:
         return [boxed]

@@ -1,12 +1,12 @@
-"""Where rows come from: a shipped sample, a local file, the hub. Lazy, and in a seeded order.
+"""Sources of rows: a shipped sample, a local file, the hub. Lazy, and in a seeded order.
 
 Yields (row number, row). The order depends on the seed and the split only. JSONL is read line by
 line, at eight bytes of memory a line. `datasets` (the extra `data`) is imported for the hub and for
 Parquet; JSON needs nothing.
 
-A data set that its authors published without splits can be divided into ours: 85 % train, 10 %
-validation and 5 % test of a shuffle of its own (`Division`), so that another seed of a run gives
-another order, never another division.
+A data set without splits can be divided into three: 85 % train, 10 % validation and 5 % test of a
+shuffle with a separate seed (`Division`), so that the run's seed changes the order, never the
+division.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Hub:
     """A data set on the hub.
 
     Args:
-        path: its id.
+        path: the data set's id.
         configs: its configurations, read one after the other; None: it has none.
-        splits: our split -> theirs; a split that is not here does not exist.
+        splits: this project's split -> the data set's; a missing split does not exist.
         streaming: too large to download before the first row.
     """
 
@@ -50,10 +50,10 @@ class Hub:
 
 @dataclass(frozen=True)
 class Division:
-    """How the rows of a data set without splits become three.
+    """Divides a data set without splits into three.
 
     Args:
-        seed: of the shuffle that divides.
+        seed: seed of the shuffle.
         validation, test: shares of the rows, rounded down; the rest is for training.
     """
 
@@ -87,11 +87,11 @@ def file_rows(
     """Rows of a .jsonl, .json or .parquet file, or of `<split>.*` in a folder.
 
     Args:
-        division: divides a single file; unset: it is the same for every split.
+        division: divides a single file; unset: every split has all rows.
 
     Raises:
         NotFoundError: there is no such file.
-        ConfigError: it is not one of the three.
+        ConfigError: the file has another suffix.
     """
     file = _file_of_split(path, split) if path.is_dir() else path
     if not file.is_file():
@@ -118,7 +118,7 @@ def hub_rows(
     """Rows of a data set on the hub.
 
     Args:
-        division: divides their split (which is then the same for each of ours).
+        division: divides the data set's split (then the same one for all three).
 
     Raises:
         ConfigError: it has no such split, `datasets` is not installed, or it cannot be loaded.

@@ -1,4 +1,4 @@
-"""From the rows of data sets to tasks: what is of no use is counted, several are mixed."""
+"""Converts the rows of data sets to tasks: counts unusable rows, mixes several data sets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _logger = logging.getLogger(__name__)
 def usable_tasks(
     name: str, read: Iterable[Task | str], dropped: Counter[str], *, hint: str
 ) -> Iterator[Task]:
-    """The tasks among `read`; the others are the reasons why their rows are of no use.
+    """Yields the tasks among `read`; the strings are the reasons why rows are unusable.
 
     Args:
-        name: of the data set.
+        name: the data set's name.
         dropped: counts the reasons.
-        hint: what to look at where no row is of use.
+        hint: hint of the error if no row is usable.
 
     Raises:
         ConfigError: there is no task, or none among the first MAX_UNUSABLE_ROWS.
@@ -46,12 +46,12 @@ def usable_tasks(
 
 
 def reasons(dropped: Counter[str]) -> str:
-    """The most common ones, in a line."""
+    """Returns the most common reasons, in a line."""
     return ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common(8))
 
 
 def mixed(streams: Iterable[Iterator[Task]], seed: str) -> Iterator[Task]:
-    """All of them, drawn with equal chances until each is at its end."""
+    """Draws from all streams with equal chances until each has ended."""
     rng, left = random.Random(seed), list(streams)
     while left:
         stream = rng.choice(left)
