@@ -27,8 +27,7 @@ _OPENING = re.compile(r"(?m)^([ \t]*)(`{3,}|~{3,})[ \t]*([^\n`]*)\n")
 
 
 def extract_code(text: str, entry_point: str) -> str | None:
-    """Returns the program in `text` that should define `entry_point` ("": a whole program), or
-    None."""
+    """Returns the program in `text` for `entry_point` ("": a whole program), or None."""
     seen = visible_text(text.replace("\r\n", "\n"))
     blocks = [] if seen is None else list(_named_blocks(seen))
     if not blocks:

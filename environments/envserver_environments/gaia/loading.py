@@ -58,8 +58,7 @@ def own_items() -> Iterator[GaiaQuestion | Refusal]:
 
 
 def is_official(copy: Path) -> bool:
-    """Returns whether a local copy has the layout of GAIA itself, which must not be used for
-    training."""
+    """Returns whether a copy has the layout of GAIA itself, which must not be trained on."""
     folder = copy.resolve()
     return (folder / YEAR).is_dir() or folder.name == YEAR or folder.parent.name == YEAR
 

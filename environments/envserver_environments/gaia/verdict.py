@@ -40,8 +40,7 @@ class Terms:
 
 
 def judge(task: Task, result: Result, terms: Terms) -> Score:
-    """Returns the score, from the usage that the proxy counted and the observations that it
-    recorded."""
+    """Returns the score, from the usage and the observations that the proxy recorded."""
     output = result.output if isinstance(result.output, dict) else {}
     answer = extract_answer(output.get("answer"))
     trail = trail_of(result.messages, result.turns)

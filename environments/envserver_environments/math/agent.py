@@ -111,7 +111,7 @@ _PRINT = re.compile(r"print\((.*)\)", re.DOTALL)
 
 
 def run_command(blocks: list[str]) -> ToolResult:
-    """Returns the output of `python -c "print(EXPRESSION)"`. Nothing is executed, it is calculated."""
+    """Returns the output of `python -c "print(EXPRESSION)"`. Executes nothing."""
     if len(blocks) != 1:
         return ToolResult("Error: write exactly one fenced command.", ok=False)
     try:

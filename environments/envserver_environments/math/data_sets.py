@@ -145,7 +145,7 @@ def _known_name(value: object) -> str | None:
 
 
 def _looks_like_aime(row: Row) -> bool:
-    """Returns whether the answers are integers from 0 to 999; rows with a solution must name AIME."""
+    """Returns whether the answer is 0 to 999; a row with a solution must name AIME."""
     if not re.fullmatch(r"\d{1,3}", _text(row["answer"])):
         return False
     return "solution" not in row or "year" in row or "aime" in str(row.get("url", "")).lower()

@@ -250,7 +250,7 @@ def provisional_answer(note: str) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    """Returns the answer of a model that was told to write nothing else: marked, else a short text."""
+    """Returns the answer in a message that should hold nothing else: marked, or a short text."""
     marked = extract_answer(text)
     if marked is not None:
         return marked

@@ -53,8 +53,7 @@ async def solve(task: PublicTask, run: Rollout, *, repair: bool, execute: bool) 
 
 
 def final_answer(output: Mapping[str, Any]) -> str:
-    """Returns the answer in an `output` of `solve`: the result of the plan's execution, else the
-    plan."""
+    """Returns the answer in an `output` of `solve`: the result of the plan's run, else the plan."""
     said = (output.get(name) for name in ("answer", "program", "plan"))
     return next((text for text in said if isinstance(text, str) and text), "")
 

@@ -46,7 +46,7 @@ def plan_of_course(value: Any) -> Plan:
 
 
 def course_of(plan: Plan, query: str) -> dict[str, Any]:
-    """Converts `plan` to ten keys, as a model would write it; parallel steps are put in a sequence."""
+    """Converts `plan` to ten keys, as a model would write it; parallel steps become a sequence."""
     steps = chain_of(plan)
     commands = [COMMANDS[step.agent] for step in steps]
     kinds = ("introductory", "intermediate", "advanced")

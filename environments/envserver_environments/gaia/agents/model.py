@@ -60,8 +60,7 @@ class ProxyModel(Model):  # type: ignore[misc]  # a class of a library without t
 
 
 def merged(messages: list[ChatMessage]) -> list[Message]:
-    """Converts messages to OpenAI's form and merges consecutive user messages: templates need
-    turns."""
+    """Converts to OpenAI's form and merges consecutive user messages: templates need turns."""
     wire: list[Message] = []
     for message in messages:
         if isinstance(message.raw, dict):

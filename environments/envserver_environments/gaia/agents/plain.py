@@ -93,8 +93,7 @@ class PlainRun:
 
 
 def _answer(turn: Turn, results: list[ToolResult]) -> str | None:
-    """Returns the argument of a single valid call of final_answer, or the answer in a text without
-    calls."""
+    """Returns the answer of a single valid final_answer call, or of a text without calls."""
     match turn.calls:
         case []:
             said = _SAID.search(visible_text(turn.message.get("content") or "") or "")

@@ -15,8 +15,7 @@ OBSERVATION_CHARACTERS = 4000
 
 
 class Trace:
-    """The steps of a run: kept here, and sent to the server at once, where they outlive this
-    process."""
+    """The steps of a run: kept here, and sent to the server at once."""
 
     def __init__(self, run: Rollout) -> None:
         self.steps: list[dict[str, Any]] = []
