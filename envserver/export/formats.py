@@ -77,11 +77,20 @@ class Format(Protocol):
 class Writer(Protocol):
     """Writes rows into files of a folder."""
 
-    def open(self, folder: Path, shard_rows: int) -> None:
-        """Prepares to write into `folder`, which exists and is empty."""
+    def open(self, folder: Path, shard_rows: int | None) -> None:
+        """Prepares to write into `folder`, which exists and is empty.
+
+        Args:
+            shard_rows: maximum number of rows of a file; None: all rows go into one file.
+        """
 
     def put(self, row: Row) -> None:
-        """Writes one row. Raises StoreError: it cannot be written."""
+        """Writes one row.
+
+        Raises:
+            StoreError: it cannot be written.
+            ConfigError: it does not fit into the one file.
+        """
 
     def close(self) -> list[Written]:
         """Closes all files and returns them."""

@@ -22,7 +22,7 @@ from markupsafe import Markup
 from .formats import Options, Row, Written
 from .html_view import TokenText, number, view_of
 from .run_facts import RunFacts
-from .shards import failed
+from .shards import failed, needs_folder
 from .stored import StoredGroup, StoredRollout
 from .token_texts import token_texts
 
@@ -104,13 +104,22 @@ class HtmlPages:
         self._written: list[Written] = []
         self._begin_page()
 
-    def open(self, folder: Path, shard_rows: int) -> None:
-        """Prepares to write pages of at most `shard_rows` rollouts (whole groups) into `folder`."""
+    def open(self, folder: Path, shard_rows: int | None) -> None:
+        """Prepares to write pages of at most `shard_rows` rollouts (whole groups) into `folder`.
+
+        None: one page.
+        """
         self._folder = folder
-        self._most_rollouts = min(self._most_rollouts, shard_rows)
+        self._is_single = shard_rows is None
+        self._most_rollouts = min(self._most_rollouts, shard_rows or self._most_rollouts)
 
     def put(self, row: Row) -> None:
-        """Adds one row of `Html.rows`. Raises StoreError: a page cannot be written."""
+        """Adds one row of `Html.rows`.
+
+        Raises:
+            StoreError: a page cannot be written.
+            ConfigError: the one page is full.
+        """
         assert isinstance(row, dict)
         rollout: StoredRollout = row["rollout"]
         if row["new"] is not None:
@@ -140,6 +149,8 @@ class HtmlPages:
     def _begin_group(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> None:
         is_full = self._count + len(kept) > self._most_rollouts
         if self._lines and (is_full or self._characters >= self._most_characters):
+            if self._is_single:
+                raise needs_folder(f"More than {self._count} rollouts do not fit on one page")
             self._end_page()
         self._facts.add(group, kept)
         rewards = [rollout.reward for rollout in kept if rollout.reward is not None]

@@ -82,9 +82,9 @@ class ParquetShards:
         self._row_group_bytes = row_group_bytes
         self._written: list[Written] = []
 
-    def open(self, folder: Path, shard_rows: int) -> None:
+    def open(self, folder: Path, shard_rows: int | None) -> None:
         """Opens the first file. Raises StoreError: it cannot be written."""
-        self._folder, self._shard_rows = folder, max(1, shard_rows)
+        self._folder, self._shard_rows = folder, shard_rows
         self._begin()
 
     def put(self, row: Row) -> None:

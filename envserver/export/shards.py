@@ -33,13 +33,13 @@ _CHUNK = 1 << 20
 class Files:
     """The writer of all formats without one of their own."""
 
-    def open(self, folder: Path, shard_rows: int) -> None:
+    def open(self, folder: Path, shard_rows: int | None) -> None:
         self._folder = folder
         self._shard_rows = shard_rows
         self._shard: IO[bytes] | None = None
         self._rows = 0
         self._shards: list[Written] = []
-        self._named = 0
+        self._has_named = False
 
     def put(self, row: Row) -> None:
         try:
@@ -64,7 +64,7 @@ class Files:
         )
         self._shard.write(data)
         self._rows += 1
-        if self._rows >= self._shard_rows:
+        if self._rows == self._shard_rows:
             self._end_shard()
 
     def _end_shard(self) -> None:
@@ -80,6 +80,9 @@ class Files:
         parts = file.path.split("/")
         if any(part in ("", ".", "..") for part in parts):
             raise InputError(f"{file.path!r} cannot be the name of a file.", place=file.path)
+        if self._shard_rows is None and self._has_named:
+            raise needs_folder("Each record is a file of its own")
+        self._has_named = True
         path = self._folder.joinpath(*parts)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("xb") as made:
@@ -173,14 +176,16 @@ def finish(place: Place, written: list[Written], facts: Json, *, overwrite: bool
 def _rename_single(place: Place) -> None:
     files = [path for path in place.folder.rglob("*") if path.is_file()]
     if len(files) > 1:
-        raise ConfigError(
-            f"{len(files)} files cannot become the one file {place.out}.",
-            hint="Name a folder by --out.",
-        )
+        raise needs_folder(f"The export has {len(files)} files")
     if files:
         files[0].rename(place.folder / place.out.name)
     else:
         (place.folder / place.out.name).touch()
+
+
+def needs_folder(reason: str) -> ConfigError:
+    """Returns the error for an export to one file that needs several."""
+    return ConfigError(f"{reason}: --out must be a folder, not one file.", hint="Use --out FOLDER.")
 
 
 def failed(path: Path, error: OSError) -> StoreError:

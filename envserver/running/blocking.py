@@ -9,7 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,11 +53,15 @@ def groups(
             while (group := loop.run(_next(finished))) is not None:
                 yield group
         finally:
-            loop.run(finished.aclose())  # type: ignore[attr-defined]  # it is a generator
+            loop.run(_close(finished))
 
 
-async def _next(finished: Any) -> Group | None:
+async def _next(finished: AsyncGenerator[Group]) -> Group | None:
     return await anext(finished, None)
+
+
+async def _close(finished: AsyncGenerator[Group]) -> None:
+    await finished.aclose()
 
 
 class Server:

@@ -142,7 +142,7 @@ def export(
         told: called after each group with the bytes of the sources read since the last call.
 
     Raises:
-        ConfigError: `out` exists.
+        ConfigError: `out` exists, or is one file and the rows need several.
         InputError: a source holds something that is not a group.
         StoreError: `out` cannot be written; it is unchanged.
     """
@@ -158,7 +158,7 @@ def export(
 
     with place_for(out, overwrite=overwrite, single=single) as place:
         writer = writer_of(format)
-        writer.open(place.folder, 2**62 if single else shard_rows)
+        writer.open(place.folder, None if single else shard_rows)
         for group in read_groups(sources, on_bad if skip_bad else None, on_bytes):
             for row in _rows(group, format, wanted, tally):
                 writer.put(row)

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ async def process(
 
 async def groups(
     environment: Mix, *, out: Path | str | None = None, **settings: Any
-) -> AsyncIterator[Group]:
+) -> AsyncGenerator[Group]:
     """Yields groups as they finish. Arguments and errors as for `process`.
 
     The run waits while nobody takes its groups. Closing the iterator cancels what is open.

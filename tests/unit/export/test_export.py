@@ -260,7 +260,7 @@ def test_a_torn_last_line_is_passed_over_and_a_bad_one_named(
     ("words", "said"),
     [
         (("--where", "rewrd > 1"), "Did you mean reward?"),
-        (("--where", "reward >"), "no expression"),
+        (("--where", "reward >"), "is not an expression"),
         (("--where", "reward.real > 1"), "attribute"),
         (("--where", "__import__('os').getpid()"), "__import__"),
         (("--where", "(lambda: 1)()"), "lambda"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +13,7 @@ from envserver_records.errors import ConfigError
 
 from envserver import main
 from envserver.export import Options, format_of, group_of, html_view
-from envserver.export.html import Html, HtmlPages
+from envserver.export.html import MOST_ROLLOUTS, Html, HtmlPages
 from envserver.models import shared_tokenizer
 
 HOSTILE = (
@@ -177,6 +178,17 @@ def test_an_export_without_rollouts_is_a_page_that_says_so(tmp_path: Path) -> No
     out = tmp_path / "page.html"
     assert main(["export", str(tmp_path / "none.jsonl"), "--to", "html", "--out", str(out)]) == 0
     assert "There is nothing in it." in out.read_text()
+
+
+def test_more_groups_than_fit_on_one_page_are_refused_before_the_rest_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps(line(number, "word")) for number in range(MOST_ROLLOUTS + 1)]
+    (tmp_path / "run.jsonl").write_text("\n".join([*lines, "a line that is never read\n"]))
+    out = tmp_path / "page.html"
+    assert main(["export", str(tmp_path / "run.jsonl"), "--to", "html", "--out", str(out)]) == 2
+    assert "do not fit on one page: --out must be a folder" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"run.jsonl"}
 
 
 def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path: Path) -> None:

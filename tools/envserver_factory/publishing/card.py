@@ -91,7 +91,7 @@ class _WriterWithCard:
         self._columns: dict[str, set[str]] = {}
         self._rows = 0
 
-    def open(self, folder: Path, shard_rows: int) -> None:
+    def open(self, folder: Path, shard_rows: int | None) -> None:
         self._folder = folder
         self._writer.open(folder, shard_rows)
 
