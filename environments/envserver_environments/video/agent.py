@@ -27,11 +27,11 @@ MAX_TOOL_ERRORS = 10
 
 @dataclass(frozen=True)
 class AgentAnswer:
-    """What an agent answered.
+    """The answer of an agent.
 
     Args:
-        answer: the argument of `finish`, or what follows `FINAL:`; None: it ended otherwise.
-        text: its last text; "" where that was cut off.
+        answer: the argument of `finish`, or the text after `FINAL:`; None: it ended otherwise.
+        text: its last text; "" if that was cut off.
     """
 
     answer: str | None = None
@@ -39,7 +39,7 @@ class AgentAnswer:
 
     @property
     def words(self) -> str:
-        """All that was said aloud, for others to read."""
+        """Returns the visible text, for others to read."""
         text = (visible_text(self.text) or "").strip()
         if self.answer is None:
             return text
@@ -50,10 +50,10 @@ class Agent:
     """An agent of a rollout.
 
     Args:
-        name: by which its calls are told from those of others; None: there are no others.
-        system: its system prompt, without words on how to call tools.
-        ending: name of the prompt that says how it ends where it calls tools.
-        max_turns: messages that it may write in all.
+        name: distinguishes its calls from other agents'; None: it is the only agent.
+        system: its system prompt, without the instructions on tool calls.
+        ending: name of the prompt on how to end, if it uses tool calls.
+        max_turns: maximum number of messages in all.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Agent:
         self._messages: list[Message] = [{"role": "system", "content": "\n\n".join(parts)}]
 
     async def ask(self, question: str) -> AgentAnswer:
-        """Its answer to `question`, which is added to its conversation."""
+        """Returns its answer to `question`, which is added to its conversation."""
         self._messages.append({"role": "user", "content": question})
         if self.turns_left <= 0 or self._errors >= MAX_TOOL_ERRORS:
             return AgentAnswer()
@@ -152,7 +152,7 @@ class Agent:
 
 
 def readable(reply: Reply) -> Any:
-    """What a message says: its text, and its calls where there are any."""
+    """Returns a message as text: its content, and its calls if there are any."""
     if not reply.tool_calls:
         return reply.content
     calls = [

@@ -2,7 +2,7 @@
 
 Types are two letters, of which the first is the group: C (causal: CW why, CH how), T (temporal: TN
 before or after, TC at the same time) and D (descriptive: DC count, DL place, DO other). TP is
-counted as TN. What was not answered is wrong.
+counted as TN. A question without an answer is wrong.
 """
 
 from __future__ import annotations

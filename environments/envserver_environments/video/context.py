@@ -1,17 +1,17 @@
-"""What is known of a video, as text: captions, what was said, and scene graphs, with their times.
+"""The text about a video: captions, transcript and scene graphs, with their times.
 
-In: the JSON of one video (`video_context`, any of the shapes below). Out: a VideoContext, which
-`as_json` turns into what a task's public part holds and `of_json` reads back; and its lines as a
-model reads them, `h:mm:ss: text`, in their order, without what only repeats the line before.
+In: the JSON of one video (`video_context`, any of the forms below). Out: a VideoContext, which
+`as_json` converts for a task's public part and `of_json` reads back; and its lines as a model reads
+them, `h:mm:ss: text`, in order, without repeats of the line before.
 
-    "free text": captions, one a line; a line may begin with its time, `h:mm:ss: ` or `m:ss: `
+    "free text": captions, one per line; a line may begin with its time, `h:mm:ss: ` or `m:ss: `
     ["caption", ...]
     [{"t0", "t1", "text"}, ...]
     {"captions": [...], "transcript": [...], "scene_graph": [{"t", "triples": [[s, r, o], ...]}]}
     any other JSON: its lines, as free text
 
-What says no time stands `1/fps` seconds after the one before, or, among lines with times, at the
-time of the one before. What says no end lasts until the next one.
+A line without a time is placed `1/fps` seconds after the one before, or, among lines with times, at
+the time of the one before. A line without an end lasts until the next one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _TIMED = re.compile(r"\s*(?:(\d{1,2}):)?(\d{1,2}):(\d{2})\s*(?::|-|\s)\s*(\S.*)"
 
 @dataclass(frozen=True)
 class Line:
-    """One caption, one thing said, or the relations at one time.
+    """One caption, one utterance, or the relations at one time.
 
     Args:
-        t0, t1: seconds from the start, where it begins and ends.
+        t0, t1: start and end, in seconds.
     """
 
     text: str
@@ -44,7 +44,7 @@ class Line:
     t1: float
 
     def overlaps(self, t0: float, t1: float) -> bool:
-        """Whether it shows in [t0, t1]; what ends when the span begins is over."""
+        """Returns whether it is visible in [t0, t1]; a line that ends at t0 is not."""
         return self.t0 <= t1 and (self.t1 > t0 or self.t0 >= t0)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True)
 class VideoContext:
-    """All that is known of a video, by modality; each in the order of time."""
+    """The lines about a video, by modality and in order of time."""
 
     captions: tuple[Line, ...] = ()
     transcript: tuple[Line, ...] = ()
@@ -61,7 +61,7 @@ class VideoContext:
 
     @property
     def modalities(self) -> list[Modality]:
-        """Those of which there is anything."""
+        """Returns the modalities that have lines."""
         return [name for name in MODALITIES if getattr(self, name)]
 
     def lines(self, modality: Modality, t0: float = 0.0, t1: float = math.inf) -> list[Line]:
@@ -74,12 +74,12 @@ class VideoContext:
 
     @property
     def characters(self) -> int:
-        """How long all of it is."""
+        """Returns the number of characters of all lines."""
         return sum(len(line.text) for name in MODALITIES for line in getattr(self, name))
 
     @property
     def seconds(self) -> float:
-        """Where the last line ends; 0.0 without any."""
+        """Returns the end of the last line; 0.0 without any."""
         return max((line.t1 for name in MODALITIES for line in getattr(self, name)), default=0.0)
 
     def as_json(self) -> dict[str, Any]:
@@ -98,13 +98,13 @@ def stamp(seconds: float) -> str:
 
 
 def video_context(value: object, fps: float = 1.0) -> VideoContext:
-    """What the JSON of one video tells, in any of the shapes above.
+    """Parses the JSON of one video, in any of the forms above.
 
     Args:
-        fps: captions a second, where they are a plain list and say no fps of their own.
+        fps: captions per second, if they are a plain list without an fps of their own.
 
     Raises:
-        InputError: there is nothing in it, or it has one of the shapes but not its parts.
+        InputError: it is empty, or malformed.
     """
     try:
         context = _context(value, fps)

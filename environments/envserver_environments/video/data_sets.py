@@ -6,7 +6,7 @@
     captions   video, question, options, answer (place, letter or text; without options: an answer
                in words, or a list of them), and if known id, type, evidence ([[t0, t1], ...])
 
-A row of the last shape may hold what is known of the video itself (`context`).
+A row of the last form may contain the text about the video (`context`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class VideoQuestion:
     """A question about a video, with its answer.
 
     Args:
-        video: by which what is known of the video is found.
-        answer: place of the right option; None without options.
-        golds: right answers in words, where there are no options.
-        type: of the question, two letters as in NExT-QA; "" where it has none.
-        evidence: spans of seconds in which the answer shows.
-        row_id: the row's own name, "" where it has none.
-        context: what is known of the video, where the row says it; as `context.video_context`.
+        video: the key of the text about the video.
+        answer: index of the right option; None without options.
+        golds: right answers in words, if there are no options.
+        type: of the question, two letters as in NExT-QA; "" if unknown.
+        evidence: spans in seconds in which the answer is visible.
+        row_id: the row's own id, "" if it has none.
+        context: the text about the video, if it is in the row; as `context.video_context`.
     """
 
     question: str
@@ -53,14 +53,14 @@ class VideoQuestion:
 
 
 def read_item(row: Row, answers: Mapping[str, Any] | None = None) -> VideoQuestion:
-    """The question in `row`.
+    """Reads the question in `row`.
 
     Args:
         row: with the fields of its data set.
         answers: by video, for rows that have none.
 
     Raises:
-        InputError: the row has no known shape, or no answer.
+        InputError: the row has an unknown format, or no answer.
     """
     if all(name in row for name in _NEXTQA_OPTIONS):
         video, qid = _text(row.get("video")), _text(row.get("qid"))
@@ -83,7 +83,8 @@ def read_item(row: Row, answers: Mapping[str, Any] | None = None) -> VideoQuesti
 
 
 def option_place(answer: Any, options: list[str]) -> int | None:
-    """Which option a data set's answer means: its place from 0, its letter, or its text."""
+    """Returns the index of the option that a data set's answer means: an index, a letter, or a
+    text."""
     if isinstance(answer, bool) or answer is None:
         return None
     if isinstance(answer, float) and answer.is_integer():
@@ -150,7 +151,7 @@ def _spans(raw: Any) -> list[list[float]]:
 
 
 def _text(value: object) -> str:
-    """A text or a number as text; anything else is none."""
+    """Returns a text or a number as text, else None."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -1,8 +1,8 @@
-"""The environment `video`: questions about videos that are known by their captions only, as text.
+"""The environment `video`: questions about videos that are given as captions only.
 
-Tasks: `public` holds the question, its options in the order in which all rollouts of a group see
-them, the video's name and what is known of it (`context`); `hidden` the answer, the question's type
-and where in the video it shows. Several agents work on it, each known by its name (`Config.mode`).
+Tasks: `public` holds the question, its options in the order that all rollouts of a group see, the
+video's name and the text about it (`context`); `hidden` the answer, the question's type and the
+time of the evidence. Several agents may work on it, each with a name (`Config.mode`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Video(Environment):
     name = "video"
 
     class Config(Environment.Config):
-        """Which questions, who answers them, and with what."""
+        """Selects the questions, the team, and its tools."""
 
         data_set: DataSetName = "sample"
         """Data set. sample: 30 built-in questions; nextqa; egoschema; captions: data_path."""
@@ -148,14 +148,14 @@ class Video(Environment):
             "question": asked.question,
             "video": asked.video_ctx.stem,
             "options": asked.options,
-            # A question may be asked without knowing its answer; then nothing is scored.
+            # A question may come without an answer; then it is not scored.
             "answer": asked.answer if asked.answer is not None else (0 if asked.options else "?"),
         }
         item = read_item(row)
         return _task(asked.video_ctx.stem, item, context, list(range(len(item.options))))
 
     def _videos(self) -> Videos | None:
-        """What is known of videos, None where only rows may say."""
+        """Returns the texts about videos, or None if only the rows have them."""
         config = self.config
         if config.captions_path is not None:
             return Videos(config.captions_path, config.caption_fps)
@@ -218,7 +218,7 @@ def _task(
 
 
 def _finished(messages: list[Message]) -> str | None:
-    """The argument of `finish` in the last message of a conversation, None without one."""
+    """Returns the argument of `finish` in the last message of a conversation, or None."""
     last = messages[-1] if messages else {}
     calls = last.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:

@@ -1,7 +1,7 @@
 """Decides whether an answer names a time at which its evidence is visible. Pure.
 
-Times are `h:mm:ss` or `m:ss`, alone or as a range `0:00:12-0:00:20`. Who names the whole video
-names nothing: more than a few times, or a range that is long, count as none.
+Times are `h:mm:ss` or `m:ss`, alone or as a range `0:00:12-0:00:20`. Naming the whole video does
+not count: more than a few times, or a long range, count as none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CITED = re.compile(rf"(?<![\d:]){_TIME}(?:\s*(?:-|–|to)\s*{_TIME})?(?![\d:])"
 
 
 def cites_evidence(text: str, spans: Iterable[Iterable[float]]) -> bool:
-    """Whether a time in `text` is in one of `spans` (pairs of seconds)."""
+    """Returns whether a time in `text` is in one of `spans` (pairs of seconds)."""
     cited = [_range(found.groups()) for found in _CITED.finditer(text)]
     if not 0 < len(cited) <= MAX_CITED:
         return False

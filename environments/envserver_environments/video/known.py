@@ -12,7 +12,7 @@ from .demonstrations import right_answer
 
 
 def known_answers(task: Task) -> Iterator[KnownResult]:
-    """What is known of any task here."""
+    """Returns the known results of any task here."""
     gold = right_answer(task)
     yield _right("gold, by finish", answer=gold)
     yield _right("gold, in a box", text=f"So it is \\boxed{{{gold}}}.")
@@ -64,7 +64,7 @@ def _of_words(gold: str, public: dict[str, Any]) -> Iterator[KnownResult]:
 
 
 def _other(gold: str) -> str:
-    """Another letter (both are options of any task), or other words."""
+    """Returns another letter (both are options of any task), or other words."""
     if len(gold) > 1:
         return "another thing"
     return "B" if gold == "A" else "A"
@@ -85,6 +85,6 @@ def _output(
     experts: dict[str, str] | None = None,
     final_answer: str = "",
 ) -> dict[str, Any]:
-    """As the agents return it."""
+    """Returns an output of the agents."""
     told = {"experts": experts or {}, "final_answer": final_answer}
     return {"answer": answer, "text": text, **told}

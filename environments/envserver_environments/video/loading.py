@@ -1,7 +1,7 @@
-"""Where questions and what is known of their videos come from: our sample, files, the hub.
+"""Loads questions and the texts about their videos: the sample, files, the hub.
 
-Rows come as in `envserver_environments.rows`; CSV (as NExT-QA's authors have it) is read here, too.
-What is known of videos comes from one JSON file by video, or from a folder with a file for each.
+Rows come as in `envserver_environments.rows`; CSV (the format of NExT-QA's authors) is read here,
+too. The texts about videos come from one JSON file by video, or from a folder with a file for each.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ MAX_CONTEXT_BYTES = 16 << 20
 
 
 def rows(name: DataSetName, path: Path | None, split: Split, seed: int) -> Iterator[NumberedRow]:
-    """The rows of a data set, in a seeded order.
+    """Yields the rows of a data set, in a seeded order.
 
     Raises:
         NotFoundError: there is no such file.
-        ConfigError: the data set must be given as a file, or cannot be loaded.
+        ConfigError: the data set needs a file, or cannot be loaded.
     """
     if path is not None:
         table = path / f"{_csv_name(path, split)}.csv" if path.is_dir() else path
@@ -53,7 +53,7 @@ def rows(name: DataSetName, path: Path | None, split: Split, seed: int) -> Itera
 
 
 def answers_file(path: Path | None) -> dict[str, Any]:
-    """Answers by video, as EgoSchema's `subset_answers.json`; none without a path."""
+    """Returns answers by video, as in EgoSchema's `subset_answers.json`; empty without a path."""
     if path is None:
         return {}
     value = _json_of(path)
@@ -63,11 +63,11 @@ def answers_file(path: Path | None) -> dict[str, Any]:
 
 
 def context_file(path: Path, fps: float = 1.0) -> VideoContext:
-    """What a .txt or .json file tells of one video.
+    """Reads the text about one video from a .txt or .json file.
 
     Raises:
         NotFoundError: there is no such file.
-        InputError: it is neither, too large, or cannot be read.
+        InputError: it has another suffix, is too large, or cannot be read.
     """
     if not path.is_file():
         raise NotFoundError(f"There is no file {str(path)!r}.")
@@ -84,11 +84,11 @@ def context_file(path: Path, fps: float = 1.0) -> VideoContext:
 
 
 class Videos:
-    """What is known of videos, by their names.
+    """The texts about videos, by the videos' names.
 
     Args:
         place: a folder with `NAME.json` or `NAME.txt`, or one JSON file by name.
-        fps: captions a second, where they are a plain list.
+        fps: captions per second, if they are a plain list.
 
     Raises:
         NotFoundError: there is nothing at `place`.

@@ -1,6 +1,6 @@
-"""Which answer an agent's words give: an option, or a few words. Agents' votes and scores share it.
+"""Reads the answer in an agent's text: an option, or a few words. Shared by votes and scores.
 
-Pure. An option is named as `envserver_environments.answers` says, words are found as in `mhqa`.
+Pure. Options are found as in `envserver_environments.answers`, words as in `mhqa`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .agent import AgentAnswer
 
 
 def option_of(reply: AgentAnswer, options: list[str]) -> int | None:
-    """The option that an agent names, None where it names none or more than one."""
+    """Returns the option that an agent names, or None if it names none or several."""
     if reply.answer is None:
         return choice_index(reply.text, options)
     boxed = last_boxed(reply.answer)
@@ -25,7 +25,7 @@ def option_of(reply: AgentAnswer, options: list[str]) -> int | None:
 
 
 def words_of(reply: AgentAnswer) -> str | None:
-    """The words of an answer without options, None where there is none."""
+    """Returns the words of an answer without options, or None."""
     if reply.answer is None:
         return extract_answer(reply.text) or None
     seen = visible_text(reply.answer)
@@ -33,7 +33,7 @@ def words_of(reply: AgentAnswer) -> str | None:
 
 
 def same_answer(first: AgentAnswer, second: AgentAnswer, options: list[str]) -> bool:
-    """Whether both give an answer, and the same one."""
+    """Returns whether both give an answer, and the same one."""
     if options:
         index = option_of(first, options)
         return index is not None and index == option_of(second, options)
@@ -42,7 +42,7 @@ def same_answer(first: AgentAnswer, second: AgentAnswer, options: list[str]) -> 
 
 
 def final_answer(reply: AgentAnswer, options: list[str]) -> str:
-    """The answer as people read it: the option with its letter, or the words; "" for none."""
+    """Returns the answer for people: the option with its letter, or the words; "" for none."""
     if not options:
         return words_of(reply) or ""
     place = option_of(reply, options)

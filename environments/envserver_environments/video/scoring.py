@@ -1,7 +1,7 @@
-"""The score of one rollout: 1 for the right option, the F1 of an answer in words, else 0.
+"""Scores one rollout: 1 for the right option, the F1 of an answer in words, else 0.
 
-Only the agent's last words are read (`result.output`): no votes, no actions. What names no option,
-or several, is wrong; nobody's first letter is taken for an answer, and nothing is guessed.
+Only the agent's last text is read (`result.output`): no votes, no actions. An answer that names no
+option, or several, is wrong; a word's first letter is not taken for an option.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def score_rollout(task: Task, result: Result, evidence_bonus: float = 0.0) -> Sc
 
 
 def read_answer(output: Any) -> AgentAnswer:
-    """What an output says; a bare text is the last text of an agent."""
+    """Reads an output; a bare text is the last text of an agent."""
     if isinstance(output, str):
         return AgentAnswer(text=output)
     if not isinstance(output, dict):
@@ -63,7 +63,7 @@ def read_answer(output: Any) -> AgentAnswer:
 
 
 def words_score(answer: str, golds: list[str]) -> float:
-    """The best F1 against `golds`; 0.0 for what is long, a list, or shares but little words."""
+    """Returns the best F1 against `golds`; 0.0 for long answers, lists, and little overlap."""
     if why_refused(answer, golds) or not is_short(answer, golds):
         return 0.0
     near = [gold for gold in golds if _content(answer) & _content(gold)]
@@ -76,5 +76,5 @@ def _content(text: str) -> set[str]:
 
 
 def _tool_errors(metrics: dict[str, float]) -> float:
-    """Of all agents."""
+    """Returns the number of tool errors of all agents."""
     return sum(value for name, value in metrics.items() if name.startswith("tool_errors"))

@@ -1,15 +1,14 @@
-"""How a question is answered: by one agent, or by a team of experts.
+"""Answers a question with one agent, or with a team of experts.
 
     single   one agent with all tools
     report   an expert for each modality that the video has, each by itself, at the same time; if
              they do not all name the same answer, an organizer reads their reports and decides
     star     an organizer asks one expert at a time, by `route`, until it knows the answer
-    blind    the question alone: what a text says without any video
+    blind    the question alone: measures how far the text gets without any video
 
 In: a task's public part, and `run`. Out: `{"answer", "text", "experts", "final_answer"}`: the last
-agent's argument of `finish`, its last text, and for readers what each expert answered and what the
-answer comes to. Each agent of a team is
-known by its name, and its conversation only grows: it is one sequence.
+agent's argument of `finish`, its last text, and for readers each expert's answer and the final
+answer. Each agent of a team has a name and an append-only conversation: it is one sequence.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TeamOptions:
-    """How agents work.
+    """Options of the agents.
 
     Args:
-        max_rounds: messages of the organizer of a star.
-        organizer_schema: hold the organizer of `report` to its JSON schema, in the engine.
+        max_rounds: maximum number of messages of a star's organizer.
+        organizer_schema: enforce the JSON schema of the `report` organizer in the engine.
     """
 
     mode: Mode = "single"
@@ -66,7 +65,7 @@ class TeamOptions:
 
 
 async def solve(task: PublicTask, run: Rollout, rules: TeamOptions) -> dict[str, Any]:
-    """One attempt at `task`."""
+    """Runs one attempt at `task`."""
     public = task.public
     experts: dict[str, AgentAnswer] = {}
     if rules.blind:
@@ -158,7 +157,7 @@ class _Team:
         return await organizer.ask(f"{self._question}\n\n{about(self._context)}"), star.answers
 
     def _experts(self) -> dict[str, Agent]:
-        """An expert for each modality that there is."""
+        """Returns an expert for each modality of the video."""
         return {
             name: self._agent(
                 name,
@@ -181,7 +180,7 @@ class _Team:
 
 
 class _Star:
-    """What an organizer asks experts with, one at a time."""
+    """The organizer's tool that asks experts, one at a time."""
 
     def __init__(
         self, run: Rollout, question: str, experts: Mapping[str, Agent], max_rounds: int
@@ -232,7 +231,7 @@ class _Star:
 
 
 async def together(asked: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """All of them at the same time; where one raises, the others are ended first."""
+    """Awaits all of them concurrently; if one raises, the others are cancelled first."""
     tasks = [asyncio.ensure_future(one) for one in asked]
     try:
         return await asyncio.gather(*tasks)
@@ -243,7 +242,7 @@ async def together(asked: list[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _schema(options: list[str]) -> dict[str, Any]:
-    """OpenAI's `response_format` for what the organizer says."""
+    """Returns OpenAI's `response_format` for the organizer."""
     letters = [f"Option {chr(ord('A') + place)}" for place in range(len(options))]
     answer = {"type": "string", "enum": letters} if options else {"type": "string"}
     schema = {

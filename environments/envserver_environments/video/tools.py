@@ -20,14 +20,14 @@ MAX_HITS = 10
 DEFAULT_HITS = 5
 MAX_ANSWER_CHARACTERS = 500
 _ROOM = MAX_RESULT_CHARACTERS - 100
-"""Characters of lines in a result; the rest is for what is said of those that are left."""
+"""Characters of lines in a result; the rest is for the note about the lines left out."""
 
 TOOLS_OF: dict[Modality, tuple[str, ...]] = {
     "captions": ("get_captions", "search_captions"),
     "transcript": ("get_transcript",),
     "scene_graph": ("get_scene_graph",),
 }
-"""Which tools read which modality."""
+"""The tools that read each modality."""
 
 _RANGE = {
     "t0": {"type": "number", "minimum": 0, "description": "From this second on; default 0."},
@@ -41,7 +41,7 @@ _NOTHING: dict[Modality, str] = {
 
 
 class Finished(Exception):
-    """The agent is done; `answer` is what it says."""
+    """The agent is done; `answer` is its answer."""
 
     def __init__(self, answer: str) -> None:
         super().__init__(answer)
