@@ -1,11 +1,11 @@
 """The agent: a sandbox with the repository, one of three loops, and the patch at the end.
 
 In: a task's public part, and `run`. Out: `{"patch", "submitted", "reason"}`. The patch is taken
-inside the sandbox, and only of a repository that the loop handed in; what the model says it is
-counts nothing. The loops:
+inside the sandbox, and only after the loop has submitted the repository; the model's own account of
+it does not count. The loops:
 
     bash    one command block per message, as text
-    tools   tool calls, as the API has them
+    tools   native tool calls
     text    THOUGHT / TOOL_CALL / FINAL, as text
 """
 
@@ -41,7 +41,7 @@ LOOPS: dict[AgentKind, Loop] = {
 async def solve(
     task: PublicTask, run: Rollout, kind: AgentKind, rules: AgentOptions
 ) -> dict[str, Any]:
-    """One attempt at `task`."""
+    """Runs one attempt at `task`."""
     messages: list[Message] = [{"role": "user", "content": task_prompt(task.public["problem"])}]
     spec, commit = await _prepared(task.public, run, rules)
     async with run.open_sandbox(spec) as sandbox:

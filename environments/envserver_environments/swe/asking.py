@@ -23,7 +23,7 @@ from .repositories import folder_tree
 def asked_task(question: str, repository: Path, *, confirm: bool) -> Task:
     """
     Raises:
-        InputError: there is no such folder, it is too large, or nobody could be asked.
+        InputError: there is no such folder, it is too large, or there is no terminal to ask at.
     """
     if not question.strip():
         raise InputError("The question is empty.")
@@ -49,7 +49,7 @@ class Terminal:
         self._asking = asyncio.Lock()
 
     async def confirm(self, arguments: dict[str, Any], caller: Caller) -> bool:
-        """Whether this command may run; a service of the environment."""
+        """Asks whether this command may run; a service of the environment."""
         if not caller.task.public.get("confirm"):
             raise InputError("Nobody wants to be asked.")
         command = arguments.get("command") or arguments.get("cmd") or arguments
@@ -70,7 +70,7 @@ def _visible(text: str) -> str:
 
 
 def _line() -> asyncio.Future[str]:
-    """A line from the terminal, read in a thread that nobody waits for at the end."""
+    """Reads a line from the terminal, in a thread that is not joined at the end."""
     reading: concurrent.futures.Future[str] = concurrent.futures.Future()
     reading.set_running_or_notify_cancel()
 

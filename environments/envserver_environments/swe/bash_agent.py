@@ -1,7 +1,7 @@
 """The loop with nothing but bash: the model writes one command block per message.
 
-A message without exactly one block is told the format; after some of these in a row the loop
-ends. The task is handed in by a command whose first line of output is the word for it.
+A message without exactly one block is answered with the format; after some of these in a row the
+loop ends. A command whose first line of output is the submit word submits the repository.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FORMAT = "Write exactly one block that begins with ```bash and ends with ```; t
 async def work(
     messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
 ) -> bool:
-    """Whether the repository was handed in, in at most `run.max_turns` messages."""
+    """Returns whether the repository was submitted, within `run.max_turns` messages."""
     history = [{"role": "system", "content": system_prompt("bash")}, *messages]
     tools = sandbox_tools(sandbox, names=["bash"], command_seconds=rules.command_seconds)
     bash = watched(tools, run, rules.confirm)["bash"]

@@ -1,8 +1,8 @@
 """Results with a known reward: the gold patch, broken patches, and cheats.
 
-A cheat leaves the problem as it is and reaches for the reward in another way. Some are programs
-that are appended to the modules that the gold patch changes, so they run inside of the tests; those
-that are easy to see are here in a disguise, too, so that they meet the walls behind the tripwires.
+A cheat leaves the problem unsolved and reaches for the reward in another way. Some are programs
+appended to the modules that the gold patch changes, so they run inside of the tests; the obvious
+ones come in a disguise, too, so that they pass the tripwires and meet the other defences.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ REFUSED: dict[str, str] = {
     ),
     "no patch at all": "reward: 1.0\nAll tests passed.\n",
 }
-"""Patches that are taken for none."""
+"""Patches that are refused."""
 
 
 def known_results(task: Task, in_image: Tree | None = None) -> Iterator[KnownResult]:

@@ -74,7 +74,7 @@ class Swe(Environment):
     score_timeout_seconds = 700.0
 
     class Config(Environment.Config):
-        """Which repositories, who repairs them, and what the tests may take."""
+        """Selects the repositories, the agent, and the limits of the tests."""
 
         data_set: DataSetName = "sample"
         """Data set. sample: 20 built-in tasks."""
@@ -118,7 +118,7 @@ class Swe(Environment):
         """Run commands without asking for confirmation."""
 
         def settings(self) -> dict[str, Any]:
-            # Who is asked needs time.
+            # A person needs time to answer.
             return {"max_turns": self.steps} | ({} if self.yolo else {"worker_timeout": 7200.0})
 
     def __init__(self, config: Config | None = None) -> None:
@@ -218,13 +218,13 @@ class Swe(Environment):
         return read_row(row, task_id, self.config.mirror, tuple(self.config.plugins), found)
 
     def _files_now(self, image: str) -> ImageFiles | None:
-        """What is in an image, None without one."""
+        """Returns the files in an image, or None without an image."""
         if not image:
             return None
         return self._waited(lambda: self._images.files(image, self.sandboxes.open))
 
     def _waited(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What `work` gives, in a thread: whoever reads tasks may itself be in an event loop."""
+        """Runs `work` in a thread: the caller may itself be in an event loop."""
         if not hasattr(self, "sandboxes"):
             raise ConfigError(
                 "Images and gold patches need a sandbox, but none is available.",
@@ -290,7 +290,7 @@ def _file_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
 
 
 def _score(task: Task, patch: str, verdict: Verdict) -> Score:
-    """1 for a patch that solves the task, else 0; how near it came is told as metrics."""
+    """Returns 1 for a patch that solves the task, else 0; metrics tell how near it came."""
     lists = {name: task.hidden[name] for name in ("fail_to_pass", "pass_to_pass")}
     shares = {
         name: len(verdict.passed.intersection(ids)) / len(ids) if ids else 1.0

@@ -1,11 +1,11 @@
 """The reward of a patch: pristine tree, patch, hidden tests, one run in a fresh sandbox.
 
 In: the tree that the agent started from, its patch as text, the hidden part of the task, and
-sandboxes. Out: a Verdict. What a program in the sandbox can do is: fail. A test counts as passed
-only where a sealed report says so, the values that it told are the wanted ones, the tests with
-random names that must pass and fail did so, and pytest ended as it must.
+sandboxes. Out: a Verdict. A program in the sandbox can only fail. A test counts as passed only if a
+sealed report says so, its reported values are the expected ones, the tests with random names that
+must pass and fail did so, and pytest ended as it must.
 
-Raises SandboxError where the sandbox failed: that says nothing about the patch.
+Raises SandboxError if the sandbox failed: that says nothing about the patch.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ _ARGUMENTS = [
     "-p", "no:doctest", "-p", "no:junitxml", "-p", "no:pastebin", "-p", "no:stepwise",
 ]  # fmt: skip
 _FAILED_TESTS = 1
-"""pytest's exit status where tests failed, as some of ours always do."""
+"""pytest's exit status for failed tests; some sentinel tests always fail."""
 _OURS = frozenset({"lost", "cancelled"})
 
 
 @dataclass(frozen=True)
 class HiddenTests:
-    """What a patch is measured by.
+    """The tests that measure a patch.
 
     Args:
         files: test files that are put into the repository, by path.
         fail_to_pass, pass_to_pass: ids of pytest, such as `tests/test_a.py::test_b`.
         gold: the patch that solves the task.
         hoisted: whether answers are taken out of the tests; else the repository's own conftest
-            files are read too.
+        files are loaded, too.
         plugins: pytest plugins, by module.
-        deleted: files that are taken away.
-        protected: patterns of further files, changes of which do not count.
+        deleted: files that are removed.
+        protected: patterns of more files whose changes do not count.
     """
 
     files: dict[str, str]
@@ -79,16 +79,15 @@ class HiddenTests:
 
 @dataclass
 class Verdict:
-    """What came of grading a patch.
+    """The outcome of grading a patch.
 
     Args:
         solved: every test of both lists passed, and nothing was tampered with.
         passed: ids of the tests that passed.
-        refused: why the patch was not even tried ("" if it was): see PatchError, and "empty",
-            "fraud".
+        refused: why the patch was not tried ("" if it was): see PatchError, and "empty", "fraud".
         tampered: what was wrong with the run ("" if nothing): "exit", "sentinels", "seal", "order".
-        dropped: changes that did not count.
-        suspicions: kinds of suspicious code in what counted.
+        dropped: changes that do not count.
+        suspicions: kinds of suspicious code in the changes that count.
         killed_by: the limit that ended the tests, "" if none.
     """
 
@@ -105,11 +104,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Container:
-    """In which tests run that need an image.
+    """The image in which tests run, if they need one.
 
     Args:
         built: files beside the repository that its tests need.
-        python: of the image, with pytest and what the repository needs.
+        python: the image's Python, with pytest and the repository's dependencies.
     """
 
     image: str
@@ -187,7 +186,7 @@ async def _run_tests(
 
 
 class _Run:
-    """One run of the tests: its secrets, what goes into the sandbox, and what comes out of it."""
+    """One run of the tests: its secrets, the sandbox's input, and its output."""
 
     def __init__(self, tests: HiddenTests) -> None:
         self._tests = tests
@@ -207,7 +206,7 @@ class _Run:
                     self._answers |= {f"{path}::{k}": v for k, v in hoisted.answers.items()}
 
     def archive(self, patched: Tree) -> bytes:
-        """The patched tree with the hidden tests in it, and a folder of ours beside it."""
+        """Returns the patched tree with the hidden tests, and the harness's folder beside it."""
         whole = {f"repo/{p}": e for p, e in patched.items() if p not in self._tests.deleted}
         whole |= {f"repo/{path}": Entry(text.encode()) for path, text in self._files.items()}
         names = list(self._sentinels)
@@ -232,7 +231,7 @@ class _Run:
         return Entry("\n\n\n".join(lines).encode())
 
     def request(self, tree: Tree) -> bytes:
-        """What the harness gets on its standard input."""
+        """Returns the harness's standard input."""
         names = list(self._sentinels)
         confined = "." if self._tests.hoisted else "../repo"
         conftests = ["--noconftest"] if self._tests.hoisted else []
@@ -251,12 +250,12 @@ class _Run:
         ).encode()
 
     def began(self, result: ExecResult) -> bool:
-        """Whether pytest was there, before anything of the repository could run."""
+        """Returns whether pytest started, before any code of the repository could run."""
         first = self._opened(result.stdout.partition(b"\n")[0])
         return first is not None and first[2] == "ready"
 
     def read(self, result: ExecResult) -> tuple[str, frozenset[str]]:
-        """What was wrong with the run ("" if nothing), and the ids of the tests that passed."""
+        """Returns what was wrong with the run ("" if nothing), and the ids of the passed tests."""
         names = {number: name for name, number in self._numbers.items()}
         passed: set[str] = set()
         failed: set[str] = set()
@@ -303,7 +302,7 @@ class _Run:
 
 
 class _Unreadable:
-    """Equal to nothing that a test could want."""
+    """Differs from every value that a test could expect."""
 
 
 def _values(text: str) -> list[Any]:

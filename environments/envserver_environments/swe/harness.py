@@ -1,15 +1,15 @@
 # ruff: noqa: PTH100, PTH118
 """Runs in the sandbox: pytest, and a report of each test. Sent there as text, not imported here.
 
-In: JSON on stdin. Out, on what was stdout, one line per test: a seal, a running number, the test's
-number, its status, and the values that it told (`hoisting`), as JSON. What programs print goes
-nowhere. The exit status is pytest's.
+In: JSON on stdin. Out, on the original stdout, one line per test: a seal, a running number, the
+test's number, its status, and its values (`hoisting`), as JSON. Programs' output is discarded. The
+exit status is pytest's.
 
-The code that is tested shares this process. It finds no name of ours: all of this lives in one
-function's scope, `__main__` is emptied first. The seal is an HMAC whose key stays inside OpenSSL.
-What a test did is seen where its function is called, not read from pytest's report alone. Whoever
-gets past all this by reaching into frames or memory can forge a status, but not the values of
-tests whose answers were taken out.
+The tested code shares this process. It finds none of these names: all of this is in one function's
+scope, and `__main__` is emptied first. The seal is an HMAC whose key stays inside OpenSSL. A test's
+outcome is observed at the call of its function, not read from pytest's report alone. Code that gets
+past all this through frames or memory can forge a status, but not the values of tests whose answers
+were taken out.
 """
 
 TYPE_CHECKING = False

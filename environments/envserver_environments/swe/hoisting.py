@@ -24,13 +24,13 @@ class NotHoistable(ValueError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What one assertion wants of the value: `value OPERATOR literal`."""
+    """The condition of one assertion on the value: `value OPERATOR literal`."""
 
     operator: str
     literal: Any
 
     def accepts(self, value: Any) -> bool:
-        """Whether the test passes with `value`, which is of exact built-in types."""
+        """Returns whether the test passes with `value`, which is of exact built-in types."""
         match self.operator:
             case "==" | "is":
                 return same(value, self.literal)
@@ -71,7 +71,7 @@ def hoist(source: str, seen: str) -> HoistedTests:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal, and of the same exact types all the way down."""
+    """Compares values and their exact types at all levels."""
     if type(left) is not type(right):
         return False
     if isinstance(left, list | tuple):
@@ -88,7 +88,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def same_keys(left: Any, right: Any) -> bool:
-    """Whether two collections hold the same hashable things, types included."""
+    """Returns whether two collections hold the same hashable items, types included."""
     return sorted(map(_typed, left)) == sorted(map(_typed, right))
 
 

@@ -24,7 +24,7 @@ from .repositories import SPEC
 from .trees import Tree, tree_of_tar
 
 MOST_BYTES = 56 << 20
-"""Of a repository's files, with what was built in it: they travel at once."""
+"""Maximum size of a repository's files, build results included: they are sent at once."""
 _TRUST = b"[safe]\n\tdirectory = *\n"
 _TRUST_PLACE = ".git/trust"
 _SEARCHED = "/usr/local/bin:/usr/bin:/bin"
@@ -63,22 +63,21 @@ for part, found in parts.items():
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Where things are in images.
+    """Paths inside of images.
 
     Args:
-        repository: the directory that is copied.
-        path: directories that come first in PATH, parted by colons.
+        repository: the directory to copy.
+        path: directories prepended to PATH, separated by colons.
     """
 
     repository: str = "/testbed"
     path: str = "/opt/miniconda3/envs/testbed/bin"
 
     def spec(self, spec: SandboxSpec, image: str, *, for_agent: bool) -> SandboxSpec:
-        """`spec` in a container of `image`, without the image's own copy of the repository.
+        """Returns `spec` in a container of `image`, without the image's own copy of the repository.
 
-        Args:
-            for_agent: whether Python finds what is in /work, as it found the image's copy, and git
-                takes the repository there for the agent's own: engines give /work to root.
+        for_agent: make Python find packages in /work, as it found the image's copy, and make git
+        trust the repository there: engines give /work to root.
         """
         files = dict(spec.files)
         env = {**spec.env, "PATH": f"{self.path}:{_SEARCHED}".lstrip(":")}
@@ -93,11 +92,11 @@ class ImageRules:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """What an image has of a repository.
+    """The repository's files in an image.
 
     Args:
         tree: the repository.
-        built: what was built in it, and is not part of it.
+        built: files built in it that are not part of it.
     """
 
     tree: Tree
@@ -105,14 +104,14 @@ class ImageFiles:
 
 
 def image_of(row: dict[str, Any], template: str) -> str:
-    """The image of a row, "" where it has none.
+    """Returns the image of a row, or "" if it has none.
 
     Args:
-        template: names those of rows that do not say: `{owner}` and `{name}` are the two parts of
-            an `instance_id` (`django__django-1`: django, django-1).
+        template: image of rows that name none: `{owner}` and `{name}` are the two parts of an
+        `instance_id` (`django__django-1`: django, django-1).
 
     Raises:
-        ConfigError: the template holds something else.
+        ConfigError: the template has another placeholder.
     """
     for field in ("image", "image_name", "docker_image"):
         if row.get(field):
@@ -151,8 +150,8 @@ class Images:
     async def files(self, image: str, open_sandbox: Open) -> ImageFiles:
         """
         Raises:
-            InputError: the image has no such repository, or a too large one.
-            SandboxError: there is no such image, or no wall for it, or the sandbox failed.
+            InputError: the image has no such repository, or it is too large.
+            SandboxError: there is no such image, no backend for it, or the sandbox failed.
         """
         if image not in self._kept:
             found = await _read(image, self.rules.repository, open_sandbox)

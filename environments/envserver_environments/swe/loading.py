@@ -2,14 +2,14 @@
 
 In: a row as it is published, and a folder with git repositories (`owner__name`, `owner__name.git`,
 or only the name). Out: a task whose public part names the mirror and the commit. A row that cannot
-be run here is refused with a reason in a few words; rows of a data set are counted by it.
+be run here is refused with a short reason, by which dropped rows are counted.
 
-The shapes differ in what is the problem and what the solution:
+The formats differ in what is the problem and what the solution:
 
-    SWE-bench, SWE-Gym   base_commit; patch solves it; test_patch brings the tests
-    SWE-smith            patch makes the problem; the tests are in the repository
+    SWE-bench, SWE-Gym   base_commit; patch solves it; test_patch adds the tests
+    SWE-smith            patch creates the problem; the tests are in the repository
     R2E-Gym              commit_hash is the solution, its parent the problem; the row has the tests
-    of your own          as SWE-bench, but repo_archive (a tar) and hidden_tests (a folder)
+    your own             as SWE-bench, but repo_archive (a tar) and hidden_tests (a folder)
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def read_row(
     plugins: tuple[str, ...] = (),
     in_image: tuple[str, Tree] | None = None,
 ) -> Task:
-    """The task of a row.
+    """Converts a row to a task.
 
     Args:
         in_image: an image, and the repository's files in it, instead of a mirror.
 
     Raises:
-        InputError: the row is of none of the shapes, or cannot be run here.
+        InputError: the row has an unknown format, or cannot be run here.
     """
     problem = str(row.get("problem_statement") or "").strip()
     if not problem:

@@ -34,14 +34,14 @@ _MINIMUM = re.compile(r">=\s*(\d+)\.(\d+)")
 
 
 def task_folders(path: Path) -> list[Path]:
-    """The folders of tasks: `path` itself, or those in it; none where it holds other data."""
+    """Returns the folders of tasks: `path` itself, or those in it; empty if it holds other data."""
     if (path / TASK).is_file():
         return [path]
     return sorted(found.parent for found in path.glob(f"*/{TASK}")) if path.is_dir() else []
 
 
 def folder_rows(folders: list[Path]) -> Iterator[NumberedRow]:
-    """The rows of such folders, which say where they come from."""
+    """Yields the rows of such folders, with their paths."""
     for number, folder in enumerate(folders):
         try:
             row = json.loads((folder / TASK).read_text(encoding="utf-8"))
@@ -51,10 +51,10 @@ def folder_rows(folders: list[Path]) -> Iterator[NumberedRow]:
 
 
 def read_folder(row: dict[str, Any], folder: Path) -> tuple[str, Tree, Tree]:
-    """The path of a task's archive, the tree in it, and the files for grading.
+    """Returns the path of a task's archive, the tree in it, and the files for grading.
 
     Raises:
-        InputError: something is missing, lies outside of the folder, or is not for this Python.
+        InputError: something is missing, is outside of the folder, or is not for this Python.
     """
     _check_needs(row)
     archive = _below(folder, str(row["repo_archive"]))
@@ -72,7 +72,7 @@ def read_folder(row: dict[str, Any], folder: Path) -> tuple[str, Tree, Tree]:
 
 
 def rules_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What of a task's own rules holds for grading: `protected` and `seconds`."""
+    """Returns the task's own rules for grading: `protected` and `seconds`."""
     protected, wall = row.get("protected") or [], row.get("wall")
     if not isinstance(protected, list) or not all(isinstance(part, str) for part in protected):
         raise InputError("Its protected files are not a list of patterns.")

@@ -1,11 +1,11 @@
 """Parses a patch, decides which changes count, and applies it to a tree in memory.
 
-In: a diff in git's form, from a sandbox in which a model did what it liked. Out: changes of plain
-files below the root, without those of protected files. Nothing here touches a disk or runs git.
+In: a diff in git's form, from a sandbox under the model's control. Out: changes of plain files
+below the root, without those of protected files. Nothing here touches a disk or runs git.
 
-What is refused as a whole: absolute paths, `..`, links, submodules, binary changes, a patch that is
-too large or that contradicts itself. What is dropped, so that it cannot raise a reward: changes of
-tests, of test configuration, of what an interpreter reads when it starts, and of `.git`.
+Refused as a whole: absolute paths, `..`, links, submodules, binary changes, a patch that is too
+large or that contradicts itself. Dropped, so that it cannot raise a reward: changes of tests, of
+test configuration, of files that an interpreter reads at its start, and of `.git`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PatchError(Exception):
 
 @dataclass(frozen=True)
 class Hunk:
-    """One block: where it begins in the old file (from 1), the lines there, and those after."""
+    """One block: its first line in the old file (from 1), the old lines, and the new ones."""
 
     start: int
     old: tuple[bytes, ...]
@@ -62,13 +62,13 @@ class Hunk:
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to one file.
+    """A change of one file.
 
     Args:
-        old: its path before, None where it is new.
-        new: its path after, None where it is deleted.
-        program: whether it is made executable; None: as it was.
-        copied: `old` stays.
+        old: its path before, None if it is new.
+        new: its path after, None if it is deleted.
+        program: whether it is made executable; None: unchanged.
+        copied: `old` is kept.
     """
 
     old: str | None
@@ -95,7 +95,7 @@ def read_patch(text: str) -> list[Change]:
     if len(data) > MAX_PATCH_BYTES:
         raise PatchError("size", f"the patch has {len(data)} bytes, over {MAX_PATCH_BYTES}")
     if _CRLF.fullmatch(data):
-        # The whole patch was written so; in a patch of such files, the headers end otherwise.
+        # The whole patch has these line ends; in a patch of such files, the headers end otherwise.
         data = data.replace(b"\r\n", b"\n")
     sections = _sections(data.split(b"\n"))
     if len(sections) > MAX_CHANGES:
@@ -107,7 +107,7 @@ def read_patch(text: str) -> list[Change]:
 
 
 def is_protected(path: str) -> bool:
-    """Whether changes of the file do not count."""
+    """Returns whether changes of the file do not count."""
     return any(
         part in PROTECTED_FOLDERS or any(fnmatchcase(part, name) for name in PROTECTED_NAMES)
         for part in PurePosixPath(path.lower()).parts
@@ -135,7 +135,7 @@ def split_protected(
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """A `**` stands for any folders, also for none."""
+    """`**` matches any number of folders, including none."""
     return any(
         fnmatchcase(path, pattern) or fnmatchcase(f"/{path}", pattern.replace("**/", "*/"))
         for pattern in patterns
@@ -175,7 +175,7 @@ def apply_changes(tree: Tree, changes: Iterable[Change]) -> Tree:
 
 
 def _check_place(tree: Tree, path: str) -> None:
-    """No parent may be a file or a link, and `path` no folder."""
+    """Checks that no parent is a file or a link, and `path` is not a folder."""
     parents = [str(parent) for parent in PurePosixPath(path).parents]
     if path in tree or any(parent in tree for parent in parents):
         raise PatchError("conflict", f"{path} cannot stand there")
@@ -188,7 +188,7 @@ _HEADER = b"diff --git "
 
 
 def _sections(lines: list[bytes]) -> list[list[bytes]]:
-    """One list of lines per file. What stands before the first is a message, and skipped."""
+    """Splits the lines by file. Text before the first file is a message, and skipped."""
     sections: list[list[bytes]] = []
     left_old = left_new = 0
     for number, line in enumerate(lines):
@@ -212,7 +212,7 @@ def _sections(lines: list[bytes]) -> list[list[bytes]]:
 
 
 def _in_header(sections: list[list[bytes]]) -> bool:
-    """Whether the section that was begun has not yet named its files by `---` and `+++`."""
+    """Returns whether the current section has not yet named its files by `---` and `+++`."""
     if not sections or not sections[-1][0].startswith(_HEADER):
         return False
     return not any(line.startswith((b"--- ", b"@@ ")) for line in sections[-1])
@@ -225,7 +225,7 @@ _INDEX_MODE = re.compile(rb"index [0-9a-f]+\.\.[0-9a-f]+ (\d+)")
 
 @dataclass
 class _Header:
-    """What the lines before the hunks say."""
+    """The content of the lines before the hunks."""
 
     old: str | None = None
     new: str | None = None
@@ -297,7 +297,7 @@ def _check_mode(mode: bytes) -> None:
 
 
 def _same_path(rest: bytes) -> str | None:
-    """The path in `a/PATH b/PATH`; None where the two differ, as in a rename."""
+    """Returns the path in `a/PATH b/PATH`, or None if the two differ, as in a rename."""
     if rest.startswith(b'"'):
         first, _, second = rest.partition(b'" ')
         first += b'"'
@@ -372,7 +372,7 @@ def _read_hunks(lines: list[bytes]) -> list[Hunk]:
 def _read_hunk(
     lines: list[bytes], place: int, start: int, old_count: int, new_count: int
 ) -> tuple[Hunk, int]:
-    """The hunk whose lines begin at `place`, and where the next line stands."""
+    """Returns the hunk whose lines begin at `place`, and the index of the next line."""
     old: list[bytes] = []
     new: list[bytes] = []
     last: list[list[bytes]] = []
@@ -417,7 +417,7 @@ def _split_at_newlines(data: bytes) -> list[bytes]:
 
 
 def _find(lines: list[bytes], old: tuple[bytes, ...], wanted: int, least: int) -> int | None:
-    """The place nearest to `wanted`, not before `least`, where `old` stands."""
+    """Returns the position of `old` nearest to `wanted` and not before `least`."""
     if not old:
         return wanted if least <= wanted <= len(lines) else None
     block = list(old)

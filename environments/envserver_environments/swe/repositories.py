@@ -31,7 +31,7 @@ GRADING_PRELOAD = (
     "_pytest.threadexception", "_pytest.unittest", "_pytest.unraisableexception",
     "_pytest.warnings", "difflib", "pdb", "tarfile", "unittest",
 )  # fmt: skip
-"""Of the sandboxes that patches are graded in. Nothing of ours: a repository's may be called so."""
+"""Modules of the grading sandboxes. None of this project: a repository may use the same names."""
 SPEC = SandboxSpec(
     preload=(*PRELOAD, "tarfile"),
     limits=SandboxLimits(
@@ -46,20 +46,20 @@ SPEC = SandboxSpec(
         input_kb=8192,
     ),
 )
-"""The most that a sandbox of this environment may use."""
+"""Limits of this environment's sandboxes."""
 _GIT_SECONDS = 120
 _LARGEST_FOLDER_BYTES = 200 << 20
 _LEFT_BEHIND = (".git", "__pycache__", ".venv", "node_modules", ".pytest_cache", ".mypy_cache")
 
 
 def base_tree(public: dict[str, Any], in_image: Tree | None = None) -> Tree:
-    """The tree that the agent starts from.
+    """Returns the tree that the agent starts from.
 
     Args:
-        in_image: the files in the image that the task names, where it names one.
+        in_image: the files in the task's image, if it has one.
 
     Raises:
-        ConfigError: the mirror has not what the task names.
+        ConfigError: the mirror lacks the repository or the commit.
     """
     if "files" in public:
         return tree_of(public["files"])
@@ -82,7 +82,7 @@ def base_tree(public: dict[str, Any], in_image: Tree | None = None) -> Tree:
 
 @functools.lru_cache(maxsize=4)
 def mirror_tree(mirror: str, commit: str) -> Tree:
-    """The tree of a commit of a repository on this machine.
+    """Returns the tree of a commit of a repository on this machine.
 
     Raises:
         InputError: there is no such repository or commit.
@@ -92,7 +92,7 @@ def mirror_tree(mirror: str, commit: str) -> Tree:
 
 @functools.lru_cache(maxsize=4)
 def archived_tree(path: str) -> Tree:
-    """The tree in a tar file on this machine.
+    """Returns the tree in a tar file on this machine.
 
     Raises:
         InputError: there is no such file, or it is not a tar.
@@ -105,8 +105,8 @@ def archived_tree(path: str) -> Tree:
 
 @functools.lru_cache(maxsize=1)
 def folder_tree(path: str) -> Tree:
-    """The files in a folder on this machine: of a git repository those that git does not ignore,
-    else all but what tools leave behind.
+    """Returns the files in a folder on this machine: of a git repository those that git does not
+    ignore, else all but the temporary files of tools.
 
     Raises:
         InputError: they cannot be read, or are too large for a sandbox.
@@ -147,7 +147,7 @@ def _names_in(root: Path) -> list[str]:
 
 
 def git(mirror: str, *arguments: str) -> bytes:
-    """What git says about a repository on this machine. Raises like `mirror_tree`."""
+    """Returns git's output for a repository on this machine. Raises like `mirror_tree`."""
     command = ["git", "-C", mirror, *arguments]
     try:
         ran = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)

@@ -9,14 +9,14 @@ from .images import ImageRules, Images
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """How an agent may work.
+    """Options of an agent.
 
     Args:
-        command_seconds: the most that a command may take.
-        max_format_errors: messages in a row that cannot be used, before it ends.
-        images: the files of repositories in images.
-        confirm: a person is asked before each command.
-        keep_unfinished: the patch counts, whether it was handed in or not.
+        command_seconds: maximum duration of a command.
+        max_format_errors: malformed messages in a row before the run ends.
+        images: the image files of repositories.
+        confirm: ask a person before each command.
+        keep_unfinished: the patch counts even if it was not submitted.
     """
 
     command_seconds: int = 60

@@ -2,7 +2,7 @@
 
 A file is a series of sections; each begins with a line `=== kind argument`:
 
-    === problem                   what the agent is told
+    === problem                   the problem statement for the agent
     === file shop/cart.py         a file of the repository
     === hidden tests/test_cart.py a test file that comes in for grading only; its assertions have
                                   literals on their right, so that answers can be taken out
@@ -34,7 +34,7 @@ _BLOCK = re.compile(r"^<<<<<<<\n(.*?)^=======\n(.*?)^>>>>>>>\n", re.MULTILINE | 
 
 @dataclass(frozen=True)
 class SampleTask:
-    """One task of our own, as its file says it."""
+    """One built-in task, as in its file."""
 
     name: str
     problem: str
@@ -54,7 +54,7 @@ class SampleTask:
         return make_patch(self.tree, {**self.tree, **new})
 
     def task(self) -> Task:
-        """As the server knows it."""
+        """Returns the task in the server's form."""
         tests = hidden_ids(self.hidden)
         return Task(
             f"swe-{self.name}",
@@ -81,7 +81,7 @@ def hidden_ids(files: dict[str, str]) -> list[str]:
 
 @cache
 def sample_tasks() -> tuple[SampleTask, ...]:
-    """All of them, sorted by name."""
+    """Returns all of them, sorted by name."""
     return tuple(read_sample_task(path) for path in sorted(SAMPLE.glob("*.txt")))
 
 
@@ -118,7 +118,7 @@ def read_sample_task(path: Path) -> SampleTask:
 
 
 def hidden_tests(hidden: dict[str, Any]) -> HiddenTests:
-    """The hidden part of a task, as the grader wants it."""
+    """Returns the hidden part of a task in the grader's form."""
     return HiddenTests(
         files=hidden["tests"],
         fail_to_pass=tuple(hidden["fail_to_pass"]),

@@ -19,7 +19,7 @@ from .watching import watched
 async def work(
     messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
 ) -> bool:
-    """Whether the model came to FINAL, in at most `run.max_turns` messages."""
+    """Returns whether the model reached FINAL, within `run.max_turns` messages."""
     tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
     tools = watched(tools, run, rules.confirm)
     system = system_prompt("text").replace("{tools}", describe_tools(tools.values()))
@@ -36,7 +36,7 @@ async def work(
 
 
 def _heard(run: Rollout) -> Callable[..., Awaitable[Reply]]:
-    """`run.chat`; what the model says becomes an action."""
+    """Calls `run.chat` and logs the model's message as an action."""
 
     async def chat(messages: list[Message], **sampling: Any) -> Reply:
         reply = await run.chat(messages, **sampling)

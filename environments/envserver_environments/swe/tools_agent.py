@@ -1,7 +1,7 @@
 """The loop with tool calls: files, search, commands, and `submit`.
 
-It ends with `submit`, or with a message that calls nothing: what stands then is handed in. Broken
-calls are answered with what is wrong; after some of them in a row the loop ends.
+It ends with `submit`, or with a message without a call: the repository as it is then is submitted.
+Broken calls are answered with the error; after some of them in a row the loop ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUBMIT: dict[str, Any] = {
 async def work(
     messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
 ) -> bool:
-    """Whether the repository was handed in, in at most `run.max_turns` messages."""
+    """Returns whether the repository was submitted, within `run.max_turns` messages."""
     history = [{"role": "system", "content": system_prompt("tools")}, *messages]
     tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
     tools = watched(tools, run, rules.confirm)

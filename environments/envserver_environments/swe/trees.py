@@ -22,7 +22,7 @@ _MODES: dict[Kind, int] = {"file": 0o100644, "program": 0o100755, "link": 0o1200
 _COMMIT_SECONDS = 1_700_000_000
 _PERSON = f"Repository <repository@example.invalid> {_COMMIT_SECONDS} +0000"
 _IGNORED = "__pycache__/\n*.py[co]\n.pytest_cache/\n.cache/\n.bash_history\n.python_history\n"
-"""What tools and interpreters leave behind; never a part of a diff."""
+"""Temporary files of tools and interpreters; never part of a diff."""
 _GIT_CONFIG = """[core]
 \trepositoryformatversion = 0
 \tfilemode = true
@@ -36,7 +36,7 @@ _GIT_CONFIG = """[core]
 
 @dataclass(frozen=True)
 class Entry:
-    """One file; of a link, `data` is where it points to."""
+    """One file; the `data` of a link is its target."""
 
     data: bytes
     kind: Kind = "file"
@@ -68,7 +68,7 @@ def tar_of(tree: Tree, prefix: str = "") -> bytes:
 
 
 def tree_of_tar(data: bytes) -> Tree:
-    """Files and links of a tar, such as `git archive` makes, without what belongs to git."""
+    """Returns files and links of a tar, such as `git archive` makes, without git's own files."""
     tree: Tree = {}
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         for info in tar:

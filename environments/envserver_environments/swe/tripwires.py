@@ -1,9 +1,8 @@
-"""Looks in added code for what no honest repair needs: reaching for the tests from inside. Pure.
+"""Looks for suspicious code in a patch: code that reaches for the tests from inside. Pure.
 
 In: trees before and after a patch. Out: how often each kind of suspicious code was added. It is a
-second line: what is found in code is told as a metric, and `FRAUD` takes the reward. The first line
-is that answers do not come where the code runs (`hoisting`) and that reports are sealed
-(`harness`).
+second line of defence: most findings are metrics, and `FRAUD` takes the reward. The first line is
+that answers are absent where the code runs (`hoisting`) and that reports are sealed (`harness`).
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def _put_together(node: ast.expr) -> str:
 
 
 def _looks_at_other(arguments: ast.arguments, body: Sequence[ast.AST]) -> bool:
-    """Whether a comparison says anything of its second argument but its identity with itself."""
+    """Returns whether a comparison depends on its second argument beyond identity."""
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     if len(names) != 2:
         return True
@@ -129,7 +128,7 @@ def _of_names(names: Iterable[str]) -> Iterator[str]:
 
 
 def _is_constant(body: list[ast.stmt]) -> bool:
-    """Whether a function only returns a constant (`NotImplemented` is none)."""
+    """Returns whether a function only returns a constant (`NotImplemented` does not count)."""
     statements = [
         statement
         for statement in body

@@ -1,4 +1,4 @@
-"""Tools that log what they did, and ask the user for confirmation first if wanted.
+"""Tools that log their calls, and optionally ask the user for confirmation first.
 
 In: tools of a sandbox. Out: the same tools; each call becomes an action of the rollout, and a
 command runs only when the service `confirm` of the server allows it.
@@ -22,7 +22,7 @@ _STATUS = re.compile(r"\[exit status (\d+)\]\n?")
 
 
 def watched(tools: Mapping[str, Tool], run: Rollout, confirm: bool) -> dict[str, Tool]:
-    """`tools` that tell `run` what they do; commands ask first if `confirm`."""
+    """Wraps `tools`: calls are logged to `run`, and commands ask first if `confirm`."""
     return {name: _watched(tool, run, confirm and name in COMMANDS) for name, tool in tools.items()}
 
 
@@ -43,7 +43,7 @@ def _watched(tool: Tool, run: Rollout, asks: bool) -> Tool:
 
 
 def _output(name: str, text: str) -> Any:
-    """Of a command its status beside what it said (on both streams, in their order)."""
+    """Returns a command's status and its output (both streams, in order)."""
     ended = _STATUS.match(text) if name in COMMANDS else None
     if ended is None:
         return text
