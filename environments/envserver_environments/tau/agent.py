@@ -1,9 +1,9 @@
-"""A live conversation: an assistant who is a model serves a customer, in a world of its own.
+"""A live conversation: an assistant model serves a customer in a world of this episode.
 
 In: the public part of a task, the domain without its tasks, and `run`. Out: `{"messages", "ending",
-"final_answer", "verdicts"}`: the whole conversation, from which the scorer does everything again in
-a fresh world. The assistant's model sees the policy, its tools, their results and what the customer
-says; the scenario, the task's set-up and the customer's own calls never stand before it.
+"final_answer", "verdicts"}`: the whole conversation, which the scorer replays in a fresh world. The
+assistant's model sees the policy, its tools, their results and the customer's messages; never the
+scenario, the task's set-up or the customer's own calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Protocol = Literal["tools", "text"]
 
 @dataclass(frozen=True)
 class Manner:
-    """How conversations are held.
+    """Options of conversations.
 
     Args:
         rules: when they end early.
@@ -51,7 +51,7 @@ class Manner:
 
 
 async def solve(task: PublicTask, run: Rollout, domain: Domain, manner: Manner) -> dict[str, Any]:
-    """One conversation about `task`."""
+    """Holds one conversation about `task`."""
     known = read_task(task.public["task"])
     episode = Episode(domain, known, manner.rules)
     begun = len(episode.messages)
@@ -79,7 +79,7 @@ async def converse(episode: Episode, sides: dict[Requestor, Speaker], run: Rollo
         side = sides[speaker]
         try:
             utterance = await side.speak()
-        except LimitReached:  # what was done until then stays to be read; it is worth 0
+        except LimitReached:  # the conversation so far is kept for readers; its reward is 0
             return LIMIT
         if utterance.cut_off:
             return CUT_OFF
@@ -97,7 +97,7 @@ async def converse(episode: Episode, sides: dict[Requestor, Speaker], run: Rollo
 
 def _assistant(run: Rollout, prompt: str, episode: Episode, protocol: Protocol) -> ModelSpeaker:
     tools = [tool.schema for tool in episode.world.agent.tools().values()]
-    # The greeting stands in its prompt: many chat templates demand that the user speaks first.
+    # The greeting is in its prompt: many chat templates demand that the user speaks first.
     begun = episode.messages if episode.task.history else []
     kind = TextSpeaker if protocol == "text" else ModelSpeaker
     return kind(run, AGENT, prompt, tools, seen_by("assistant", begun))
@@ -113,6 +113,6 @@ def _log(run: Rollout, speaker: Requestor, utterance: Utterance, results: list[T
 
 
 def _last_words(messages: list[TauMessage]) -> str:
-    """What the assistant told the customer last, "" for nothing."""
+    """Returns the assistant's last message to the customer, or ""."""
     said = (m["content"] for m in reversed(messages) if m["role"] == "assistant" and has_text(m))
     return str(next(said, ""))

@@ -29,12 +29,11 @@ _OPTIONAL = re.compile(r"\([^()]*\)\?|\w\?| \?")
 
 @dataclass
 class Demonstration:
-    """A conversation that was played.
+    """A played conversation.
 
     Args:
-        agent, user: what each side's model would have to say, one message a turn; of a scripted
-            customer nothing.
-        messages: the whole conversation; `ending`: None where it came to no end.
+        agent, user: the messages of each side's model, one per turn; none for a scripted customer.
+        messages: the whole conversation; `ending`: None if it did not end.
     """
 
     agent: list[Message] = field(default_factory=list)
@@ -44,7 +43,7 @@ class Demonstration:
     world: World | None = None
 
     def by_agent(self) -> dict[str, list[Message]]:
-        """As the simulated engine takes it."""
+        """Returns the messages in the simulated engine's form."""
         return {AGENT: self.agent, USER: self.user} if self.user else {AGENT: self.agent}
 
 
@@ -56,11 +55,11 @@ def demonstrate(
     *,
     actions: Sequence[Action] | None = None,
 ) -> Demonstration:
-    """The conversation in which `actions` are done.
+    """Plays the conversation in which `actions` are done.
 
     Args:
-        script: of the customer; empty: he is played by a model.
-        actions: unset: what is expected, and a look at the records where that is nothing.
+        script: the customer's; empty: a model plays the customer.
+        actions: unset: the expected ones, and a look at the records if there are none.
     """
     episode = Episode(domain, task, rules)
     if actions is None:
@@ -77,7 +76,7 @@ def demonstrate(
 
 
 def expected_actions(world: World, task: TauTask) -> list[Action]:
-    """What is expected of both sides; where that is nothing, one call that changes nothing."""
+    """Returns the expected actions of both sides; or, without any, a call that changes nothing."""
     criteria = task.evaluation_criteria
     expected = list((criteria.actions if criteria else None) or ())
     return expected or [Action(name=name, arguments={}) for name in _plain_reads(world)][:1]
@@ -91,7 +90,7 @@ def opening(task: TauTask) -> str:
 
 
 class _Play:
-    """A conversation that goes on turn by turn."""
+    """A conversation that is played turn by turn."""
 
     def __init__(self, episode: Episode, script: Sequence[Rule], actions: deque[Action]) -> None:
         self.done = Demonstration()
@@ -103,7 +102,7 @@ class _Play:
         self._his_turns: deque[Message] = deque([_says(opening(episode.task))])
 
     def turn(self) -> None:
-        """One side speaks."""
+        """Plays one side's turn."""
         if self._episode.speaker == "assistant":
             self._agent_turn()
         elif self._customer is not None:
@@ -124,7 +123,7 @@ class _Play:
             self._ask_customer()
 
     def _ask_customer(self) -> None:
-        """Has him do what is expected of him next."""
+        """Makes the customer do the next expected action."""
         asked = [self._actions.popleft()]
         if self._customer is None:
             while self._actions and self._actions[0].requestor == "user":
@@ -154,7 +153,7 @@ class _Play:
         last = self.done.agent[-1] if self.done.agent else {}
         if not info and self.closings == 1 and last.get("tool_calls"):
             # So the simulated engine, which spoils the last turn, spoils what counts. Words beside
-            # a call reach nobody; it says them again when asked for more.
+            # a call are lost; it repeats them when asked for more.
             last["content"] = text
             self._tell(text, note=False)
         else:
@@ -175,10 +174,10 @@ class _Play:
 
 
 def words_for(script: Sequence[Rule], places: Sequence[int], form: str) -> str:
-    """A text that has the customer follow one of the rules at `places`.
+    """Returns a text that makes the customer follow one of the rules at `places`.
 
     Args:
-        form: of the text; {words} is replaced by what the rule looks for.
+        form: of the text; {words} is replaced by text that the rule matches.
     """
     texts = [form.replace("{words}", "all is done")]
     for place in places:
@@ -187,7 +186,7 @@ def words_for(script: Sequence[Rule], places: Sequence[int], form: str) -> str:
 
 
 def _literals(pattern: str) -> Iterator[str]:
-    """Texts that a simple pattern finds: its alternatives without what is optional."""
+    """Returns texts that a simple pattern matches: its alternatives without optional parts."""
     for alternative in re.split(r"\|(?![^(]*\))", pattern):
         plain = _OPTIONAL.sub("", alternative)
         plain = re.sub(r"\((?:\?:)?([^()|]*)[^()]*\)", r"\1", plain)

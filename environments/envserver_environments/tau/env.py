@@ -1,9 +1,9 @@
 """The environment `tau`: an assistant with tools serves a customer by a policy.
 
 Tasks: `public` holds what the conversation needs: the domain's name, `task` (id, scenario, set-up;
-nothing of what is expected), the customer's `user_script`, and whether a judge is asked. What is
-expected stands in the domain's files, which the server and the scorer read by the task's id; of a
-single question, and of a recorded conversation, in `hidden`.
+no expected results), the customer's `user_script`, and whether a judge is called. The expected
+results are in the domain's files, which the server and the scorer read by the task's id; those of a
+single question, and of a recorded conversation, are in `hidden`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Tau(Environment):
     score_timeout_seconds = 60.0
 
     class Config(Environment.Config):
-        """Which tasks, who plays the customer, and what counts."""
+        """Selects the tasks, the customer, and the scoring."""
 
         domain: str | list[str] = list(OWN)
         """Domains (repeat the flag, or separate with commas): built-in ones (mini_...), or
@@ -257,7 +257,7 @@ class Tau(Environment):
         return find_domain(name, self.config.tau2_data)
 
     def _subdomain(self, name: str) -> str:
-        """Raises InputError, NotFoundError where there is none of this name."""
+        """Raises InputError; NotFoundError if there is no such subdomain."""
         try:
             find_domain(name, self.config.tau2_data, with_tasks=False)
         except NotFoundError:

@@ -1,10 +1,10 @@
-"""The course of a conversation, as a state machine without models: who speaks next, when it ends.
+"""The course of a conversation as a state machine without models: turns and the end.
 
-An `Episode` is told what the assistant or the customer says; it carries out their calls at once and
-tells whose turn it is. Both live conversations and replays drive it. The rules are those of
+An `Episode` takes the messages of the assistant and the customer; it executes their calls at once
+and tells whose turn it is. Both live conversations and replays drive it. The rules are those of
 tau2-bench's orchestrator (src/tau2/orchestrator/orchestrator.py): a message with calls goes to the
-tools and their results return to the one who called; any other goes to the other side. Every
-message, and every round of tools, is a step.
+tools and their results return to the caller; any other goes to the other side. Every message, and
+every round of tools, is a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .states import start
 from .tasks import TauMessage, TauTask, has_text
 
 GREETING = "Hi! How can I help you today?"
-"""What the assistant says first, where a task has no message history (tau2-bench's words)."""
+"""The assistant's first message if a task has no message history (tau2-bench's words)."""
 
 STOP, TRANSFER, OUT_OF_SCOPE = "###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###"
 
@@ -32,15 +32,15 @@ COMPLETE: frozenset[Ending] = frozenset({"user_stop", "agent_stop"})
 
 @dataclass(frozen=True)
 class EpisodeRules:
-    """When a conversation ends early.
+    """Conditions that end a conversation early.
 
     Args:
-        max_steps: messages and rounds of tools.
-        max_errors: calls that failed, of both sides together.
+        max_steps: maximum number of messages and rounds of tools.
+        max_errors: maximum number of failed calls of both sides together.
         validate: text together with calls ends it (agent_error or user_error).
         agent_may_stop: the assistant ends it by the stop token, as the customer does.
-        whole_numbers: where a tool asks for an integer, 2.0 is taken for 2 (tau2-bench stores it as
-            it is, and then finds other data than expected).
+        whole_numbers: a 2.0 for an integer argument becomes 2 (tau2-bench stores it unchanged, and
+        then the data differ from the expected ones).
     """
 
     max_steps: int = 100
@@ -69,7 +69,7 @@ class Episode:
 
     @property
     def speaker(self) -> Requestor | None:
-        """Whose turn it is: "assistant", "user", or None at the end."""
+        """The side whose turn it is: "assistant", "user", or None at the end."""
         return None if self.ending else self._next
 
     def say(
@@ -136,7 +136,7 @@ class Episode:
         return results
 
     def _ending_by(self, message: TauMessage) -> Ending | None:
-        """How this message itself ends the conversation."""
+        """Returns the ending that this message itself causes."""
         by_agent = message["role"] == "assistant"
         calls = bool(message.get("tool_calls"))
         if has_text(message) == calls and (self.rules.validate or not calls):
@@ -154,7 +154,7 @@ class Episode:
             self.ending = "too_many_errors"
 
     def _resume(self, last: TauMessage) -> None:
-        """Goes on after the history of a task."""
+        """Continues after the history of a task."""
         if last["role"] == "tool":
             self._next = last["requestor"]
         else:

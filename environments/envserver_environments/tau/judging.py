@@ -1,9 +1,9 @@
 """The judge of assertions in natural language (NL_ASSERTION): a service of the server.
 
-In: a conversation that is over. Out: `{"verdicts": [bool, ...]}`, one for each of the task's
-assertions, in their order. The assertions stay on the server: neither a worker nor a recorded call
-holds them. What the judge cannot do, after some tries, is our failure (ServiceError): the rollout
-is tried again, then dropped, never scored 0.
+In: a finished conversation. Out: `{"verdicts": [bool, ...]}`, one for each of the task's
+assertions, in order. The assertions stay on the server: neither a worker nor a recorded call has
+them. A judge without a valid answer after some tries is an infrastructure failure (ServiceError):
+the rollout is retried, then dropped, never scored 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .rows import message_of_row
 from .tasks import TauMessage
 
 TRIES = 3
-"""Answers that are asked for until one is in order."""
+"""Maximum number of requests until an answer is valid."""
 _SECONDS = 120.0
 
 Ask = Callable[[list[dict[str, str]]], Awaitable[str]]
@@ -33,7 +33,7 @@ Ask = Callable[[list[dict[str, str]]], Awaitable[str]]
 
 @dataclass(frozen=True)
 class JudgeModel:
-    """Who is asked.
+    """The judge's model.
 
     Args:
         base_url: of an OpenAI-compatible server, with or without `/v1`.
@@ -58,10 +58,10 @@ class _Verdicts(BaseModel):
 async def judge_services(
     model: JudgeModel, assertions_of: Callable[[PublicTask], Sequence[str]]
 ) -> AsyncIterator[Mapping[str, Service]]:
-    """The service `judge`, which asks `model`.
+    """Returns the service `judge`, which calls `model`.
 
     Args:
-        assertions_of: what is to be judged of a task.
+        assertions_of: returns the assertions of a task.
     """
     import openai
 
@@ -95,10 +95,10 @@ async def judge_services(
 async def verdicts(
     ask: Ask, assertions: Sequence[str], messages: Sequence[TauMessage]
 ) -> list[bool]:
-    """Whether each assertion is met; no model is asked where there are none.
+    """Returns whether each assertion is met; without assertions no model is called.
 
     Raises:
-        ServiceError: no answer was in order.
+        ServiceError: no answer was valid.
     """
     if not assertions:
         return []
@@ -111,7 +111,7 @@ async def verdicts(
 
 
 def read_verdicts(text: str, count: int) -> list[bool] | None:
-    """The verdicts in an answer, None where they are not in order or not `count`."""
+    """Parses the verdicts in an answer; None if they are invalid or not `count`."""
     start, end = text.find("{"), text.rfind("}")
     try:
         read = _Verdicts.model_validate(json.loads(text[start : end + 1]), strict=True)

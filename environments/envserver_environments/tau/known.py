@@ -28,11 +28,11 @@ def known_conversations(
     strict: bool,
     judged: bool,
 ) -> Iterator[KnownResult]:
-    """What is known of any task here.
+    """Returns the known results of any task here.
 
     Args:
-        strict: by which reward.
-        judged: its reward needs a judge's verdicts.
+        strict: use the strict reward.
+        judged: the reward needs a judge's verdicts.
     """
     criteria = task.evaluation_criteria or Criteria()
     verdicts = [True] * len(criteria.nl_assertions or ()) if judged else None
@@ -112,7 +112,7 @@ def _hidden_words(
     verdicts: list[bool] | None,
     strict: bool,
 ) -> Iterator[KnownResult]:
-    """What is to be said is not said, or only within longer words."""
+    """Omits the expected texts, or hides them in longer words."""
     yield _known("gold, without what is to be said", _replaced(gold, expected, "..."), verdicts)
     if strict and all(info[:1].isalnum() and info[-1:].isalnum() for info in expected):
         inside = _replaced(gold, expected, "9{}9")
@@ -127,7 +127,7 @@ def _other_writes(
     played: Demonstration,
     verdicts: list[bool] | None,
 ) -> Iterator[KnownResult]:
-    """One write too few, and one too many, where the data end up otherwise by it."""
+    """Omits one write, or adds one, if the final data differ by it."""
     actions = expected_actions(domain.world(), task)
     writes = [place for place, action in enumerate(actions) if _is_write(domain.world(), action)]
     cases = {}
@@ -148,7 +148,7 @@ def _other_writes(
 
 
 def _strange_write(domain: Domain, task: TauTask) -> Action | None:
-    """Another task's write that changes the data once this task is done."""
+    """Returns another task's write that changes the data after this task."""
     criteria = task.evaluation_criteria or Criteria()
     done = expected_world(domain, task, criteria)
     tried = 0
@@ -175,7 +175,7 @@ def _is_write(world: World, action: Action) -> bool:
 
 
 def _flooded(messages: Sequence[TauMessage], begun: int) -> list[TauMessage]:
-    """What the assistant says from message `begun` on is long."""
+    """Makes the assistant's messages long from message `begun` on."""
     flood = " word" * (MAX_SAID_CHARACTERS // 5 + 1)
     return [
         {**message, "content": message["content"] + flood}
@@ -186,7 +186,7 @@ def _flooded(messages: Sequence[TauMessage], begun: int) -> list[TauMessage]:
 
 
 def _replaced(messages: Sequence[TauMessage], texts: Sequence[str], form: str) -> list[TauMessage]:
-    """The conversation with what the assistant says of `texts` put into `form`."""
+    """Returns the conversation with the assistant's `texts` wrapped in `form`."""
 
     def changed(content: str) -> str:
         for text in texts:

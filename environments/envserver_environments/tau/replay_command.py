@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_vectors(path: Path) -> list[Mapping[str, Any]]:
-    """The vectors of a file.
+    """Returns the vectors of a file.
 
     Raises:
         InputError: there is no such file, or it holds no vectors.

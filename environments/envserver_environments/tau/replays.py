@@ -1,7 +1,7 @@
-"""Scripted conversations: played again, evaluated, and compared with what is expected of them.
+"""Scripted conversations: replayed, evaluated, and compared with the expected results.
 
-A vector (the format of tau2_reference.json) names domain, task and rules, holds what both sides
-say, in their order, and what tau2-bench itself makes of it under `expected`.
+A vector (the format of tau2_reference.json) names domain, task and rules, and holds the messages of
+both sides, in order, and tau2-bench's own results under `expected`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Replay:
     evaluation: Evaluation
 
     def as_row(self) -> dict[str, Any]:
-        """What a vector's `expected` tells, as it came out."""
+        """Returns the actual results in the form of a vector's `expected`."""
         world, found = self.episode.world, self.evaluation
         task = self.episode.task
         gold = found.gold
@@ -100,7 +100,7 @@ def play(episode: Episode, agent_script: list[Any], user_script: list[Any]) -> N
 
 
 def differences(vector: Mapping[str, Any], played: Replay) -> list[str]:
-    """Where the outcome is not what `vector` expects, in words; empty: it is the same."""
+    """Describes where the outcome differs from `vector`; empty: it is the same."""
     return [*_outcome_differences(vector, played), *_message_differences(vector, played)]
 
 
@@ -114,9 +114,9 @@ def _outcome_differences(vector: Mapping[str, Any], played: Replay) -> Iterator[
         if name not in expected or expected[name] == value:
             continue
         if not expected[name] and not value and not isinstance(value, bool | float):
-            continue  # nothing is told as null or as an empty list
+            continue  # empty results are null or an empty list
         if expected[name] is None and name.startswith("gold_"):
-            continue  # nor are the expected data told where nothing was looked at
+            continue  # nor are the expected data given if they were not evaluated
         yield f"{name}: expected {expected[name]!r}, is {value!r}"
 
 

@@ -1,10 +1,10 @@
 """Recorded conversations as rows, for `envserver score --env tau`.
 
-A row's `task` names `domain` and `task_id` of tau2-bench; more fields as in its vectors are
-optional: `evaluation_type`, `nl_verdicts`, `max_steps`, `max_errors`, `validate_communication`,
-`agent_may_stop`. The row's `messages` are the whole conversation, in tau2-bench's own shape or in
-OpenAI's (calls with "function", results with "tool_call_id"). They are played again: what the tools
-return is computed, and whether and why the conversation ended.
+A row's `task` names `domain` and `task_id` of tau2-bench; these fields of its vectors are optional:
+`evaluation_type`, `nl_verdicts`, `max_steps`, `max_errors`, `validate_communication`,
+`agent_may_stop`. The row's `messages` are the whole conversation, in tau2-bench's own form or in
+OpenAI's (calls with "function", results with "tool_call_id"). They are replayed: the tools' results
+are computed, and whether and why the conversation ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tasks import TauMessage, TauTask
 
 
 class RecordedTask(BaseModel):
-    """Which task a conversation is about, and by which rules it went."""
+    """The task of a conversation, and its rules."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -66,11 +66,11 @@ def read_recorded_task(row: Mapping[str, Any]) -> RecordedTask:
 def replayed(
     domain: Domain, task: TauTask, rules: EpisodeRules, messages: Sequence[Mapping[str, Any]]
 ) -> Episode:
-    """The conversation of `messages`, played again.
+    """Replays the conversation of `messages`.
 
     Raises:
-        InputError: it cannot have happened so: somebody speaks out of turn or after the end, or a
-            recorded result is not what the call returns.
+        InputError: it is impossible: a message is out of turn or after the end, or a recorded
+        result differs from the call's.
     """
     episode = Episode(domain, task, rules)
     remaining = [message_of_row(message, number) for number, message in enumerate(messages)]
@@ -92,9 +92,9 @@ def replayed(
 
 
 def _known(episode: Episode, messages: Sequence[TauMessage]) -> int:
-    """How many of `messages` are what there is before the start: history, or a greeting.
+    """Returns how many of `messages` precede the start: history, or a greeting.
 
-    A greeting in other words than ours takes its place."""
+    A greeting in other words replaces the standard one."""
     begun = episode.messages
     if len(begun) == 1 and begun[0]["content"] == GREETING:
         greeted = bool(messages) and messages[0]["role"] == "assistant"
@@ -168,7 +168,7 @@ def _call(call: Any, number: int, role: str) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> Any:
-    """Arguments as written by a model; what is not JSON stays a text (an error of the call)."""
+    """Parses a model's arguments; text that is not JSON stays text (an error of the call)."""
     try:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):

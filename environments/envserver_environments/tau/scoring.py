@@ -1,9 +1,8 @@
-"""The score of one conversation: the reward by tau2-bench's rule or strictly, and what it was like.
+"""Scores one conversation: the reward by tau2-bench's rule or strictly, and metrics.
 
-Metrics, for people and for shaping: `gold_writes_done` (share of the expected calls that change
-data that were made), `extra_writes` (calls that changed something without being expected),
-`unconfirmed_writes` (before which the customer did not say yes), `tool_errors`, and how the
-conversation ended.
+Metrics, for people and for shaping: `gold_writes_done` (share of the expected changes that were
+made), `extra_writes` (unexpected calls that changed something), `unconfirmed_writes` (changes
+without the customer's yes), `tool_errors`, and how the conversation ended.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ def score_conversation(
     nl_verdicts: Sequence[bool] | None = None,
     strictness: Strictness = Strictness.UPSTREAM,
 ) -> Score:
-    """The score of a whole conversation.
+    """Scores a whole conversation.
 
-    Where a judge's verdicts are needed and missing the reward is None; where the recorded results
-    cannot be those of the calls, the score is an error.
+    If a judge's verdicts are needed and missing the reward is None; if the recorded results cannot
+    be those of the calls, the score is an error.
     """
     try:
         found = evaluate(

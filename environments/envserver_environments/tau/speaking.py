@@ -1,7 +1,7 @@
-"""One side of a conversation: who hears, is told what his calls gave, and says something.
+"""One side of a conversation: it hears messages, receives its calls' results, and speaks.
 
-Assistant and customer are told apart only by their prompts, their tools and the name under which
-their model is asked (`run.chat(..., agent=name)`).
+Assistant and customer differ only in their prompts, their tools and the agent name of their model's
+calls (`run.chat(..., agent=name)`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .tasks import TauMessage
 from .wire import calls_of, result_for_model
 
 MAX_EMPTY_ANSWERS = 3
-"""So often a customer's model may say nothing usable at a turn, before that is our failure."""
+"""After this many unusable answers at a turn a customer's model is an infrastructure failure."""
 
 
 @dataclass(frozen=True)
 class Utterance:
-    """What a side says at its turn: words, or calls (`{"id", "name", "arguments"}`).
+    """The output of a side's turn: a text, or calls (`{"id", "name", "arguments"}`).
 
     Args:
-        cut_off: its message has no end; neither words nor calls count.
-        dropped_words: there were words beside the calls, which nobody hears.
+        cut_off: the message is incomplete; neither text nor calls count.
+        dropped_words: there was text beside the calls, which nobody hears.
     """
 
     content: str | None = None
@@ -37,27 +37,27 @@ class Utterance:
 
 
 class Speaker(Protocol):
-    """A side. After each `speak` it is told results where it made calls."""
+    """One side. After a `speak` with calls it receives their results."""
 
     def hear(self, content: str) -> None:
-        """The other side said something."""
+        """Takes a message of the other side."""
 
     def receive(self, results: Sequence[TauMessage]) -> None:
-        """What its calls gave."""
+        """Takes the results of its calls."""
 
     async def speak(self) -> Utterance:
-        """What it says now."""
+        """Returns its next utterance."""
 
 
 @dataclass
 class ModelSpeaker:
-    """A side that is a model. Its conversation only grows, so it is one training sequence.
+    """A side played by a model. Its conversation is append-only, so it is one training sequence.
 
     Args:
         name: of the agent of the rollout.
         system: its system prompt.
-        tools: in OpenAI's shape; empty: it has none.
-        history: what was said before, as it sees it.
+        tools: in OpenAI's form; empty: it has none.
+        history: the earlier conversation, as this side sees it.
     """
 
     run: Rollout
@@ -108,7 +108,7 @@ class ModelCustomer(ModelSpeaker):
 
 
 def utterance_of(reply: Reply) -> Utterance:
-    """What a model's answer says aloud: thoughts are not heard, nor words beside calls."""
+    """Returns the audible part of a model's answer: no thoughts, and no text beside calls."""
     if reply.finish_reason == "length":
         return Utterance(cut_off=True)
     words = visible_text(reply.content)

@@ -1,8 +1,8 @@
 """World states at the start of a task and after a conversation.
 
-`start` makes the world in which a task begins; `replay_messages` does again what the calls of a
-conversation did, as tau2-bench's evaluation does: only calls that change data are made again, and
-their results must be those that were recorded.
+`start` makes the world in which a task begins; `replay_messages` replays the calls of a
+conversation, as tau2-bench's evaluation does: only calls that change data run again, and their
+results must equal the recorded ones.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def calls_with_results(
     """Each call of a conversation with the message that holds its result.
 
     Raises:
-        ReplayMismatch: results are not right behind their calls, in the same order.
+        ReplayMismatch: results do not directly follow their calls, in the same order.
     """
     remaining = iter(messages)
     for message in remaining:

@@ -40,7 +40,7 @@ class Action(BaseModel):
     """A call that solves a part of the task.
 
     Args:
-        compare_args: which arguments count; None: those that a call happens to have.
+        compare_args: arguments that count; None: those that a call has.
     """
 
     action_id: str = ""
@@ -52,7 +52,7 @@ class Action(BaseModel):
 
 
 class Criteria(BaseModel):
-    """What is expected; only what `reward_basis` names makes the reward."""
+    """The expected results; only those in `reward_basis` make the reward."""
 
     actions: list[Action] | None = None
     env_assertions: list[Assertion] | None = None
@@ -62,14 +62,14 @@ class Criteria(BaseModel):
 
 
 class InitialData(BaseModel):
-    """What is laid over a domain's data."""
+    """Changes to a domain's data."""
 
     agent_data: dict[str, Any] | None = None
     user_data: dict[str, Any] | None = None
 
 
 class InitialState(BaseModel):
-    """What is different from the domain's data when the task starts."""
+    """Changes to the domain's data when the task starts."""
 
     initialization_data: InitialData | None = None
     initialization_actions: list[FunctionCall] | None = None

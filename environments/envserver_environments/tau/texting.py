@@ -1,7 +1,7 @@
 """An assistant who speaks in plain texts: THOUGHT, TOOL_CALL and FINAL
 (envserver_tools/protocol.py).
 
-For models without tool calls of their own. FINAL holds what the customer hears; one call a message.
+For models without native tool calls. FINAL holds the text for the customer; one call a message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .speaking import ModelSpeaker, Utterance
 from .tasks import TauMessage
 
 MAX_UNUSABLE = 3
-"""So many messages in a row may hold neither a call nor words; then it has nothing to say."""
+"""After this many messages without a call or text in a row, the utterance is empty."""
 
 
 class TextSpeaker(ModelSpeaker):
@@ -62,7 +62,7 @@ class TextSpeaker(ModelSpeaker):
 
 
 def as_texts(turns: Iterable[Message]) -> Iterator[Message]:
-    """Messages with tool calls as a model says them that has none."""
+    """Converts messages with tool calls to texts of a model that has none."""
     for turn in turns:
         for call in turn.get("tool_calls") or ():
             function = call["function"]

@@ -1,9 +1,9 @@
 """Customers: scripted by their task, or played by a model.
 
-Scripts make rollouts cheap and the same each time. A script is a list of rules of which the first
-that fits is followed: `{"if": pattern that is looked for in the assistant's last words (case does
-not count) or "always", "calls": [{"name", "arguments"}] of his own tools (may be absent), "say":
-his words then, in which {result} is what the last call gave}`.
+Scripts make rollouts cheap and repeatable. A script is a list of rules of which the first match is
+followed: `{"if": pattern in the assistant's last message (case-insensitive) or "always", "calls":
+[{"name", "arguments"}] of the customer's own tools (optional), "say": the customer's text, in which
+{result} is the last call's result}`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Rule = Mapping[str, Any]
 USER = "user"
 """Name of the agent whose model plays the customer."""
 MAX_REPEATS = 5
-"""So often a scripted customer says the same; then he gives up, which ends the conversation."""
+"""After this many repeats a scripted customer gives up, which ends the conversation."""
 
 
 def customer_of(
     kind: UserKind, script: Sequence[Rule], task: TauTask, episode: Episode, run: Rollout
 ) -> Speaker:
-    """The customer of a task.
+    """Returns the customer of a task.
 
     Raises:
-        InputError: a script is asked for and there is none.
+        InputError: the settings ask for a script and there is none.
     """
     if kind == "script" and not script:
         raise InputError(f"Task {task.id!r} has no script for its customer.")
@@ -54,7 +54,7 @@ def customer_of(
 
 
 def user_tools(world: World, task: TauTask) -> list[dict[str, Any]]:
-    """What the customer may do himself, in OpenAI's shape."""
+    """Returns the customer's own tools, in OpenAI's form."""
     if world.user is None:
         return []
     known = world.user.tools().values()
@@ -68,7 +68,7 @@ class ScriptedCustomer:
 
     Args:
         script: its last rule is "always".
-        history: what was said before his first turn.
+        history: the conversation before the customer's first turn.
     """
 
     def __init__(self, script: Sequence[Rule], history: Sequence[TauMessage] = ()) -> None:
@@ -91,7 +91,7 @@ class ScriptedCustomer:
         return self.say()
 
     def say(self) -> Utterance:
-        """His next words or calls."""
+        """Returns the next text or calls."""
         if self._words is not None:
             words, self._words = self._words, None
             return Utterance(words)
@@ -111,7 +111,7 @@ class ScriptedCustomer:
 
 
 def matching_rule(script: Sequence[Rule], heard: str) -> int:
-    """Place of the rule that fits what was heard; the last where none does."""
+    """Returns the index of the rule that matches, or of the last one."""
     for place, rule in enumerate(script):
         if rule["if"] == "always" or re.search(rule["if"], heard, re.IGNORECASE):
             return place

@@ -24,9 +24,9 @@ def calls_of(tool_calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def as_openai(message: TauMessage) -> Message:
-    """A message of a conversation in OpenAI's shape; whose call a result is of is told beside it.
+    """Converts a message to OpenAI's form, with the requestor of a result added.
 
-    `rows.message_of_row` reads it back as it was.
+    `rows.message_of_row` reads it back unchanged.
     """
     if message["role"] == "tool":
         told = {"role": "tool", "tool_call_id": message["id"], "content": message["content"]}
@@ -38,7 +38,7 @@ def as_openai(message: TauMessage) -> Message:
 
 
 def seen_by(side: Requestor, messages: Sequence[TauMessage]) -> Iterator[Message]:
-    """A conversation as one side sees it: itself as the assistant, calls of its own only."""
+    """Returns the conversation as one side sees it: itself as the assistant, only its own calls."""
     for message in messages:
         if message["role"] == "tool":
             if message["requestor"] == side:
@@ -50,7 +50,7 @@ def seen_by(side: Requestor, messages: Sequence[TauMessage]) -> Iterator[Message
 
 
 def result_for_model(result: TauMessage) -> Message:
-    """What a call gave, for whoever made it."""
+    """Returns a call's result as its caller reads it."""
     return {"role": "tool", "tool_call_id": result["id"], "content": result["content"]}
 
 

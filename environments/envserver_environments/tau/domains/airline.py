@@ -406,7 +406,7 @@ class AirlineTools(Toolkit):
 
 
 def _as_models(model: type[BaseModel], values: Any) -> Any:
-    """Each of `values` as `model`, if all are objects; else as they are."""
+    """Parses each of `values` as `model` if all are objects; else returns them unchanged."""
     if all(isinstance(value, dict) for value in values):
         return [model(**value) for value in values]
     return values

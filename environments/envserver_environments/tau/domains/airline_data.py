@@ -15,14 +15,14 @@ Insurance = Literal["yes", "no"]
 
 
 class Name(BaseModel):
-    """What a person is called."""
+    """The name of a person."""
 
     first_name: str
     last_name: str
 
 
 class Address(BaseModel):
-    """Where a person lives."""
+    """The address of a person."""
 
     address1: str
     address2: str | None = None
@@ -119,7 +119,7 @@ class FlightDataStatusOnTime(BaseModel):
 
 
 class Flight(BaseModel):
-    """A flight number with what it does each day."""
+    """A flight number with its state on each day."""
 
     flight_number: str
     origin: str
@@ -188,7 +188,7 @@ class Reservation(BaseModel):
 
 
 class FlightDB(BaseModel):
-    """Everything the airline knows."""
+    """The airline's data."""
 
     model_config = ConfigDict(extra="forbid")
 

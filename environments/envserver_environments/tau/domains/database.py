@@ -1,9 +1,9 @@
-"""Data of a domain: loaded once, shared by all episodes, each with its own changes laid over it.
+"""Data of a domain: loaded once, shared by all episodes; each episode overlays its changes.
 
-In: what a domain's file holds. Out: `Database`, one per episode and side, made in microseconds:
-nothing is copied until an episode changes it, and then only the record that it changes. What
-`table`, `get` and `rows` give may be shared, so it is only read; what `edit` and `edit_table` give
-belongs to this episode and may be changed.
+In: the content of a domain's file. Out: `Database`, one per episode and side, made in microseconds:
+nothing is copied until an episode changes it, and then only the changed record. The results of
+`table`, `get` and `rows` may be shared, so they are only read; those of `edit` and `edit_table`
+belong to this episode and may be changed.
 
 Hashes are those of tau2-bench: SHA-256 of the whole content as JSON with sorted keys, so that
 1, 1.0 and "1" differ and an absent field differs from null.
@@ -23,16 +23,16 @@ Record = dict[str, Any]
 
 
 class Base:
-    """The data of one side (assistant or user) of a domain, as its file has it; never changed.
+    """The data of one side (assistant or user) of a domain, as in its file; never changed.
 
     Args:
-        model: what it must look like; fields get its types, defaults and order.
+        model: the schema; fields get its types, defaults and order.
         content: the parsed file.
         keyed: fields of `model` that map keys to records; changes to them are kept per record,
             to all other fields as a whole.
 
     Raises:
-        pydantic.ValidationError: `content` does not look like `model`.
+        pydantic.ValidationError: `content` does not match `model`.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Database:
         self._tables: dict[str, Any] = {}
 
     def table(self, name: str) -> Any:
-        """All of the table `name`, to be read only.
+        """Returns the whole table `name`, to be read only.
 
         Raises:
-            AttributeError: there is none, in the words of Python about `model`.
+            AttributeError: there is none, with Python's message about `model`.
         """
         if name in self._tables:
             return self._tables[name]
@@ -81,7 +81,7 @@ class Database:
         return {**base, **own} if own else base
 
     def get(self, name: str, key: Any) -> Record | None:
-        """The record `key` of the keyed table `name`, to be read only; None: there is none."""
+        """Returns the record `key` of the keyed table `name`, to be read only, or None."""
         own = self._records.get(name)
         if own is not None and key in own:
             return own[key]
@@ -108,7 +108,7 @@ class Database:
         self._records.setdefault(name, {})[key] = record
 
     def edit_table(self, name: str) -> Any:
-        """All of a table that is not keyed, to be changed in place."""
+        """Returns a whole table that is not keyed, to be changed in place."""
         if name not in self._tables:
             self._tables[name] = copied(self.base.tables[name])
         return self._tables[name]
@@ -137,7 +137,7 @@ class Database:
                 self._tables[name] = valid[name]
 
     def content(self) -> dict[str, Any]:
-        """Everything, to be read only."""
+        """Returns all content, to be read only."""
         return {name: self.table(name) for name in self.base.tables}
 
     @property

@@ -31,15 +31,15 @@ SHIPPED = Path(__file__).parents[1] / "data"
 
 
 def find_domain(name: str, data: Path | None, *, with_tasks: bool = True) -> Domain:
-    """The domain `name` of either kind.
+    """Loads the domain `name` of either kind.
 
     Args:
         data: the folder of tau2-bench's data; unset: those of the package inspect_evals.
-        with_tasks: with tasks and splits; where conversations are held they need not be known.
+        with_tasks: with tasks and splits; conversations do not need them.
 
     Raises:
         InputError: there is no such domain.
-        NotFoundError, ConfigError: its data are not there, or cannot be read.
+        NotFoundError, ConfigError: its data are missing, or cannot be read.
     """
     if name in OWN:
         return load_domain(OWN[name], SHIPPED / name, with_tasks=with_tasks)
@@ -47,13 +47,13 @@ def find_domain(name: str, data: Path | None, *, with_tasks: bool = True) -> Dom
 
 
 def tau2_domain(name: str, data: Path | None, *, with_tasks: bool = True) -> Domain:
-    """tau2-bench's domain `name` with its data.
+    """Loads tau2-bench's domain `name` with its data.
 
-    Args as of `find_domain`.
+    Args as in `find_domain`.
 
     Raises:
         InputError: there is no such domain.
-        NotFoundError, ConfigError: its data are not there, or cannot be read.
+        NotFoundError, ConfigError: its data are missing, or cannot be read.
     """
     if name not in KINDS:
         known = ", ".join([*OWN, *KINDS])

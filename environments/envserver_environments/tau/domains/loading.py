@@ -21,18 +21,18 @@ from .database import Base
 from .world import Domain, DomainKind, Side
 
 _INSIDE = ("", "domains", "data/tau2/domains", "tau2/data/domains")
-"""Where in a folder the domains' own folders may be."""
+"""Places in a folder where the domains' own folders may be."""
 
 
 def load_domain(kind: DomainKind, folder: Path, *, with_tasks: bool = True) -> Domain:
-    """A domain from `folder`, which holds its files (db, policy, tasks, split_tasks).
+    """Loads a domain from `folder`, which holds its files (db, policy, tasks, split_tasks).
 
     Args:
         with_tasks: read the last two.
 
     Raises:
         NotFoundError: a file is missing.
-        ConfigError: a file cannot be read as what it should be.
+        ConfigError: a file cannot be parsed.
     """
     return _load(kind, folder.resolve(), with_tasks)
 
@@ -86,7 +86,7 @@ def _policy(kind: DomainKind, folder: Path) -> str:
 
 
 def _base(side: Side, folder: Path, *, required: bool = True) -> Base:
-    """The data of one side; an empty base where there may be none and there is no file."""
+    """Returns the data of one side; empty if the file is optional and missing."""
     content = _read_data(folder, side.file, required=required) or {}
     try:
         return Base(side.model, content, side.keyed)

@@ -1,4 +1,4 @@
-"""To-do lists of an invented office: mock's tools of both sides, with own rules.
+"""To-do lists of an invented office: mock's tools of both sides, with different rules.
 
 Its files are shipped in tau/data/mini_mock; scripts as in `mini_telecom.py`.
 """

@@ -1,10 +1,10 @@
-"""A small phone company of our own: telecom's tools over invented customers, with own rules.
+"""A small invented phone company: telecom's tools over invented customers, with different rules.
 
-Its files are shipped in tau/data/mini_telecom. Beside tau2-bench's fields each task
-has a `user_script`, for a customer without a model: rules of which the first that fits is followed,
-each `{"if": pattern found in the assistant's last text (case does not count) or "always", "calls":
-[{"name", "arguments"}] of his own tools (may be absent), "say": his words after them, in which
-{result} stands for what the last call returned}`.
+Its files are shipped in tau/data/mini_telecom. Besides tau2-bench's fields each task has a
+`user_script`, for a customer without a model: rules of which the first match is followed, each
+`{"if": pattern in the assistant's last text (case-insensitive) or "always", "calls": [{"name",
+"arguments"}] of the customer's own tools (optional), "say": the customer's text after them, in
+which {result} is replaced by the last call's result}`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class User(BaseModel):
 
 
 class MockDB(BaseModel):
-    """What the assistant works on."""
+    """The assistant's data."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -54,7 +54,7 @@ class Notification(BaseModel):
 
 
 class MockUserDB(BaseModel):
-    """What the customer sees on his side."""
+    """The customer's data."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -39,14 +39,14 @@ class Product(BaseModel):
 
 
 class UserName(BaseModel):
-    """What a customer is called."""
+    """The name of a customer."""
 
     first_name: str
     last_name: str
 
 
 class UserAddress(BaseModel):
-    """Where something is sent."""
+    """A delivery address."""
 
     address1: str
     address2: str
@@ -117,7 +117,7 @@ class OrderPayment(BaseModel):
 
 
 class Order(BaseModel):
-    """What a customer ordered and what became of it."""
+    """A customer's order and its state."""
 
     order_id: str
     user_id: str
@@ -136,7 +136,7 @@ class Order(BaseModel):
 
 
 class RetailDB(BaseModel):
-    """Everything the shop knows."""
+    """The shop's data."""
 
     model_config = ConfigDict(extra="forbid")
 

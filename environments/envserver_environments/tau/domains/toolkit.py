@@ -1,9 +1,9 @@
-"""How a domain declares its tools, and how a result is written for a model.
+"""Declares a domain's tools, and formats results for a model.
 
 A toolkit is a class whose methods are the functions of one side of a domain. Those marked by
 `@tool` may be called by a model; the others serve the set-up of tasks and their assertions. Names
-of classes, methods and parameters are tau2-bench's, since Python's own words about a wrong call
-("RetailTools.f() missing 1 required positional argument: 'a'") are what the model reads.
+of classes, methods and parameters are tau2-bench's, since the model reads Python's own messages
+about a wrong call ("RetailTools.f() missing 1 required positional argument: 'a'").
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .database import Database
 
 Requestor = Literal["assistant", "user"]
 Kind = Literal["read", "write", "think", "generic"]
-"""What a tool does, for people: only `write` tools change data, unless `mutates` says otherwise."""
+"""The kind of a tool, for people: only `write` tools change data, unless `mutates` says otherwise.
+"""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -41,7 +42,7 @@ class ToolInfo:
     kind: Kind
     mutates: bool
     schema: dict[str, Any]
-    """In OpenAI's shape."""
+    """The schema in OpenAI's form."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Toolkit:
 
         Raises:
             ValueError: there is no such tool.
-            Exception: what the tool raises, also about its arguments.
+            Exception: any error of the tool, also about its arguments.
         """
         if name not in self.tools():
             raise ValueError(f"Tool '{name}' not found.")

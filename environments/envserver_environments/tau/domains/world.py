@@ -1,9 +1,9 @@
-"""The world of one episode: both sides' tools over their data, and what calls do to it.
+"""The world of one episode: both sides' tools over their data, and the effects of calls.
 
-A `DomainKind` is what is fixed about a domain (tools, shape of its data); a `Domain` is a kind
-with data, policy and tasks, loaded once (`loading.py`); a `World` is one episode's own state,
-made in microseconds. A call by a model never raises: what goes wrong is the result's text,
-"Error: ..." in the words of tau2-bench.
+A `DomainKind` is the fixed part of a domain (tools, schemas of its data); a `Domain` is a kind with
+data, policy and tasks, loaded once (`loading.py`); a `World` is the state of one episode, made in
+microseconds. A model's call never raises: an error becomes the result's text, "Error: ..." in the
+words of tau2-bench.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Side:
 
 @dataclass(frozen=True)
 class DomainKind:
-    """What is fixed about a domain.
+    """The fixed part of a domain.
 
     Args:
         agent: the assistant's side.
-        user: the customer's, where he has tools.
-        sync: called with both toolkits after every call that a model made (and after each step of
-            the set-up), to carry over what one side's change means for the other.
-        policy_parts: (tag, file) of the parts of a policy that is more than one file; each is put
-            between `<tag>` and `</tag>`.
-        folder: where its files are, among tau2-bench's domains; empty: its name.
+        user: the customer's side, if it has tools.
+        sync: called with both toolkits after every call by a model (and after each step of the
+        set-up), to carry one side's changes over to the other.
+        policy_parts: (tag, file) of the parts of a policy of several files; each is put between
+        `<tag>` and `</tag>`.
+        folder: its folder among tau2-bench's domains; empty: its name.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What a model reads about its call."""
+    """The result of a call, as the model reads it."""
 
     content: str
     error: bool
@@ -104,7 +104,7 @@ class World:
         self.sync()
 
     def call(self, requestor: Requestor, name: str, arguments: Mapping[str, Any]) -> CallResult:
-        """Does what a model asked for; arguments that are not an object are an error too."""
+        """Runs a model's call; arguments that are not an object are an error, too."""
         if not isinstance(arguments, Mapping):
             return CallResult("Error: The arguments are not a JSON object.", error=True)
         try:
@@ -118,7 +118,7 @@ class World:
         """Calls a tool without the sync that follows a model's call.
 
         Raises:
-            Exception: what the tool raises; ValueError: there is no such tool.
+            Exception: any error of the tool; ValueError: there is no such tool.
         """
         for reserved in ("self", "tool_name", "requestor"):
             if reserved in arguments:
@@ -132,7 +132,7 @@ class World:
 
         Raises:
             AttributeError: there is no such function.
-            Exception: what it raises.
+            Exception: any error of the function.
         """
         function = getattr(self._side(env_type), name)
         result = function(**arguments)
@@ -192,4 +192,4 @@ _RESERVED = {
     "requestor": "tau2.environment.environment.Environment.make_tool_call() "
     "got multiple values for keyword argument 'requestor'",
 }
-"""What tau2-bench answers to arguments that have the names of its own function's."""
+"""tau2-bench's answers to arguments named like those of its own function."""

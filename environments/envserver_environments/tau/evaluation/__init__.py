@@ -1,4 +1,4 @@
-"""What a conversation is worth: tau2-bench's reward, and a stricter one."""
+"""Rewards of a conversation: tau2-bench's, and a stricter one."""
 
 from __future__ import annotations
 

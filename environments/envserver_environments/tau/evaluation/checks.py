@@ -1,7 +1,7 @@
-"""The single checks on a conversation: was a call made, was something said. Pure functions.
+"""Single checks on a conversation: was a call made, was a text said. Pure functions.
 
 `Strictness.UPSTREAM` is tau2-bench's rule, with its holes (src/tau2/evaluator there): a call with
-fewer arguments than expected matches, whoever made it, and "5" is said by "50". `STRICT` closes
+fewer arguments than expected matches, whoever made it, and "5" is found in "50". `STRICT` closes
 them: all expected arguments, of the right side, and whole words and numbers.
 """
 
@@ -16,14 +16,14 @@ from ..tasks import Action, TauMessage, has_text
 
 
 class Strictness(enum.Enum):
-    """Which rule a check follows."""
+    """The rules of a check."""
 
     UPSTREAM = "upstream"
     STRICT = "strict"
 
 
 def calls_of(messages: Sequence[TauMessage]) -> list[Mapping[str, Any]]:
-    """All calls of a conversation, of both sides, in their order."""
+    """Returns all calls of a conversation, of both sides, in order."""
     return [call for message in messages for call in message.get("tool_calls") or ()]
 
 
@@ -32,7 +32,7 @@ def action_matches(
     messages: Sequence[TauMessage],
     strictness: Strictness = Strictness.UPSTREAM,
 ) -> list[bool]:
-    """For each expected action: is there such a call anywhere in the conversation?"""
+    """Returns for each expected action whether any call of the conversation matches it."""
     calls = calls_of(messages)
     return [any(same_call(action, call, strictness) for call in calls) for action in actions]
 
@@ -40,10 +40,10 @@ def action_matches(
 def same_call(
     action: Action, call: Mapping[str, Any], strictness: Strictness = Strictness.UPSTREAM
 ) -> bool:
-    """Is `call` (name, arguments, requestor) the expected `action`?
+    """Returns whether `call` (name, arguments, requestor) is the expected `action`.
 
-    Only `compare_args` count, none if that is empty. Where it is unset, upstream compares what the
-    call happens to have; strictly, it is all that the action has.
+    Only `compare_args` count, none if that is empty. If it is unset, upstream compares the
+    arguments that the call has; strictly, those that the action has.
     """
     if action.name != call["name"] or not isinstance(call["arguments"], Mapping):
         return False
@@ -66,11 +66,11 @@ def information_given(
     messages: Sequence[TauMessage],
     strictness: Strictness = Strictness.UPSTREAM,
 ) -> list[bool]:
-    """For each expected text: does the assistant say it, in any message?
+    """Returns for each expected text whether any message of the assistant has it.
 
-    Case does not count. Upstream removes commas from what is said (so that a text with a comma is
-    never found) and looks for the text anywhere; strictly, commas count only outside numbers, and
-    the text must not be a part of a longer word or number.
+    Case is ignored. Upstream removes commas from the messages (so that a text with a comma is never
+    found) and matches the text anywhere; strictly, commas are ignored only in numbers, and the text
+    must not be part of a longer word or number.
     """
     said = [m["content"] for m in messages if m["role"] == "assistant" and has_text(m)]
     is_in = _is_said_strictly if strictness is Strictness.STRICT else _is_said

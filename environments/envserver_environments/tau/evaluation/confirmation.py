@@ -1,8 +1,8 @@
-"""Did the customer agree before something was changed? For people and for policies of our own.
+"""Checks that the customer agreed before a change. For people, and for the mini domains' policies.
 
-tau2-bench's policies ask for an explicit yes before every change, but its reward does not look. A
-change is confirmed if the customer's last words before it say yes, and the assistant's words
-before those name what is changed: one of the ids among the arguments of the call.
+tau2-bench's policies demand an explicit yes before every change, but its reward ignores it. A
+change is confirmed if the customer's last message before it says yes, and the assistant's message
+before that names one of the ids among the arguments of the call.
 """
 
 from __future__ import annotations

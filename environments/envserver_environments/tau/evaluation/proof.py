@@ -1,4 +1,4 @@
-"""What strict rewards ask for besides the task's own criteria: work that shows, and few words."""
+"""Extra conditions of strict rewards: proof of work, and short messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HAND_OVER = "transfer_to_human_agents"
 """The tool that every domain has for giving up."""
 
 MAX_SAID_CHARACTERS = 20_000
-"""What the assistant may say in a whole conversation."""
+"""Maximum length of all the assistant's messages in a conversation."""
 
 
 def is_brief(messages: Sequence[TauMessage]) -> bool:
@@ -22,10 +22,10 @@ def is_brief(messages: Sequence[TauMessage]) -> bool:
 
 
 def is_proof_of_work(criteria: Criteria, messages: Sequence[TauMessage]) -> bool:
-    """Did the assistant look into the matter, where the right thing is to change nothing?
+    """Returns whether the assistant looked into the matter, if changing nothing is right.
 
-    At least one of the expected actions is done exactly (of handing over, the words do not count);
-    where none is expected, at least one call of the assistant succeeds.
+    At least one of the expected actions is done exactly (for a transfer, the text does not count);
+    if none is expected, at least one call of the assistant succeeds.
     """
     if criteria.actions:
         actions = [

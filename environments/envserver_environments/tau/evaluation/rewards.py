@@ -1,13 +1,13 @@
-"""The reward of a conversation: in a task, the messages and how it ended; out an `Evaluation`.
+"""Computes the reward. In: a task, the messages and the ending. Out: an `Evaluation`.
 
-It is computed from the messages alone, by doing their calls again in a fresh world. `evaluate`
-follows tau2-bench's evaluator (src/tau2/evaluator) for every evaluation type: the product of what
-the task's own `reward_basis` names. Where upstream's evaluator crashes (an assertion that raises)
-the assertion is not met, and `upstream_error` tells it.
+It depends on the messages alone, whose calls are replayed in a fresh world. `evaluate` follows
+tau2-bench's evaluator (src/tau2/evaluator) for every evaluation type: the product of the components
+in the task's `reward_basis`. Where upstream's evaluator crashes (an assertion that raises) the
+assertion fails, and `upstream_error` names the error.
 
-Strictly, holes of that reward are closed: calls must have all expected arguments, texts count as
-whole words, what is to be said counts whatever the basis, dumping text does not help, and where
-doing nothing would do, there must be a proof of work.
+The strict reward closes holes: calls must have all expected arguments, texts must match whole
+words, expected texts count whatever the basis is, long messages do not help, and if doing nothing
+would suffice, there must be a proof of work.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class MissingVerdicts(EvaluationError):
 
 @dataclass
 class Evaluation:
-    """What a conversation is worth.
+    """The reward of a conversation and its components.
 
     Args:
         reward: 0 or 1.
-        basis: what was to count; None: nothing was looked at.
-        components: of what was looked at and counts: 0 or 1 each.
-        db_match: do the data end up as expected? None: not looked at.
+        basis: the components that should count; None: none was evaluated.
+        components: 0 or 1 for each component that was evaluated and counts.
+        db_match: whether the data end as expected; None: not evaluated.
         env_assertions: each expected assertion's name, and whether it holds.
         action_matches: for each expected action, whether it was done.
-        communicate: each expected text, and whether it was said.
-        nl: the judge's verdicts; None: not asked for.
-        upstream_error: with what tau2-bench's own evaluator ends here instead.
-        gold: the world as it was expected; None: not looked at.
-        predicted: the world as the conversation left it; None: not looked at.
+        communicate: each expected text, and whether it was found.
+        nl: the judge's verdicts; None: not requested.
+        upstream_error: the error of tau2-bench's own evaluator here.
+        gold: the expected world; None: not evaluated.
+        predicted: the world after the conversation; None: not evaluated.
     """
 
     reward: float
@@ -86,15 +86,15 @@ def evaluate(
     nl_verdicts: Sequence[bool] | None = None,
     strictness: Strictness = Strictness.UPSTREAM,
 ) -> Evaluation:
-    """The value of a conversation (all of its messages, with the task's history).
+    """Evaluates a conversation (all of its messages, with the task's history).
 
     Args:
-        ending: why it ended (`episodes.Ending`); what did not end by a stop is worth 0.
-        nl_verdicts: what a judge said of each of the task's `nl_assertions`.
+        ending: why it ended (`episodes.Ending`); only a stop can earn a reward.
+        nl_verdicts: a judge's verdicts on the task's `nl_assertions`.
 
     Raises:
-        EvaluationError: the recorded results are not those of the calls.
-        MissingVerdicts: verdicts are needed, and there are not as many as assertions.
+        EvaluationError: the recorded results differ from those of the calls.
+        MissingVerdicts: verdicts are needed, and their number differs from the assertions'.
     """
     if ending not in COMPLETE:
         return Evaluation(0.0)
@@ -132,7 +132,7 @@ def pays_for_nothing(domain: Domain, task: TauTask) -> bool:
 
 @dataclass(frozen=True)
 class _Scope:
-    """What is looked at, which components make the reward, and which basis is told."""
+    """What is evaluated, which components make the reward, and which basis is reported."""
 
     parts: frozenset[str]
     counting: frozenset[str]
@@ -167,7 +167,7 @@ def _look_at_env(
     criteria: Criteria,
     messages: Sequence[TauMessage],
 ) -> None:
-    """The data at the end, and what is asserted about them."""
+    """Evaluates the final data, and the assertions on them."""
     if criteria.actions is None and criteria.env_assertions is None:
         found.db_match = True
         return
@@ -190,7 +190,7 @@ def _look_at_env(
 
 
 def expected_world(domain: Domain, task: TauTask, criteria: Criteria) -> World:
-    """The world after the expected actions; those that fail change what they changed till then."""
+    """Returns the world after the expected actions; failed ones keep their changes so far."""
     world = start(domain, task)
     for action in criteria.actions or ():
         try:
@@ -243,7 +243,7 @@ def _strict_components(
     messages: Sequence[TauMessage],
     counting: Collection[str],
 ) -> set[str]:
-    """What counts strictly, besides the basis."""
+    """Returns the components of the strict reward besides the basis."""
     said = {"COMMUNICATE"} if criteria.communicate_info else set()
     found.components["BRIEF"] = float(is_brief(messages))
     found.components["PROOF"] = 1.0
@@ -255,7 +255,7 @@ def _strict_components(
 def _needs_nothing(
     domain: Domain, task: TauTask, criteria: Criteria, counting: Collection[str]
 ) -> bool:
-    """Does a conversation in which nothing is done and said meet all that counts?"""
+    """Returns whether a conversation without any action or message meets all conditions."""
     if "ACTION" in counting and criteria.actions:
         return False
     if "COMMUNICATE" in counting and criteria.communicate_info:

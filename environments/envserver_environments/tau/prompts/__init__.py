@@ -17,7 +17,7 @@ _SCENARIO = {
     "unknown_info": "What you do not know",
     "task_instructions": "How you behave",
 }
-"""Parts of a scenario, in the order in which they are told."""
+"""Parts of a scenario, in the order of the prompt."""
 
 
 def agent_prompt(policy: str, context: str = "") -> str:
@@ -31,7 +31,7 @@ def agent_prompt(policy: str, context: str = "") -> str:
 
 
 def text_prompt() -> str:
-    """How an assistant without tool calls speaks; its tools are listed behind it."""
+    """Instructions for an assistant without tool calls; the list of its tools follows."""
     return _text("text")
 
 
@@ -57,7 +57,7 @@ def scenario_text(scenario: Mapping[str, Any]) -> str:
 def judge_messages(
     assertions: Sequence[str], messages: Sequence[TauMessage]
 ) -> list[dict[str, str]]:
-    """What the judge is asked: the conversation, and what should be true of it."""
+    """Returns the judge's prompt: the conversation, and the assertions."""
     listed = "\n".join(f"{place}. {text}" for place, text in enumerate(assertions, start=1))
     shown = "\n".join(_shown(message) for message in messages)
     asked = f"<conversation>\n{shown}\n</conversation>\n\nExpectations:\n{listed}"

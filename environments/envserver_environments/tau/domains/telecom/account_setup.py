@@ -1,6 +1,6 @@
-"""How tasks prepare the company's records, and what they assert about them; no model's functions.
+"""Functions that prepare the company's records for tasks, and assertions on them; not for models.
 
-Names and parameters are those that tau2-bench's telecom tasks use (MIT, Sierra Research).
+Names and parameters are those of tau2-bench's telecom tasks (MIT, Sierra Research).
 """
 
 from __future__ import annotations
@@ -71,6 +71,6 @@ class AccountSetup(Accounts):
         return bool(self.line_of(customer_id, line_id)["status"] == expected_status)
 
     def assert_no_overdue_bill(self, overdue_bill_id: str) -> bool:
-        """Is that bill paid, or is there no such bill?"""
+        """Returns whether that bill is paid, or does not exist."""
         bills = [b for b in self.db.table("bills") if b["bill_id"] == overdue_bill_id]
         return all(bill["status"] == "Paid" for bill in bills)

@@ -1,7 +1,8 @@
 """Customers, their lines and their bills: look-ups, and the changes that several tools share.
 
-What look-ups give may be shared with other episodes, so it is only read; what the `edited_`
-functions give may be changed. Wordings of errors: tau2-bench's domain telecom (MIT), since they
+Look-ups return data that may be shared with other episodes, so it is only read; the `edited_`
+functions return data that may be changed. Wordings of errors: tau2-bench's domain telecom (MIT),
+since its agents read them.
 are what its agents read.
 """
 
@@ -27,14 +28,14 @@ _LABELS = {
     "bills": ("Bill", "bill_id"),
     "plans": ("Plan", "plan_id"),
 }
-"""Table -> what a record of it is called, and the field that holds its id."""
+"""Table -> the name of its records, and the field that holds their id."""
 
 
 class Accounts(Toolkit):
     """The company's records of one episode."""
 
     def found(self, table: str, record_id: str) -> Record:
-        """The record `record_id` of `table`, to be read only.
+        """Returns the record `record_id` of `table`, to be read only.
 
         Raises:
             ValueError: there is none.
@@ -46,7 +47,7 @@ class Accounts(Toolkit):
         raise ValueError(f"{label} with ID {record_id} not found")
 
     def edited(self, table: str, record_id: str) -> Record:
-        """The record `record_id` of `table`, to be changed in place.
+        """Returns the record `record_id` of `table`, to be changed in place.
 
         Raises:
             ValueError: there is none.
@@ -56,10 +57,10 @@ class Accounts(Toolkit):
         return self.found(table, record_id)
 
     def line_of(self, customer_id: str, line_id: str) -> Record:
-        """A line of that customer, to be read only.
+        """Returns a line of that customer, to be read only.
 
         Raises:
-            ValueError: there is no such customer, line, or the line is another one's.
+            ValueError: there is no such customer or line, or the line is another customer's.
         """
         customer = self.found("customers", customer_id)
         if line_id not in customer["line_ids"]:
@@ -67,7 +68,7 @@ class Accounts(Toolkit):
         return self.found("lines", line_id)
 
     def line_by_number(self, phone_number: str) -> Record:
-        """The line with that number, to be read only.
+        """Returns the line with that number, to be read only.
 
         Raises:
             ValueError: there is none.
@@ -78,10 +79,10 @@ class Accounts(Toolkit):
         raise ValueError(f"Line with phone number {phone_number} not found")
 
     def customer_by_number(self, phone_number: str) -> Record:
-        """Whose own number or whose line's number it is, to be read only.
+        """Returns the customer with that number, or with a line of that number, to be read only.
 
         Raises:
-            ValueError: nobody's.
+            ValueError: there is none.
         """
         owners = {line["line_id"] for line in self._lines_with(phone_number)}
         for customer in self.db.table("customers"):
@@ -90,17 +91,17 @@ class Accounts(Toolkit):
         raise ValueError(f"Customer with phone number {phone_number} not found")
 
     def bills_of(self, customer: Record, status: str | None = None) -> list[Record]:
-        """The bills of a customer, in the order of his record; with a status: only such."""
+        """Returns the bills of a customer, in the order of the record; with a status: only such."""
         bills = (self.found("bills", bill_id) for bill_id in customer["bill_ids"])
         return [bill for bill in bills if status is None or bill["status"] == status]
 
     def is_data_used_up(self, line: Record) -> bool:
-        """Has the line used all that its plan and what was added to it allow?"""
+        """Returns whether the line has used all data of its plan and its refuels."""
         allowed = self.found("plans", line["plan_id"])["data_limit_gb"] + line["data_refueling_gb"]
         return bool(line["data_used_gb"] >= allowed)
 
     def charge(self, customer_id: str, dollars: float, description: str) -> None:
-        """Adds an amount to the customer's draft bill, which is made where there is none."""
+        """Adds an amount to the customer's draft bill, which is created if there is none."""
         drafts = self.bills_of(self.found("customers", customer_id), "Draft")
         bill_id = drafts[0]["bill_id"] if drafts else self._new_draft(customer_id)
         bill = self.edited("bills", bill_id)

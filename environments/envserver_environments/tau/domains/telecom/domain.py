@@ -1,4 +1,4 @@
-"""The domain itself: both sides' tools, and what one side's changes mean for the other."""
+"""The domain: both sides' tools, and the effects of one side's changes on the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tools_user import TelecomUserTools
 def sync(company: TelecomTools, phone: TelecomUserTools) -> None:
     """Carries over line, usage and payments between the company's records and the phone.
 
-    A phone without a number is nobody's: nothing is carried over.
+    A phone without a number belongs to no customer: nothing is carried over.
 
     Raises:
         ValueError: no line has the phone's number.
@@ -50,7 +50,7 @@ TELECOM = DomainKind(
     ),
     folder="telecom",
 )
-"""With technical support by manual: what each setting of the phone is about."""
+"""With technical support by manual: the meaning of each setting of the phone."""
 
 TELECOM_WORKFLOW = replace(
     TELECOM,
@@ -60,4 +60,4 @@ TELECOM_WORKFLOW = replace(
         ("tech_support_policy", "tech_support_workflow.md"),
     ),
 )
-"""With technical support by workflow: what to do in which order."""
+"""With technical support by workflow: the steps in order."""

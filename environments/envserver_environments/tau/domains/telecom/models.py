@@ -1,6 +1,6 @@
-"""What the company's database and the customer's phone look like.
+"""Schemas of the company's database and the customer's phone.
 
-In: the parsed `db.toml` and `user_db.toml` of tau2-bench (or of a domain of ours in the same form).
+In: the parsed `db.toml` and `user_db.toml` of tau2-bench (or of a mini domain in the same form).
 Out: their fields with types, defaults and order, which is the order in which results show them.
 Formats and names: tau2-bench, commit a2c0247, data/tau2/domains/telecom (MIT, Sierra Research).
 """
@@ -136,7 +136,7 @@ class APNNames(StrEnum):
 
 
 class APNSettings(_Record):
-    """How the phone reaches the carrier's data network."""
+    """The phone's settings for the carrier's data network."""
 
     apn_name: Annotated[APNNames, Field(description="Which access point is used.")] = (
         APNNames.INTERNET
@@ -206,7 +206,7 @@ class PaymentRequest(_Record):
 
 
 class Surroundings(_Record):
-    """Where the customer is, and what the company's side means for the phone."""
+    """The customer's location, and the company's settings that affect the phone."""
 
     name: str | None = None
     phone_number: str | None = None

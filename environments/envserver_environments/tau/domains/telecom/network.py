@@ -1,6 +1,6 @@
-"""What a phone's state means: whether it has service, data and picture messages, and how fast.
+"""Computes from a phone's state whether it has service, data and picture messages, and how fast.
 
-In: the records of a `Handset` and its `Surroundings`, only read. Out: plain values. Rules:
+In: the records of a `Handset` and its `Surroundings`, read only. Out: plain values. Rules:
 tau2-bench's domain telecom (MIT), as its reference runs show them.
 """
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from ..database import Record
 
 MEGABITS_PER_SECOND = {"2G": (0.1, 0.4), "3G": (1, 5), "4G": (10, 100), "5G": (50, 500)}
-"""Slowest and fastest download of each technology; what is measured is the middle."""
+"""Slowest and fastest download of each technology; a speed test measures the middle."""
 SHARE_BY_SIGNAL = {"poor": 0.2, "fair": 0.5, "good": 0.8, "excellent": 1.0}
 SHARE_WITH_POOR_VPN = 0.1
 SHARE_WITH_DATA_SAVER = 0.2
 GRADES = ((1, "Very Poor"), (5, "Poor"), (25, "Fair"), (100, "Good"))
-"""(megabits per second, what is slower than that); all else is excellent."""
+"""(megabits per second, grade of slower speeds); the rest is excellent."""
 FASTEST_GRADE = "Excellent"
 TECHNOLOGY_BY_MODE = {"4g_only": "4G", "3g_only": "3G", "2g_only": "2G"}
 
 
 @dataclass(frozen=True)
 class Registration:
-    """How a phone is connected to the cellular network."""
+    """The phone's connection to the cellular network."""
 
     connection: str
     technology: str
@@ -45,7 +45,7 @@ def sim_status(device: Record) -> str:
 
 
 def registration(device: Record, surroundings: Record) -> Registration:
-    """What a search for the network ends with."""
+    """Returns the result of a search for the network."""
     reachable = (
         sim_status(device) == "active"
         and not device["airplane_mode"]
@@ -78,7 +78,7 @@ def has_data(device: Record, surroundings: Record) -> bool:
 
 
 def speed(device: Record, surroundings: Record) -> Speed | None:
-    """How fast downloads are; None: there is no connection."""
+    """Returns the download speed, or None without a connection."""
     if not has_data(device, surroundings):
         return None
     slowest, fastest = MEGABITS_PER_SECOND[device["network_technology_connected"]]

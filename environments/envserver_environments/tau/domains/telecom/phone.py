@@ -31,7 +31,7 @@ class Phone(Toolkit):
 
     @property
     def surroundings(self) -> Record:
-        """What is around the phone, to be read only."""
+        """Returns the phone's surroundings, to be read only."""
         found: Record = self.db.table("surroundings")
         return found
 
@@ -82,7 +82,7 @@ class Phone(Toolkit):
         """Replaces the APN settings.
 
         Raises:
-            pydantic.ValidationError: they are none.
+            pydantic.ValidationError: they are invalid.
         """
         self.change(active_apn_settings=APNSettings.model_validate(settings).model_dump())
         self.simulate_network_search()
@@ -103,7 +103,7 @@ class Phone(Toolkit):
         self.change(vpn_connected=False, vpn_details=None)
 
     def permit(self, app_name: str, permission: str, allowed: bool) -> None:
-        """Grants or takes a permission of an app.
+        """Grants or revokes a permission of an app.
 
         Raises:
             KeyError: there is no such app.
@@ -112,7 +112,7 @@ class Phone(Toolkit):
         app["permissions"][permission] = allowed
 
     def restart(self) -> bool:
-        """Restarts the phone; True: that set the APN settings back, as had been asked for."""
+        """Restarts the phone; returns whether that reset the APN settings, as requested before."""
         resets = bool(self.device["active_apn_settings"]["reset_at_reboot"])
         if resets:
             self.change(active_apn_settings=APNSettings().model_dump())

@@ -1,6 +1,6 @@
-"""How tasks prepare a phone, and what they assert about it. No model can call these functions.
+"""Functions that prepare a phone for tasks, and assertions on it. No model can call them.
 
-Names and parameters are those that tau2-bench's telecom tasks use (MIT, Sierra Research).
+Names and parameters are those of tau2-bench's telecom tasks (MIT, Sierra Research).
 """
 
 from __future__ import annotations

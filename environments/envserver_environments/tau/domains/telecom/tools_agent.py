@@ -1,7 +1,7 @@
-"""The assistant's tools: what a support agent of the phone company can look up and change.
+"""The assistant's tools: look-ups and changes by a support agent of the phone company.
 
 Names, parameters and outcomes are those of tau2-bench's domain telecom (MIT, Sierra Research); the
-descriptions are ours.
+descriptions are original.
 """
 
 from __future__ import annotations

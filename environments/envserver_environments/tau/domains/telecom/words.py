@@ -1,8 +1,8 @@
-"""What the phone shows about itself.
+"""The texts that the phone shows.
 
-In: the records of a `Handset`, only read, and what was measured. Out: text. Wordings that
-tau2-bench's reference runs show are theirs (MIT, Sierra Research), since its tasks and agents go
-by them; the others are ours.
+In: the records of a `Handset`, read only, and measurements. Out: text. Wordings that tau2-bench's
+reference runs show are theirs (MIT, Sierra Research), since its tasks and agents depend on them;
+the others are original.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def status_bar(device: Record) -> str:
 
 
 def network_status(device: Record) -> str:
-    """Everything about the connections, a line each."""
+    """Describes the connections, a line each."""
     lines = {
         "Airplane Mode": _on_off(device["airplane_mode"]),
         "SIM Card Status": "missing" if device["sim_card_missing"] else device["sim_card_status"],
@@ -104,7 +104,7 @@ def vpn(device: Record) -> str:
 
 
 def app(state: Record) -> str:
-    """What an app is and what it may use."""
+    """Describes an app and its permissions."""
     return f"App '{state['app_name']}' is installed.\n{permissions(state)}"
 
 
