@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from envserver_records.errors import ConfigError, EngineUnavailable, Outcome
@@ -21,11 +23,11 @@ from support.proxy_house import (
     house,
 )
 from support.serving import attempt_spec
-from support.waiting import settled, until
+from support.waiting import settled, until, with_enough_time
 
 from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine, ProbeResult
-from envserver.proxy import Capabilities, EngineEndpoint, Proxy
+from envserver.proxy import Capabilities, EngineEndpoint, Proxy, ProxyAttempt
 
 
 @pytest.fixture
@@ -305,9 +307,14 @@ async def test_a_deadline_while_the_engine_is_at_work_is_the_engines_failure(
     home: House, streamed: bool
 ) -> None:
     home.fake.held = asyncio.Event()
-    attempt, client = home.open(seconds=1.0)
-    with pytest.raises(openai.APIError):
-        await chat(client, streamed)
+
+    async def overtaken(seconds: float) -> ProxyAttempt | None:
+        attempt, client = home.open(seconds=seconds)
+        with pytest.raises(openai.APIError):
+            await chat(client, streamed)
+        return attempt if home.fake.requests else None
+
+    attempt = await with_enough_time(overtaken, 0.3)
     assert attempt.limit is None
     assert attempt.engine_failure is not None
     assert attempt.engine_failure.kind == "engine_timeout"
@@ -315,13 +322,15 @@ async def test_a_deadline_while_the_engine_is_at_work_is_the_engines_failure(
 
 async def test_work_that_several_wait_for_ends_once_at_the_deadline(home: House) -> None:
     home.fake.held = asyncio.Event()
-    attempt, _ = home.open(seconds=0.5)
+    attempt, _ = home.open(seconds=600.0)
     path, key = "v1/chat/completions", {"idempotency-key": "k"}
     asking = [
         asyncio.create_task(home.post(attempt.key, path, {"messages": ASK}, **key))
         for _ in range(3)
     ]
-    await until(lambda: attempt.seconds_left <= 0.04)
+    await home.has_read(3)
+    await until(lambda: home.fake.requests)
+    attempt.spec = msgspec.structs.replace(attempt.spec, deadline=time.time())
     for request in asking:
         request.cancel()
     await until(lambda: attempt.engine_failures)

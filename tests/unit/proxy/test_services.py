@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -126,7 +125,7 @@ async def test_a_call_ends_with_its_attempt_and_in_its_time() -> None:
     async def hangs(arguments: dict[str, Any], caller: Caller) -> Any:
         running.add(arguments["n"])
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             running.discard(arguments["n"])
 
@@ -140,10 +139,8 @@ async def test_a_call_ends_with_its_attempt_and_in_its_time() -> None:
         await until(lambda: not running)
 
         attempt, run = house.open(seconds=0.3)
-        started = time.monotonic()
         with pytest.raises(LimitReached):
             await run.call_tool("hangs", {"n": 1})
-        assert time.monotonic() - started < 3
         await until(lambda: not running)
 
         attempt, run = house.open()

@@ -26,7 +26,7 @@ class Uneven(Environment):
         if task.public["name"] != "fine" and self.first(task.public["name"]):
             if task.public["name"] == "broken":
                 raise ValueError("no such tool")
-            await asyncio.sleep(600)
+            await asyncio.Event().wait()
         return answer.content
 
     def first(self, name):
@@ -47,7 +47,7 @@ def test_a_group_that_lacks_rollouts_says_which_and_why(tmp_path: Path) -> None:
         "process", "--env", "uneven.py", "--env.folder", tmp_path, "--model", "sim",
         "--sim.latency_seconds", 0, "--workers.processes", 1, "--env.group_size", 4,
         "--env.data_path_to_save_groups", "out.jsonl", "--rollouts.max_attempts", 1,
-        "--rollouts.min_group_size", 3, "--rollouts.straggler_grace_seconds", 10,
+        "--rollouts.min_group_size", 3, "--rollouts.straggler_grace_seconds", 5,
         folder=tmp_path,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import until
 
 from envserver import ConfigError, NotFoundError, Result, Score, ScorerError, StoreError, Task
 from envserver.rollouts.scoring import ScorerPool
@@ -26,7 +27,7 @@ from envserver import Environment, Score, Task
 class Moody(Environment):
     """Does what the response says."""
 
-    score_timeout_seconds = 3.0
+    score_timeout_seconds = 600.0
 
     class Config(Environment.Config):
         bonus: float = 0.0
@@ -45,7 +46,7 @@ class Moody(Environment):
         match result.output:
             case "hang":
                 Path(__file__).with_name("hanging").touch()
-                time.sleep(60)
+                time.sleep(3600)
             case "die":
                 os._exit(7)
             case "exit":
@@ -90,6 +91,14 @@ def moody(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture
+def hasty(tmp_path: Path) -> str:
+    """The same, with little time for what hangs: the rest needs some milliseconds."""
+    path = tmp_path / "hasty.py"
+    path.write_text(ENVIRONMENT.replace("seconds = 600.0", "seconds = 3.0"))
+    return str(path)
+
+
 async def rewards_or_errors(pool: ScorerPool, outputs: list[Any]) -> list[Any]:
     """The scores of all, asked for at once; an error in its place."""
     results = [Result(output=output) for output in outputs]
@@ -98,9 +107,9 @@ async def rewards_or_errors(pool: ScorerPool, outputs: list[Any]) -> list[Any]:
     )
 
 
-async def test_scores_come_back_whatever_the_neighbours_do(moody: str) -> None:
+async def test_scores_come_back_whatever_the_neighbours_do(hasty: str) -> None:
     outputs = ["right", "hang", "die", "exit", "right", "raise", "async", "wrong", "unscorable"]
-    async with ScorerPool(moody, {"bonus": 0.25}, 2) as pool:
+    async with ScorerPool(hasty, {"bonus": 0.25}, 2) as pool:
         got = await rewards_or_errors(pool, outputs)
         again = await rewards_or_errors(pool, ["right"] * 4)
     rewards = [score.reward if isinstance(score, Score) else type(score) for score in got]
@@ -141,16 +150,11 @@ async def test_a_scorer_that_dies_while_idle_is_replaced(moody: str) -> None:
             assert later.metrics["pid"] != pid
 
 
-async def test_cancelling_frees_the_scorer_at_once(
-    tmp_path: Path,
-) -> None:
-    patient = tmp_path / "patient.py"
-    patient.write_text(ENVIRONMENT.replace("seconds = 3.0", "seconds = 600.0"))
-    async with ScorerPool(str(patient), {}, 1) as pool:
+async def test_cancelling_frees_the_scorer_at_once(moody: str, tmp_path: Path) -> None:
+    async with ScorerPool(moody, {}, 1) as pool:
         pid = (await pool.score(TASK, Result(output="pid"))).metrics["pid"]
         hanging = asyncio.create_task(pool.score(TASK, Result(output="hang")))
-        while not (tmp_path / "hanging").exists():
-            await asyncio.sleep(0.01)
+        await until((tmp_path / "hanging").exists)
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
@@ -201,11 +205,7 @@ async def test_scorers_end_with_their_server(moody: str, tmp_path: Path) -> None
         subprocess.run, [sys.executable, str(script)], capture_output=True, text=True, timeout=60
     )
     pid = int(done.stdout)
-    for _ in range(100):
-        if not Path(f"/proc/{pid}").exists():
-            return
-        await asyncio.sleep(0.05)
-    pytest.fail("the scorer outlived its server")
+    await until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 # --- envserver score ------------------------------------------------------------------------------
@@ -285,10 +285,10 @@ async def test_bad_rows_are_error_rows_and_never_a_stop(tmp_path: Path) -> None:
     assert summary.first_error is not None and summary.first_error.startswith("line 1:")
 
 
-async def test_scorer_failures_are_error_rows(tmp_path: Path, moody: str) -> None:
+async def test_scorer_failures_are_error_rows(tmp_path: Path, hasty: str) -> None:
     outputs = ["right", "die", "hang", "nan", "unscorable", "right"]
     rows = [{"task": {"answer": "right"}, "response": output} for output in outputs]
-    summary, scores = await score_lines(tmp_path, [*rows, b"", b"  "], env=moody)
+    summary, scores = await score_lines(tmp_path, [*rows, b"", b"  "], env=hasty)
     assert [score["reward"] for score in scores] == [1.0, None, None, None, None, 1.0]
     assert [score["error"] is None for score in scores] == [True, False, False, False, True, True]
     assert (summary.scored, summary.errors, summary.unscorable) == (2, 3, 1)
@@ -362,11 +362,9 @@ async def test_a_stopped_command_leaves_nothing_behind(
         sys.executable, "-m", "envserver", *words,
         stderr=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-    async with asyncio.timeout(60):
-        while not list(tmp_path.glob(".out.*.partial")):
-            await asyncio.sleep(0.05)
-        os.killpg(command.pid, number)
-        _, said = await command.communicate()
+    await until(lambda: list(tmp_path.glob(".out.*.partial")))
+    os.killpg(command.pid, number)
+    _, said = await command.communicate()
     assert command.returncode == status, said
     assert b"Stopped" in said and b"Traceback" not in said
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__", "hanging"} == {

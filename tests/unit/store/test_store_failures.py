@@ -11,8 +11,8 @@ import contextlib
 import sqlite3
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from sqlalchemy import Engine, event
 from support.commands import free_port
 from support.postgres import Postgres
 from support.stores import group, ids, noise, patiently
+from support.waiting import settled, until
 
 from envserver.store import Store, database, open_store
 from envserver.store.clock import ForwardClock, SteadyClock
@@ -60,7 +61,7 @@ async def lost(store: Store, path: Path, what: str) -> None:
         await store.put([group("into nowhere")])
     with pytest.raises(StoreLost):
         await store.pending()
-    await asyncio.sleep(60)  # the body is cancelled
+    await asyncio.Event().wait()  # the body is cancelled
 
 
 async def serve_until_lost(path: Path, harm: Callable[[], object], harmed: Path, what: str) -> None:
@@ -71,7 +72,7 @@ async def serve_until_lost(path: Path, harm: Callable[[], object], harmed: Path,
             await lost(store, harmed, what)
 
     with pytest.raises(StoreLost, match=what):
-        await asyncio.wait_for(serve(), 30)
+        await asyncio.wait_for(serve(), 120)
 
 
 async def test_a_file_that_is_removed_ends_the_store(tmp_path: Path) -> None:
@@ -150,8 +151,13 @@ async def test_another_program_that_keeps_the_file_locked_is_waited_for(
             with pytest.raises(StoreError, match="locked"):
                 await store.put([group("meanwhile")])
             assert ids(await store.pending()) == ["before"]
+    monkeypatch.setattr(database, "_BUSY_TIMEOUT_MS", 600_000)
+    async with open_store(path) as store:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
             waiting = asyncio.create_task(store.put([group("waiting")]))
             await asyncio.sleep(0.05)
+            assert not waiting.done()
             other.execute("ROLLBACK")
             assert await waiting == [True]
         assert ids(await store.pending()) == ["before", "waiting"]
@@ -216,49 +222,47 @@ async def test_time_is_kept_while_the_store_works(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def slow_commits(seconds: float) -> Any:
-    """Every commit of SQLite's takes so long, in the thread that writes."""
+def held_commits() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Yields (reached, released): a commit of SQLite's sets the first and waits for the second.
 
-    def slow(statement: str) -> None:
+    It waits in the thread that writes, and does not wait for ever: the event loop may be held up.
+    """
+    reached, released = threading.Event(), threading.Event()
+    released.set()
+
+    def hold(statement: str) -> None:
         if statement == "COMMIT":
-            time.sleep(seconds)
+            reached.set()
+            released.wait(60)
 
     def set_up(connection: Any, record: object) -> None:
         if isinstance(connection, sqlite3.Connection):  # only what writes is a plain one
-            connection.set_trace_callback(slow)
+            connection.set_trace_callback(hold)
 
     event.listen(Engine, "connect", set_up)
     try:
-        yield
+        yield reached, released
     finally:
+        released.set()
         event.remove(Engine, "connect", set_up)
 
 
 async def test_a_slow_disk_makes_callers_wait_but_not_the_loop(tmp_path: Path) -> None:
-    turns = 0
-
-    async def turn() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0.005)
-            turns += 1
-
-    with slow_commits(0.3):
+    names = [f"g{index}" for index in range(300)]
+    with held_commits() as (reached, released):
         async with open_store(tmp_path / "store.db") as store:
-            beside = asyncio.create_task(turn())
             before = store.changes
-            names = [f"g{index}" for index in range(300)]
+            reached.clear()
+            released.clear()
             first = asyncio.create_task(store.put([group("first")]))
-            await asyncio.sleep(0.05)
-            assert not first.done()
+            await until(reached.is_set)
             assert await store.pending() == []  # others read meanwhile
+            puts = [asyncio.create_task(store.put([group(name)])) for name in names]
+            await settled()
+            assert not any(task.done() for task in (first, *puts))
             assert store.changes == before
-            puts = [store.put([group(name)]) for name in names]
-            assert all(result == [True] for result in await asyncio.gather(*puts))
-            assert await first == [True]
-            beside.cancel()
-            # Two commits of 0.3 s: a loop that they hold up turns a few times only.
-            assert turns >= 15
+            released.set()
+            assert await asyncio.gather(first, *puts) == [[True]] * 301
             assert ids(await store.pending()) == ["first", *names]
 
 
@@ -270,7 +274,7 @@ async def test_a_database_that_stands_still_makes_callers_wait(
         with postgres.paused():
             waiting = [asyncio.create_task(store.put([group(f"g{index}")])) for index in range(50)]
             reading = asyncio.create_task(store.pending())
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
             assert not any(task.done() for task in [*waiting, reading])
             assert (await store.counts())["queued"] == 1  # from memory
         assert all(result == [True] for result in await asyncio.gather(*waiting))
@@ -281,13 +285,13 @@ async def test_a_database_that_stands_still_makes_callers_wait(
 async def test_a_database_that_stands_still_does_not_keep_the_store_open(
     postgres: Postgres, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("COMMAND_SECONDS", "CLOSE_SECONDS"):
-        monkeypatch.setattr(database, name, 0.5)
+    monkeypatch.setattr(database, "COMMAND_SECONDS", 3.0)
+    monkeypatch.setattr(database, "CLOSE_SECONDS", 0.5)
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(postgres_url))
         await store.put([group("before")])
         with postgres.paused():
-            await asyncio.wait_for(stack.aclose(), 40)
+            await asyncio.wait_for(stack.aclose(), 180)
     async with open_store(postgres_url) as store:
         assert ids(await store.pending()) == ["before"]
 
@@ -305,7 +309,7 @@ async def test_more_readers_than_connections_wait_and_none_is_lost(where: str) -
             reader.cancel()  # callers that give up give their connections back
         results = await asyncio.gather(*readers[1::2])
         assert all(len(result) == 20 for result in results)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(180):
             assert all(await asyncio.gather(*[store.pending() for _ in range(20)]))
 
 
