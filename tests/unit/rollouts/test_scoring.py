@@ -253,7 +253,7 @@ async def test_rows_of_every_form_are_scored_in_order(tmp_path: Path) -> None:
 BAD_LINES: list[tuple[bytes, str]] = [
     (b"{", "not JSON: Expecting property name enclosed in double quotes at character"),
     (b'{"task": {"a": NaN}, "response": ""}', "not JSON"),
-    (b"[1]", "no JSON object"),
+    (b"[1]", "not a JSON object"),
     (b"\xff\xfe{}", "not UTF-8"),
     (b'{"response": ""}', "'task'"),
     (b'{"task": 7, "response": ""}', "'task'"),
@@ -294,11 +294,23 @@ async def test_scorer_failures_are_error_rows(tmp_path: Path, hasty: str) -> Non
     assert (summary.scored, summary.errors, summary.unscorable) == (2, 3, 1)
 
 
+ONE_SECOND = """
+from envserver_environments.math import Math, verification
+
+verification.CPU_SECONDS = 1
+
+
+class OneSecond(Math):
+    name = "one-second"
+"""
+
+
 async def test_hostile_answers_leave_the_other_rows_alone(tmp_path: Path) -> None:
     hostile = [r"\boxed{10^{8}!}", r"\boxed{9^{9^{9^{9}}}}"]
     task = {"problem": "p", "solution": r"\boxed{7}"}
     rows = [{"task": task, "response": text} for text in [*hostile, *[r"\boxed{7}"] * 20]]
-    _, scores = await score_lines(tmp_path, list(rows))
+    (tmp_path / "one_second.py").write_text(ONE_SECOND)
+    _, scores = await score_lines(tmp_path, list(rows), env=str(tmp_path / "one_second.py"))
     assert [score["reward"] for score in scores] == [0.0] * 2 + [1.0] * 20
     assert all(score["error"] is None for score in scores)
 
