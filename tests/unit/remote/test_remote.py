@@ -19,6 +19,7 @@ from support.api import Api, running_api
 from support.commands import free_port
 from support.extent import examples
 from support.joined import join, registration, spoiled, stream_group
+from support.waiting import settled, until
 
 from envserver.api import Metrics, Stream, create_token
 from envserver.api.runners.validation import read_group
@@ -28,10 +29,29 @@ from envserver.remote import Heartbeat, Registration
 from envserver.remote.gate import RunnerGate
 from envserver.remote.identity import held_identity
 from envserver.remote.link import Link
+from envserver.remote.messages import LONGEST_POLL_SECONDS
 from envserver.remote.sink import missing_requests
 from envserver.rollouts.stream import GroupRequest
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
+
+
+class Clock:
+    """The clock of a module that says `time.monotonic()`; `ahead` seconds are added to it."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which a server notices who is silent: after 30 seconds."""
+    clock = Clock()
+    monkeypatch.setattr("envserver.api.heartbeats.time", clock)
+    return clock
 
 
 # Who is who
@@ -185,29 +205,30 @@ def test_no_spoiled_bytes_come_through_as_what_cannot_be_trained_on(seed: int) -
 # News
 
 
-async def test_a_heartbeat_hears_of_a_version_at_once(tmp_path: Path) -> None:
-    async with running_api(tmp_path / "store.db") as api:
+async def test_a_heartbeat_hears_of_a_version_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserver.api.runners.registry._LOOK_SECONDS", LONGEST_POLL_SECONDS)
+    server = {"silent_after_seconds": 3 * LONGEST_POLL_SECONDS}
+    async with running_api(tmp_path / "store.db", server=server) as api:
         one = await join(api)
         assert (await one.beat())["policy_version"] == -1
-        waiting = asyncio.create_task(one.beat(wait_seconds=9))
+        waiting = asyncio.create_task(one.beat(wait_seconds=LONGEST_POLL_SECONDS))
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        began = time.monotonic()
         await api.post("/v1/policy-version", {"version": 3})
-        assert (await waiting)["policy_version"] == 3
-        assert time.monotonic() - began < 5
+        async with asyncio.timeout(LONGEST_POLL_SECONDS / 2):
+            assert (await waiting)["policy_version"] == 3
 
 
 async def test_a_pause_waits_until_joiners_hold_still_but_not_for_silent_ones(
-    tmp_path: Path,
+    tmp_path: Path, silence: Clock
 ) -> None:
-    async with running_api(
-        tmp_path / "store.db", gate=Gate(), server={"silent_after_seconds": 1.5}
-    ) as api:
+    async with running_api(tmp_path / "store.db", gate=Gate()) as api:
         one = await join(api)
         await one.beat()
         pausing = asyncio.create_task(api.post("/v1/policy/pause", {"timeout_seconds": 20}))
-        pause = (await one.beat(wait_seconds=0.4))["pause"]
+        pause = (await one.beat(wait_seconds=10))["pause"]
         assert pause["in_flight"] == "drain"
         assert not pausing.done()
         await one.beat(quiet=pause["id"])
@@ -218,11 +239,14 @@ async def test_a_pause_waits_until_joiners_hold_still_but_not_for_silent_ones(
         # It says nothing from now on: first the pause waits for it, then no longer.
         impatient = await api.post("/v1/policy/pause", {"timeout_seconds": 0.1})
         assert not impatient["idle"]
+        silence.ahead += 31
         assert (await api.post("/v1/policy/pause", {"timeout_seconds": 20}))["idle"]
 
 
-async def test_a_silent_one_gives_its_room_and_its_minimum_share_to_others(tmp_path: Path) -> None:
-    async with running_api(tmp_path / "store.db", server={"silent_after_seconds": 0.6}) as api:
+async def test_a_silent_one_gives_its_room_and_its_minimum_share_to_others(
+    tmp_path: Path, silence: Clock
+) -> None:
+    async with running_api(tmp_path / "store.db") as api:
         # A batch is four sequences, two groups, a half of which must be code's while it is there.
         await api.start(batch_size=4)
         one = await join(api, "math@one")
@@ -232,8 +256,9 @@ async def test_a_silent_one_gives_its_room_and_its_minimum_share_to_others(tmp_p
             assert (await one.post(pack(one.group(index)))).status_code == 200
         await code.beat(capacity=400)
         assert await api.batch_marks() is None, "half a batch is code's"
-        while not (await environments(api))[1]["silent"]:
-            await one.beat(wait_seconds=0.1)
+        silence.ahead += 31
+        assert (await environments(api))[1]["silent"]
+        await one.beat()
         assert await api.batch_marks() is not None
         assert (await one.beat(capacity=400))["room"] > max(rooms) // 2
         back = await code.beat(capacity=400)
@@ -282,7 +307,11 @@ def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_onc
     assert len(asked) == len(set(asked))
 
 
-async def test_a_link_outlives_its_server_and_loses_nothing(tmp_path: Path) -> None:
+async def test_a_link_outlives_its_server_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A server that ends waits for the heartbeat that it is holding.
+    monkeypatch.setattr("envserver.remote.link._POLL_SECONDS", 0.5)
     server = {"port": free_port()}
     gate = RunnerGate()
     versions: list[int] = []
@@ -302,8 +331,7 @@ async def test_a_link_outlives_its_server_and_loses_nothing(tmp_path: Path) -> N
     async with served(tmp_path, server) as api:
         await api.post("/v1/policy-version", {"version": 5})
         await posting
-        while versions != [5]:
-            await asyncio.sleep(0.02)
+        await until(lambda: versions == [5])
         assert len(await link.known([stream_group(n).group_id for n in range(3)])) == 2
         # A server that has forgotten everything: it is registered with again.
     async with served(tmp_path / "new", server) as api:
@@ -339,15 +367,13 @@ async def test_no_call_spans_an_update_of_an_engine_that_joiner_and_trainer_shar
         link = Link(api.url, Registration(**registration()), gate=gate, publish=publish)
         async with link.open():
             work = [asyncio.create_task(one) for one in (link.live(), *(calls() for _ in range(4)))]
-            while not sampled:
-                await asyncio.sleep(0.01)
+            await until(lambda: sampled)
             for version in range(4):
                 paused = await api.post("/v1/policy/pause", {"in_flight": in_flight})
                 assert paused["idle"]
                 weights = version
                 await api.post("/v1/policy/resume", {"version": version})
-                while sampled[-1][0] != version:
-                    await asyncio.sleep(0.01)
+                await until(lambda: sampled[-1][0] == version)  # noqa: B023
             for task in work:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
@@ -381,22 +407,26 @@ async def test_a_link_needs_a_token_where_the_server_has_some(tmp_path: Path) ->
         assert (await api.store.counts())["queued"] == 1
 
 
-async def test_what_is_sampled_without_hearing_of_the_server_is_asked_again() -> None:
+async def test_what_is_sampled_without_hearing_of_the_server_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("envserver.remote.gate.time", clock)
     gate = RunnerGate()
-    gate.longest_silence_seconds = 0.1
+    gate.longest_silence_seconds = 15.0
 
     async def call(seconds: float) -> str:
         async with gate.passing():
-            await asyncio.sleep(seconds)
+            clock.ahead += seconds
         return "sampled"
 
     waiting = asyncio.create_task(call(0))
-    await asyncio.sleep(0.01)
+    await settled()
     assert not waiting.done(), "nothing was heard yet"
-    gate.hear(time.monotonic())
+    gate.hear(clock.monotonic())
     assert await waiting == "sampled"
     with pytest.raises(Aborted):
-        await call(0.15)
+        await call(16)
 
 
 async def environments(api: Api) -> list[dict[str, Any]]:
