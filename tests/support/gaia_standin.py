@@ -18,10 +18,11 @@ ZOO = str(Path(__file__).with_name("gaia_zoo.py"))
 class Scripted(StandIn):
     """Says the task's `codes`, one a turn, then the answer 42."""
 
-    def ask(self, *codes: str, seconds: float = 20.0) -> Assignment:
+    def ask(self, *codes: str, seconds: float = 20.0, step_seconds: float = 3.0) -> Assignment:
         """An attempt at the question of a GaiaZoo."""
         public = {"question": "How much is it?", "codes": list(codes)}
         how: dict[str, Any] = {"file": ZOO, "kind": "GaiaZoo", "isolation": "sandboxed"}
+        how["config"] = {"step_seconds": step_seconds}
         return self.open("", seconds=seconds, **how, **public)
 
     async def _chat(self, request: web.Request) -> web.Response:

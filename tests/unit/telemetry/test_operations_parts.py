@@ -21,7 +21,9 @@ from fastapi import FastAPI, Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 from support.api import native_group, put_native
+from support.waiting import until
 
 from envserver import OpenAIConfig, ServerConfig
 from envserver.api import Metrics, create_api, serve_api
@@ -50,7 +52,7 @@ async def test_ready_means_that_every_part_is(tmp_path: Path) -> None:
         api = create_api(store, settings=ServerConfig(), health=health)
         async with (
             await serve_api(api, "127.0.0.1", 0) as server,
-            httpx.AsyncClient(base_url=server.url) as http,
+            httpx.AsyncClient(base_url=server.url, timeout=60) as http,
         ):
 
             async def parts(status: int) -> dict[str, Any]:
@@ -77,7 +79,7 @@ async def at_the_door(health: Health) -> AsyncIterator[tuple[BootstrapApp, httpx
     door = BootstrapApp(health)
     async with (
         await serve_api(door, "127.0.0.1", 0) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=server.url, timeout=120) as http,
     ):
         yield door, http
 
@@ -120,13 +122,20 @@ async def test_who_comes_too_early_is_told_so_and_who_waits_at_the_end_is_answer
 async def test_a_lease_stays_with_its_stream_when_the_server_ends(tmp_path: Path) -> None:
     async with open_store(tmp_path / "s.db") as store:
         async with at_the_door(Health()) as (door, http):
-            await door.open(create_api(store, settings=ServerConfig()))
+            api, arrived = create_api(store, settings=ServerConfig()), asyncio.Event()
+
+            async def app(scope: Scope, receive: Receive, send: Send) -> None:
+                if scope.get("path", "").endswith("/lease"):
+                    arrived.set()
+                await api(scope, receive, send)
+
+            await door.open(app)
             await put_native(store, native_group("group-1"))
             await http.post("/v1/runs", json={"name": "run", "batch_size": 1})
             waiting = asyncio.create_task(
                 http.post("/v1/runs/run/lease", json={"min_groups": 2, "wait_seconds": 60})
             )
-            await asyncio.sleep(0.2)
+            await arrived.wait()
             query = {"on_hangup": "give_back"}
             accept = {"accept": "text/event-stream"}
             async with http.stream(
@@ -151,7 +160,7 @@ async def test_requests_are_counted_by_the_template_of_their_route(tmp_path: Pat
         api = create_api(store, settings=ServerConfig(), metrics=metrics)
         async with (
             await serve_api(api, "127.0.0.1", 0) as server,
-            httpx.AsyncClient(base_url=server.url) as http,
+            httpx.AsyncClient(base_url=server.url, timeout=60) as http,
         ):
             for name in ("a-secret-id", "another"):
                 assert (await http.get(f"/v1/groups/{name}")).status_code == 404
@@ -174,17 +183,20 @@ async def test_requests_are_counted_by_the_template_of_their_route(tmp_path: Pat
 
 
 async def test_the_lag_of_the_loop_counts_what_a_block_swallowed() -> None:
+    def is_seen() -> bool:
+        return any("test_the_lag_of_the_loop" in place for one in lines for place in one["stack"])
+
     with structlog.testing.capture_logs() as lines:
-        async with LoopLag(slow_seconds=0.1) as lag:
-            await asyncio.sleep(0.1)
-            time.sleep(0.5)  # the block
-            await asyncio.sleep(0.1)
-            assert lag.tick_age_seconds < 0.4
+        async with LoopLag(slow_seconds=0.1) as lag, asyncio.timeout(60):
+            while not is_seen():
+                await asyncio.sleep(0.1)
+                time.sleep(0.5)  # the block
+                assert lag.tick_age_seconds >= 0.5
+            await until(lambda: lag.tick_age_seconds < 0.5)
     late = sum(lag.seconds.counts[list(lag.seconds.bounds).index(0.1) + 1 :])
     assert late >= (0.5 - 0.1) / TICK_SECONDS - 3
     assert lag.p99_seconds() >= 0.3
-    (line, *_) = [one for one in lines if one["event"] == "loop_is_blocked"]
-    assert any("test_the_lag_of_the_loop" in place for place in line["stack"])
+    assert {one["event"] for one in lines} == {"loop_is_blocked"}
 
 
 @settings(deadline=None)
@@ -312,7 +324,7 @@ async def test_the_engine_gets_the_trace_of_a_call_and_is_measured() -> None:
         async with MeasuredEngine(OpenAIEngine(config)) as engine:
 
             async def post() -> None:
-                await engine.post("/v1/chat/completions", {}, rollout_id="r", timeout_seconds=10)
+                await engine.post("/v1/chat/completions", {}, rollout_id="r", timeout_seconds=60)
 
             await post()
             with within(nullcontext(_Spanned())):

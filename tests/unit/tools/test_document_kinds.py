@@ -85,7 +85,7 @@ def test_a_book_is_read_in_its_order() -> None:
     }  # fmt: skip
     text = to_text(zipped(members), "a.epub")
     assert (text.kind, text.title, text.text) == ("epub", "The Book", "# First\n\n# Last")
-    with pytest.raises(DocumentError, match="no XML"):
+    with pytest.raises(DocumentError, match="not XML"):
         to_text(zipped(members | {"in/b.opf": "<p"}), "a.epub")
 
 
