@@ -295,12 +295,12 @@ async def test_scorer_failures_are_error_rows(tmp_path: Path, hasty: str) -> Non
 
 
 ONE_SECOND = """
-from envserver_environments.math import Math, verification
+from envserver_environments.math import env, verification
 
 verification.CPU_SECONDS = 1
 
 
-class OneSecond(Math):
+class OneSecond(env.Math):
     name = "one-second"
 """
 
