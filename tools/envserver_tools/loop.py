@@ -24,7 +24,7 @@ class LoopEnd:
     """How a loop ended.
 
     Args:
-        reason: "limit" stands for the turns and for the tool errors.
+        reason: "limit" means the turns or the tool errors.
         text: the last message's text; may be empty.
         last_text: the last text that is not empty.
         result: what the final tool returned; None without a valid call of it.
@@ -54,11 +54,11 @@ async def chat_with_tools(
     Args:
         messages: the conversation; replies and tool results are appended to it.
         final: name of the tool whose valid call ends the loop; later calls are not run.
-        max_turns: at most so many messages of the model, and at most `run.max_turns`.
+        max_turns: maximum number of the model's messages; `run.max_turns` applies, too.
         errors_in_a_row: a call that succeeds resets the errors counted for `max_tool_errors`.
         on_reply: called with each reply before its tool calls run.
-        reminder: gets a text without tool calls; returns a user message to go on with, or None to
-            end the loop.
+        reminder: gets a text without tool calls; returns a user message to continue with, or None
+        to end the loop.
         is_answer: whether a text beside tool calls answers the task; these calls run first.
     """
     text = last_text = ""

@@ -1,11 +1,11 @@
-"""The protocol of plain texts: an agent says THOUGHT, TOOL_CALL and FINAL at the start of lines.
+"""The text protocol: an agent writes THOUGHT, TOOL_CALL and FINAL at the start of lines.
 
     THOUGHT: The test fails in parse().
     TOOL_CALL: {"tool": "read_file", "args": {"path": "parser.py"}}
 
 `parse_message` is pure: a message in, its parts out, in linear time and never an exception.
-`run_protocol` is the loop: model, tools, model, until FINAL or a limit. One call per message; what
-follows a call is dropped and said to be.
+`run_protocol` is the loop: model, tools, model, until FINAL or a limit. One call per message; text
+after a call is dropped, and the model is told so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FINAL: the answer
 
 THOUGHT:, TOOL_CALL: and FINAL: stand at the start of a line. After TOOL_CALL: comes one JSON object
 and nothing else; its result is in my next message. FINAL: ends the task."""
-"""What the model is told of the format."""
+"""The instructions on the format for the model."""
 
 _ERRORS: dict[ErrorCode, str] = {
     "empty": "The message says nothing.",
@@ -61,10 +61,10 @@ _DECODER = StrictDecoder()
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that a message says.
+    """One part of a message.
 
     Args:
-        text: of a thought or the final answer; the JSON source of a call; what an error is about.
+        text: of a thought or the final answer; the JSON source of a call; the subject of an error.
         tool, args: of a call.
         code: of an error.
     """
@@ -77,10 +77,10 @@ class Part:
 
 
 def parse_message(text: str) -> list[Part]:
-    """What `text` says, in order; at least one part.
+    """Splits `text` into its parts, in order; at least one.
 
-    At most one call or final answer, and at most one error, which is the last; a call that was
-    found in order stands before the error that tells what followed it.
+    At most one call or final answer, and at most one error, which is last; a valid call precedes
+    the error about the text after it.
     """
     visible = visible_text(text)
     parts = _parts(visible) if visible is not None else []
@@ -105,7 +105,7 @@ def _parts(text: str) -> list[Part]:
 
 
 def _call(text: str, position: int) -> list[Part]:
-    """The call whose marker ends at `position`, and what is wrong with it or with what follows."""
+    """Returns the call whose marker ends at `position`, and the error in it or after it."""
     opening = _OPENING.match(text, position)
     start = opening.end() if opening else position
     try:
@@ -155,14 +155,14 @@ class Window:
 
 @dataclass
 class ProtocolRun:
-    """What has happened so far; whole even where an exception ends the loop.
+    """The run so far; complete even if an exception ends the loop.
 
     Args:
-        messages: the history, nothing left out.
-        steps: of the trace: `{"i", "type", "text"}`, with "tool" and "args" of calls.
+        messages: the complete history.
+        steps: steps of the trace: `{"i", "type", "text"}`, with "tool" and "args" of calls.
         answer: the text after FINAL.
-        ending: why the loop ended; "" while it goes on.
-        tool_errors: calls that were not in order, or whose tool refused them.
+        ending: why the loop ended; "" while it runs.
+        tool_errors: invalid calls, and calls that their tool refused.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -190,13 +190,13 @@ async def run_protocol(
     """Lets a model work with `tools` until it gives a final answer or a limit is reached.
 
     Args:
-        chat: as `Rollout.chat`; what it raises passes through.
-        messages: system and task; they are never left out of the context.
-        max_steps: messages of the model.
-        max_retries: messages in a row without anything that can be used.
-        window: unset: nothing is left out.
-        record: filled as the loop goes, for who wants to know what happened before an exception.
-        sampling: handed to `chat`.
+        chat: like `Rollout.chat`; its errors pass through.
+        messages: system and task; they always stay in the context.
+        max_steps: maximum number of the model's messages.
+        max_retries: maximum number of unusable messages in a row.
+        window: unset: the whole history.
+        record: filled while the loop runs, so that it is known after an exception.
+        sampling: passed to `chat`.
     """
     run = record if record is not None else ProtocolRun()
     run.messages.extend(messages)
@@ -227,7 +227,7 @@ async def run_protocol(
 
 
 async def _act(parts: list[Part], tools: Mapping[str, Tool], run: ProtocolRun) -> str:
-    """Notes `parts`, runs the call among them; returns what the model is told then."""
+    """Records `parts`, runs the call among them; returns the reply to the model."""
     answer = "Go on."
     for part in parts:
         match part.type:
@@ -260,10 +260,10 @@ def _ending(run: ProtocolRun, last: PartType, no_more_retries: bool, max_errors:
 
 
 class _View:
-    """The part of a history that the model sees: its start, and as many last turns as fit.
+    """The part of a history that the model sees: its start, and as many of the last turns as fit.
 
-    After the start, a message of the model and the answer to it follow in turn; both of such a pair
-    are left out together, and for good.
+    After the start, messages of the model and the replies alternate; both of such a pair are left
+    out together, and for good.
     """
 
     def __init__(self, history: list[Message], start: int, window: Window | None) -> None:

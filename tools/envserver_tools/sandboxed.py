@@ -39,14 +39,14 @@ def sandbox_tools(
     repository: str = ".",
     base: str = "HEAD",
 ) -> dict[str, Tool]:
-    """The tools by name, bound to `sandbox`; all are asynchronous.
+    """Returns the tools by name, bound to `sandbox`; all are asynchronous.
 
     Args:
         names: unset: all of them (`envserver_tools.schemas.NAMES`).
-        command_seconds: the most that a command or a Python program may take; the sandbox's own
-            limits hold beside it.
-        repository: the directory that `git_diff` looks at.
-        base: what it compares with: a commit's id in full, or HEAD.
+        command_seconds: time limit of a command or a Python program; the sandbox's own limits
+        apply, too.
+        repository: the directory of `git_diff`.
+        base: the commit to compare with: a full id, or HEAD.
     """
     bound = _Bound(sandbox, command_seconds, repository, base)
     functions = {name: getattr(bound, name) for name in schemas.NAMES}
@@ -69,11 +69,11 @@ async def read_patch(
     base: str = "HEAD",
     max_bytes: int = MAX_PATCH_BYTES,
 ) -> bytes:
-    """What has changed since `base`, as a patch that `git apply` takes; empty where nothing has.
+    """Returns the changes since `base` as a patch for `git apply`; empty if there are none.
 
-    New files are in it but for what .gitignore names, what programs leave behind (byte code), and
-    what no such patch can hold: repositories in the repository, files over `max_bytes`.
-    Renamed files are deleted and made. Nothing planted in the repository has a say in it.
+    New files are included, except those that .gitignore names, temporary files of programs (byte
+    code), repositories in the repository, and files over `max_bytes`. Renamed files are deleted and
+    created. Nothing planted in the repository has any influence.
 
     Raises:
         ToolError: there is no repository or no such commit, or the patch is longer.
@@ -84,7 +84,7 @@ async def read_patch(
 async def _patch(
     sandbox: Sandbox, repository: str, base: str, max_bytes: int
 ) -> tuple[bytes, list[str]]:
-    """The patch, and the names of what is new but not in it."""
+    """Returns the patch, and the names of new files that are not in it."""
     arguments = {"repository": repository, "base": base, "most": max_bytes}
     answer = await _ask(sandbox, "git_patch", **arguments)
     names = answer.get("left_out")
@@ -220,7 +220,7 @@ def _decoded(result: ExecResult) -> dict[str, Any] | None:
 
 
 def _said(result: ExecResult) -> str:
-    """How a command ended, and what it said; its head comes through standard error."""
+    """Returns how a command ended, and its output; the head comes through standard error."""
     answer = _decoded(result)
     if answer is None:
         rest = "\n[what it said after that is lost]" * (len(result.stderr) >= _HEAD_BYTES)

@@ -1,4 +1,4 @@
-"""How the sandbox's tools are described to models: OpenAI function tools, names and arguments."""
+"""Describes the sandbox's tools to models: OpenAI function tools, names and arguments."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from .calling import Tool, call_tool, run_tool_call, toolbox
 
 
 def as_smolagents(tool: Tool, loop: asyncio.AbstractEventLoop | None = None) -> Any:
-    """`tool` as a `smolagents.Tool`. What is not in order is a text for the model here, too.
+    """Wraps `tool` as a `smolagents.Tool`. Errors are texts for the model here, too.
 
     Args:
-        loop: where an asynchronous tool runs; unset: the loop that runs now. The agent itself must
-            run in another thread (`await asyncio.to_thread(agent.run, ...)`).
+        loop: the loop for an asynchronous tool; unset: the running loop. The agent itself must run
+        in another thread (`await asyncio.to_thread(agent.run, ...)`).
 
     Raises:
         ModuleNotFoundError: smolagents is not installed (`pip install smolagents`).

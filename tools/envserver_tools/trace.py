@@ -1,4 +1,4 @@
-"""The trace of one run of the text protocol, as data: what a file of it holds, and its name."""
+"""The trace of one run of the text protocol: its content as data, and its path."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def trace(
     started: float,
     ended: float | None = None,
 ) -> dict[str, Any]:
-    """The trace of `run`.
+    """Returns the trace of `run`.
 
     Args:
-        scenario: what was to be done, in a word.
-        label: which of several ways the model was run in.
-        number: of the run among those of the same model and label.
-        prompt: the task as the model got it.
+        scenario: a short name of the task.
+        label: the label of the prompt.
+        number: the run's number among those of the same model and label.
+        prompt: the task as sent to the model.
         started, ended: `time.time()`; unset: now.
     """
     begin = datetime.fromtimestamp(started, UTC)
@@ -55,7 +55,7 @@ def trace(
 
 
 def trace_path(trace: dict[str, Any], number: int) -> str:
-    """Where the trace stands below the folder of all traces."""
+    """Returns the trace's path below the folder of all traces."""
     return f"{_name(trace['model']['name'])}/{_name(trace['label'])}/run_{number:03d}.json"
 
 

@@ -1,12 +1,12 @@
-"""What of a model's text is said aloud. All who read models' texts share this rule."""
+"""Finds the visible part of a model's text. Everything that reads models' texts uses this rule."""
 
 from __future__ import annotations
 
 
 def visible_text(text: str) -> str | None:
-    """What the model said aloud, or None where it never stopped thinking.
+    """Returns the visible text, or None if the model never stopped thinking.
 
-    Only what follows the last `</think>` counts; a text whose `<think>` was never closed has none.
+    It is the text after the last `</think>`; a text with an unclosed `<think>` has none.
     """
     _, closed, after = text.rpartition("</think>")
     if "<think>" in after:

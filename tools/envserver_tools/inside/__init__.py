@@ -1,8 +1,8 @@
-"""What the tools do, as it runs inside the sandbox; nothing but the standard library.
+"""Implements the tools inside the sandbox, with nothing but the standard library.
 
 In: one request on standard input, `{"tool", "arguments"}`. Out: one object of bounded size on
-standard output: what the tool found, or `{"error"}` in words for the model. Both are compressed
-JSON. Paths are below the directory that the program starts in, which models know as /work. The
+standard output: the tool's result, or `{"error"}` in words for the model. Both are compressed JSON.
+Paths are relative to the directory that the program starts in, which models know as /work. The
 programs of a sandbox run one after the other: nothing changes between a check and an opening.
 """
 

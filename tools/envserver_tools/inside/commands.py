@@ -1,4 +1,4 @@
-"""Running a command of the model's, so that the end of what it says is seen as well."""
+"""Runs a model's command and keeps the end of its output, too."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _AFTER_SECONDS = 0.2
 
 
 def run_command(argv: list[str], seconds: float) -> dict[str, Any]:
-    """Runs a program; the head of its output goes to standard error as it comes.
+    """Runs a program; copies the head of its output to standard error at once.
 
-    So what it said is known even where it takes this process down with it.
+    So the head is known even if the program takes this process down with it.
     """
     try:
         process = subprocess.Popen(
@@ -42,13 +42,13 @@ def _drain(process: subprocess.Popen[bytes], pipe: int, end: float) -> tuple[str
     """Reads until the program has ended; kills it past its time or output.
 
     Returns:
-        By which limit it was killed, how many bytes it said, the last of them beyond the head.
+        The limit that killed it, the size of its output, and the last bytes beyond the head.
     """
     total, tail = 0, bytearray()
     ended = False
     while True:
         if not ended and process.poll() is not None:
-            # What it left in the background may hold the pipe for ever.
+            # Background processes may hold the pipe for ever.
             ended, end = True, time.monotonic() + _AFTER_SECONDS
         left = end - time.monotonic()
         ready = select.select([pipe], [], [], max(0.0, min(0.05, left)))[0]

@@ -134,7 +134,7 @@ def _bounded(content: str) -> bytes:
 
 
 def _places(data: bytes, part: bytes) -> list[int]:
-    """Where `part` begins, overlapping ones too; the first hundred."""
+    """Returns the positions of `part`, overlapping ones included; the first hundred."""
     found: list[int] = []
     at = data.find(part)
     while at >= 0 and len(found) < MAX_PLACES:
@@ -154,7 +154,7 @@ def _size(data: bytes) -> str:
 
 # Not `envserver_records.files`: this module runs in sandboxes, where only plain Python is.
 def _replace(place: str, data: bytes) -> None:
-    """All of `data` stands in the file, or the file is as it was; its mode stays."""
+    """Replaces the file's content completely or not at all; keeps its mode."""
     mode = stat.S_IMODE(os.lstat(place).st_mode) if os.path.lexists(place) else 0o644
     beside = os.path.join(os.path.dirname(place), f".{secrets.token_hex(8)}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -29,9 +29,9 @@ def list_dir(path: str = ".", depth: int = 1) -> dict[str, Any]:
 
 
 def _list_into(lines: list[str], directory: str, prefix: str, depth: int) -> bool:
-    """Whether all entries are among `lines` now."""
+    """Adds entries to `lines`; returns whether all are there now."""
     with os.scandir(directory) as entries:
-        # One more than is shown tells that there are more.
+        # One more than is shown, to know whether there are more.
         first = heapq.nsmallest(MAX_ENTRIES + 1, entries, key=lambda entry: entry.name)
     for entry in first:
         if len(lines) >= MAX_ENTRIES:

@@ -1,7 +1,7 @@
-"""The changes of a repository as a patch, whatever was planted in it.
+"""Makes a patch of a repository's changes, whatever was planted in it.
 
-Nothing of the repository decides how git works here. Git runs in a directory of its own with its
-own configuration, attributes and index, and only borrows the objects: no configuration, hook,
+Nothing in the repository influences git here. Git runs in a separate directory with its own
+configuration, attributes and index, and only borrows the objects: no configuration, hook,
 attribute, filter or file monitor of the repository is read, and nothing in it is changed.
 """
 
@@ -39,20 +39,20 @@ _SETTINGS = """\
 """
 _ATTRIBUTES = "* -text -eol -ident -filter -working-tree-encoding !diff\n"
 _NOT_SOURCE = "__pycache__/\n*.py[co]\n.pytest_cache/\n.mypy_cache/\n.ruff_cache/\n"
-"""What programs leave behind; it is not part of a change, even where no .gitignore says so."""
+"""Temporary files of programs; never part of a patch, even if no .gitignore names them."""
 
 
 def git_patch(repository: str, base: str, most: int) -> dict[str, Any]:
-    """What has changed in the files of `repository` since `base`, committed or not.
+    """Returns the changes of the files in `repository` since `base`, committed or not.
 
     Args:
-        base: an object id in full, or HEAD.
-        most: bytes of the patch.
+        base: a full object id, or HEAD.
+        most: maximum size of the patch in bytes.
 
     Returns:
-        `{"patch": text, its bytes as Latin-1}` or, of a long one, `{"file": its path}`, which is
-        the caller's to remove; `"left_out"`: what is new but cannot be in it: repositories inside
-        of this one, files that cannot be read or are longer than the patch may be.
+        `{"patch": text, its bytes as Latin-1}` or, of a long one, `{"file": its path}`, which the
+        caller removes; `"left_out"`: new files that cannot be in it: repositories inside of this
+        one, unreadable files, and files longer than the limit.
     """
     tree = resolve(repository)
     store = os.path.join(tree, ".git")
@@ -76,7 +76,7 @@ def git_patch(repository: str, base: str, most: int) -> dict[str, Any]:
 
 
 def _head(store: str) -> str:
-    """The commit that HEAD stands for."""
+    """Returns the commit of HEAD."""
     name = "HEAD"
     for _ in range(5):
         words = _small_text(store, name) or _packed(store, name)
@@ -112,7 +112,7 @@ def _packed(store: str, name: str) -> str:
 
 
 class _Git:
-    """Git in a directory of its own, with the files of `tree` and the objects of `store`."""
+    """Git in a separate directory, with the files of `tree` and the objects of `store`."""
 
     def __init__(self, place: str, tree: str, store: str, commit: str) -> None:
         self._tree, self._commit = tree, commit
@@ -146,7 +146,7 @@ class _Git:
         }
 
     def stage(self, most: int) -> list[str]:
-        """Makes an index of the base and of what is new; returns what cannot be in a patch."""
+        """Makes an index of the base and new files; returns files that cannot be in a patch."""
         self._run("read-tree", self._commit)
         strange = [name for name in self._names("--cached") if _is_strange(self._tree, name)]
         self._run("update-index", "-z", "--force-remove", "--stdin", names=strange)
@@ -212,7 +212,7 @@ class _Git:
 
 
 def _is_strange(tree: str, name: bytes) -> bool:
-    """Whether something stands there that is neither file, link nor directory: git would fail."""
+    """Returns whether it exists and is neither file, link nor directory: git would fail."""
     try:
         mode = os.lstat(os.path.join(os.fsencode(tree), name)).st_mode
     except OSError:

@@ -20,7 +20,7 @@ def root() -> str:
 
 
 def resolve(path: str, called: str = "") -> str:
-    """Where `path` really is; Refused, as `called`, where that is outside of the workspace."""
+    """Returns the real path; raises Refused, naming `called`, if it is outside of the workspace."""
     top = root()
     if path == "/work" or path.startswith("/work/"):
         path = f".{path.removeprefix('/work')}"
@@ -32,7 +32,7 @@ def resolve(path: str, called: str = "") -> str:
 
 
 def target(path: str) -> str:
-    """Where a file that is to be written really is: no link, no directory, nothing of git's."""
+    """Returns the real path of a file to write: not a link, a directory, or a file of git's."""
     parent, name = os.path.split(path)
     if name in ("", ".", ".."):
         raise Refused(f"{shown(path)} names a directory, not a file.")
@@ -55,7 +55,7 @@ def opened(path: str) -> IO[bytes]:
 
 
 def opened_place(place: str, called: str) -> IO[bytes]:
-    """`opened`, of what was resolved before. Never waits for a FIFO, never touches a device."""
+    """As `opened`, for a resolved path. Never waits for a FIFO, never opens a device."""
     mode = os.lstat(place).st_mode
     if not stat.S_ISREG(mode):
         raise Refused(f"{shown(called)} is a {kind(mode)}, not a regular file.")

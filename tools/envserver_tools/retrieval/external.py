@@ -1,10 +1,10 @@
-"""A retriever that somebody else runs, by the contract of Search-R1 and AFM.
+"""Calls an external retriever, by the contract of Search-R1 and AFM.
 
     POST {"queries": ["..."], "topk": 3, "return_scores": true}
     200  {"result": [[{"document": {"id": "...", "contents": "\\"Title\\"\\nText"}, "score": 1.5}]]}
 
-A document may also have `title` and `text`, or be a bare text; one without a score counts 0. What
-goes wrong there is a failure of ours, never the agent's.
+A document may also have `title` and `text`, or be a bare text; one without a score counts 0. Its
+errors are infrastructure failures, never the agent's.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .passages import Hit, Passage
 
 
 class RetrieverSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where it is, and how it is asked.
+    """Settings of the retriever.
 
     Args:
-        url: the whole address, such as http://localhost:8000/retrieve.
-        timeout_seconds: of one try.
-        retries: of what may pass by itself: no connection, no answer in time, a status of 429 or
-            from 500.
-        pause_seconds: before the first retry; doubled each time.
-        most_at_once: requests in flight; more wait.
-        most_bytes: of an answer.
+        url: the full address, such as http://localhost:8000/retrieve.
+        timeout_seconds: timeout of one try.
+        retries: number of retries after temporary errors: no connection, a timeout, a status of 429
+        or from 500.
+        pause_seconds: pause before the first retry; doubled each time.
+        most_at_once: maximum number of requests in flight; more wait.
+        most_bytes: maximum size of an answer.
     """
 
     url: str

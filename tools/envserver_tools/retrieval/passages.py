@@ -1,7 +1,7 @@
-"""What is searched for: a passage, its sentences, and how well it fits. Pure.
+"""The data of a search: a passage, its sentences, and its score. Pure.
 
-A passage is known by its content (`key`): the same text under the same title is the same passage,
-wherever it was read.
+A passage is identified by its content (`key`): the same text under the same title is the same
+passage, whatever its source.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The web for agents: search, pages, words in pages; recorded, so that it stays the same.
 
-Whoever has a network of its own uses `Web` directly; agents behind a wall ask the server, which has
-one `Web` for all of them (see `serving`).
+Code with network access uses `Web` directly; agents without it call the server, which has one `Web`
+for all of them (see `serving`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which addresses a page reader may reach, and how one address is always written.
+"""Decides which addresses a page reader may reach, and normalises addresses.
 
-A model names the pages, so what it names must not lead into the server's own network: not by a
-number, not by a name that stands for one, not after a redirect. Names are looked up once, checked,
-and the connection goes to what was checked.
+A model names the pages, so no address may lead into the server's own network: not by number, not by
+a name, not after a redirect. Names are resolved once, checked, and the connection goes to the
+checked address.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 MOST_URL_CHARACTERS = 2000
 _LOOK_UPS = 8
-"""Of names, at a time."""
+"""Maximum number of concurrent name look-ups."""
 _NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\Z", re.I)
 _UNICAST = ipaddress.ip_network("2000::/3")
-"""All that is given to anybody; elsewhere stand other ways to write addresses of one's own."""
+"""All assigned public addresses; other ranges contain alternative forms of private addresses."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _PORTS = {"http": 80, "https": 443}
 _SAFE = "%/:=&?~#+!$,;'@()*[]|"
 
 
 class BadAddress(ValueError):
-    """No address that may be read; says why."""
+    """The address may not be read; the message says why."""
 
 
 class PrivateAddress(OSError):
-    """The name stands for an address that is none of the public internet."""
+    """The name resolves to an address outside of the public internet."""
 
 
 def normal_url(url: str) -> str:
@@ -102,7 +102,7 @@ def check_literal(host: str) -> None:
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Whether it is of the public internet, also when it is wrapped in another."""
+    """Returns whether it is public, even if it is embedded in another address."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if inner is None and address in _NAT64:
@@ -115,9 +115,9 @@ def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 class PublicResolver(AbstractResolver):
-    """Looks names up; one that leads to any private address leads nowhere.
+    """Resolves names; one with any private address is refused.
 
-    In threads of its own: names that take long must not hold up what else the server does.
+    It uses separate threads: slow look-ups must not delay the rest of the server.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Reads one address of the web: bounded in time, size and redirects, public addresses only.
 
-Out: the raw answer as it came (inflated), which is what recordings keep. What is the page's fault
-(gone, too large, of a kind that is not a document) lasts; what may be better in a minute does not.
+Out: the raw answer (inflated), which recordings keep. An error of the page (gone, too large, not a
+document) is lasting; one that may pass in a minute is not.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _TRY_AGAIN = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 @dataclass(frozen=True)
 class Raw:
-    """An answer of the web.
+    """A web server's answer.
 
     Args:
-        url: where it came from at last.
-        error: what the agent is told instead of a page; "" where there is one.
-        lasting: the same is true tomorrow.
+        url: the address after all redirects.
+        error: the text for the agent instead of a page; "" if there is a page.
+        lasting: the answer will be the same tomorrow.
     """
 
     url: str
@@ -58,7 +58,7 @@ class ProviderFailed(Exception):
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """What one page may cost. `seconds` holds for all its redirects together."""
+    """Limits of one page. `seconds` holds for all its redirects together."""
 
     seconds: float = 30.0
     bytes: int = 8 << 20
@@ -66,11 +66,11 @@ class FetchLimits:
 
 
 class Fetcher:
-    """Reads pages for agents and asks providers for us. `async with` it.
+    """Reads pages for agents and calls search providers. Use with `async with`.
 
     Args:
-        allow_private: let pages be of private networks, for sites of your own.
-        denies: which addresses are not asked, also where another leads to them.
+        allow_private: allow pages in private networks, for your own sites.
+        denies: addresses that are refused, also as targets of redirects.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Fetcher:
         await self._providers.close()
 
     async def page(self, url: str) -> Raw:
-        """What `url` gives; a failure is an answer with `error`."""
+        """Returns the page at `url`; a failure is an answer with `error`."""
         try:
             async with asyncio.timeout(self._limits.seconds):
                 return await self._page(url)
@@ -206,10 +206,10 @@ class Fetcher:
 
 
 async def _bounded(answer: aiohttp.ClientResponse, most: int) -> bytes | None:
-    """The body, inflated; None where it has more than `most` bytes, packed or inflated.
+    """Returns the body, inflated; None if it exceeds `most` bytes, packed or inflated.
 
     Raises:
-        ValueError: it is not compressed as it says.
+        ValueError: it is not compressed as declared.
     """
     encoding = answer.headers.get("content-encoding", "").strip().lower()
     inflater = None
@@ -221,7 +221,7 @@ async def _bounded(answer: aiohttp.ClientResponse, most: int) -> bytes | None:
     size = packed = 0
     async for piece in answer.content.iter_chunked(1 << 16):
         packed += len(piece)
-        if packed > most:  # also what stands behind the end of what is packed
+        if packed > most:  # also counts data after the end of the compressed stream
             return None
         try:
             part = inflater.decompress(piece, most + 1 - size) if inflater else piece

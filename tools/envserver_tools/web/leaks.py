@@ -1,6 +1,6 @@
-"""Keeps a task's own answer sheet out of what an agent finds on the web.
+"""Keeps pages that reveal a task's answer from agents.
 
-Two signs: the address is of a place where benchmarks are kept, or the text repeats the question.
+Two signs: the address is of a site that hosts benchmarks, or the text repeats the question.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ DENIED = (
 translator); `*word*`: any address with that word."""
 
 _WORDS = 8
-"""Of the question, that must follow each other in the text."""
+"""Minimum number of consecutive words of the question."""
 _LEAST_WORDS = 6
 """A shorter question says too little to be known again; one up to _WORDS is looked for whole."""
 _SHARE = 0.3
-"""Of all such runs of words, that make a text one that repeats the question."""
+"""Share of all such word runs that makes a text a copy of the question."""
 _MOST_READ = 2_000_000
 _WORD = re.compile(r"[^\W_]+")
 _QUOTED = re.compile(
@@ -45,11 +45,11 @@ _QUOTED = re.compile(
 _TRANSLATED = ".translate.goog"
 
 Runs = frozenset[tuple[str, ...]]
-"""Of words that follow each other."""
+"""Runs of consecutive words."""
 
 
 class LeakFilter:
-    """What may not reach an agent.
+    """Filters what agents may see.
 
     Args:
         denied: in the form of DENIED.
@@ -62,7 +62,7 @@ class LeakFilter:
         self._places = re.compile(rf"(?<![\w.-])(?:www\.)?(?:{any_place})(?![\w-])")
 
     def denies(self, url: str) -> bool:
-        """Whether the address is of a denied place, or holds the address of one."""
+        """Returns whether the address is of a denied site, or contains such an address."""
         for _ in range(3):  # letters may be written as numbers, and those again
             url = unquote(url)
         url = re.sub(r"[/\\]+", "/", url.lower())
@@ -74,16 +74,16 @@ class LeakFilter:
         )
 
     def repeated(self, text: str, question: str) -> Runs:
-        """The parts of `question` that stand in `text` word for word."""
+        """Returns the parts of `question` that occur in `text` word for word."""
         return _found(text[:_MOST_READ], _wanted(question))
 
     def is_much(self, parts: Set[tuple[str, ...]], question: str) -> bool:
-        """Whether `parts` are so much of `question` that who saw them saw a copy of it."""
+        """Returns whether `parts` are enough of `question` to be a copy of it."""
         wanted = _wanted(question)
         return bool(wanted) and len(parts) >= _SHARE * len(wanted)
 
     def repeats(self, text: str, question: str) -> bool:
-        """Whether `text` holds a good part of `question` word for word."""
+        """Returns whether `text` has a large part of `question` word for word."""
         return self.is_much(self.repeated(text, question), question)
 
 

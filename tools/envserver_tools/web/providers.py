@@ -1,7 +1,7 @@
-"""Search providers: how each is asked, and how its raw answer is read.
+"""Search providers: sends requests and parses the raw answers.
 
-Asking and reading are apart, for recordings keep the raw answer: what is read from it then is the
-same on every day.
+Sending and parsing are separate, since recordings keep the raw answer: parsing gives the same
+result on every day.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class SearchProvider(Protocol):
     name: str
 
     async def search(self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]) -> Raw:
-        """Its raw answer.
+        """Returns the raw answer.
 
         Raises:
-            ProviderFailed: it gives none.
+            ProviderFailed: there is no answer.
         """
 
     def hits(self, raw: Raw) -> list[Hit]:
-        """What stands in it. Raises ProviderFailed where it is not an answer."""
+        """Parses the results. Raises ProviderFailed if it is not an answer."""
 
 
 class Tavily:
@@ -70,7 +70,7 @@ class Tavily:
         return await self._ask(fetcher, "search", body)
 
     async def extract(self, fetcher: Fetcher, url: str) -> Raw:
-        """Its reading of one page. Raises like `search`."""
+        """Returns the provider's reading of one page. Raises like `search`."""
         return await self._ask(fetcher, "extract", {"urls": [url]})
 
     def hits(self, raw: Raw) -> list[Hit]:
@@ -104,12 +104,12 @@ _WORDS = {
 
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of Tavily's options that change what is found."""
+    """Tavily's options that change the results."""
     return {name: value for name, value in options.items() if name in _OF_TAVILY}
 
 
 def credits_of(raw: Raw) -> float:
-    """What Tavily says that an answer cost; 0 where it says nothing."""
+    """Returns the cost that Tavily reports for an answer; 0 if it reports none."""
     usage = _object(raw).get("usage")
     spent = usage.get("credits") if isinstance(usage, dict) else None
     return float(spent) if isinstance(spent, int | float) and spent > 0 else 0.0
@@ -196,7 +196,7 @@ class _ResultPage(HTMLParser):
 
 
 def _target(href: str) -> str:
-    """Where a link of the result page leads at last."""
+    """Returns the final address of a link on the result page."""
     inner = parse_qs(urlsplit(href).query).get("uddg")
     return inner[0] if inner else href
 

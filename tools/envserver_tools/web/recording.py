@@ -1,14 +1,14 @@
-"""What of the web was seen, kept by its content: the same request gives the same answer again.
+"""Records web answers by their content: the same request gets the same answer again.
 
-    live    ask the web; equal requests of one group are answered once, nothing is kept on disk
-    record  what is there is taken from the recording, the rest is asked for and kept
-    replay  only what is there; anything else is NotRecorded
+    live    ask the web; equal requests of one group share one answer, nothing is kept on disk
+    record  recorded answers are used, others are requested and recorded
+    replay  recorded answers only; anything else is NotRecorded
     off     no web at all
 
-In the folder: `index/ab/{key}.json` says what a request was answered with, `blobs/cd/{sha256}` is
-the raw body. The key is the SHA-256 of the request's canonical JSON with the epoch. Files appear
-whole or not at all, and many processes may use one folder at once: a request is asked for by one of
-them, the others wait for it. What failed for a reason that may pass is kept for replays only.
+In the folder: `index/ab/{key}.json` describes the answer to a request, `blobs/cd/{sha256}` is the
+raw body. The key is the SHA-256 of the request's canonical JSON with the epoch. Files are written
+atomically, and many processes may use one folder at once: one of them sends a request, the others
+wait for it. Temporary failures are kept for replays only.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _LOCK_SECONDS = 180.0
 _LOOK_SECONDS = 0.02
 _MOST_REMEMBERED_BYTES = 256 << 20
 _MOST_GROUPS = 10_000
-"""That are not at their end."""
+"""Maximum number of unfinished groups."""
 _INDEX_NAME = re.compile(r"index/[0-9a-f]{2}/([0-9a-f]{64})\.json")
 _BLOB_NAME = re.compile(r"blobs/[0-9a-f]{2}/([0-9a-f]{64})")
 _MOST_MEMBER_BYTES = 256 << 20
 
 
 class NotRecorded(Exception):
-    """The request is none of the recorded web, and nothing else may be asked."""
+    """The request is not in the recording, and the web may not be asked."""
 
 
 @dataclass
@@ -54,9 +54,9 @@ class Metrics:
     """Counts since the start.
 
     Args:
-        joined: requests that another one's answer served.
-        credits: what the provider says it has charged.
-        leaks_dropped, leaks_seen: what gave a task away and was kept back, or shown.
+        joined: requests that shared another one's answer.
+        credits: the provider's reported charges.
+        leaks_dropped, leaks_seen: leaks that were hidden, or shown.
     """
 
     hits: int = 0
@@ -102,16 +102,16 @@ class Recorder:
         *,
         group: str = "",
     ) -> Raw:
-        """The answer to `request`.
+        """Returns the answer to `request`.
 
         Args:
-            request: JSON-like, written in one way only; all that the answer depends on.
-            fetch: asks the web for it; what it raises, every waiter gets, and nothing keeps.
-            group: whose equal requests get one answer in mode live.
+            request: JSON-like, in a canonical form; everything that the answer depends on.
+            fetch: asks the web; its errors go to every waiter, and are not kept.
+            group: in mode live its equal requests get one answer.
 
         Raises:
             NotRecorded: modes replay and off.
-            Exception: as `fetch` does.
+            Exception: an error of `fetch`.
         """
         if self.mode == "off":
             raise NotRecorded("there is no web here")
@@ -125,8 +125,8 @@ class Recorder:
         return raw
 
     def shown(self, group: str) -> tuple[int, str]:
-        """How many requests of a group were answered, and a digest of them with their answers: the
-        same where the same was asked and seen, in whatever order. The group is forgotten then.
+        """Returns the number of a group's answered requests, and a digest of them with their
+        answers, whatever their order. The group is then forgotten.
         """
         answers = self._shown.pop(group, {})
         lines = "\n".join(f"{key} {digest}" for key, digest in sorted(answers.items()))
@@ -162,7 +162,7 @@ class Recorder:
         return await asyncio.shield(flight)
 
     async def aclose(self) -> None:
-        """Ends what is still asked for."""
+        """Cancels open requests."""
         flights = list(self._flights.values())
         for flight in flights:
             flight.cancel()
@@ -221,7 +221,7 @@ class Recorder:
 
 
 def key_of(request: Mapping[str, Any], epoch: str) -> str:
-    """Under which the answer to `request` is kept."""
+    """Returns the key of the answer to `request`."""
     whole = {"epoch": epoch, "request": request}
     canonical = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode(errors="surrogatepass")).hexdigest()
@@ -234,7 +234,7 @@ class Store:
         self._folder = folder
 
     def load(self, key: str) -> Raw | None:
-        """The answer under `key`; None where there is none, or its files are damaged."""
+        """Returns the answer under `key`; None if there is none, or its files are damaged."""
         try:
             facts = json.loads(self._index(key).read_bytes())
             body = self._blob(facts["blob"]).read_bytes()
@@ -247,7 +247,7 @@ class Store:
             return None
 
     def save(self, key: str, request: Mapping[str, Any], epoch: str, raw: Raw) -> Raw:
-        """Keeps `raw` under `key`, unless an answer that lasts is there already; what is there."""
+        """Keeps `raw` under `key` unless a lasting answer is there; returns the kept one."""
         digest = hashlib.sha256(raw.body).hexdigest()
         if not self._is_whole(digest):
             _replace(self._blob(digest), raw.body)
@@ -267,7 +267,7 @@ class Store:
 
     @asynccontextmanager
     async def alone(self, key: str) -> AsyncIterator[None]:
-        """Only one process at a time is within this for `key`; one that dies lets the next in."""
+        """Locks `key` across processes; a process that dies releases it."""
         path = self._folder / "locks" / key[:2] / key
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -302,10 +302,10 @@ class Store:
         return count
 
     def take_in(self, path: Path) -> int:
-        """Adds what an archive of `export` holds; what is here already stays. How many are new.
+        """Adds the new answers of an `export` archive; returns their number.
 
         Raises:
-            ValueError: it holds something else, or a damaged body; what came before it is in.
+            ValueError: it has other content, or a damaged body; earlier answers were added.
         """
         count = 0
         with tarfile.open(path, "r:") as archive:
@@ -342,7 +342,7 @@ class Store:
 
 
 def _key_in(content: bytes) -> str:
-    """The key that an index file must stand under; "" where it is none."""
+    """Returns the key that an index file must have; "" if it has none."""
     try:
         facts = json.loads(content)
         return key_of(facts["request"], facts["epoch"])

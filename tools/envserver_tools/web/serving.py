@@ -42,15 +42,15 @@ async def services_of(
     key: str | None = None,
     question: Callable[[PublicTask], str] = question_of,
 ) -> AsyncIterator[Services]:
-    """What `Environment.services` may give.
+    """Returns services for `Environment.services`.
 
     Args:
-        key: unset: the server's variable TAVILY_API_KEY. Never a setting of the environment: those
-            travel to the agents' processes.
-        question: that nothing which is shown may repeat.
+        key: unset: the server's variable TAVILY_API_KEY. Never a setting of the environment:
+        settings are sent to the agents' processes.
+        question: no text shown may repeat it.
 
     Raises:
-        ConfigError: the settings need a key or a folder that is not there.
+        ConfigError: the key or the folder that the settings need is missing.
     """
     try:
         web = Web(settings, key=os.environ.get(KEY_VARIABLE, "") if key is None else key)
@@ -74,7 +74,7 @@ async def services_of(
 
 
 def remote_tools(ask: Asking) -> dict[str, Tool]:
-    """The web tools of an agent behind a wall: `remote_tools(run.call_tool)`."""
+    """Returns the web tools of an agent without network access: `remote_tools(run.call_tool)`."""
     return {
         str(description["function"]["name"]): _remote(ask, description)
         for description in DESCRIPTIONS

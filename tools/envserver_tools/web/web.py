@@ -1,8 +1,8 @@
-"""Search and pages as agents see them: asked for by way of the recording, filtered, in pages.
+"""Search and pages for agents: requested through the recording, filtered, in pages.
 
-What is shown is made anew from the raw answer each time, by the same code: the same recording gives
-the same words. What the agent did wrong, and what the web does not have, is a ToolError; that a
-provider fails is ProviderFailed, which is nobody's observation.
+The text is made from the raw answer each time, by the same code: the same recording gives the same
+text. An agent's mistake, and a missing page, is a ToolError; a provider's failure is
+ProviderFailed, which no agent observes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .providers import DuckDuckGo, Hit, SearchProvider, Tavily, credits_of, extr
 from .recording import Mode, NotRecorded, Recorder
 
 VERSION = 1
-"""Of what requests mean; another one shares no recording with it."""
+"""Version of the requests' meaning; versions do not share recordings."""
 MOST_RESULTS = 20
 LEAK = "web_leak_dropped"
 LEAK_SEEN = "web_leak_seen"
@@ -46,17 +46,17 @@ _KINDS = {"text/html": "html", "application/xhtml+xml": "html"}
 
 @dataclass(frozen=True)
 class WebSettings:
-    """How agents see the web.
+    """The agents' view of the web.
 
     Args:
         mode, folder, epoch: see `recording`.
         provider: "tavily" needs a key, "duckduckgo" none.
         provider_url: unset: the provider's own.
-        reader: who reads pages: "own", or "tavily" by its extraction.
-        allow_private: let pages be of private networks.
-        denied: places that give tasks away, in the form of `leaks.DENIED`.
-        leaks: hide: what gives the viewer's task away looks as if it were not there; show: it is
-            shown like all else, and that is told.
+        reader: what reads pages: "own", or "tavily" by its extraction.
+        allow_private: allow pages in private networks.
+        denied: sites that reveal answers, in the form of `leaks.DENIED`.
+        leaks: hide: pages that reveal the viewer's answer seem to be missing; show: they are shown
+        like others, and flagged.
     """
 
     mode: Mode = "live"
@@ -73,14 +73,14 @@ class WebSettings:
 
 @dataclass(frozen=True)
 class Viewer:
-    """Who looks.
+    """The reader of pages.
 
     Args:
-        group: whose members see one web in mode live; "": nobody else's.
-        question: that no text may repeat; "": no such check.
-        flag: is told LEAK when something was kept from the viewer, LEAK_SEEN when it was shown
-            such a thing all the same: texts of which none repeats the question, but all together.
-        rollout: whose texts are taken together; "": each text stands for itself.
+        group: its members see one web in mode live; "": a separate one.
+        question: no text may repeat it; "": no such check.
+        flag: called with LEAK if something was hidden, LEAK_SEEN if a leak was shown all the same:
+        texts of which no single one repeats the question, but all together do.
+        rollout: its texts are checked together; "": each text separately.
     """
 
     group: str = ""
@@ -134,8 +134,8 @@ class Web:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def shown(self, group: str) -> dict[str, Any]:
-        """Which web a group saw: equal where the same was asked and answered. Asked once a group,
-        at its end.
+        """Returns a group's view of the web: equal for equal requests and answers. Called once per
+        group, at its end.
         """
         settings = self._settings
         count, digest = self._recorder.shown(group)
@@ -187,7 +187,7 @@ class Web:
 
         async def ask() -> Raw:
             raw = await self._provider.search(self._fetcher, query, most, options)
-            self._provider.hits(raw)  # what is not an answer must not be kept
+            self._provider.hits(raw)  # invalid answers must not be kept
             if self._provider is self._tavily:
                 self.metrics.credits += credits_of(raw)
             return raw
@@ -195,7 +195,7 @@ class Web:
         return await self._recorded(request, ask, viewer)
 
     def may_see(self, hit: Hit, viewer: Viewer) -> bool:
-        """Whether a result is none that gives the task away; if it does, that is told."""
+        """Returns whether a result may be shown, or reveals the answer; that is flagged."""
         leaks = self._leaks
         if leaks.denies(hit.url) or leaks.repeats(_words(hit), viewer.question):
             return self._leaked(viewer)
@@ -217,22 +217,22 @@ class Web:
             self._seen(viewer)
 
     async def visit(self, url: str, offset: int, limit: int, viewer: Viewer) -> str:
-        """One page of the text at `url`. Raises ToolError, ProviderFailed."""
+        """Returns one page of the text at `url`. Raises ToolError, ProviderFailed."""
         where, text = await self.page(url, viewer)
         page = page_of(text, where, offset, limit)
         self.showing(f"{text.title}\n{text.text[offset : offset + limit]}", viewer)
         return page
 
     async def find(self, url: str, text: str, viewer: Viewer) -> str:
-        """Where `text` stands at `url`. Raises ToolError, ProviderFailed."""
+        """Returns the places of `text` at `url`. Raises ToolError, ProviderFailed."""
         where, page = await self.page(url, viewer)
         found = found_in(page, where, text)
-        if found.count("\n"):  # the first line says what was looked for
+        if found.count("\n"):  # the first line names the search text
             self.showing(found.partition("\n")[2], viewer)
         return found
 
     async def page(self, url: str, viewer: Viewer) -> tuple[str, Text]:
-        """Where a page is at last, and its text. Raises ToolError, ProviderFailed."""
+        """Returns a page's final address, and its text. Raises ToolError, ProviderFailed."""
         try:
             url = normal_url(url)
         except BadAddress as error:
@@ -316,7 +316,7 @@ class Web:
 
 
 def _unavailable(url: str) -> ToolError:
-    """Of what gives the task away: in words that say no more than that it is not there."""
+    """Returns the error for a leak: the same as for a missing page."""
     return ToolError(f"{url} cannot be read: it is not available.")
 
 
@@ -346,7 +346,7 @@ def _read(raw: Raw) -> Text:
 
 
 def _in_unicode(raw: Raw) -> bytes:
-    """The body in UTF-8, by what the server or the page itself says of its letters."""
+    """Returns the body in UTF-8, by the encoding that the server or the page declares."""
     head = raw.body[:2048].decode("latin-1")
     found = _CHARSET.search(raw.content_type) or _CHARSET.search(head)
     if found is None:
