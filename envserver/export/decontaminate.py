@@ -84,7 +84,7 @@ class Forbidden:
             self._settle()
 
     def is_in(self, text: str) -> bool:
-        """Whether an n-gram that was added occurs in `text`."""
+        """Returns whether any added n-gram occurs in `text`."""
         self._settle()
         hashes = _words(text)
         return any(
@@ -94,7 +94,7 @@ class Forbidden:
         )
 
     def is_in_rollout(self, rollout: StoredRollout) -> bool:
-        """Whether one occurs in its conversations, system messages left out."""
+        """Returns whether one occurs in its conversations, without system messages."""
         conversations = [rollout.messages, *(one.get("messages") or [] for one in rollout.others)]
         return any(
             self.is_in(text_of(message))

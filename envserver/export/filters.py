@@ -52,7 +52,7 @@ class Where:
         self._evaluator = _evaluator(self._names)
 
     def __call__(self, rollout: StoredRollout) -> bool:
-        """Whether it is true for `rollout`.
+        """Returns whether it is true for `rollout`.
 
         Raises:
             InputError: it cannot be evaluated, such as the length of a number.

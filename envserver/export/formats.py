@@ -70,7 +70,7 @@ class Format(Protocol):
     """File suffix, with the dot."""
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        """Returns the rows of `group`; only `kept` (in order, at least one) are wanted."""
+        """Returns the rows of the rollouts `kept` of `group` (in order, at least one)."""
         ...
 
 
@@ -99,7 +99,7 @@ class Writer(Protocol):
 
 @runtime_checkable
 class HasWriter(Protocol):
-    """A format with a writer of its own."""
+    """A format that writes its own files."""
 
     def writer(self) -> Writer:
         """Returns a new writer."""

@@ -1,7 +1,7 @@
-"""Groups as JSONL, one on each line, with Atropos's keys and ours under "envserver".
+"""Groups as JSONL, one on each line, with Atropos's keys and this server's under "envserver".
 
-A line is on disk before its group counts as delivered. A last line without a newline is what a
-killed writer leaves: it is removed when the file is resumed, and its group is made again.
+A line is on disk before its group counts as delivered. A killed writer may leave a last line
+without a newline: it is removed when the file is resumed, and its group is made again.
 """
 
 from __future__ import annotations

@@ -34,5 +34,5 @@ class Messages:
 
 
 def is_conversation(rollout: StoredRollout) -> bool:
-    """Whether the model says anything in it."""
+    """Returns whether it has an assistant message."""
     return any(message.get("role") == "assistant" for message in rollout.messages)

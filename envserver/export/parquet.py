@@ -243,7 +243,7 @@ def _without_tokens() -> Json:
 
 
 def _typed(message: Message) -> Json:
-    """Returns what the columns can hold of `message`; of content in parts the text."""
+    """Returns the parts of `message` that the columns can hold; of content in parts the text."""
     found = {name: _text(message.get(name)) for name in _TEXTS if name != "content"}
     content = message.get("content")
     found["content"] = _text(text_of(message)) if isinstance(content, list) else _text(content)

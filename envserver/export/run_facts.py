@@ -30,7 +30,7 @@ class Part:
 
     @property
     def mean_reward(self) -> float | None:
-        """Returns None where nothing is scored."""
+        """The mean reward, or None if nothing is scored."""
         return self.reward / self.scored if self.scored else None
 
 

@@ -1,9 +1,9 @@
 """Writes rows into files: an export is complete, with checksums of its files, or absent.
 
-In: rows. Out: a folder with JSONL shards (`part-00000.jsonl`, ...), separate files, or what a
-format's own writer makes, and `MANIFEST.json`; or one single file with its manifest beside it. All
-is written to a hidden folder beside, which is renamed at the end; the next export removes what a
-killed one left there.
+In: rows. Out: a folder with JSONL shards (`part-00000.jsonl`, ...), separate files, or those of
+a format's own writer, and `MANIFEST.json`; or one single file with its manifest beside it. All
+is written to a hidden folder beside, which is renamed at the end; the next export removes that of
+a killed one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def writer_of(format: Format) -> Writer:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an export is being written.
+    """The place of an export in progress.
 
     Args:
         folder: its contents become the export.
@@ -151,7 +151,7 @@ def finish(place: Place, written: list[Written], facts: Json, *, overwrite: bool
 
     Args:
         written: the files of several rows; every other file is one row.
-        facts: what the manifest says beside its files.
+        facts: facts for the manifest besides its files.
 
     Returns:
         The number of `files`, and their `bytes`.

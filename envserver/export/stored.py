@@ -120,7 +120,7 @@ class StoredGroup:
         line: the JSON of its line: the keys of Atropos, and "envserver".
         place: where it was read: "file.jsonl, line 7" or "group g-1 of http://...".
         failures: failures of missing or retried rollouts.
-        asked: rollouts that were started for it, 0: unknown.
+        asked: number of rollouts started for it, 0: unknown.
         lost: missing rollouts by kind of failure.
     """
 

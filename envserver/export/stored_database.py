@@ -38,7 +38,7 @@ def of_database(where: str) -> Iterator[RawGroup]:
     url = _locate(where)
     name = url.database if url.get_backend_name() == "sqlite" else url.render_as_string()
     reading = _reading(url, str(name))
-    # In a thread of its own: the caller may be in an event loop.
+    # In a separate thread: the caller may be in an event loop.
     with ThreadPoolExecutor(1) as thread:
         loop = asyncio.new_event_loop()
 

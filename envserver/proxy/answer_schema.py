@@ -1,9 +1,8 @@
 """The schema of a chat answer and of its chunks, as far as the proxy relies on it.
 
 An engine's JSON is checked here once, before it is recorded and translated. Unknown fields pass.
-Token ids and logprobs may be anything: what is wrong with them is flagged on the call, and the
-agent
-still gets its answer.
+Token ids and logprobs may be anything: faulty ones are flagged on the call, and the agent still
+gets its answer.
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Limits of one attempt; `max_completion_tokens` may be None (unlimited).
 
     Turns are counted for each declared agent (all others count as one agent); tokens are counted
-    for
-    all trained agents together.
+    for all trained agents together.
     """
 
     max_turns: int
@@ -184,8 +183,7 @@ class ProxyAttempt:
 
     @property
     def engine_failure(self) -> Failure | None:
-        """The failure of an agent's most recent call, or None if every agent's latest call was
-        answered."""
+        """The failure of an agent's latest call, or None if all latest calls succeeded."""
         return next(iter(self._unanswered.values()), None)
 
     @property

@@ -1,9 +1,8 @@
 """One exchange with the engine: from an agent's ModelRequest to recorded calls.
 
-It does not know the agent's connection. A whole answer is sampled in a task of its own that
-requests
-join: if the request that started it hangs up, it continues, so that what is sampled is recorded and
-a retry finds it. Only the end of the attempt stops it.
+It does not know the agent's connection. A whole answer is sampled in a separate task that requests
+join: if the request that started it hangs up, it continues, so that the sample is recorded and a
+retry finds it. Only the end of the attempt stops it.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class CallTask:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody waits for the answer and nobody got it."""
+        """Whether no request waits for the answer and none got it."""
         return not (self._waiting or self._delivered)
 
     # Whole answers

@@ -201,8 +201,7 @@ class EngineEndpoint:
         self.gate = gate or Gate()
         self.policy_version = -1
         self.names_versions = False
-        """Whether the engine has reported version numbers, because its trainer names its
-        weights."""
+        """Whether the engine has reported version numbers, since its trainer names its weights."""
         self._engine = engine
         self._find = find
         self._tokens = tokens or TokensConfig()
@@ -232,7 +231,7 @@ class EngineEndpoint:
     def _forget(self, finding: asyncio.Task[ReadyEngine]) -> None:
         self._finding = None
         if not finding.cancelled():
-            finding.exception()  # retrieved here because nobody may be waiting for it
+            finding.exception()  # retrieved here because nothing may be waiting for it
 
     def described(self) -> dict[str, Any]:
         """Describes for people how the engine is called; empty until it answered once."""

@@ -1,4 +1,4 @@
-"""What an engine answered to one request: the same form for whole answers and streams."""
+"""An engine's answer to one request: the same form for whole answers and streams."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
         wanted_tokens: the agent's own limit per choice, or None.
         tokens_field: the name of that limit in the engine's request.
         stream: whether the agent wants a stream.
-        wants_*: what the agent asked for and therefore gets to see.
+        wants_*: the agent's options on what its answer shows.
     """
 
     dialect: Dialect

@@ -28,7 +28,7 @@ _NUMBER_AT_END = re.compile(r"(?<![\d.])(\d{1,9})$")
 
 
 class CallContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What all calls of one engine answer share; the fields are those of Call.
+    """Facts shared by all calls of one engine answer; the fields are those of Call.
 
     Args:
         asked_model: the name that was requested (`model` may hold a placeholder for the version).

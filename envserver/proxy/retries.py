@@ -24,7 +24,7 @@ class Answering(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody waits for its answer and nobody got it."""
+        """Whether no request waits for its answer and none got it."""
 
 
 TaskT = TypeVar("TaskT", bound=Answering)

@@ -1,5 +1,4 @@
-"""Chunks of a chat answer: collected for the record, cleaned for the agent, or made from a whole
-answer. Pure.
+"""Chunks of a chat answer: collected for the record, cleaned for the agent, or made from an answer.
 
 With tools the engine is asked for a whole answer and the chunks are made from it, since an engine
 may parse a stream differently.
@@ -99,7 +98,7 @@ def _extended(held: list[Any] | None, more: list[Any]) -> list[Any]:
 
 
 def clean_answer(answer: dict[str, Any], request: ModelRequest) -> None:
-    """Removes from a whole answer what only the proxy asked for."""
+    """Removes fields that only the proxy requested from a whole answer."""
     if not request.wants_token_ids:
         answer.pop("prompt_token_ids", None)
     for choice in answer["choices"]:

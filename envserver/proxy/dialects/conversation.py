@@ -1,8 +1,7 @@
 """Builds chat messages from the items of other dialects. Pure.
 
-What always holds: the results of tool calls follow each other, and what the model said in one
-answer
-is one message, so a history reads as the chat that it was.
+What always holds: the results of tool calls follow each other, and one answer of the model is one
+message, so a history reads as the chat that it was.
 """
 
 from __future__ import annotations

@@ -74,8 +74,7 @@ def stop_of(ending: AnswerEnd, *, called: bool) -> dict[str, Any]:
     """Returns why the model stopped.
 
     Any other interruption (such as a halted engine) is reported as `max_tokens`: the agent then
-    knows
-    that the answer may be incomplete.
+    knows that the answer may be incomplete.
 
     Args:
         called: whether the model called a tool.

@@ -114,7 +114,7 @@ def _call(block: dict[str, Any], place: str, arguments: Arguments) -> ToolCall:
 def _blocks(
     holder: dict[str, Any], name: str, place: str, kinds: tuple[str, ...] = ()
 ) -> list[tuple[dict[str, Any], str]]:
-    """Returns the blocks in field `name` with their places; a string stands for one block."""
+    """Returns the blocks in field `name` with their places; a string becomes one block."""
     path = f"{place}.{name}" if place else name
     given = holder.get(name)
     if isinstance(given, str):

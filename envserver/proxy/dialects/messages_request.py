@@ -1,8 +1,8 @@
 """Converts a request of Anthropic's messages API to the fields of the chat API. Pure.
 
-What is not supported is refused by name; what has no meaning for a private engine (prices, caches,
-accounts) is left out. `budget_tokens` for thinking is not enforced, since tokens that an engine
-forces are not sampled.
+Unsupported fields are refused by name; fields without a meaning for a private engine (prices,
+caches, accounts) are left out. `budget_tokens` for thinking is not enforced, since tokens that an
+engine forces are not sampled.
 """
 
 from __future__ import annotations

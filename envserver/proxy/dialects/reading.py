@@ -63,7 +63,7 @@ def count(body: dict[str, Any], name: str) -> int | None:
 
 
 def bad(name: str, what: str) -> InputError:
-    """Returns the error that says what is wrong with field `name`."""
+    """Returns the error about field `name`."""
     return InputError(f"{name} {what}.", place=name)
 
 

@@ -26,7 +26,7 @@ class OpenText:
     """A message item that grows.
 
     Args:
-        logprobs: those that have arrived and are not told; they are taken out when they are.
+        logprobs: those that have arrived and are not sent yet.
     """
 
     def __init__(self, logprobs: list[Any]) -> None:
@@ -36,7 +36,7 @@ class OpenText:
         self._logprobs: list[Any] = []
 
     def begin(self) -> Iterator[Event]:
-        """Its first events."""
+        """Returns its first events."""
         yield _added(text_item(self._id, "", []) | {"content": []})
         yield self._event("content_part.added", part=text_part("", []))
 
@@ -46,7 +46,7 @@ class OpenText:
         return self._event("output_text.delta", delta=text, logprobs=self._taken())
 
     def end(self, status: Status) -> Iterator[Event]:
-        """Its last events; the very last holds the item."""
+        """Returns its last events; the very last holds the item."""
         self._taken()
         text = "".join(self._texts)
         item = text_item(self._id, text, self._logprobs) | {"status": status}
@@ -72,7 +72,7 @@ class OpenReasoning:
         self._texts: list[str] = []
 
     def begin(self) -> Iterator[Event]:
-        """Its first events."""
+        """Returns its first events."""
         yield _added(reasoning_item(self._id, "") | {"content": []})
         yield self._event("content_part.added", part=reasoning_part(""))
 
@@ -82,7 +82,7 @@ class OpenReasoning:
         return self._event("reasoning_text.delta", delta=text)
 
     def end(self, status: Status) -> Iterator[Event]:
-        """Its last events; the very last holds the item."""
+        """Returns its last events; the very last holds the item."""
         text = "".join(self._texts)
         yield self._event("reasoning_text.done", text=text)
         yield self._event("content_part.done", part=reasoning_part(text))
@@ -99,12 +99,12 @@ class OpenCall:
         self._item = call_item(new_id("fc"), call)
 
     def begin(self) -> Iterator[Event]:
-        """Its first events."""
+        """Returns its first events."""
         yield _added(self._item | {"arguments": ""})
         yield self._event("delta", delta=self._item["arguments"])
 
     def end(self, status: Status) -> Iterator[Event]:
-        """Its last events; the very last holds the item."""
+        """Returns its last events; the very last holds the item."""
         yield self._event("done", arguments=self._item["arguments"])
         yield _done(self._item | {"status": status})
 

@@ -1,10 +1,8 @@
 """Stores an attempt's responses for requests that refer to them.
 
 The conversation up to each response is kept under the response's id, without the instructions,
-which
-hold for one response only; each output item is kept under its id. Nothing is kept of a response
-that
-the agent asked not to `store`.
+which hold for one response only; each output item is kept under its id. Responses that the agent
+asked not to `store` are not kept.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def remember(
     response: dict[str, Any],
     said: Iterable[TextPart | ToolCall],
 ) -> None:
-    """Stores `response` to `request`, in which the model said `said`."""
+    """Stores `response` to `request`; `said` is the model's part of it."""
     if request.body.get("store") is False:
         return
     instructed = bool(request.body.get("instructions"))

@@ -1,8 +1,7 @@
 """Converts a request of OpenAI's responses API to the fields of the chat API. Pure.
 
-What is not supported, or would make the record inexact, is refused by name. What has no meaning
-for a
-private engine (prices, caches, accounts) is left out.
+Fields that are not supported, or would make the record inexact, are refused by name. Fields without
+a meaning for a private engine (prices, caches, accounts) are left out.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def has_tools(body: ChatBody) -> bool:
 
 
 def is_strict(tool: dict[str, Any]) -> bool:
-    """Whether the engine constrains the arguments of `tool` to their schema while sampling."""
+    """Whether the engine enforces the schema of `tool` on its arguments while sampling."""
     function = tool.get("function")
     return bool(isinstance(function, dict) and function.get("strict"))
 

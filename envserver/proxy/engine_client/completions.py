@@ -1,9 +1,7 @@
 """Client for vLLM's /v1/completions, which continues ids and parses nothing.
 
 A call whose prompt the engine renders goes through chat. A continued call returns text and ids; the
-text is parsed here as the engine parses its own chat answers. A continued one gets the text and
-the ids
-back; what the text means is read here, as the engine itself reads it in the calls through chat.
+text is parsed here as the engine parses its own chat answers.
 """
 
 from __future__ import annotations

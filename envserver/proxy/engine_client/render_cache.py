@@ -1,7 +1,7 @@
 """Caches what vLLM adds to a chat request besides its prompt.
 
-An engine has defaults and rules of its own (its generation config, grammars for tools, what a tool
-parser needs). These are not copied here: /v1/chat/completions/render returns the complete request
+An engine has defaults and rules of its own (its generation config, grammars for tools, needs of a
+tool parser). These are not copied here: /v1/chat/completions/render returns the complete request
 for /inference/v1/generate. For calls that differ only in messages, seed and limit, everything but
 the prompt is the same, so a continued call needs no rendering.
 """
