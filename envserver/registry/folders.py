@@ -2,6 +2,7 @@
 
     scripts/my_env.py, scripts/helpers.py    a folder of scripts, as when Python runs `my_env.py`
     my_env/__init__.py, my_env/helpers.py    a package, as when Python imports `my_env`
+    tools/__init__.py                        a package beside it, where nothing else has its name
 
 In: a path. Out: the modules that may define the environment. What always holds: a module's name
 is made from the real path of its folder, so that files of the same name in different folders are
@@ -85,7 +86,8 @@ def _import_file(file: Path) -> ModuleType:
     folder = _finder.add_folder(top)
     names = [folder.package, *file.parent.relative_to(top).parts]
     if file.name != "__init__.py":
-        names.append(file.stem.replace(".", "_"))
+        is_also_package = (file.with_suffix("") / "__init__.py").is_file()
+        names.append(file.stem.replace(".", "_") + "_file" * is_also_package)
     name = ".".join(names)
     if name != folder.package:
         _finder.files[name] = file
@@ -134,7 +136,7 @@ class _Folder:
 
         Between scripts, a module beside them comes before all others of its name, as in Python.
         In a package only its own name does; its other modules are found if nothing else is.
-        A folder without `__init__.py` always comes last.
+        A folder without `__init__.py` always comes last, and so do the packages beside a package.
         """
         first, _, rest = name.partition(".")
         if self.is_package and first == self.path.name:
@@ -143,9 +145,16 @@ class _Folder:
             return None  # `import math` in an environment `math.py`
         spec = PathFinder.find_spec(first, [str(self.path)])
         if spec is None:
-            return None
+            return self._package_beside(first, rest)
         comes_first = spec.origin is not None and not self.is_package
         return f"{self.package}.{name}" if comes_first or not _is_importable(first) else None
+
+    def _package_beside(self, name: str, rest: str) -> str | None:
+        other = self.path.parent / name
+        is_there = self.is_package and (other / "__init__.py").is_file()
+        if not is_there or (_is_importable(name) and not _is_bare_folder(name)):
+            return None
+        return f"{_finder.add_folder(other).package}.{rest}".rstrip(".")
 
 
 def _is_package(module: str) -> bool:
@@ -154,6 +163,13 @@ def _is_package(module: str) -> bool:
 
 def _is_importable(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
+
+
+def _is_bare_folder(importable: str) -> bool:
+    """Whether the import finds only a folder without `__init__.py`."""
+    loaded = sys.modules.get(importable)
+    spec = importlib.util.find_spec(importable) if loaded is None else loaded.__spec__
+    return spec is not None and spec.origin is None and spec.submodule_search_locations is not None
 
 
 class _Finder(MetaPathFinder):

@@ -244,6 +244,36 @@ def test_an_environment_in_a_package_imports_from_the_folder_above(tmp_path: Pat
     assert shared(reference) == "above"
 
 
+def test_an_environment_in_a_package_imports_the_packages_beside_it(tmp_path: Path) -> None:
+    imports = "import toolbox_.calc\nfrom rules_ import RULE\nSHARED = toolbox_.calc.TOOL + RULE"
+    reference = write_environment(tmp_path / "mine_", imports)
+    for package, text in (
+        ("mine_", ""),
+        ("toolbox_", ""),
+        ("rules_", "from toolbox_.calc import TOOL as RULE\n"),
+    ):
+        (tmp_path / package).mkdir(exist_ok=True)
+        (tmp_path / package / "__init__.py").write_text(text)
+    (tmp_path / "toolbox_" / "calc.py").write_text("TOOL = 'tool '\n")
+    assert shared(reference) == "tool tool "
+
+
+def test_an_installed_package_comes_before_a_package_beside_it(tmp_path: Path) -> None:
+    reference = write_environment(tmp_path / "mine_", "from orjson import loads as SHARED")
+    for package in ("mine_", "orjson"):
+        (tmp_path / package).mkdir(exist_ok=True)
+        (tmp_path / package / "__init__.py").write_text("loads = 'mine'\n")
+    assert shared(reference) == str(orjson.loads)
+
+
+def test_a_file_and_a_folder_of_one_name_are_two_environments(tmp_path: Path) -> None:
+    file = write_environment(tmp_path, "SHARED = 'file'", name="riddle.py")
+    folder = write_environment(tmp_path / "riddle", "SHARED = 'folder'", name="env.py")
+    for package in (tmp_path, tmp_path / "riddle"):
+        (package / "__init__.py").touch()
+    assert [shared(file), shared(folder)] == ["file", "folder"]
+
+
 def test_links_to_one_folder_lead_to_the_same_modules(tmp_path: Path) -> None:
     reference = write_environment(tmp_path / "real", "SHARED = 1")
     (tmp_path / "link").symlink_to(tmp_path / "real")

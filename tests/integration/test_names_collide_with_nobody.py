@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
 from support.commands import ENVSERVER, environment_variables, read_jsonl
 
 BUILT_INS = {"code", "gaia", "math", "mhqa", "router", "scenarios", "swe", "tau", "video"}
@@ -29,6 +31,28 @@ class Mine(Environment):
         return Score(reward=float(result.output == "my tool, my environment, my client"))
 """
 
+IMPORTS = """
+import clients
+import envserver
+import envserver_clients
+import envserver_environments
+import envserver_tools
+import environments
+import tools
+"""
+RUN = """
+settings = {"total_steps": 1, "ensure_scores_are_not_same": False}
+made = [envserver.process(name, model="sim", env=settings) for name in ("math", "mine.py")]
+[len(result.groups) for result in made], tools.TOOL
+"""
+USERS_TEST = f"""{IMPORTS}
+
+def test_mine_and_theirs():
+    {RUN.strip().replace(chr(10), chr(10) + "    ")}
+    assert {{len(result.groups) for result in made}} == {{1}}
+    assert tools.TOOL == "my tool, "
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -40,7 +64,9 @@ def folder(tmp_path: Path) -> Path:
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(line + "\n")
-    (tmp_path / "mine.py").write_text(USERS_ENVIRONMENT)
+    for place in ("mine.py", "environments/mine.py"):
+        (tmp_path / place).write_text(USERS_ENVIRONMENT)
+    (tmp_path / "test_mine.py").write_text(USERS_TEST)
     return tmp_path
 
 
@@ -73,15 +99,31 @@ def test_a_built_in_runs(program: tuple[object, ...], folder: Path) -> None:
     assert len(read_jsonl(folder / "out.jsonl")) == 1
 
 
-@pytest.mark.parametrize("path", ["", "."])
-def test_an_environment_gets_the_users_packages(path: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "path"), [("mine.py", ""), ("mine.py", "."), ("environments/mine.py", "")]
+)
+def test_an_environment_gets_the_users_packages(file: str, path: str, folder: Path) -> None:
     done = run_in(
-        folder, ENVSERVER, "process", "--env", "mine.py", "--model", "sim",
+        folder, ENVSERVER, "process", "--env", file, "--model", "sim",
         "--env.ensure_scores_are_not_same", "false", "--env.data_path_to_save_groups", "out.jsonl",
         path=path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert set(read_jsonl(folder / "out.jsonl")[0]["scores"]) == {1.0}
+
+
+def test_a_users_tests_import_both(folder: Path) -> None:
+    done = run_in(folder, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.thorough
+def test_a_notebook_imports_both(folder: Path) -> None:
+    notebook = new_notebook(cells=[new_code_cell(IMPORTS + RUN)])
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    (shown,) = notebook.cells[0].outputs
+    assert shown["data"]["text/plain"] == "([1, 1], 'my tool, ')"
 
 
 @pytest.mark.parametrize(
