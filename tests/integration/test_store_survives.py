@@ -275,7 +275,7 @@ async def refusal(where: str | Path) -> str:
 async def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("dear diary\n" * 100)
-    assert "no SQLite database" in await refusal(path)
+    assert "not an SQLite database" in await refusal(path)
     assert path.read_text() == "dear diary\n" * 100
 
 
@@ -307,7 +307,7 @@ async def test_places_where_no_store_can_be(
     assert "folder" in await refusal(tmp_path / "file" / "store.db")
     assert "folder" in await refusal("/proc/nowhere/store.db")
     assert "mysql" in await refusal("mysql://localhost/groups")
-    assert "in memory" in await refusal("sqlite://")
+    assert "in-memory" in await refusal("sqlite://")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "envserver[postgres]" in await refusal("postgresql://user:secret@localhost/groups")
 

@@ -164,7 +164,7 @@ async def test_names_and_redirects_do_not_lead_into_private_networks(
     monkeypatch.setattr("envserver_tools.web.fetching.check_literal", only_the_first)
     async with Fetcher(FetchLimits(seconds=5)) as fetcher:
         raw = await fetcher.page(f"{sites.url}/hop?to=http://127.0.0.1:{port}/page")
-    assert "no public address" in raw.error
+    assert "not a public address" in raw.error
     assert sites.asked == {"/hop": 1}
     assert PublicResolver  # the one that is used where nothing is patched
 
@@ -415,6 +415,6 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
             facts = tarfile.TarInfo(name)
             facts.size = 2
             archive.addfile(facts, io.BytesIO(b"{}"))
-        with pytest.raises(ValueError, match="no part of a recording"):
+        with pytest.raises(ValueError, match="not part of a recording"):
             Store(tmp_path / "folder").take_in(tmp_path / "a.tar")
     assert not (tmp_path / "folder").exists()
