@@ -102,7 +102,9 @@ def _needs_vllm(path: Path) -> bool:
 
 def _turn(group: str) -> int:
     """When it begins: what takes longest first. Within a turn the order stays."""
-    return _FIRST.index(group) if group in _FIRST else len(_FIRST)
+    if group in _FIRST:
+        return _FIRST.index(group)
+    return len(_FIRST) + (not group.startswith("tests/integration/"))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

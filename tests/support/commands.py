@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,23 +17,59 @@ from typing import Any
 
 import orjson
 
+from . import warm_commands
+from .extent import WHOLE
+
 ENVSERVER = Path(sys.executable).with_name("envserver")
+Process = subprocess.Popen[bytes] | warm_commands.WarmProcess
+_AT_START = dict(os.environ)
 
 
 def envserver(
     *words: object, folder: Path, seconds: float = 120.0, **popen: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; the output of both streams is text."""
+    """Runs a command to its end; the output of both streams is text.
+
+    Args:
+        popen: for subprocess.run; the command is started by it then.
+    """
+    argv = [str(ENVSERVER), *map(str, words)]
+    variables = environment_variables()
+    if not popen and _can_be_warm(variables):
+        return _run_warm(argv, folder, variables, seconds)
     return subprocess.run(
-        [str(ENVSERVER), *map(str, words)],
+        argv,
         cwd=folder,
-        env=environment_variables(),
+        env=variables,
         capture_output=True,
         text=True,
         timeout=seconds,
         check=False,
         **popen,
     )
+
+
+def _can_be_warm(variables: dict[str, str]) -> bool:
+    """Whether the command may be started by fork: Python itself reads its variables but once."""
+    return not WHOLE and all(
+        variables.get(name) == _AT_START.get(name)
+        for name in {*variables, *_AT_START}
+        if name.startswith(("PYTHON", "LD_"))
+    )
+
+
+def _run_warm(
+    argv: list[str], folder: Path, variables: dict[str, str], seconds: float
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = warm_commands.start(argv, folder, variables, stdout, stderr)
+        try:
+            status = process.wait(seconds)
+        except BaseException:
+            process.kill()
+            raise
+        outputs = [stream.seek(0) or stream.read() for stream in (stdout, stderr)]
+        return subprocess.CompletedProcess(argv, status, *outputs)
 
 
 def environment_variables() -> dict[str, str]:
@@ -44,7 +81,7 @@ def environment_variables() -> dict[str, str]:
 class Running:
     """A command that runs until it is ended. Its output goes to `log`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: Process, log: Path) -> None:
         self.process = process
         self.log = log
 
@@ -91,15 +128,15 @@ def running(
         finish_seconds: for what it has open then; after that it is told to stop at once.
     """
     log = folder / f"output-{time.monotonic_ns()}.log"
+    argv, variables = [str(program), *map(str, words)], environment_variables()
+    process: Process
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [str(program), *map(str, words)],
-            cwd=folder,
-            env=environment_variables(),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            **popen,
-        )
+        if not popen and program == ENVSERVER and _can_be_warm(variables):
+            process = warm_commands.start(argv, folder, variables, out, out)
+        else:
+            process = subprocess.Popen(
+                argv, cwd=folder, env=variables, stdout=out, stderr=subprocess.STDOUT, **popen
+            )
     try:
         yield Running(process, log)
     finally:
@@ -107,7 +144,7 @@ def running(
             _end(process, finish_seconds)
 
 
-def _end(process: subprocess.Popen[bytes], finish_seconds: float) -> None:
+def _end(process: Process, finish_seconds: float) -> None:
     for seconds in (finish_seconds, 10):
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -122,7 +159,7 @@ def until(
     seconds: float,
     what: Callable[[], str],
     *,
-    alive: subprocess.Popen[bytes] | None = None,
+    alive: Process | None = None,
 ) -> Any:
     """The first true value of `condition`, asked every 20 ms."""
     end = time.monotonic() + seconds
