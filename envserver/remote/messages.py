@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
+import orjson
 from envserver_records.splits import Split
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
 """Media type of a posted group: a packed `records.Group`."""
@@ -22,7 +23,26 @@ _KEPT: Final = r"^[^\x00]*$"
 
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 Counts = Annotated[dict[Annotated[str, Field(max_length=128)], Count], Field(max_length=64)]
-Small = Annotated[dict[Annotated[str, Field(max_length=128)], Any], Field(max_length=64)]
+
+
+def check_can_be_shown(value: dict[str, Any]) -> dict[str, Any]:
+    """Returns `value`, which responses will repeat.
+
+    Raises:
+        ValueError: responses cannot hold it, such as an integer of more than 64 bits.
+    """
+    try:
+        orjson.dumps(value)
+    except TypeError as error:
+        raise ValueError(f"cannot be stored and shown as JSON: {error}") from error
+    return value
+
+
+Small = Annotated[
+    dict[Annotated[str, Field(max_length=128)], Any],
+    Field(max_length=64),
+    AfterValidator(check_can_be_shown),
+]
 
 
 class _Message(BaseModel):

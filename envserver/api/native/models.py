@@ -9,7 +9,16 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from envserver_records.wire import GroupSummary
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
+
+from ...remote.messages import check_can_be_shown
 
 LONGEST_WAIT_SECONDS: Final = 60.0
 MOST_GROUPS: Final = 1024
@@ -36,7 +45,7 @@ class RunRequest(Body):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     batch_size: int | None = Field(default=None, ge=1, le=MOST_GROUPS)
     """Groups per lease when the lease sets no limit; 8 for a new run."""
-    settings: dict[str, Any] | None = None
+    settings: Annotated[dict[str, Any], AfterValidator(check_can_be_shown)] | None = None
     """Any JSON object that the trainer wants to read back later."""
     delivery: Delivery | None = None
     """shared: each group goes to one of the shared runs; broadcast: this run gets every group. A

@@ -41,6 +41,7 @@ from support.api import (
     running_api,
     wire_group,
 )
+from support.joined import join, registration
 
 from envserver.proxy import Gate
 
@@ -139,6 +140,29 @@ async def test_the_api_keeps_to_its_own_document(tmp_path: Path) -> None:
 async def test_the_api_keeps_to_its_own_document_for_long(tmp_path: Path) -> None:
     async with busy_api(tmp_path) as api:
         await asyncio.to_thread(judge, api.url, 200)
+
+
+async def test_an_integer_that_no_answer_can_hold_is_refused_and_does_no_harm(
+    tmp_path: Path,
+) -> None:
+    async with busy_api(tmp_path) as api:
+        one = await join(api)
+        asked = {"name": "run", "settings": {"seeds": [1, 2**64]}}
+        for refused, place in (
+            (await api.http.post("/v1/runs", json=asked), "settings"),
+            (await one.send("POST", "/heartbeat", json={"engine": {"a": 2**64}}), "engine"),
+            (
+                await api.http.post("/v1/environments", json=registration(scoring={"a": -(2**64)})),
+                "scoring",
+            ),
+        ):
+            assert refused.status_code == 422, refused.text
+            assert refused.json()["place"] == f"body.{place}"
+            assert "64-bit" in refused.json()["detail"]
+        settings = {"seed": 2**64 - 1}
+        await api.http.post("/v1/runs", json={"name": "run", "settings": settings})
+        assert settings in [run["settings"] for run in (await api.get("/v1/runs"))["runs"]]
+        assert (await api.http.get("/v1/environments")).status_code == 200
 
 
 # By a corpus
