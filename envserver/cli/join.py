@@ -1,52 +1,20 @@
-"""`envserver join URL`: runs environments on this machine for a server elsewhere.
-
-The same scheduler, workers, proxy and scorer as in `serve`; finished groups go to the server at URL
-instead of a store. The server says how many groups may be open, which policy the engine serves and
-when its weights change.
-"""
+"""`envserver join URL`: runs an environment on this machine for a server elsewhere; the work is in
+`running.joining`."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
-import ssl
-import time
-from collections.abc import Callable
-from urllib.parse import urlsplit
-
-import structlog
 from envserver_records.errors import ConfigError
 from rich.console import Console
 
-from .. import __version__
-from ..config import is_loopback
-from ..curriculum_config import CurriculumConfig
-from ..environment import Environment
-from ..remote.gate import RunnerGate
-from ..remote.identity import Identity, default_name, held_identity
-from ..remote.link import Link
-from ..remote.messages import Heartbeat, Registration, Welcome
-from ..remote.sink import RemoteSink, missing_requests
-from ..rollouts.events import Event, GroupDropped, Observer
-from ..rollouts.group import RolloutContext
-from ..rollouts.scheduler import Scheduler
-from ..rollouts.stream import group_requests
-from ..running.context import rollout_context, shared_engine
-from ..running.curricula import MOST_ESTIMATES, Book, has_curriculum
+from ..running.joining import identity, joined
+from ..running.run_settings import JoinSettings
 from ..running.spec import RunSpec
-from ..running.stopping import run_until_stopped
-from ..running.tally import Tally, counted
+from ..running.tally import counted
 from .command_line import read_run_spec
 from .logs import configure_logs
 from .loop import run_loop
 from .signals import SignalStop
-from .specs.join import COMMAND, JoinSettings
-
-_log = structlog.get_logger("envserver.join")
-
-
-Line = RunSpec[JoinSettings]
+from .specs.join import COMMAND
 
 
 def run(argv: list[str]) -> int:
@@ -62,214 +30,23 @@ def run(argv: list[str]) -> int:
     return run_loop(join(line, Console(stderr=True)))
 
 
-async def join(line: Line, console: Console) -> int:
-    """Makes groups for the server until stopped, dismissed, or the wanted number is reached.
+async def join(line: RunSpec[JoinSettings], console: Console) -> int:
+    """Makes groups for the server until it ends; returns 1 if open groups were cancelled, else 0.
 
     Raises:
-        ConfigError, ConflictError, InputError: the server refuses the runner or a group.
-        EngineError: see `rollout_context`.
+        EnvserverError: see `joined` and `Runner.run`.
     """
-    settings, name = line.settings, line.environment_class.name
-    with held_identity(
-        settings.joined_folder, name=settings.name, default=default_name(name)
-    ) as identity:
-        gate = RunnerGate()
-        link = Link(
-            settings.url,
-            _registration(line, identity),
-            gate=gate,
-            token=settings.token.get_secret_value(),
-            tls=_tls(settings),
-        )
-        console.print(f"Joining {settings.url} as {identity.name}", highlight=False)
-        async with link.open() as welcome:
-            environment = _with_seed(line, welcome.seed).make_environment()
-            tally = Tally()
-            rules = settings.curriculum
-            book = (
-                await _book(environment, rules, link, welcome, lambda: parts.staleness.version)
-                if has_curriculum(rules)
-                else None
+    settings = line.settings
+    with identity(line) as held:
+        console.print(f"Joining {settings.url} as {held.name}", highlight=False)
+        async with joined(line, held) as runner:
+            console.print(
+                f"Joined {settings.url} as {held.name}: {line.environment_class.name}, seed "
+                f"{runner.seed}, {counted(runner.stored, 'group')} already on the server",
+                highlight=False,
             )
-            async with contextlib.AsyncExitStack() as stack:
-                room = await stack.enter_async_context(
-                    shared_engine(settings, need_engine=False, need_exact=True, gate=gate)
-                )
-                parts = await stack.enter_async_context(
-                    rollout_context(
-                        settings,
-                        environment,
-                        line.reference,
-                        observer=_observer(tally, book),
-                        need_engine=False,
-                        need_exact=True,
-                        drop_zero_variance=(
-                            environment.config.ensure_scores_are_not_same is not False
-                        ),
-                        shared=room,
-                    )
-                )
-                scheduler = _scheduler(parts, link, welcome.stored, book)
-                _connect(link, parts, scheduler, tally)
-                console.print(
-                    f"Joined {settings.url} as {identity.name}: {environment.name}, seed "
-                    f"{welcome.seed}, {counted(welcome.stored, 'group')} already on the server",
-                    highlight=False,
-                )
-                ending = await run_until_stopped(
-                    _work(scheduler, link),
-                    scheduler,
-                    SignalStop(console.print),
-                    drain_seconds=settings.server.drain_seconds,
-                )
-        console.print(f"{counted(tally.groups, 'group')} delivered.", highlight=False)
+            ending = await runner.run(
+                SignalStop(console.print), drain_seconds=settings.server.drain_seconds
+            )
+        console.print(f"{counted(runner.tally.groups, 'group')} delivered.", highlight=False)
     return 1 if ending == "overdue" else 0
-
-
-def _tls(settings: JoinSettings) -> ssl.SSLContext | None:
-    """
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-    parts = urlsplit(settings.url)
-    is_plain = parts.scheme == "http" and not is_loopback(parts.hostname or "")
-    if settings.token.get_secret_value() and is_plain:
-        _log.warning("token_unencrypted", url=settings.url)
-    if settings.ca_certs is None and settings.certfile is None:
-        return None
-    try:
-        context = ssl.create_default_context(cafile=settings.ca_certs)
-        if settings.certfile is not None:
-            context.load_cert_chain(settings.certfile)
-    except OSError as error:
-        raise ConfigError(f"--ca_certs or --certfile cannot be read: {error}.") from error
-    return context
-
-
-def _registration(line: Line, identity: Identity) -> Registration:
-    settings, config = line.settings, line.settings.env
-    return Registration(
-        name=identity.name,
-        instance=identity.instance,
-        env=line.environment_class.name,
-        split=config.split,
-        seed=config.seed,
-        group_size=config.group_size,
-        weight=settings.weight,
-        minimum_share=settings.minimum_share,
-        scoring={
-            "max_token_length": config.max_token_length,
-            "ensure_scores_are_not_same": config.ensure_scores_are_not_same is not False,
-            "min_group_size": settings.rollouts.min_group_size,
-        },
-        version=__version__,
-        host=identity.name.partition("@")[2],
-    )
-
-
-def _with_seed(line: Line, seed: int) -> Line:
-    """Returns the command line with the seed from the server, so that no two runners make the same
-    groups."""
-    config = line.settings.env.model_copy(update={"seed": seed})
-    return dataclasses.replace(line, settings=line.settings.model_copy(update={"env": config}))
-
-
-async def _book(
-    environment: Environment,
-    rules: CurriculumConfig,
-    link: Link,
-    welcome: Welcome,
-    version: Callable[[], int],
-) -> Book:
-    """Loads the server's task counts, to which the runner's own groups are added from now on."""
-    book = Book(
-        environment,
-        rules,
-        known=_known(link),
-        # Start time as counter base: a start never reuses an earlier start's numbers, because it
-        # draws less than once a second.
-        counts=(welcome.stored - welcome.again, int(time.time())),
-        version=version,
-    )
-    config = environment.config
-    book.learn(await link.estimates(environment.name, config.split, MOST_ESTIMATES))
-    return book
-
-
-def _known(link: Link) -> Callable[[list[str]], set[str]]:
-    """Returns a function that asks the server which group ids it has; called in the task-reading
-    thread."""
-    loop = asyncio.get_running_loop()
-    return lambda ids: asyncio.run_coroutine_threadsafe(link.known(ids), loop).result()
-
-
-def _observer(tally: Tally, book: Book | None) -> Observer:
-    def observe(event: Event) -> None:
-        tally(event)
-        if book is not None:
-            book.observe(event)
-        if isinstance(event, GroupDropped) and event.failed:
-            _log.warning(
-                "group_dropped",
-                group_id=event.group_id,
-                reason=event.reason,
-                message=event.message,
-                latest_failure=tally.latest_failure,
-            )
-
-    return observe
-
-
-def _scheduler(parts: RolloutContext, link: Link, stored: int, book: Book | None) -> Scheduler:
-    environment = parts.environment
-    steps = environment.config.total_steps
-    scheduler: Scheduler | None = None
-    own = group_requests(environment, repeat=True)
-
-    def open_groups() -> int:
-        return 0 if scheduler is None else scheduler.open_groups
-
-    scheduler = Scheduler(
-        parts,
-        missing_requests(own, _known(link), stored)
-        if book is None
-        else book.curriculum.requests(own),
-        RemoteSink(link, open_groups),
-        wanted=None if steps is None else max(0, steps - stored),
-        stop_on_failures=False,
-        counted=link.count_dropped,
-    )
-    return scheduler
-
-
-def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tally) -> None:
-    """Connects `link` and the scheduler: status goes out, news comes in."""
-    most = max(1, parts.rollouts.max_concurrent // parts.environment.config.group_size) + 1
-
-    def facts() -> Heartbeat:
-        ended = tally.groups + tally.drops.total()
-        return Heartbeat(
-            open=scheduler.open_groups,
-            capacity=0 if scheduler.drained else most,
-            begun=ended + scheduler.open_groups,
-            delivered=tally.groups,
-            dropped=dict(tally.drops),
-            failures=dict(tally.failures),
-            engine={"model": parts.model, **parts.proxy.engine_described()},
-        )
-
-    link.facts, link.publish, link.drain = facts, parts.publish_version, scheduler.drain
-
-
-async def _work(scheduler: Scheduler, link: Link) -> None:
-    """Runs the scheduler to its end, with heartbeats in parallel."""
-    living = asyncio.create_task(link.live())
-    making = asyncio.create_task(scheduler.run())
-    try:
-        done, _ = await asyncio.wait({living, making}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in (living, making):
-            task.cancel()
-        await asyncio.gather(living, making, return_exceptions=True)

@@ -1,27 +1,17 @@
-"""`envserver run-api`: serves the trainer API over a store, without running an environment.
-
-Environments that run elsewhere register over the Atropos wire and post their groups; trainers lease
-or fetch them. It is `serve` without the rollouts, over the same store.
-"""
+"""`envserver run-api`: serves the trainer API without an environment; the work is in
+`running.api_serving`."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import sys
-from typing import Any
 
-from ..api.app import create_api
-from ..api.runners.registry import RunnerRegistry
-from ..proxy.gate import Gate
-from ..rollouts.capacity import Bounds
-from ..running.bootstrap import beside, bootstrap_server
-from ..running.metrics import Deliveries
-from ..store import GroupStore
-from ..store.demand import Demand, Staleness
+from ..running.api_serving import api_serving
+from ..running.run_settings import RunApiSettings
 from .logs import configure_logs
 from .loop import run_loop
-from .specs.run_api import COMMAND, RunApiSettings
+from .specs.run_api import COMMAND
 
 
 def run(argv: list[str]) -> int:
@@ -41,62 +31,7 @@ async def run_api(settings: RunApiSettings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with bootstrap_server(settings.server, settings.telemetry, settings.store, ()) as server:
-        delivery = _Delivery(server.store, settings)
-        server.metrics.add(Deliveries(server.store, lambda: delivery.version).families)
-        api = create_api(
-            server.store,
-            settings=settings.server,
-            status=delivery.status,
-            on_policy_version=delivery.publish,
-            runners=delivery.elsewhere,
-            gate=Gate(),  # of no engine here: environments on other machines pause with it
-            metrics=server.metrics,
-            health=server.health,
-            retention=settings.retention,
-        )
-        await server.open(api)
-        print(f"Trainers and environments: {server.url}", file=sys.stderr, flush=True)
-        async with (
-            beside("stale-groups", delivery.staleness.run()),
-            beside("silent-runs", delivery.demand.close_silent_runs()),
-        ):
-            await stop.wait()
-        server.health.drain()
+    async with api_serving(settings) as url:
+        print(f"Trainers and environments: {url}", file=sys.stderr, flush=True)
+        await stop.wait()
     return 0
-
-
-class _Delivery:
-    """Decides which groups trainers get and how many groups remote runners may make."""
-
-    def __init__(self, store: GroupStore, settings: RunApiSettings) -> None:
-        rules = settings.rollouts
-        self.version = -1
-        self.staleness = Staleness(store, rules.most_staleness)
-        self.demand = Demand(
-            store,
-            Bounds(
-                most_groups=rules.max_queued_groups,
-                most_batches=rules.max_batches_offpolicy,
-                max_staleness=rules.most_staleness,
-            ),
-            silent_run_seconds=rules.silent_run_seconds,
-        )
-        self.elsewhere = RunnerRegistry(
-            store,
-            self.demand,
-            silent_after_seconds=settings.server.silent_after_seconds,
-            stretches=rules.most_staleness is None,
-        )
-
-    def publish(self, version: int) -> None:
-        """Records that the engines of all environments now serve this version."""
-        self.version = version
-        self.staleness.publish(version)
-
-    def status(self) -> dict[str, Any]:
-        """Returns the part of `/v1/status` that does not come from the store."""
-        return {
-            "stale_groups": self.staleness.dropped,
-            "closed_silent_runs": dict(self.demand.closed_runs),
-        }

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, SecretStr, field_validator
 
 from ..config import (
     EngineConfig,
@@ -17,11 +18,18 @@ from ..config import (
     LogLevel,
     MixSettings,
     OpenAIConfig,
+    RetentionConfig,
     SandboxConfig,
     Section,
+    ServerConfig,
     Settings,
+    SimConfig,
+    StorePlace,
+    TelemetryConfig,
 )
+from ..delivery_config import DeliveryConfig
 from ..evaluation_config import Failures, Truncated
+from ..remote.messages import NAME_PATTERN
 
 
 class PricesConfig(Section):
@@ -157,6 +165,133 @@ class VerifySettings(Section):
     """
     as_json: bool = False
     """Print the report as one JSON object."""
+    log_level: LogLevel = "warning"
+    """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
+
+
+class RunSettings(Settings):
+    """Settings of `run`."""
+
+    out: Path | None = None
+    """File for the trajectory (also -o); unset: runs/ENVIRONMENT_TASK.traj.json."""
+    include_tokens: bool = False
+    """Include the training rows (tokens, masks, logprobs)."""
+
+
+class SftSettings(Settings):
+    """Settings of `sft-gen`."""
+
+    filepath: Path = Path("sft_data.jsonl")
+    """JSONL file for the rows. Can be given as the first argument."""
+    tokenizer: str | None = None
+    """Folder or name of the model's tokenizer; not needed with --save-messages."""
+    save_messages: bool = False
+    """Save conversations instead of the decoded text of the tokens."""
+    save_top_n_per_group: int = Field(default=3, ge=1)
+    """Maximum number of rows from one group."""
+    num_seqs_to_save: int = Field(default=100, ge=1)
+    """Number of rows to write before stopping."""
+    allow_negative_scores: bool = False
+    """Also keep rows with a score of 0 or less."""
+    minimum_score_diff_max_min: float = Field(default=0.0, ge=0)
+    """Minimum difference between a row's score and the lowest score of its group."""
+    append_to_previous: bool = False
+    """Append to an existing file."""
+
+
+class JoinSettings(Settings):
+    """Settings of `join`."""
+
+    url: str = ""
+    """URL of the server: http://host:8000. Can be given as the first argument."""
+    token: SecretStr = SecretStr("")
+    """Access token for the server, with the role `environment`."""
+    ca_certs: Path | None = None
+    """CA certificates (PEM) that verify the server, for https; unset: those of this machine."""
+    certfile: Path | None = None
+    """Client certificate with its key (PEM), if the server asks for one."""
+    name: str | None = Field(default=None, pattern=NAME_PATTERN)
+    """Name of this runner, unique on the server; unset: environment@host, with -2, -3, ... for
+    others in the same folder."""
+    joined_folder: Path = Path("data/joined")
+    """Folder where the runners of this machine keep their identity, to continue after a restart."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the groups, relative to the weights of the server's other environments."""
+    minimum_share: float = Field(default=0.0, ge=0, le=1)
+    """Minimum share of all groups, whatever the weights."""
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if value and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ValueError("an address must look like http://host:8000")
+        return value.rstrip("/")
+
+
+class RunApiSettings(Section):
+    """Settings of `run-api`."""
+
+    server: ServerConfig = ServerConfig()
+    store: StorePlace = "data/envserver.db"
+    """Where groups are stored: a file (SQLite) or a database URL."""
+    log_level: LogLevel = "info"
+    """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    retention: RetentionConfig = RetentionConfig()
+    rollouts: DeliveryConfig = DeliveryConfig()
+
+
+class LmEvalSettings(Section):
+    """Settings of `lm-eval`."""
+
+    tasks: list[str]
+    """Tasks or task groups of the harness (`lm_eval ls tasks`). Can be given as the first
+    argument."""
+    openai: OpenAIConfig = OpenAIConfig()
+    model: str | None = None
+    """Model to start an engine for (a name in `engine.models_file`, a folder, a name on the
+    hub), or "sim" for the simulated engine; unset: the engine at `openai.base_url`."""
+    engine: EngineConfig = EngineConfig()
+    sim: SimConfig = SimConfig()
+    out: Path | None = None
+    """Folder for results and report; may be the folder of an evaluation; unset:
+    runs/lm-eval/<time>."""
+    resume: bool = False
+    """Continue in a folder that has these tasks, without repeating answered requests."""
+    overwrite: bool = False
+    """Run tasks again that the folder already has."""
+    api: Literal["chat", "completions"] = "chat"
+    """API used for the engine. Tasks that compare likelihoods of answers need completions, an
+    engine that echoes prompt logprobs, and `tokenizer`."""
+    num_fewshot: int | None = Field(default=None, ge=0)
+    """Few-shot examples in each prompt; unset: the task's default."""
+    limit: float | None = Field(default=None, gt=0)
+    """Number of documents of each task, or a fraction of them (below 1); unset: all."""
+    include_path: Path | None = None
+    """Folder with additional tasks in YAML."""
+    gen_kwargs: str = ""
+    """Sampling arguments that replace the task's: temperature=0.6,max_gen_toks=2048."""
+    system_instruction: str = ""
+    """System prompt; unset: none."""
+    tokenizer: str = ""
+    """Folder or hub name of the model's tokenizer, for `completions`."""
+    concurrency: int = Field(default=8, ge=1)
+    """Maximum number of concurrent requests."""
+    metric: str | None = None
+    """Metric used as the reward: exact_match, or exact_match,strict-match with its filter;
+    unset: for each task the first metric that is a mean of values from 0 to 1."""
+    python: Path | None = None
+    """Python interpreter that has lm-evaluation-harness; unset: the one that runs envserver."""
+    args: tuple[str, ...] = ()
+    """Additional arguments for the harness's command line."""
+    pass_at: float = Field(default=1.0, gt=0, le=1)
+    """Minimum value of the metric at which a document passes."""
+    prices: PricesConfig = PricesConfig()
     log_level: LogLevel = "warning"
     """Minimum log level."""
     log_format: LogFormat = "auto"

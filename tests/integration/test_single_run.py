@@ -226,7 +226,7 @@ GOOD: dict[str, Any] = {
     [
         (["schema_version"], 2, "schema_version"),
         (["task_id"], "code-1", "does not begin with 'math-'"),
-        (["domain"], "maths", "none of swe"),
+        (["domain"], "maths", "is not one of swe"),
         (["final_answer"], None, "final_answer"),
         (["question"], 7, "question"),
         (["actions", 0, "step"], 2, "2 where 1 is due"),

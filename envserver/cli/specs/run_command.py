@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envserver_records.errors import ConfigError
 from pydantic import create_model
 
-from ...config import Settings
+from ...running.run_settings import RunSettings
 from ..command_line import ENGINE, SAMPLING, CommandSpec
 
 if TYPE_CHECKING:
@@ -16,15 +15,6 @@ if TYPE_CHECKING:
 
 SUMMARY = """Asks an environment's agent one question and writes a unified trajectory: readable
 actions, the final answer, and the reward if the expected answer is known."""
-
-
-class RunSettings(Settings):
-    """Settings of `run`."""
-
-    out: Path | None = None
-    """File for the trajectory (also -o); unset: runs/ENVIRONMENT_TASK.traj.json."""
-    include_tokens: bool = False
-    """Include the training rows (tokens, masks, logprobs)."""
 
 
 def settings_for(environment: type[Environment]) -> type[RunSettings]:

@@ -1,0 +1,88 @@
+"""The work of `envserver run-api`: serves the trainer API over a store, without an environment.
+
+In: groups that environments elsewhere post. Out: groups that trainers lease or fetch. It is
+`serving` without the rollouts, over the same store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ..api.app import create_api
+from ..api.runners.registry import RunnerRegistry
+from ..proxy.gate import Gate
+from ..rollouts.capacity import Bounds
+from ..store import GroupStore
+from ..store.demand import Demand, Staleness
+from .bootstrap import beside, bootstrap_server
+from .metrics import Deliveries
+from .run_settings import RunApiSettings
+
+
+@contextlib.asynccontextmanager
+async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
+    """Serves while the context is open; yields the URL for trainers and environments.
+
+    Raises:
+        ConfigError: the port is not available.
+        StoreError: the store cannot be opened.
+    """
+    async with bootstrap_server(settings.server, settings.telemetry, settings.store, ()) as server:
+        delivery = _Delivery(server.store, settings)
+        server.metrics.add(Deliveries(server.store, lambda: delivery.version).families)
+        api = create_api(
+            server.store,
+            settings=settings.server,
+            status=delivery.status,
+            on_policy_version=delivery.publish,
+            runners=delivery.elsewhere,
+            gate=Gate(),  # this server has no engine: environments on other machines pause with it
+            metrics=server.metrics,
+            health=server.health,
+            retention=settings.retention,
+        )
+        await server.open(api)
+        async with (
+            beside("stale-groups", delivery.staleness.run()),
+            beside("silent-runs", delivery.demand.close_silent_runs()),
+        ):
+            yield server.url
+        server.health.drain()
+
+
+class _Delivery:
+    """Decides which groups trainers get and how many groups remote runners may make."""
+
+    def __init__(self, store: GroupStore, settings: RunApiSettings) -> None:
+        rules = settings.rollouts
+        self.version = -1
+        self.staleness = Staleness(store, rules.most_staleness)
+        self.demand = Demand(
+            store,
+            Bounds(
+                most_groups=rules.max_queued_groups,
+                most_batches=rules.max_batches_offpolicy,
+                max_staleness=rules.most_staleness,
+            ),
+            silent_run_seconds=rules.silent_run_seconds,
+        )
+        self.elsewhere = RunnerRegistry(
+            store,
+            self.demand,
+            silent_after_seconds=settings.server.silent_after_seconds,
+            stretches=rules.most_staleness is None,
+        )
+
+    def publish(self, version: int) -> None:
+        """Records that the engines of all environments now serve this version."""
+        self.version = version
+        self.staleness.publish(version)
+
+    def status(self) -> dict[str, Any]:
+        """Returns the part of `/v1/status` that does not come from the store."""
+        return {
+            "stale_groups": self.staleness.dropped,
+            "closed_silent_runs": dict(self.demand.closed_runs),
+        }

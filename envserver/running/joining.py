@@ -1,0 +1,268 @@
+"""The work of `envserver join`: makes groups of an environment for a server elsewhere.
+
+In: an environment and the server's URL. Out: groups, posted to the server, by the same scheduler,
+workers, proxy and scorer as in `serve`. The server says how many groups may be open, which policy
+the engine serves and when its weights change. What holds: a group counts as delivered when the
+server has it on disk; a restarted runner continues its own stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import urlsplit
+
+import structlog
+from envserver_records.errors import ConfigError
+
+from .. import __version__
+from ..config import is_loopback
+from ..curriculum_config import CurriculumConfig
+from ..environment import Environment
+from ..remote.gate import RunnerGate
+from ..remote.identity import Identity, default_name, held_identity
+from ..remote.link import Link
+from ..remote.messages import Heartbeat, Registration, Welcome
+from ..remote.sink import RemoteSink, missing_requests
+from ..rollouts.events import Event, GroupDropped, Observer
+from ..rollouts.group import RolloutContext
+from ..rollouts.scheduler import Scheduler
+from ..rollouts.stream import group_requests
+from .context import rollout_context, shared_engine
+from .curricula import MOST_ESTIMATES, Book, has_curriculum
+from .run_settings import JoinSettings
+from .spec import RunSpec
+from .stopping import Ending, Stop, run_until_stopped
+from .tally import Tally
+
+_log = structlog.get_logger("envserver.join")
+
+Spec = RunSpec[JoinSettings]
+
+
+class Runner:
+    """A runner that the server knows; made by `joined`.
+
+    Attributes:
+        seed: seed of its stream of groups, from the server.
+        stored: number of its groups that were on the server when it registered.
+        tally: counts of its groups and failures.
+    """
+
+    def __init__(self, welcome: Welcome, link: Link, scheduler: Scheduler, tally: Tally) -> None:
+        self.seed, self.stored, self.tally = welcome.seed, welcome.stored, tally
+        self._link = link
+        self._scheduler = scheduler
+
+    async def run(self, stop: Stop, *, drain_seconds: float) -> Ending:
+        """Makes groups until stopped, dismissed, or the wanted number is reached.
+
+        Raises:
+            ConflictError, InputError: the server refuses the runner or a group.
+        """
+        work = _work(self._scheduler, self._link)
+        return await run_until_stopped(work, self._scheduler, stop, drain_seconds=drain_seconds)
+
+
+def identity(spec: Spec) -> contextlib.AbstractContextManager[Identity]:
+    """Holds the runner's name and secret while the context is open; see `held_identity`."""
+    settings = spec.settings
+    default = default_name(spec.environment_class.name)
+    return held_identity(settings.joined_folder, name=settings.name, default=default)
+
+
+@contextlib.asynccontextmanager
+async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
+    """Registers at the server and starts what the environment needs.
+
+    Waits until the server can be reached.
+
+    Raises:
+        ConfigError, ConflictError: the server refuses the runner.
+        EngineError: see `rollout_context`.
+    """
+    settings, gate = spec.settings, RunnerGate()
+    link = Link(
+        settings.url,
+        _registration(spec, identity),
+        gate=gate,
+        token=settings.token.get_secret_value(),
+        tls=_tls(settings),
+    )
+    async with link.open() as welcome:
+        environment = _with_seed(spec, welcome.seed).make_environment()
+        tally, rules = Tally(), settings.curriculum
+        book = (
+            await _book(environment, rules, link, welcome, lambda: context.staleness.version)
+            if has_curriculum(rules)
+            else None
+        )
+        async with (
+            shared_engine(settings, need_engine=False, need_exact=True, gate=gate) as shared,
+            rollout_context(
+                settings,
+                environment,
+                spec.reference,
+                observer=_observer(tally, book),
+                need_engine=False,
+                need_exact=True,
+                drop_zero_variance=environment.config.ensure_scores_are_not_same is not False,
+                shared=shared,
+            ) as context,
+        ):
+            scheduler = _scheduler(context, link, welcome.stored, book)
+            _connect(link, context, scheduler, tally)
+            yield Runner(welcome, link, scheduler, tally)
+
+
+def _tls(settings: JoinSettings) -> ssl.SSLContext | None:
+    """Returns the TLS settings of the link; None: those of this machine.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    parts = urlsplit(settings.url)
+    is_plain = parts.scheme == "http" and not is_loopback(parts.hostname or "")
+    if settings.token.get_secret_value() and is_plain:
+        _log.warning("token_unencrypted", url=settings.url)
+    if settings.ca_certs is None and settings.certfile is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_certs)
+        if settings.certfile is not None:
+            context.load_cert_chain(settings.certfile)
+    except OSError as error:
+        raise ConfigError(f"--ca_certs or --certfile cannot be read: {error}.") from error
+    return context
+
+
+def _registration(spec: Spec, identity: Identity) -> Registration:
+    settings, config = spec.settings, spec.settings.env
+    return Registration(
+        name=identity.name,
+        instance=identity.instance,
+        env=spec.environment_class.name,
+        split=config.split,
+        seed=config.seed,
+        group_size=config.group_size,
+        weight=settings.weight,
+        minimum_share=settings.minimum_share,
+        scoring={
+            "max_token_length": config.max_token_length,
+            "ensure_scores_are_not_same": config.ensure_scores_are_not_same is not False,
+            "min_group_size": settings.rollouts.min_group_size,
+        },
+        version=__version__,
+        host=identity.name.partition("@")[2],
+    )
+
+
+def _with_seed(spec: Spec, seed: int) -> Spec:
+    """Returns `spec` with the seed from the server, so that no two runners make the same groups."""
+    config = spec.settings.env.model_copy(update={"seed": seed})
+    return dataclasses.replace(spec, settings=spec.settings.model_copy(update={"env": config}))
+
+
+async def _book(
+    environment: Environment,
+    rules: CurriculumConfig,
+    link: Link,
+    welcome: Welcome,
+    version: Callable[[], int],
+) -> Book:
+    """Loads the server's task counts, to which the runner's own groups are added from now on."""
+    book = Book(
+        environment,
+        rules,
+        known=_known(link),
+        # Start time as counter base: a start never reuses an earlier start's numbers, because it
+        # draws less than once a second.
+        counts=(welcome.stored - welcome.again, int(time.time())),
+        version=version,
+    )
+    config = environment.config
+    book.learn(await link.estimates(environment.name, config.split, MOST_ESTIMATES))
+    return book
+
+
+def _known(link: Link) -> Callable[[list[str]], set[str]]:
+    """Returns a function that asks the server which group ids it has; called in the task-reading
+    thread."""
+    loop = asyncio.get_running_loop()
+    return lambda ids: asyncio.run_coroutine_threadsafe(link.known(ids), loop).result()
+
+
+def _observer(tally: Tally, book: Book | None) -> Observer:
+    def observe(event: Event) -> None:
+        tally(event)
+        if book is not None:
+            book.observe(event)
+        if isinstance(event, GroupDropped) and event.failed:
+            _log.warning(
+                "group_dropped",
+                group_id=event.group_id,
+                reason=event.reason,
+                message=event.message,
+                latest_failure=tally.latest_failure,
+            )
+
+    return observe
+
+
+def _scheduler(parts: RolloutContext, link: Link, stored: int, book: Book | None) -> Scheduler:
+    environment = parts.environment
+    steps = environment.config.total_steps
+    scheduler: Scheduler | None = None
+    own = group_requests(environment, repeat=True)
+
+    def open_groups() -> int:
+        return 0 if scheduler is None else scheduler.open_groups
+
+    scheduler = Scheduler(
+        parts,
+        missing_requests(own, _known(link), stored)
+        if book is None
+        else book.curriculum.requests(own),
+        RemoteSink(link, open_groups),
+        wanted=None if steps is None else max(0, steps - stored),
+        stop_on_failures=False,
+        counted=link.count_dropped,
+    )
+    return scheduler
+
+
+def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tally) -> None:
+    """Connects `link` and the scheduler: status goes out, news comes in."""
+    most = max(1, parts.rollouts.max_concurrent // parts.environment.config.group_size) + 1
+
+    def facts() -> Heartbeat:
+        ended = tally.groups + tally.drops.total()
+        return Heartbeat(
+            open=scheduler.open_groups,
+            capacity=0 if scheduler.drained else most,
+            begun=ended + scheduler.open_groups,
+            delivered=tally.groups,
+            dropped=dict(tally.drops),
+            failures=dict(tally.failures),
+            engine={"model": parts.model, **parts.proxy.engine_described()},
+        )
+
+    link.facts, link.publish, link.drain = facts, parts.publish_version, scheduler.drain
+
+
+async def _work(scheduler: Scheduler, link: Link) -> None:
+    """Runs the scheduler to its end, with heartbeats in parallel."""
+    living = asyncio.create_task(link.live())
+    making = asyncio.create_task(scheduler.run())
+    try:
+        done, _ = await asyncio.wait({living, making}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (living, making):
+            task.cancel()
+        await asyncio.gather(living, making, return_exceptions=True)
