@@ -273,7 +273,7 @@ def test_a_fetch_that_broke_goes_on_where_it_was(
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with serving(Hub(files)) as hub:
         hub.breaks = {"2023/validation/b.txt"}
-        with pytest.raises(ConfigError, match="run it again to go on"):
+        with pytest.raises(ConfigError, match="run it again to continue"):
             fetch(RAW, tmp_path / "copy", endpoint=hub.url)
         hub.breaks = set()
         assert fetch(RAW, tmp_path / "copy", endpoint=hub.url) == 3

@@ -224,7 +224,7 @@ def test_data_that_does_not_fit_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         next(Math(Math.Config(data_set="gsm8k", data_path=tmp_path / "no.jsonl")).tasks("train"))
     (tmp_path / "rows.csv").write_text("a,b")
-    with pytest.raises(ConfigError, match="none of"):
+    with pytest.raises(ConfigError, match="not one of"):
         next(Math(Math.Config(data_set="gsm8k", data_path=tmp_path / "rows.csv")).tasks("train"))
 
 
