@@ -116,7 +116,7 @@ def _step(number: int, tool: str, ts: float, input: Any, output: Any) -> dict[st
 
 
 def _value(raw: msgspec.Raw) -> Any:
-    """What can be written again as JSON, whatever was sent."""
+    """Parses `raw` to a value that can be written as JSON again."""
     data = bytes(raw)
     try:
         value = orjson.loads(_bounded(data))

@@ -122,7 +122,7 @@ class Services(dict[str, Service]):
 
 
 class Rollout(Protocol):
-    """What `rollout` gets as `run`: access to the model and the remaining budget.
+    """The argument `run` of `rollout`: access to the model and the remaining budget.
 
     Any agent framework works if it is given `base_url`, `api_key` and `model`; its tokens are
     recorded. All three are valid for this attempt only.
@@ -268,7 +268,7 @@ class Environment(abc.ABC):
         """Settings of this environment: `--env.*`."""
 
     class Question(Section):
-        """What a person may ask with `envserver run`: each field is a flag there."""
+        """A question for `envserver run`: each field is a flag there."""
 
         question: str
         """The question to ask."""

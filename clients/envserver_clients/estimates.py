@@ -19,7 +19,7 @@ _MOST: Final = 1024
 
 
 class TaskEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """How often one task is solved.
+    """The success rate of one task.
 
     Args:
         number: order in which tasks were first scored.

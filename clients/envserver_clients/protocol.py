@@ -43,7 +43,7 @@ class NotAllowed(EnvserverError):
 
 @dataclass(frozen=True)
 class Retries:
-    """How often and after which pauses a request is repeated.
+    """The number of tries of a request, and the pauses between them.
 
     Args:
         tries: maximum number of requests, the first one included.

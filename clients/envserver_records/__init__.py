@@ -1,4 +1,4 @@
-"""What both sides of the wire share: the records that flow and every way to fail.
+"""The records and errors shared by both sides of the wire.
 
 `envserver` and `envserver_clients` take both from here; this package imports neither. The names
 are imported when first used: settings need the errors, but not numpy, which the records need.

@@ -48,7 +48,7 @@ import msgspec
 
 
 class Blame(enum.StrEnum):
-    """Who is to blame for a failure."""
+    """The party at fault for a failure."""
 
     MODEL = "model"
     ENVIRONMENT = "environment"

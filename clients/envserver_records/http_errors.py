@@ -31,7 +31,7 @@ _CONFLICT: Final = 409
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReader:
-    """What failed answers of one kind of endpoint mean.
+    """The meaning of failed answers of one kind of endpoint.
 
     Args:
         endpoint: its name in messages.

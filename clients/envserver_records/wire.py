@@ -48,7 +48,7 @@ class WireLease(msgspec.Struct):
 
 
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server knows of a group without its rows.
+    """A server's facts about a group without its rows.
 
     Args:
         seq: order of arrival.

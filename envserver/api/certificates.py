@@ -28,7 +28,7 @@ _REQUIRED: Final = {
 }
 
 _Seen = tuple[tuple[int, int, int], ...]
-"""For each file: modification time, size and inode."""
+"""Modification time, size and inode of each file."""
 
 
 class Certificates:

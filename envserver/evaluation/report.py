@@ -27,7 +27,7 @@ _ROUNDING = 1e-6
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """How a report counts attempts.
+    """Rules by which a report counts attempts.
 
     Args:
         group_size: attempts planned for each task.
@@ -46,7 +46,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a user wants attempts to be counted, see `Rules`, and the prices of tokens."""
+    """The user's rules of counting (see `Rules`), and the prices of tokens."""
 
     pass_at: float = 1.0
     failures: Failures = "drop"
@@ -65,7 +65,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
-    """How well some tasks were solved.
+    """Results over some tasks.
 
     Args:
         tasks, rollouts: numbers of those that count.

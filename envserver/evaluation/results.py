@@ -126,7 +126,7 @@ def read_facts(path: Path) -> Iterator[GroupFacts]:
 
 
 class TaskFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What reports need about a task that a groups file does not hold: a line of `tasks.jsonl`.
+    """Facts about a task that a groups file lacks: a line of `tasks.jsonl`.
 
     Args:
         labels, digest: see `TaskResult`.

@@ -23,7 +23,7 @@ _SCALES: Final = (
     *(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 28, 32, 36, 48, 56, 60, 64, 72, 100),
     *(120, 128, 420, 840, 1000, 5040),
 )
-"""How many steps may make a difference of 1."""
+"""Candidate numbers of steps in a difference of 1."""
 
 
 class SignTest(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class Choice:
-    """Which rows of a group are kept.
+    """The choice of a group's rows.
 
     Args:
         top: maximum number, the best ones.

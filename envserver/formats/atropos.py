@@ -14,9 +14,9 @@ import numpy as np
 from envserver_records.records import Group, Sequence, Trajectory
 
 NOT_TRAINED: Final = -100
-"""In `masks`: this token is not trained."""
+"""Value in `masks`: this token is not trained."""
 NO_LOGPROB: Final = 1.0
-"""In `inference_logprobs`: this token was not sampled."""
+"""Value in `inference_logprobs`: this token was not sampled."""
 
 ScoreRange = Literal["unit", "pm1"]
 

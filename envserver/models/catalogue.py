@@ -25,7 +25,7 @@ class ModelEntry(Section):
     """A model that can be started by its name."""
 
     name: str = Field(min_length=1)
-    """What the user types."""
+    """The name that the user types."""
     hf_id: str | None = None
     """Name on the Hugging Face hub."""
     path: Path | None = None
@@ -63,7 +63,7 @@ class ModelEntry(Section):
 
     @property
     def files(self) -> str:
-        """Where its files are, as passed to engines."""
+        """The path or hub name passed to engines."""
         return self.hf_id or os.fspath(self.path or "")
 
     @property

@@ -53,7 +53,7 @@ def time_waiting() -> Iterator[Stopwatch]:
 
 @contextmanager
 def count_as_waiting() -> Iterator[None]:
-    """What happens within is waiting: it stops the watch, too."""
+    """Marks the time within as waiting: it stops the watch, too."""
     watch = _stopwatch.get()
     started = time.perf_counter()
     try:

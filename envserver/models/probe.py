@@ -53,7 +53,7 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a probe found out about an engine.
+    """The result of probing an engine.
 
     Args:
         mode: the best possible mode, or the one that was requested.

@@ -87,7 +87,7 @@ class ChatProbe(msgspec.Struct, frozen=True):
 
 
 class TokensMode(msgspec.Struct, frozen=True, kw_only=True):
-    """What trying mode tokens showed; the fields are those of ProbeResult."""
+    """The result of trying mode tokens; the fields are those of ProbeResult."""
 
     has_parser: bool = False
     reasoning_parser: bool = False

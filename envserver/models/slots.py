@@ -25,7 +25,7 @@ class Slots:
 
     @property
     def rounds(self) -> int:
-        """How often all slots must be released before a call that arrives now gets one."""
+        """Number of full releases of all slots before a call that arrives now gets one."""
         return (self.used + len(self._waiting)) // self.limit
 
     def resize(self, limit: int) -> None:

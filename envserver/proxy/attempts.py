@@ -54,7 +54,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class AgentRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model and engine serve one agent of an attempt.
+    """The model and the engine of one agent of an attempt.
 
     Args:
         model: the name to request.
@@ -72,7 +72,7 @@ class AgentRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt runs and with which limits.
+    """An attempt's task, environment and limits.
 
     Args:
         env_reference: what a worker loads the environment from.

@@ -1,4 +1,4 @@
-"""What an engine can do for the proxy, and whether conversations can be continued by token ids."""
+"""An engine's capabilities, and whether conversations can be continued by token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN_MODES = ("tokens", "completions")
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine can do.
+    """The capabilities of an engine.
 
     Args:
         probe_result: what the probe found.

@@ -177,7 +177,7 @@ class _Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self.folders: dict[str, _Folder] = {}
-        """By their package."""
+        """Folders by package."""
         self.files: dict[str, Path] = {}
         """Files that a user named, by their module; their names need not be identifiers."""
 

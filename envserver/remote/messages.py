@@ -65,7 +65,7 @@ class Registration(_Message):
     weight: float = Field(default=1.0, gt=0, le=1e9, allow_inf_nan=False)
     minimum_share: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     scoring: Small = {}
-    """How the runner scores and filters, for display."""
+    """The runner's scoring and filter settings, for display."""
     version: str = Field(default="", max_length=128)
     """Version of envserver."""
     host: str = Field(default="", max_length=256)
@@ -82,7 +82,7 @@ class Welcome(_Message):
     stored: int
     """Number of groups of this stream that the server has."""
     again: int = 0
-    """How many of them were re-sampled by the curriculum."""
+    """Number of them that the curriculum re-sampled."""
     silent_after_seconds: float
     """A runner silent for longer than this does not count until it is heard from again."""
 
@@ -111,7 +111,7 @@ class Refused(_Message):
     index: int
     """Its position in the request, from 0."""
     place: str
-    """Where in the group the error is; "" if unknown."""
+    """The error's place in the group; "" if unknown."""
     message: str
 
 

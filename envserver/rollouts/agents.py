@@ -45,7 +45,7 @@ def roles_of(environment: Environment) -> dict[str, AgentRole]:
 def demonstrated(
     environment: Environment, task: Task, roles: Mapping[str, bool]
 ) -> dict[str | None, list[Message]]:
-    """What each agent says that solves `task`; empty where nothing is known.
+    """Returns the messages of each agent that solve `task`; empty if unknown.
 
     Args:
         roles: whether each declared agent is trained.
@@ -76,7 +76,7 @@ def seats_of(
     sampling: Mapping[str, Any],
     own_models: Mapping[str, str],
 ) -> dict[str, AgentRoute]:
-    """How each agent is asked.
+    """Returns the route of each agent.
 
     Args:
         model, sampling: of the rollouts, for what an agent's settings leave open.

@@ -68,7 +68,7 @@ class Demonstrator(Protocol):
 
 
 class RolloutContext(msgspec.Struct, kw_only=True):
-    """Everything that running groups needs; shared by all groups of a run.
+    """The parts that running groups needs; shared by all groups of a run.
 
     Args:
         env_reference: reference by which a worker finds the environment.

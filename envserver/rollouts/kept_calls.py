@@ -39,7 +39,7 @@ def calls_in(kept: Mapping[str, Any]) -> list[Call]:
 
 
 def service_calls_in(kept: Mapping[str, Any]) -> list[ServiceCall]:
-    """What services were asked. Raises like `calls_in`."""
+    """Returns the calls to services. Raises like `calls_in`."""
     try:
         return msgspec.convert(kept.get("service_calls") or [], list[ServiceCall])
     except msgspec.ValidationError as error:

@@ -16,7 +16,7 @@ import msgspec
 from envserver_records.errors import ConfigError
 
 Ending = Literal["delivered", "filtered", "failed"]
-"""How a started group ended."""
+"""The outcome of a started group."""
 CATCH_UP_GROUPS = 16
 """Maximum number of groups an idle environment may catch up."""
 PATIENCE_SECONDS = 0.5

@@ -36,7 +36,7 @@ _PASSED_OVER_AT_MOST = 1000
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What is known of some requests: ids of groups not to be made, and estimates by task."""
+    """Facts about some requests: ids of groups not to make, and estimates by task."""
 
     made: set[str]
     estimates: dict[str, Estimate]

@@ -1,4 +1,4 @@
-"""From the arguments of the Python API to checked settings.
+"""Converts the arguments of the Python API to checked settings.
 
 In: an environment (a name, a path, a class or an instance) and settings by the names of the
 command line, as keyword arguments, nested dicts or dotted paths. Out: a `RunSpec`. What holds:

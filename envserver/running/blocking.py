@@ -69,7 +69,7 @@ class Server:
 
     def __init__(self, loop: _Loop, server: python_api.Server) -> None:
         self.url = server.url
-        """Where trainers connect."""
+        """The address for trainers."""
         self.model_url = server.model_url
         """Endpoint of the model, for environments that run elsewhere."""
         self._loop = loop

@@ -1,4 +1,4 @@
-"""What `serve` and `run-api` start first: the store, the port, health and metrics.
+"""Starts the first parts of `serve` and `run-api`: the store, the port, health and metrics.
 
 Starts first and stops last, so that health and metrics can be read at any time.
 """

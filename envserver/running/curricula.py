@@ -87,7 +87,7 @@ async def _ask(store: GroupStore, asked: list[GroupRequest]) -> Known:
 
 
 class Book:
-    """What one run of `process` or `join` knows of its groups and tasks, without a store.
+    """The groups and tasks of one run of `process` or `join`, without a store.
 
     Args:
         known: returns which of these groups exist already; it may block.

@@ -54,7 +54,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delivery(msgspec.Struct):
-    """What was read of one group.
+    """The content of one group.
 
     Args:
         size: number of rows, broken ones included.

@@ -101,7 +101,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Choice:
-    """How to evaluate. Arguments as in `EvaluateSettings` (`folder`: its `out`)."""
+    """Options of an evaluation. Arguments as in `EvaluateSettings` (`folder`: its `out`)."""
 
     folder: Path | None = None
     resume: bool = False

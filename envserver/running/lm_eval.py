@@ -46,7 +46,7 @@ _LONGEST_NAME = 100
 
 @dataclass(frozen=True)
 class Order:
-    """What the harness is to run. Arguments as in `LmEvalSettings`."""
+    """A run of the harness. Arguments as in `LmEvalSettings`."""
 
     tasks: Sequence[str]
     folder: Path

@@ -70,7 +70,7 @@ class Option:
 
     @property
     def type_name(self) -> str:
-        """Its type as text for users."""
+        """Returns its type as text for users."""
         names = [_type_name(member) for member in _members(self.annotation)]
         return "|".join(dict.fromkeys(names))
 
@@ -89,7 +89,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """Its default as a user would type it."""
+        """Returns its default as a user would type it."""
         if self.default is ...:
             return "needed"
         if self.secret or self.default is None or self.default == "":

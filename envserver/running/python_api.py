@@ -248,7 +248,7 @@ async def evaluate(
 
 
 def choice_of(settings: EvaluateSettings) -> Choice:
-    """How to evaluate, from the settings of the command."""
+    """Returns the evaluation options of the command's settings."""
     return Choice(
         folder=settings.out,
         resume=settings.resume,

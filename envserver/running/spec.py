@@ -1,4 +1,4 @@
-"""What to run: an environment and the settings of its run."""
+"""An environment and the settings of its run."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ Progress = Callable[[int, int, float | None], None]
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Which of the comparable rows are compared: a share of them, a number, or all."""
+    """Selects rows to compare: a share of them, a number, or all."""
 
     share: float = 1.0
     count: int | None = None

@@ -41,7 +41,7 @@ class Totals:
             self.killed[reason] = self.killed.get(reason, 0) + count
 
     def as_record(self) -> dict[str, Any]:
-        """In the fields of SandboxUsage."""
+        """Returns it in the fields of SandboxUsage."""
         return {
             "wall_seconds": self.wall_seconds,
             "cpu_seconds": self.cpu_seconds,

@@ -1,4 +1,4 @@
-"""What differs between backends for the in-sandbox server: paths, and how programs are limited.
+"""The differences between backends for the in-sandbox server: paths, and limits of programs.
 
 A Backend is made in the process that becomes the in-sandbox server, before its first request.
 """
@@ -28,7 +28,7 @@ _SOCKET_BYTES = 212992
 
 
 class Backend(Protocol):
-    """Where the programs of one sandbox run, and how they are limited."""
+    """The place and the limits of one sandbox's programs."""
 
     work: str
     """The workspace directory, as the server sees it (in a namespace it is /work itself)."""

@@ -141,7 +141,7 @@ def _file_with(stack: ExitStack, text: str) -> IO[bytes]:
 
 
 def _join(backend: int, then: Callable[[], None]) -> int:
-    """In a process with one thread, which a user namespace asks for."""
+    """Joins it in a single-threaded process, as user namespaces require."""
     own_users = 0 if os.geteuid() == 0 else linux.CLONE_NEWUSER
     linux.join(backend, _NAMESPACES | own_users)
     return _child(lambda: _inside(then), 0)

@@ -1,4 +1,4 @@
-"""What runs inside a container: the in-sandbox server, over standard input and output.
+"""Runs inside a container: the in-sandbox server, over standard input and output.
 
 The host sends its modules first (see `docker`): the image needs Python, and nothing of ours. The
 engine has made the backends; the server is process 1, so it cannot be killed from inside, and its

@@ -1,4 +1,4 @@
-"""Where sockets that have a path live: TMPDIR, unless that leaves no room for their names."""
+"""The folder of sockets with a path: TMPDIR, unless that is too long for their names."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def _targets() -> Iterator[tuple[dict[str, Any], Callable[[], bool]]]:
 
 
 async def _tells_no_secret(sandbox: Sandbox) -> Check:
-    """What the server has in its environment is not in that of programs, or of their ancestors."""
+    """Checks that programs and their ancestors lack the server's environment variables."""
     result = await sandbox.run_python(_ALL_VARIABLES)
     shown = result.stdout.decode(errors="replace")
     found = [name for name, value in os.environ.items() if _is_telling(value) and value in shown]

@@ -1,4 +1,4 @@
-"""What a person can do where a backend cannot be built: read off this machine's own settings."""
+"""Suggests remedies for a backend that does not work, from this machine's settings."""
 
 from __future__ import annotations
 

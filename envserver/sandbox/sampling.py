@@ -1,4 +1,4 @@
-"""How much the programs of a room use at a moment: memory, CPU time, processes.
+"""Samples the usage of a room's programs: memory, CPU time, processes.
 
 Memory is what belongs to them alone plus their shares of what they share (PSS), so that many forks
 of one warm interpreter are not counted as many interpreters. It is asked for only when the cheap

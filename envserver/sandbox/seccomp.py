@@ -1,4 +1,4 @@
-"""Which system calls programs may not make: a filter for the kernel, assembled here.
+"""Forbids system calls: assembles a filter for the kernel.
 
 `program` returns the filter as bytes, once per process; `install` puts it on the calling process,
 for

@@ -1,4 +1,4 @@
-"""Which backend stands around the sandboxes of this server: the first that holds, never in silence.
+"""Selects the sandbox backend: the first one that works, and never silently.
 
 `auto` tries bubblewrap (where it is installed), namespaces, then Landlock, and takes the first of
 which every check holds; one that is weaker than those before is taken with a warning that names

@@ -1,4 +1,4 @@
-"""What programs see of this machine: system directories and Python, but nothing of this project.
+"""The programs' view of this machine: system directories and Python, but not this project.
 
 Visible are /usr and the like, a few files of /etc, and the running Python installation with its
 packages. Hidden in there are envserver with its environments, tools and clients, every other

@@ -1,4 +1,4 @@
-"""How the ends of a sandbox's socket talk: JSON, with bytes beside it.
+"""The protocol of a sandbox's socket: JSON, with bytes beside it.
 
 A frame is the length of the whole and of its text (4 bytes each, big-endian), the text, and the
 bytes. The text is `[message, lengths]`; in the message, `{"$bytes": n}` stands for the n-th bytes.
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 MAX_FRAME_BYTES = 96 * 2**20
 """A request (an archive may be large) or an answer; `SandboxSpec` and limits keep below it."""
 MAX_MESSAGE_BYTES = 65536
-"""Of one message between clients, supervisor and zygotes."""
+"""Maximum size of one message between clients, supervisor and zygotes."""
 NAMESPACE_BACKENDS = ("namespace", "bubblewrap")
-"""With these, all programs end with the in-sandbox server."""
+"""Backends whose programs all end with the in-sandbox server."""
 
 MAX_ANSWER_TEXT_BYTES = 2**20
-"""What programs wrote comes beside the text."""
+"""Programs' output comes beside the text."""
 
 # Not `envserver_records.framing`: a frame has two lengths, and a zygote must not import msgspec.
 _lengths = struct.Struct(">II")

@@ -48,7 +48,7 @@ class Boot:
         self.root = root
         self.preload = preload
         self.seen: dict[str, Any] = {}
-        """What programs can see; see `layout`."""
+        """The programs' view of files; see `layout`."""
 
 
 def main(boot_json: str) -> None:

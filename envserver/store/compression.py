@@ -27,7 +27,7 @@ _OPTIONS: Final[dict[int, int]] = {
 _SUM_BYTES: Final = 4
 _FRAME: Final = b"\x28\xb5\x2f\xfd"
 _CHECKSUM_BIT: Final = 0x04
-"""In the byte after the four bytes of `_FRAME`."""
+"""A bit of the byte after the four bytes of `_FRAME`."""
 
 
 class DamagedBody(Exception):

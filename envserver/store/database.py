@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 
 _READERS: Final = 4
 _BUSY_TIMEOUT_MS: Final = 10_000
-"""How long a statement waits while another program has the file locked."""
+"""Maximum wait of a statement while another program has the file locked."""
 _PAGE_BYTES: Final = 16_384
 _CHECKPOINT_PAGES: Final = 1_024
 _ADVISORY_KEY: Final = 0x656E7673657276

@@ -116,7 +116,7 @@ class Demand:
         self._changes = Changes()
         self._moved: dict[str, tuple[int, float]] = {}
         self.closed_runs: Counter[str] = Counter()
-        """How often each run was closed because it was silent."""
+        """Number of times each run was closed because it was silent."""
 
     def opened(self, env: str, groups: int) -> None:
         """Adds `groups` (may be negative) to the number of groups being made."""

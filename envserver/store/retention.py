@@ -39,7 +39,7 @@ _EMPTY: Final = Compacted(0, 0, 0)
 
 @dataclass(frozen=True)
 class Access:
-    """How retention uses the store: reads block nobody, and each write is one transaction."""
+    """The store as retention uses it: reads block nothing, and each write is one transaction."""
 
     read: Callable[[], AbstractAsyncContextManager[AsyncConnection]]
     write: Callable[[Callable[[Transaction], Awaitable[Compacted]]], Awaitable[Compacted]]

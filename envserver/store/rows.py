@@ -133,7 +133,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Compacted(msgspec.Struct, frozen=True):
-    """What retention removed.
+    """Counts of what retention removed.
 
     Args:
         groups: groups of which only the id is kept.

@@ -41,7 +41,7 @@ _Opened = AbstractContextManager[Span]
 
 
 class Tracer(Protocol):
-    """Where traces go."""
+    """The destination of traces."""
 
     def trace(self, name: str, attributes: Attributes) -> _Opened:
         """Opens a new trace with this root span for a block."""

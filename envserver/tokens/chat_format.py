@@ -1,4 +1,4 @@
-"""How a model writes conversations: its chat template and its vocabulary, messages <-> ids.
+"""A model's chat format: its chat template and its vocabulary, messages <-> ids.
 
 Everything here is pure: the same conversation gives the same text, unless the template uses the
 time. Callers that find a difference from the engine's rendering call `distrust`.

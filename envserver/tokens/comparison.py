@@ -37,7 +37,7 @@ THINK_TAGS = (
 
 
 class Segment(NamedTuple):
-    """What one call added to a conversation: context and a sampled turn.
+    """One call's addition to a conversation: context and a sampled turn.
 
     Args:
         context: text from the end of the previous turn (or the beginning) to the answer.

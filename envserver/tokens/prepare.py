@@ -1,4 +1,4 @@
-"""What an engine does to a request's messages and tools before the chat template sees them.
+"""Prepares a request's messages and tools for the chat template as engines do.
 
 The template's text depends on it: which fields there are, their order (some templates print whole
 objects), arguments as objects instead of JSON, content as one text or as parts. Written to the
@@ -22,7 +22,7 @@ _TEXT_PARTS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-"""Where each kind of part holds its text."""
+"""The text field of each kind of part."""
 _MEDIA = ("image", "audio", "video", "input_image", "input_audio", "prompt_embeds")
 _NOT_TEXT = (*_MEDIA, "uuid", "prompt_cache_breakpoint")
 _PART_FIELDS = ("type", "text", "refusal", "thinking", "closed", "name", "data", "file")

@@ -25,7 +25,7 @@ _LATER = "yQ7later"
 _EARLIER = "xQ7earlier"
 
 _PUNCTUATION = " \t\r\n\"'`,:>)]}"
-"""What may end a value or an argument list rather than a call."""
+"""Text that may end a value or an argument list rather than a call."""
 
 
 class Turn(NamedTuple):

@@ -24,7 +24,7 @@ from .shape import Turn, call_opener, check, tail, without_space
 
 
 class Completion(NamedTuple):
-    """What an engine sampled, as recorded: see `records.Call`."""
+    """An engine's sample, as recorded: see `records.Call`."""
 
     ids: list[int]
     finish_reason: str
@@ -32,7 +32,7 @@ class Completion(NamedTuple):
 
 
 class Suffix(NamedTuple):
-    """What follows the completion; all of it is context.
+    """The tokens after the completion; all of them are context.
 
     `text` and `ids` hold all of it. `closing` is the part at the beginning of `text` that belongs
     to the

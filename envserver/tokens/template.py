@@ -183,7 +183,7 @@ def _loops_over_content(tree: nodes.Template) -> Iterator[nodes.For]:
 
 
 def _content_parameters(tree: nodes.Template, messages: list[str]) -> dict[int, set[str]]:
-    """For each loop inside a macro (by `id`): the macro's parameters that are given a content."""
+    """The macro's parameters that get a content, for each loop inside a macro (by `id`)."""
     found: dict[int, set[str]] = {}
     calls = [call for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)]
     for macro in tree.find_all(nodes.Macro):

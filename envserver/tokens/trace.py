@@ -79,13 +79,13 @@ def unpack_calls(traced: list[TracedCall]) -> list[Call]:
 
 
 def _kept_tokens(call: Call, calls: list[Call], candidates: list[int]) -> tuple[int, int]:
-    """Which of `candidates` (positions; -1: none) has most of `call`'s prompt, and how much."""
+    """Returns which of `candidates` (positions) has most of `call`'s prompt, and how much."""
     shared = [(j, _shared_tokens(call.prompt_ids, calls[j])) for j in candidates if j >= 0]
     return max(shared, key=lambda each: each[1], default=(-1, 0))
 
 
 def _shared_tokens(prompt: Tokens, earlier: Call) -> int:
-    """How many tokens `prompt` begins with of `earlier`'s prompt and completion."""
+    """Counts the first tokens of `prompt` shared with `earlier`'s prompt and completion."""
     size = _common(prompt, earlier.prompt_ids)
     if size < len(earlier.prompt_ids):
         return size
@@ -116,7 +116,7 @@ def _kept_messages(call: Call, said: dict[bytes, int], k: int) -> tuple[int, int
 
 
 def _beginnings(messages: list[Message]) -> list[bytes]:
-    """For each message a digest of it and all before it.
+    """Returns for each message a digest of it and all before it.
 
     Of the bytes: equal dicts may differ in the order of their keys, or as 1 and True do.
     """

@@ -106,7 +106,7 @@ class Vocabulary:
         return token is not None and token.special
 
     def added_text(self, id: int) -> str | None:
-        """What the added token `id` reads in a rendered prompt, None for an ordinary token."""
+        """Returns the added token `id` as text in a rendered prompt; None for an ordinary token."""
         token = self._added.get(id)
         return None if token is None else token.content
 

@@ -1,4 +1,4 @@
-"""What a worker tells the server beside model calls: log lines, and readable steps in batches.
+"""Sends a worker's log lines, and its readable steps in batches, to the server.
 
 Neither waits for the server. Steps are sent a moment after they are logged, those of that moment
 together, one request at a time: what is lost when the worker is killed is that moment.
@@ -20,13 +20,13 @@ from ..actions import MAX_STEPS, batch
 MAX_WAITING_LOG_LINES = 1000
 TELL_SECONDS = 5.0
 GATHER_SECONDS = 0.1
-"""Between a step and the request that tells of it."""
+"""Maximum delay between a step and the request that sends it."""
 _BATCH_BYTES = 1 << 20
 _TRIES = 3
 
 
 class EventUploader:
-    """For one attempt; its methods are called on the loop.
+    """Sends the events of one attempt; its methods are called on the loop.
 
     Args:
         url: of the attempt, with its key.

@@ -1,4 +1,4 @@
-"""What ended an agent, as the failure that its worker posts.
+"""Converts the error that ended an agent to the failure that its worker posts.
 
 Limits and failures of engines and sandboxes keep their kind; all else is the agent's error, with a
 traceback (where a framework wrapped one of the former, the server knows: the proxy reported it).
@@ -22,7 +22,7 @@ MAX_MESSAGE_CHARACTERS = 2000
 
 
 def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
-    """What is posted for a rollout that `error` ended: {"kind", "message", "detail"}.
+    """Returns the failure of a rollout that `error` ended: {"kind", "message", "detail"}.
 
     Args:
         own_file: traceback entries of this file are left out at the top; they are not the agent's.

@@ -139,7 +139,7 @@ class Forkserver:
     ) -> None:
         self._boot = boot
         self.seen = seen
-        """What sandboxed workers see; see `sandbox.layout`."""
+        """The file view of sandboxed workers; see `sandbox.layout`."""
         self._users = users
         """User ids that no worker uses now."""
         self._control = control

@@ -23,7 +23,7 @@ EXIT_CRASHED = 70
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything that a forked child needs to become a worker.
+    """The data that a forked child needs to become a worker.
 
     Args:
         control: its socket to the server.

@@ -143,7 +143,7 @@ class VersionBody(msgspec.Struct, kw_only=True):
 
 
 class TokenizeBody(requests.TokenizeBody, kw_only=True):
-    """As in vLLM, special tokens are added to plain text by default."""
+    """Add special tokens to plain text, as vLLM does by default."""
 
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None

@@ -20,7 +20,7 @@ Ranked = list[tuple[int, float]]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are sampled, and what ends an answer.
+    """Sampling settings, and the conditions that end an answer.
 
     Args:
         temperature: 0 takes the most likely token.

@@ -38,7 +38,7 @@ class CheckpointInfo:
 
     @property
     def name(self) -> str:
-        """Its name at the server."""
+        """The checkpoint's name at the server."""
         return f"step-{self.step}"
 
 

@@ -1,4 +1,4 @@
-"""How a transfer of weights can fail, in addition to `envserver_records.errors`.
+"""Errors of a transfer of weights, in addition to `envserver_records.errors`.
 
 EnvserverError
 ├── EngineError              an engine failed; detail: engines (which ones), phase

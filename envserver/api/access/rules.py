@@ -1,4 +1,4 @@
-"""Which role may use which route: one table with every route of the server.
+"""The roles of each route: one table with every route of the server.
 
 For a route that is not in the table, everyone but an admin gets 404. `/healthz` needs no token.
 The proxy's paths (`/r/{key}/...`: attempts and guests) are not part of this application: each

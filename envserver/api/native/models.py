@@ -66,7 +66,7 @@ class RunRequest(Body):
 
 
 class Limits(Body):
-    """Which groups a lease may hold."""
+    """Filters of a lease."""
 
     max_groups: int | None = Field(default=None, ge=1, le=MOST_GROUPS)
     """Maximum number of groups; unset: the run's batch size, or 1024 if another limit is set."""

@@ -1,4 +1,4 @@
-"""What the server knows about a runner: its stored registration and its current status."""
+"""A runner at the server: its stored registration and its current status."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _SCALE_OUT_SINCE = (0, 32)
 
 
 class Launch(NamedTuple):
-    """How one engine is started: its command, and environment variables in addition to ours."""
+    """The command that starts an engine, and additional environment variables."""
 
     kind: Kind
     command: list[str]

@@ -14,7 +14,7 @@ from .tokenizer import Prompt, SimTokenizer
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """What can end an answer early.
+    """Conditions that end an answer early.
 
     Args:
         max_tokens: at least 1.

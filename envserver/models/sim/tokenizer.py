@@ -180,7 +180,7 @@ def parsed(text: str) -> tuple[str | None, list[tuple[str, str]]]:
 
 
 class CallSpan(msgspec.Struct, frozen=True):
-    """Where a call first shows in the text (`opens`) and where its arguments are."""
+    """The start of a call in the text (`opens`) and the place of its arguments."""
 
     opens: int
     start: int

@@ -21,4 +21,4 @@ DIALECTS: dict[str, DialectAdapter] = {
     "v1/responses": ResponsesDialect(),
     "v1/messages": MessagesDialect(),
 }
-"""By path, relative to the attempt's address. Add a dialect here (see base.py)."""
+"""Dialects by path, relative to the attempt's address. Add a dialect here (see base.py)."""

@@ -30,7 +30,7 @@ _WHOLE = ("stop", "tool_calls", "function_call")
 
 
 class Head:
-    """What all states of one response share; `response` builds one state."""
+    """The fields shared by all states of one response; `response` builds one state."""
 
     def __init__(self, request: ModelRequest, answer: dict[str, Any]) -> None:
         """

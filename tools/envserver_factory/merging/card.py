@@ -35,7 +35,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Facts:
-    """What all models of one merge have in common."""
+    """The common facts of all models of one merge."""
 
     method: str
     inputs: list[Input]

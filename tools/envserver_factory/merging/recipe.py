@@ -1,4 +1,4 @@
-"""What is merged: `base + alpha * (w1 * (plus1 - minus1) + w2 * (plus2 - minus2) + ...)`.
+"""The recipe of a merge: `base + alpha * (w1 * (plus1 - minus1) + w2 * (plus2 - minus2) + ...)`.
 
 A reasoning vector is one such difference, `rl - sft`: what reinforcement learning added to its
 start, given to another model of the same shape. Task arithmetic is several of them relative to the

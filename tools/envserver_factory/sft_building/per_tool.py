@@ -34,7 +34,7 @@ SUMMARY = "SUMMARY.json"
 
 @dataclass(frozen=True)
 class Choice:
-    """Which rows there are, and how they are split.
+    """The choice of rows, and their split.
 
     Args:
         seed: shuffle seed.

@@ -36,7 +36,7 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class Plan:
-    """How rows become files.
+    """Options of the files.
 
     Args:
         seed: shuffle seed.

@@ -38,7 +38,7 @@ _OUTPUT, _INPUT = "action_output", "action_input."
 
 
 class Postprocess(BaseModel):
-    """What is done with a response."""
+    """The processing of a response."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,7 +47,7 @@ class Postprocess(BaseModel):
 
 
 class Template(BaseModel):
-    """How the actions of one tool become rows."""
+    """The template that turns one tool's actions into rows."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -79,7 +79,7 @@ class Templates(BaseModel):
 
 @dataclass(frozen=True)
 class Shown:
-    """What else a prompt shows.
+    """Additional content of a prompt.
 
     Args:
         context: fill {context} with the outputs of earlier actions, a paragraph each.

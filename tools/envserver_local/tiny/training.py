@@ -26,7 +26,7 @@ _NO_LOSS = -100
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How the model is trained.
+    """Settings of the training.
 
     Args:
         steps: number of optimizer steps.
