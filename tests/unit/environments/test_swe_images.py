@@ -16,6 +16,7 @@ from envserver_environments.swe.env import Swe
 from envserver_environments.swe.images import image_of
 from envserver_records.errors import SandboxUnavailable
 from support import fake_engine
+from support.containers import image_of_real_engine
 from support.serving import attempt_spec
 
 from envserver import (
@@ -28,7 +29,7 @@ from envserver import (
     SandboxSpec,
 )
 from envserver.proxy.attempts import ProxyAttempt
-from envserver.sandbox import Open, SandboxService, WatchedSandboxes, find_engine, service
+from envserver.sandbox import Open, SandboxService, WatchedSandboxes, service
 from envserver.sandbox.attempt_sandboxes import AttemptSandboxes
 
 IMAGE = fake_engine.WITH_REPOSITORY
@@ -211,11 +212,7 @@ def test_rows_say_their_image_or_a_template_does() -> None:
 async def test_an_image_of_a_real_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """ENVSERVER_TEST_SWE_ROW: a file with a row whose image the engine has."""
     monkeypatch.setattr(service, "_held", {})
-    image, rows = os.environ.get("ENVSERVER_TEST_IMAGE", "python:3.12"), "ENVSERVER_TEST_SWE_ROW"
-    try:
-        find_engine(image)
-    except OSError as error:
-        pytest.skip(f"no container engine: {error}")
+    image, rows = image_of_real_engine(), "ENVSERVER_TEST_SWE_ROW"
     if rows not in os.environ:
         pytest.skip(f"{rows} names no file with a row")
     line = json.loads(Path(os.environ[rows]).read_text())

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from envserver_records.errors import ConfigError
 from support import fake_engine
+from support.containers import image_of_real_engine
 from support.waiting import until
 
 from envserver import InputError, SandboxConfig, SandboxLimits, SandboxSpec
-from envserver.sandbox import SandboxClient, SandboxService, find_engine, service
+from envserver.sandbox import SandboxClient, SandboxService, service
 from envserver.sandbox.service import probe
 
 CONFIG = SandboxConfig(backend="docker", docker_image=fake_engine.IMAGE)
@@ -96,10 +96,6 @@ async def test_what_is_missing_is_said(engine: Path, image: str, reason: str) ->
 
 async def test_a_real_engine_holds_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_held", {})
-    image = os.environ.get("ENVSERVER_TEST_IMAGE", "python:3.12")
-    try:
-        find_engine(image)
-    except OSError as error:
-        pytest.skip(f"no container engine: {error}")
+    image = image_of_real_engine()
     report = await probe("docker", SandboxConfig(backend="docker", docker_image=image))
     assert report.works, report.failure
