@@ -101,7 +101,7 @@ async def running_api(
         app = create_api(store, settings=settings, **more)
         async with (
             await serve_api(app, "127.0.0.1", settings.port, settings) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=30) as http,
+            httpx.AsyncClient(base_url=running.url, timeout=60) as http,
         ):
             yield Api(http, store, running.url)
 

@@ -98,14 +98,14 @@ async def test_heads_have_a_time(tmp_path: Path) -> None:
 
 async def test_bodies_have_a_time(tmp_path: Path) -> None:
     head = POST + b"content-length: 1000\r\n\r\n"
-    async with bounded(tmp_path, body_idle_seconds=0.3, body_seconds=1.0) as api:
+    async with bounded(tmp_path, body_idle_seconds=0.3, body_seconds=0.6) as api:
         assert told(await say(api, head + b"{")) == (408, "too_slow")
         assert told(await say(api, head)) == (408, "too_slow")
         chunked = POST + b"transfer-encoding: chunked\r\n\r\n"
-        assert told(await say(api, chunked, *[b"1\r\n{\r\n"] * 30, pause=0.05)) == (408, "too_slow")
+        assert told(await say(api, chunked, *[b"1\r\n{\r\n"] * 20, pause=0.05)) == (408, "too_slow")
         # A request that was sent whole may take its time.
         await api.http.post("/v1/runs", json={"name": "run"})
-        waiting = await api.http.post("/v1/runs/run/lease", json={"wait_seconds": 1.3})
+        waiting = await api.http.post("/v1/runs/run/lease", json={"wait_seconds": 0.8})
         assert waiting.status_code == 204
 
 
@@ -217,7 +217,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 async def status_of(url: str, context: ssl.SSLContext) -> int:
-    async with httpx.AsyncClient(verify=context) as http:
+    async with httpx.AsyncClient(verify=context, timeout=60) as http:
         return (await http.get(f"{url}/healthz")).status_code
 
 

@@ -51,9 +51,9 @@ SHOWN_NEVER: Final = ("Traceback", 'File "', "site-packages", "sqlalchemy")
 
 
 @asynccontextmanager
-async def busy_api(tmp_path: Path) -> AsyncIterator[Api]:
-    """An API with a run, groups, a trainer and an environment, behind bounds that are soon met."""
-    bounds = {"body_idle_seconds": 0.5, "header_seconds": 0.5, "max_body_bytes": 1_000_000}
+async def busy_api(tmp_path: Path, seconds: float = 60.0) -> AsyncIterator[Api]:
+    """An API with a run, groups, a trainer and an environment; `seconds` for heads and bodies."""
+    bounds = {"body_idle_seconds": seconds, "header_seconds": seconds, "max_body_bytes": 1_000_000}
     async with running_api(tmp_path / "store.db", server=bounds, gate=Gate()) as api:
         await api.http.post("/v1/runs", json={"name": "run", "batch_size": 2})
         for number in range(4):
@@ -120,7 +120,7 @@ def _judge(operation: Any, mode: GenerationMode, examples: int) -> None:
             case.body["wait_seconds"] = 0
         if isinstance(case.body, dict) and "timeout_seconds" in case.body:
             case.body["timeout_seconds"] = 0.01
-        answer = case.call(timeout=30)
+        answer = case.call(timeout=60)
         check(answer, case.as_curl_command())
         if operation.path.startswith("/v1/"):  # of the Atropos wire the document says less
             case.validate_response(answer, checks=CONFORMANCE)
@@ -365,7 +365,7 @@ def spoiled(draw: Callable[[Any], Any]) -> tuple[str, bytes]:
 
 
 def spoil(url: str, examples: int) -> None:
-    with httpx.Client(base_url=url, timeout=30) as http:
+    with httpx.Client(base_url=url, timeout=60) as http:
 
         @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
         @given(spoiled())
@@ -433,7 +433,7 @@ RUBBISH: Final = (
 
 
 async def test_rubbish_on_the_socket_ends_only_its_own_connection(tmp_path: Path) -> None:
-    async with busy_api(tmp_path) as api:
+    async with busy_api(tmp_path, seconds=1) as api:
         answers = await asyncio.gather(*(_answers(api.url, raw) for raw in RUBBISH))
         for raw, answer in zip(RUBBISH, answers, strict=True):
             assert b"HTTP/1.1 5" not in answer, (raw[:200], answer[:500])

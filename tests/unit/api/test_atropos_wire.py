@@ -20,6 +20,8 @@ from support.api import (
     running_api,
     wire_group,
 )
+from support.clocks import Clock
+from support.waiting import until
 
 from envserver.store import GroupPut
 
@@ -236,14 +238,18 @@ async def test_minimum_shares(api: Api) -> None:
     assert await api.batch_marks() == [3, 10, 11, 12]
 
 
-async def test_an_environment_that_went_silent_holds_nobody_up(tmp_path: Path) -> None:
-    async with running_api(tmp_path / "s.db", server={"silent_after_seconds": 0.3}) as api:
+async def test_an_environment_that_went_silent_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("envserver.api.heartbeats.time", clock)
+    async with running_api(tmp_path / "s.db") as api:
         await api.start()
         await api.add_environment(min_batch_allocation=0.5)
         for mark in range(2):
             await api.post("/scored_data", wire_group(2, mark, env_id=4))
         assert await api.batch_marks() is None
-        await asyncio.sleep(0.4)
+        clock.ahead = 31
         assert await api.batch_marks() == [0, 1]
 
 
@@ -299,7 +305,7 @@ async def test_reset(api: Api) -> None:
 
 async def test_a_trainer_that_acknowledges_gets_a_lost_batch_again(tmp_path: Path) -> None:
     lease = {"x-envserver-ack": "lease"}
-    async with running_api(tmp_path / "s.db", server={"lease_seconds": 0.3}) as api:
+    async with running_api(tmp_path / "s.db") as api:
         await api.register()
         for mark in range(6):
             await api.post("/scored_data", wire_group(2, mark))
@@ -315,7 +321,8 @@ async def test_a_trainer_that_acknowledges_gets_a_lost_batch_again(tmp_path: Pat
         assert (first, second) == ([0, 1], [2, 3])
         assert await api.post("/ack", {"lease_id": kept}) == {"status": "success"}
         assert await api.post("/ack", {"lease_id": kept}) == {"status": "success"}
-        await until_queued(api, 4)
+        await api.store.extend(lost, 0.01)
+        await until(lambda: queued(api, 4))
         again, other = await fetch()
         assert again == first
         assert other != lost
@@ -325,12 +332,8 @@ async def test_a_trainer_that_acknowledges_gets_a_lost_batch_again(tmp_path: Pat
         assert (await api.http.post("/ack", json={"lease_id": "nothing"})).status_code == 404
 
 
-async def until_queued(api: Api, groups: int) -> None:
-    for _ in range(200):
-        if (await api.store.counts())["queued"] == groups:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(await api.store.counts())
+async def queued(api: Api, groups: int) -> bool:
+    return (await api.store.counts())["queued"] == groups
 
 
 async def test_fetching_is_acknowledging_for_others(api: Api) -> None:

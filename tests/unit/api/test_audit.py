@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,14 @@ def test_serve_reports_its_audit(tmp_path: Path) -> None:
     )  # fmt: skip
     with running(*words, folder=tmp_path) as server:
         server.wait_for("Trainers: ")
+        url = f"http://127.0.0.1:{port}/v1/status"
 
         def audited() -> dict[str, Any] | None:
-            status = httpx.get(f"http://127.0.0.1:{port}/v1/status").json()["server"]["audit"]
+            status = httpx.get(url, timeout=60).json()["server"]["audit"]
             return status if status["rollouts"] == 8 else None
 
-        report = until(audited, 60, server.output, alive=server.process)
+        report = until(audited, 180, server.output, alive=server.process)
         assert report["tokens"] == report["tokens_exactly_equal"] > 0
-        server.process.terminate()
+        server.send(signal.SIGTERM)
         server.wait_for(f"Audit: 0 of {report['rows']} rows differ")
         assert server.end() == 0

@@ -17,7 +17,7 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path: Path) -> None
     words = ("--rollouts.max_staleness_at_delivery", 1, "--rollouts.max_queued_groups", 5)
     with (
         running("run-api", "--port", port, "--store", "g.db", *words, folder=tmp_path) as server,
-        httpx.Client(base_url=url) as http,
+        httpx.Client(base_url=url, timeout=60) as http,
     ):
         server.wait_for("Trainers and environments")
         welcome = http.post("/v1/environments", json=registration()).json()
@@ -35,7 +35,7 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path: Path) -> None
                 body = pack(stream_group(index))
                 sent = http.post(f"{place}/groups", content=body, headers=key | GROUP)
                 assert sent.status_code == 200, sent.text
-            batch = client.lease(wait_seconds=30)
+            batch = client.lease(wait_seconds=60)
             assert batch is not None
             client.ack(batch)
             client.publish_policy_version(9)
@@ -45,5 +45,5 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path: Path) -> None
                 status = client.status()
                 return status["server"]["stale_groups"] == 1 == status["groups"]["dropped"]
 
-            until(counted, 60, server.output, alive=server.process)
+            until(counted, 180, server.output, alive=server.process)
             assert beat(0) == 2  # no more than are still fresh when they are delivered

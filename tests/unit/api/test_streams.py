@@ -20,6 +20,7 @@ from support.api import Api, api_process, native_group, put_native, running_api,
 from support.commands import free_port
 from support.extent import examples
 from support.stores import group, noise
+from support.waiting import until
 
 from envserver import ConflictError, NotFoundError
 from envserver.store import open_store
@@ -49,6 +50,10 @@ async def close(api: Api, what: str, lease_id: str) -> None:
     assert answer.status_code == 204, answer.text
 
 
+async def leased(api: Api, least: int = 1) -> bool:
+    return (await api.store.counts())["leased"] >= least
+
+
 class Listener:
     """What one connection of server-sent events says."""
 
@@ -58,7 +63,7 @@ class Listener:
     async def next(self) -> tuple[str, list[str]]:
         """The id of the next lease and its groups."""
         event: dict[str, str] = {}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             async for line in self._lines:
                 name, _, value = line.partition(": ")
                 event[name] = value
@@ -190,8 +195,7 @@ async def test_what_was_not_read_is_given_back(api: Api) -> None:
     async with EnvClient(api.url, run="run", batch_size=1) as client:
         batches = client.stream(window=3)
         assert [g.group_id for g in (await anext(batches)).groups] == ["a"]
-        while (await api.store.counts())["leased"] < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: leased(api, 3))
         await asyncio.sleep(0.1)
         await batches.aclose()
     assert await lease(api, max_groups=9, wait_seconds=20) == ["b", "c"]
@@ -204,10 +208,11 @@ async def test_for_who_does_not_read_nothing_piles_up(api: Api) -> None:
         await api.store.put([one])
     async with api.http.stream("GET", "/v1/runs/run/stream?window=64") as answer:
         assert answer.status_code == 200
-        leased = -1
-        while leased != (leased := (await api.store.counts())["leased"]):
+        await until(lambda: leased(api))
+        count = -1
+        while count != (count := (await api.store.counts())["leased"]):
             await asyncio.sleep(0.5)
-        assert 0 < leased < len(groups)
+        assert 0 < count < len(groups)
 
 
 async def test_streams_without_asyncio(api: Api) -> None:

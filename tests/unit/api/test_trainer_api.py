@@ -115,9 +115,9 @@ async def test_a_lease_waits_for_groups(api: Api) -> None:
 async def test_a_client_that_went_away_takes_nothing(api: Api) -> None:
     with pytest.raises(httpx.ReadTimeout):
         body = {"wait_seconds": 30}
-        await api.http.post("/v1/runs/run/lease", json=body, timeout=0.3)
+        await api.http.post("/v1/runs/run/lease", json=body, timeout=httpx.Timeout(60, read=0.3))
     await put(api, "a")
-    assert await lease(api, wait_seconds=5) == ["a"]
+    assert await lease(api, wait_seconds=20) == ["a"]
 
 
 async def test_a_lease_as_messagepack_holds_bodies_as_stored(api: Api) -> None:

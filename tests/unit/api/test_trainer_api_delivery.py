@@ -137,7 +137,7 @@ async def test_a_closed_run_gives_back_and_leases_no_more(api: Api) -> None:
         assert (await api.http.post("/v1/runs/run/close")).json()["state"] == "closed"
     refused = await api.http.post("/v1/runs/run/lease", json={})
     assert refused.status_code == 409
-    assert ids(await lease(api, "other", wait_seconds=5)) == ["a"]
+    assert ids(await lease(api, "other", wait_seconds=20)) == ["a"]
     assert (await run(api))["state"] == "open"
     assert ids(await lease(api)) == []
     for path in ("/v1/runs/nobody/close", "/v1/runs/nobody/ack"):

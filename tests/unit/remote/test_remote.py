@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from envserver_records.records import Task, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import Api, running_api
+from support.clocks import Clock
 from support.commands import free_port
 from support.extent import examples
 from support.joined import join, registration, spoiled, stream_group
@@ -34,16 +34,6 @@ from envserver.remote.sink import missing_requests
 from envserver.rollouts.stream import GroupRequest
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
-
-
-class Clock:
-    """The clock of a module that says `time.monotonic()`; `ahead` seconds are added to it."""
-
-    def __init__(self) -> None:
-        self.ahead = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead
 
 
 @pytest.fixture
