@@ -88,7 +88,7 @@ def show_nothing(tally: Tally, expected: int | None, already: int) -> AbstractCo
 
 
 @dataclass(frozen=True)
-class OutputFile:
+class GroupFiles:
     """A file of groups and the file of failures next to it."""
 
     sink: JsonlSink
@@ -125,7 +125,7 @@ class GroupRun:
         self.groups: Counter[str] = Counter()
         """Groups delivered in this run, by environment."""
         self.rewards = {part.share.name: Rewards() for part in parts}
-        self.files: dict[Path, OutputFile] = {}
+        self.files: dict[Path, GroupFiles] = {}
         self.stopped = False
         """Whether the run was stopped before its end."""
         self._parts = list(parts)
@@ -248,7 +248,7 @@ class GroupRun:
 
     async def _open_file(
         self, path: Path, parts: Sequence[Part], stack: contextlib.AsyncExitStack
-    ) -> OutputFile:
+    ) -> GroupFiles:
         """Opens the file at `path` for the groups of `parts`.
 
         Raises:
@@ -285,7 +285,7 @@ class GroupRun:
                 tell=learn if learners else None,
             )
         )
-        return OutputFile(sink, FailuresFile(path, resume=self._resume))
+        return GroupFiles(sink, FailuresFile(path, resume=self._resume))
 
 
 class _Sink:

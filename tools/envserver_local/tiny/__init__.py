@@ -2,5 +2,5 @@
 
 In: expert trajectories as `envserver process` writes them. Out: a folder that transformers, the
 local engine and vLLM load. What imports torch here (`architecture`, `training`) needs the extra
-`local`; `envserver models tiny` imports this package when it starts to train.
+`local`; `from_experts` imports them when it starts to train.
 """

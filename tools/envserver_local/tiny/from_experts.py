@@ -1,0 +1,179 @@
+"""Makes the model from nothing: expert trajectories by `envserver process`, then the training.
+
+In: a plan. Out: a folder that appears only when the model is complete. What holds: no process and
+no training thread is left, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from envserver_records.errors import ConfigError, ConflictError, EnvserverError
+from envserver_records.files import replace_folder
+
+FACTS = "make_tiny.json"
+"""File in the model's folder with the settings that made it."""
+GROUP_SIZE = 8
+MODES = ("single", "tools")
+"""Kinds of tasks, each with experts of its own."""
+_LAST_CHARACTERS = 2000
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+
+@dataclass(frozen=True)
+class TinyPlan:
+    """How to make the model.
+
+    Args:
+        seed: seed for the experts, the initial weights and the training order.
+        steps: optimizer steps.
+        groups: groups of expert rollouts for each of MODES.
+        solve_probability: fraction of rollouts that the expert solves.
+        threads: torch threads.
+    """
+
+    seed: int
+    steps: int
+    groups: int
+    solve_probability: float
+    threads: int
+
+
+class TinyView(Protocol):
+    """Shows the progress."""
+
+    def experts(self, mode: str, groups: int) -> None:
+        """Called with the number of groups that the experts of `mode` have finished."""
+
+    def training(self, step: int, loss: float | None) -> None:
+        """Called after each optimizer step, in the training thread; first with step 0, no loss."""
+
+
+def check_folder(folder: Path, *, overwrite: bool) -> None:
+    """Checks that a model can be made in `folder` by this Python.
+
+    Raises:
+        ConfigError: torch or transformers are missing.
+        ConflictError: the folder already exists.
+    """
+    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
+    if missing:
+        raise ConfigError(
+            f"Training needs {' and '.join(missing)}, which this Python does not have.",
+            hint="pip install 'envserver[local]'",
+        )
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    ours = (folder / FACTS).is_file()
+    if not (overwrite and ours):
+        hint = "Use --overwrite to replace it." if ours else "Not a tiny model: use another folder."
+        raise ConflictError(f"{folder} already exists.", hint=hint)
+
+
+async def make_from_experts(
+    folder: Path, plan: TinyPlan, view: TinyView, *, overwrite: bool
+) -> None:
+    """Makes the model in `folder`; call `check_folder` first.
+
+    Raises:
+        EnvserverError: the experts failed.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tiny-", dir=folder.parent) as place:
+        experts = [await _experts(mode, Path(place), plan, view) for mode in MODES]
+        made = Path(place) / "model"
+        await _trained(experts, made, plan, view)
+        check_folder(folder, overwrite=overwrite)  # the experts took their time
+        await asyncio.to_thread(replace_folder, made, folder, Path(place) / "old")
+
+
+async def _experts(mode: str, folder: Path, plan: TinyPlan, view: TinyView) -> Path:
+    """Returns the JSONL file of a separate `process` run in which the simulated engine plays the
+    expert.
+
+    Raises:
+        EnvserverError: it failed; the message has the end of its output.
+    """
+    output, log = folder / f"{mode}.jsonl", folder / f"{mode}.log"
+    view.experts(mode, 0)
+    with log.open("wb") as words:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "envserver", "process", "--env", "math"),
+            *("--env.data_set", "arithmetic", "--env.mode", mode, "--env.system_prompt", ""),
+            *("--env.group_size", str(GROUP_SIZE), "--env.total_steps", str(plan.groups)),
+            *("--env.data_path_to_save_groups", str(output)),
+            *("--model", "sim", "--sim.openers", "false", "--sim.latency_seconds", "0"),
+            *("--sim.solve_probability", str(plan.solve_probability)),
+            *("--sim.seed", str(plan.seed), "--log_level", "warning"),
+            stdout=words,
+            stderr=words,
+        )
+    try:
+        while process.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _SECONDS_BETWEEN_LOOKS)
+            if output.exists():
+                view.experts(mode, output.read_bytes().count(b"\n"))
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    if process.returncode != 0:
+        raise EnvserverError(
+            f"The experts' `envserver process` ended with status {process.returncode}:\n"
+            + log.read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
+        )
+    return output
+
+
+class _GivenUp(Exception):
+    """Raised when the training has been cancelled."""
+
+
+async def _trained(experts: list[Path], folder: Path, plan: TinyPlan, view: TinyView) -> None:
+    view.training(0, None)
+    given_up = threading.Event()
+
+    def report(step: int, loss: float) -> None:
+        if given_up.is_set():
+            raise _GivenUp
+        view.training(step, loss)
+
+    training = asyncio.ensure_future(asyncio.to_thread(_train, experts, folder, plan, report))
+    try:
+        await asyncio.shield(training)
+    finally:
+        # What was cancelled ends with its step, before its folder is removed.
+        given_up.set()
+        with contextlib.suppress(_GivenUp):
+            await training
+
+
+def _train(
+    experts: list[Path],
+    folder: Path,
+    plan: TinyPlan,
+    report: Callable[[int, float], None],
+) -> None:
+    from .making import make  # imports torch
+
+    make(
+        experts,
+        folder,
+        seed=plan.seed,
+        steps=plan.steps,
+        threads=plan.threads,
+        report=report,
+    )
+    (folder / FACTS).write_text(json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
