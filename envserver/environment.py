@@ -379,10 +379,10 @@ class Environment(abc.ABC):
         """Returns the task of one question (a `Question` of this environment), for `envserver run`.
 
         Raises:
-            InputError: the question cannot be asked.
+            InputError: the environment does not support questions.
         """
         raise InputError(
-            f"Environment {self.name!r} cannot be asked single questions.",
+            f"Environment {self.name!r} does not support single questions.",
             hint="Name one of its data sets to `process`.",
         )
 

@@ -232,7 +232,7 @@ def _server_pause_seconds(problem: Exception | Answer) -> float:
 
 
 def checked(answer: Answer) -> Answer:
-    """Returns a successful answer; raises the error that another one stands for."""
+    """Returns a successful answer; raises the error of another one."""
     if 200 <= answer.status < 300:
         return answer
     raise _error(answer)

@@ -21,7 +21,7 @@ def frame(body: bytes) -> bytes:
 
 
 def frame_header(size: int) -> bytes:
-    """Returns what stands before a body of `size` bytes."""
+    """Returns the header of a body of `size` bytes."""
     return _LENGTH.pack(size)
 
 

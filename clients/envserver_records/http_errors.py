@@ -52,7 +52,7 @@ class ErrorReader:
     server_statuses: frozenset[int] = frozenset()
 
     def read(self, status: int, body: bytes) -> EnvserverError:
-        """Returns the error that an answer other than 200 stands for."""
+        """Returns the error for an answer other than 200."""
         is_servers = status >= 500 or status in self.server_statuses
         problem = _problem(body)
         if problem is None:

@@ -1,6 +1,6 @@
 """Reports and comparisons as self-contained HTML pages: no script, no other file.
 
-In: a `Report`, a `Suite` or a `Comparison`. Out: text. What holds: whatever stands in the data
+In: a `Report`, a `Suite` or a `Comparison`. Out: text. What holds: whatever is in the data
 (names of tasks and models, labels) is escaped.
 """
 

@@ -27,7 +27,7 @@ NOT_COMPARED: Final = {
     "other_version": "sampled by another policy version, or by more than one",
     "weights_changed": "the engine's weights changed while it was scored",
     "structured_output_masked": "a grammar or bias masked the distribution",
-    "multimodal_unstitched": "images stand in the prompt",
+    "multimodal_unstitched": "images are in the prompt",
     "processed_logprobs": "recorded after temperature and top_p were applied",
     "own_model": "sampled by another model than the policy",
     "too_long": "longer than the engine's context",

@@ -240,7 +240,7 @@ def _claimed(members: Sequence[Member[Any]], folder: Path, choice: Choice) -> li
     if choice.resume and choice.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
     if choice.resume and choice.folder is None:
-        raise ConfigError("--resume needs the folder to go on in: --out DIR.")
+        raise ConfigError("--resume needs the folder to continue: --out DIR.")
     alone = len(members) == 1
     parts = [_part(member, folder if alone else folder / member.name, choice) for member in members]
     if not alone:

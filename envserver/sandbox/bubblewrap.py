@@ -1,7 +1,7 @@
 """The outer layer made by bubblewrap, if installed: the same layout as in `namespaces`.
 
 Bubblewrap makes the namespaces and the root directory around a holder that only waits; then the
-zygote, its imports done, joins them. So nothing of ours has to be visible inside. Sandboxes get the
+zygote, its imports done, joins them. So this project need not be visible inside. Sandboxes get the
 same inner backend as without it.
 
 What bubblewrap leaves to its caller is seen to here: its environment is empty (all inside could
@@ -30,7 +30,7 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 _DIRECTORIES = ("/work", "/tmp", "/box", "/run", "/dev/shm")
 _LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 _HOLDER = ["/bin/sh", "-c", "echo ready && exec cat"]
-"""Says when the backend stands, and ends when its input is closed."""
+"""Reports when the backend is ready, and ends when its input is closed."""
 
 _NAMESPACES = (
     linux.CLONE_NEWNS
@@ -105,7 +105,7 @@ def enter_outer(
 def _build(
     stack: ExitStack, program: str, visible: Sequence[str], contents: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts the holder; returns when the backend stands, with the holder's process id."""
+    """Starts the holder; returns when the backend is ready, with the holder's process id."""
     files = {name: _file_with(stack, text).fileno() for name, text in contents.items()}
     ours, theirs = os.pipe()
     status = stack.enter_context(os.fdopen(ours, "rb"))

@@ -1,6 +1,6 @@
 """Runs inside a container: the in-sandbox server, over standard input and output.
 
-The host sends its modules first (see `docker`): the image needs Python, and nothing of ours. The
+The host sends its modules first (see `docker`): the image needs only Python. The
 engine has made the backends; the server is process 1, so it cannot be killed from inside, and its
 end is the end of all.
 """

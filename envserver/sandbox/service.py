@@ -177,7 +177,7 @@ class SandboxService:
         self._let_users_through()
 
     def _let_users_through(self) -> None:
-        """A root's sandboxes have users of their own, whose directories may lie in this one."""
+        """Sandboxes of a root server have separate users, whose directories may be in this one."""
         if os.geteuid() == 0:
             Path(self._directory).chmod(0o711)
 

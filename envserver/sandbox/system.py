@@ -55,7 +55,7 @@ def visible_paths() -> list[str]:
     found: dict[str, None] = {}
     for root in _roots():
         if not any(_is_below(root, done) for done in found):
-            # A virtual environment may lie in the project's folder, which is hidden as a whole.
+            # A virtual environment may be in the project's folder, which is hidden as a whole.
             real = os.path.realpath(root)
             secrets = {path for path in hidden if not _is_below(real, path)}
             found.update(dict.fromkeys(_without(root, secrets)))
@@ -117,7 +117,7 @@ def etc_files(user: int = 1000) -> dict[str, str]:
 
 
 def must_move_python() -> bool:
-    """Whether this interpreter lies below a directory that a sandbox replaces."""
+    """Whether this interpreter is below a directory that a sandbox replaces."""
     return _in_the_way(sys.prefix)
 
 
@@ -243,7 +243,7 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def _hidden() -> set[str]:
-    """Returns the real paths that no program may see although they lie in a visible directory."""
+    """Returns the real paths that no program may see although they are in a visible directory."""
     sites = {os.path.realpath(path) for path in _site_directories()}
     found: set[str] = set()
     for name in OUR_PACKAGES:

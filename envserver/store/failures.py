@@ -40,7 +40,9 @@ def typed(error: Exception) -> Exception:
     if isinstance(cause, EnvserverError):
         return cause
     if _is_full(cause):
-        return StoreFull(f"The store has no space left ({cause}).", hint="Free space, then go on.")
+        return StoreFull(
+            f"The store has no space left ({cause}).", hint="Free space, then continue."
+        )
     if _sqlite_code(cause) & _SQLITE_PRIMARY == sqlite3.SQLITE_NOTADB:
         return ConfigError(
             "The store's file is not an SQLite database.", hint="Name another --store."

@@ -229,7 +229,7 @@ def _as_system(message: Message) -> Message:
 
 
 def _one_system(messages: list[Message]) -> list[Message]:
-    """All system messages as one at the front, unless a single one stands there already."""
+    """Returns all system messages as one at the front, unless a single one is there already."""
     system = [message for message in messages if message["role"] == "system"]
     if len(system) == 1 and messages[0] is system[0]:
         return messages

@@ -1,7 +1,7 @@
 """A model's tokenizer by the `tokenizers` library, without transformers.
 
 What it encodes is what an engine puts before the model for a rendered chat: the special tokens that
-stand in the text are recognised, none is added.
+are in the text are recognised, none is added.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def git(mirror: str, *arguments: str) -> bytes:
     try:
         ran = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InputError(f"git cannot be asked about the repository: {error}.") from error
+        raise InputError(f"git cannot read the repository: {error}.") from error
     if ran.returncode:
         raise InputError(
             "The mirror has no such commit.", said=ran.stderr[-300:].decode("utf-8", "replace")

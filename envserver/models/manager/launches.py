@@ -66,7 +66,7 @@ def find_vllm(python: Path | None) -> Vllm | str:
         )
         found = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return f"{program} cannot be asked for vLLM ({error})"
+        return f"{program} cannot be searched for vLLM ({error})"
     if not found["there"]:
         return f"vLLM is not installed in {program}"
     return Vllm(program, found["version"], found["cpu"])
