@@ -30,7 +30,7 @@ def checked(tasks: Iterable[Task], sandboxes: Sandboxes) -> Iterator[tuple[Task,
     size = 1
     while batch := list(islice(waiting, size)):
         size = BATCH
-        # In a thread: whoever reads tasks may itself be in an event loop.
+        # In a thread: the caller may itself be in an event loop.
         with ThreadPoolExecutor(1, thread_name_prefix="references") as thread:
             reasons = thread.submit(asyncio.run, _why_wrong_all(batch, sandboxes)).result()
         yield from zip(batch, reasons, strict=True)

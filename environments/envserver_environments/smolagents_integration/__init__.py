@@ -1,1 +1,1 @@
-"""The earlier name of `envserver_environments.gaia`: its commands go on working."""
+"""The earlier name of `envserver_environments.gaia`: its commands still work."""

@@ -51,7 +51,7 @@ class Terminal:
     async def confirm(self, arguments: dict[str, Any], caller: Caller) -> bool:
         """Asks whether this command may run; a service of the environment."""
         if not caller.task.public.get("confirm"):
-            raise InputError("Nobody wants to be asked.")
+            raise InputError("This task asks for no confirmation.")
         command = arguments.get("command") or arguments.get("cmd") or arguments
         async with self._asking:
             if self._all:

@@ -75,7 +75,7 @@ class Episode:
     def say(
         self, content: str | None, tool_calls: Sequence[Mapping[str, Any]] = ()
     ) -> list[TauMessage]:
-        """The message of whoever's turn it is.
+        """Takes the message of the side whose turn it is.
 
         Args:
             tool_calls: each `{"id", "name", "arguments": {...}}`; arguments that are not an object

@@ -89,7 +89,7 @@ def play(episode: Episode, agent_script: list[Any], user_script: list[Any]) -> N
     """Lets both sides say what their scripts hold until the conversation ends.
 
     Raises:
-        InputError: whoever's turn it is has nothing left to say.
+        InputError: the side whose turn it is has no message left.
     """
     scripts = {"assistant": deque(agent_script), "user": deque(user_script)}
     while (speaker := episode.speaker) is not None:

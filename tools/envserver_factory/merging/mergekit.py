@@ -138,7 +138,7 @@ def find_program() -> str:
     if found is None:
         raise ConfigError(
             f"Only --method arithmetic is ours; others are mergekit's, and there is no {PROGRAM}.",
-            hint="pip install mergekit (an environment of its own is fine: put it on the PATH)",
+            hint="pip install mergekit (a separate environment is fine: put it on the PATH)",
         )
     return found
 
@@ -161,7 +161,7 @@ def _run(program: str, config: Mapping[str, Any], folder: Path) -> str:
     done = subprocess.run([program, str(path), str(folder)], stdout=_STDERR, check=False)
     if done.returncode != 0:
         raise EnvserverError(
-            f"{PROGRAM} ended with status {done.returncode}; what it said stands above.",
+            f"{PROGRAM} ended with status {done.returncode}; its output is above.",
             hint="Nothing was written.",
         )
     return _version(program)

@@ -26,7 +26,7 @@ from envserver_records.files import replace_folder, sync_tree
 from .tensors import INDEX, File
 
 RECIPE: Final = "merge.json"
-"""Name of the recipe for programs in each folder of ours."""
+"""Name of the machine-readable recipe in each merged folder."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALIGNMENT: Final = 8
 _UNFINISHED: Final = ".merging-"
@@ -173,7 +173,7 @@ def _held(folder: Path) -> Iterator[bool]:
 
 
 def _clear_leftovers(above: Path) -> None:
-    """Removes the leftovers of killed merges: folders that nobody has locked.
+    """Removes the leftovers of killed merges: folders that no process has locked.
 
     A folder with a model that was being replaced stays: it may be the only copy. So does a recent
     one: it is not locked between its creation and its lock.

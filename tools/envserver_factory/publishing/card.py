@@ -2,7 +2,7 @@
 
 In: the kept rollouts as they pass, and the caller's settings. Out: a card with its YAML header.
 What holds: it names no path, user or password of this machine; names from the data can neither end
-the header nor become markup; what nobody stated (the license) stays open.
+the header nor become markup; unstated facts (the license) stay open.
 """
 
 from __future__ import annotations

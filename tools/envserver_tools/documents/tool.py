@@ -68,7 +68,7 @@ class DocumentReader:
         except (OSError, ValueError, RuntimeError) as error:
             raise ToolError(f"{path[:200]!r} is not a path: {error}.") from error
         if not inside:
-            raise ToolError(f"{path[:200]!r} lies outside the working folder.")
+            raise ToolError(f"{path[:200]!r} is outside the working folder.")
         if not is_file:
             raise ToolError(f"There is no file {path[:200]!r} here.")
         return file
