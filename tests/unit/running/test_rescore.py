@@ -199,7 +199,7 @@ class Echo(Base):
         while not pid.exists():
             time.sleep(0.01)
         os.kill(int(pid.read_text()), signal.SIGKILL)
-        time.sleep(60)
+        os.kill(os.getpid(), signal.SIGKILL)  # no score is returned, and nothing is left
 """
 
 
