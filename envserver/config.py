@@ -36,7 +36,7 @@ Backend = Literal["auto", "vllm", "local"]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to `host`."""
+    """Returns whether only this machine can connect to `host`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -280,7 +280,7 @@ class Environment(abc.ABC):
             return {}
 
         def is_scored(self) -> bool:
-            """Whether enough is known to score an answer."""
+            """Returns whether enough is known to score an answer."""
             return self.answer is not None
 
     config: Any

@@ -280,7 +280,7 @@ def measured(values: Sequence[Sequence[float]], rules: Rules) -> Measures | None
 
 
 def passes(value: float, rules: Rules) -> bool:
-    """Whether an attempt with this reward is a success."""
+    """Returns whether an attempt with this reward is a success."""
     return value >= rules.pass_at - _ROUNDING
 
 

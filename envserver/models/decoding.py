@@ -93,7 +93,7 @@ class Decoder:
 
 
 def is_refusal(status: int) -> bool:
-    """Whether the request is at fault, so that every replica would refuse it."""
+    """Returns whether the request is at fault, so that every replica would refuse it."""
     return 300 <= status < 500 and status not in (408, 429)
 
 

@@ -80,7 +80,7 @@ class ProbeMessage(msgspec.Struct, frozen=True):
         return bool(self.reasoning or self.reasoning_content)
 
     def same(self, other: ProbeMessage) -> bool:
-        """Whether both say the same."""
+        """Returns whether both say the same."""
         ours = (self.content or "", self.reasoning or self.reasoning_content or "")
         theirs = (other.content or "", other.reasoning or other.reasoning_content or "")
         return ours == theirs and len(self.tool_calls or ()) == len(other.tool_calls or ())
@@ -189,7 +189,7 @@ class ProbeClient:
             return None
 
     async def has_metrics(self) -> bool:
-        """Whether /metrics serves Prometheus text.
+        """Returns whether /metrics serves Prometheus text.
 
         Raises:
             EngineUnavailable, EngineTimeout: it does not answer.
@@ -250,7 +250,7 @@ def convert(value: Any, kind: type[T], path: str) -> T:
 
 
 def same_tokens(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
-    """Whether two greedy answers to one prompt agree, up to a tie of two tokens.
+    """Returns whether two greedy answers to one prompt agree, up to a tie of two tokens.
 
     Args:
         ours, theirs: choices that lack nothing.

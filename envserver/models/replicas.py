@@ -216,7 +216,7 @@ class Replicas:
         return min(usable, key=lambda replica: (replica in avoid, replica.slots.rounds))
 
     def other_usable(self, avoid: Collection[Replica]) -> bool:
-        """Whether some usable replica is not among `avoid`."""
+        """Returns whether some usable replica is not among `avoid`."""
         return any(replica.usable and replica not in avoid for replica in self.all)
 
 

@@ -115,7 +115,7 @@ class CallTask:
         self._prompt = await self._ready.plan(self._attempt, request, self._body.body, self._agent)
 
     def _can_stream(self) -> bool:
-        """Whether the answer can be a true stream.
+        """Returns whether the answer can be a true stream.
 
         It cannot with tools: what is parsed from a stream may differ from the whole answer."""
         request = self.request

@@ -134,7 +134,7 @@ class ReadyEngine:
                 _log.warning("render_mismatch", reason=self._format.distrusted)
 
     def streams(self, request: ModelRequest, body: dict[str, Any], prompt: PromptPlan) -> bool:
-        """Whether a true stream is possible and equals the whole answer."""
+        """Returns whether a true stream is possible and equals the whole answer."""
         return request.prompt is not None or self._client.streams(body, prompt)
 
     async def whole(
@@ -175,7 +175,7 @@ class ReadyEngine:
 
 
 def _takes_long(messages: list[Message]) -> bool:
-    """Whether planning is too slow for the event loop; only new messages are tokenised."""
+    """Returns whether planning is too slow for the event loop; only new messages are tokenised."""
     new = takewhile(lambda message: message.get("role") != "assistant", reversed(messages))
     characters = sum(len(str(message.get("content"))) for message in new)
     return len(messages) > _MANY_MESSAGES or characters > _LONG_TEXT

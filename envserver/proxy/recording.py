@@ -181,7 +181,7 @@ def _sampled(
 
 
 def names_version(engine_answer: EngineAnswer) -> bool:
-    """Whether the engine reported a version number."""
+    """Returns whether the engine reported a version number."""
     return any(
         _number(span.get("version")) >= 0
         for choice in engine_answer.choices
@@ -290,7 +290,7 @@ def _finish_flags(finish: str, choice: SampledChoice, context: CallContext) -> l
 
 
 def _begins_a_call(message: Message) -> bool:
-    """Whether a truncated answer holds a tool call or the beginning of one as text."""
+    """Returns whether a truncated answer holds a tool call or the beginning of one as text."""
     content = message.get("content")
     if message.get("tool_calls") or not isinstance(content, str):
         return bool(message.get("tool_calls"))

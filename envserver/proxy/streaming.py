@@ -127,7 +127,7 @@ def clean_chunk(chunk: dict[str, Any], request: ModelRequest) -> bool:
 
 
 def is_last(chunk: dict[str, Any]) -> bool:
-    """Whether a choice ends with this chunk, or all have ended (usage)."""
+    """Returns whether a choice ends with this chunk, or all have ended (usage)."""
     parts = _choices(chunk)
     return not parts or any(part.get("finish_reason") is not None for part in parts)
 

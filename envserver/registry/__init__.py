@@ -88,7 +88,7 @@ def absolute(reference: str) -> str:
 
 
 def defines_environment(path: Path) -> bool:
-    """Whether a .py file or a folder defines an environment, or several.
+    """Returns whether a .py file or a folder defines an environment, or several.
 
     Raises:
         ConfigError: it cannot be imported.

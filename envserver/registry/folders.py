@@ -34,7 +34,7 @@ ENTRY_FILES = ("env.py", "__init__.py")
 
 
 def is_environment_folder(path: Path) -> bool:
-    """Whether the folder `path` is one environment."""
+    """Returns whether the folder `path` is one environment."""
     return any((path / name).is_file() for name in ENTRY_FILES)
 
 
@@ -75,7 +75,7 @@ def import_for(importer: str, name: str) -> ModuleType:
 
 
 def same_folder(module: str, other: str) -> bool:
-    """Whether two modules, given by their names, come from one environment's folder."""
+    """Returns whether two modules, given by their names, come from one environment's folder."""
     return module.partition(".")[0] == other.partition(".")[0]
 
 
@@ -166,7 +166,7 @@ def _is_importable(name: str) -> bool:
 
 
 def _is_bare_folder(importable: str) -> bool:
-    """Whether the import finds only a folder without `__init__.py`."""
+    """Returns whether the import finds only a folder without `__init__.py`."""
     loaded = sys.modules.get(importable)
     spec = importlib.util.find_spec(importable) if loaded is None else loaded.__spec__
     return spec is not None and spec.origin is None and spec.submodule_search_locations is not None

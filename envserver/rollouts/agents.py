@@ -62,7 +62,7 @@ def demonstrated(
 
 
 def has_own_source(config: AgentConfig | None) -> bool:
-    """Whether an agent with these settings is asked elsewhere, or for another model."""
+    """Returns whether an agent with these settings is asked elsewhere, or for another model."""
     return config is not None and (
         config.base_url is not None or config.model_name not in _ENGINES_OWN
     )

@@ -145,7 +145,7 @@ def _capacity_of_taker(
 
 
 def _is_within(one: Taker, other: Taker) -> bool:
-    """Whether `one` takes nothing that `other` does not."""
+    """Returns whether `one` takes nothing that `other` does not."""
     return not other.environments or (
         bool(one.environments) and one.environments <= other.environments
     )

@@ -61,7 +61,7 @@ def choose(
 
 
 def is_passed_over(estimate: Estimate | None, rules: CurriculumConfig, rng: random.Random) -> bool:
-    """Whether the next task in the environment's order is skipped this time."""
+    """Returns whether the next task in the environment's order is skipped this time."""
     if rules.solved_above is None or estimate is None:
         return False
     is_known = estimate.attempts >= rules.solved_attempts

@@ -130,7 +130,7 @@ class Orders:
         return {"open_orders": len(self._open), "open_rollouts": self.open_rollouts}
 
     def is_open(self, order: GroupsOrder) -> bool:
-        """Whether the order is being made."""
+        """Returns whether the order is being made."""
         return order in self._open
 
     def environment(self, name: str) -> Environment:

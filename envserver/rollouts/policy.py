@@ -29,7 +29,7 @@ _RETRY = Backoff(first_seconds=0.2, max_seconds=10.0, jitter=(0.5, 1.0))
 
 
 def is_retried(error: RolloutError, attempts: int, max_attempts: int) -> bool:
-    """Whether a failed rollout is retried after `attempts` counted attempts."""
+    """Returns whether a failed rollout is retried after `attempts` counted attempts."""
     return error.outcome is Outcome.RETRY and attempts < max_attempts
 
 

@@ -67,7 +67,7 @@ class Rescorer:
         return _prompt_logprobs(choice, tokens)
 
     async def takes(self, length: int) -> bool:
-        """Whether the engine accepts a prompt of `length` tokens.
+        """Returns whether the engine accepts a prompt of `length` tokens.
 
         If so, it refused a row because of its token ids.
 
@@ -81,7 +81,7 @@ class Rescorer:
         return True
 
     async def is_raw(self, context: Tokens) -> bool:
-        """Whether sampled logprobs are raw (before the temperature), as those of `score`.
+        """Returns whether sampled logprobs are raw (before the temperature), as those of `score`.
 
         Determined once, by sampling after `context`.
 

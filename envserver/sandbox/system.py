@@ -117,7 +117,7 @@ def etc_files(user: int = 1000) -> dict[str, str]:
 
 
 def must_move_python() -> bool:
-    """Whether this interpreter is below a directory that a sandbox replaces."""
+    """Returns whether this interpreter is below a directory that a sandbox replaces."""
     return _in_the_way(sys.prefix)
 
 

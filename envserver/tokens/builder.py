@@ -104,7 +104,7 @@ def _end(call: Call) -> int:
 
 
 def _continues(prompt: Tokens, call: Call) -> bool:
-    """Whether `prompt`, which is long enough, begins with what `call` saw and sampled."""
+    """Returns whether `prompt`, which is long enough, begins with what `call` saw and sampled."""
     size = len(call.prompt_ids)
     return np.array_equal(prompt[:size], call.prompt_ids) and np.array_equal(
         prompt[size : _end(call)], call.completion_ids

@@ -146,7 +146,7 @@ def _same_sayable(sampled: str, shown: str, segment: Segment) -> bool:
 
 
 def _thinks_otherwise(shown: str, block: _Block | None, empty: _Block | None) -> bool:
-    """Whether only one of the two has reasoning or its tags."""
+    """Returns whether only one of the two has reasoning or its tags."""
     if block is None or not block.inner:
         return (block is None) != (empty is None)
     return _pressed(block.inner) not in _pressed(shown)
@@ -192,7 +192,7 @@ def _cut(text: str, block: _Block | None) -> str:
 
 
 def _shows(shown: str, answer: AnswerContent) -> bool:
-    """Whether `shown` has the answer's content and each call's name and arguments, in any
+    """Returns whether `shown` has the answer's content and each call's name and arguments, in any
     format."""
     pressed = _pressed(shown)
     content = _cut(answer.content, _think_block(answer.content, "", 0))

@@ -125,7 +125,7 @@ def _flag(call: Call, *flags: str) -> None:
 
 
 def same_prompt(format: ChatFormat, plan: PromptPlan, prompt_ids: Tokens) -> bool:
-    """Whether the engine's prompt equals the plan. Pure.
+    """Returns whether the engine's prompt equals the plan. Pure.
 
     Encodes the whole text of a root, at about 2 ms per 1000 tokens: use a thread for long texts.
     """

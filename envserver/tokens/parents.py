@@ -39,7 +39,7 @@ class Parent(msgspec.Struct, kw_only=True, eq=False):
         return path[::-1]
 
     def same_tokens(self, other: Parent) -> bool:
-        """Whether continuing either gives the same prompt."""
+        """Returns whether continuing either gives the same prompt."""
         return np.array_equal(
             self.call.completion_ids, other.call.completion_ids
         ) and np.array_equal(self.call.prompt_ids, other.call.prompt_ids)
@@ -84,7 +84,7 @@ class Parents:
         return sorted(found, key=_rank)
 
     def was_answered(self, message: Message) -> bool:
-        """Whether any call of the attempt gave this answer, to any request."""
+        """Returns whether any call of the attempt gave this answer, to any request."""
         return content_key(answer_of(message)) in self._answers
 
 
@@ -97,7 +97,7 @@ def _rank(match: Match) -> tuple[int, int, bool]:
 
 
 def is_ambiguous(chosen: Match, accepted: Collection[Match]) -> bool:
-    """Whether another match is as good as the chosen one but has different tokens."""
+    """Returns whether another match is as good as the chosen one but has different tokens."""
     return any(
         _rank(match) == _rank(chosen) and not match.parent.same_tokens(chosen.parent)
         for match in accepted

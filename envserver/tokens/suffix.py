@@ -156,7 +156,7 @@ def _after_cut(format: ChatFormat, turn: Turn, ids: list[int], extra: str) -> Su
 
 
 def _in_call(format: ChatFormat, turn: Turn, ids: list[int]) -> bool:
-    """Whether the model had begun a tool call."""
+    """Returns whether the model had begun a tool call."""
     opener = call_opener(format, turn) if turn.tools else ""
     return bool(opener) and opener in without_space(format.decode(ids))
 

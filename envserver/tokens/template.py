@@ -149,7 +149,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _reads_parts(tree: nodes.Template) -> bool:
-    """Whether a template loops over the parts of a message's content.
+    """Returns whether a template loops over the parts of a message's content.
 
     vLLM decides by the same signs whether it passes a content on as parts or as one text
     (`--chat-template-content-format auto`); where it cannot tell it passes text.

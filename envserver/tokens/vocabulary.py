@@ -101,7 +101,7 @@ class Vocabulary:
         return self._ids.get(text)
 
     def is_special(self, id: int) -> bool:
-        """Whether `id` steers the conversation rather than being part of what is said."""
+        """Returns whether `id` steers the conversation rather than being part of what is said."""
         token = self._added.get(id)
         return token is not None and token.special
 

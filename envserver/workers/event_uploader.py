@@ -104,7 +104,7 @@ class EventUploader:
         return steps
 
     async def _post(self, path: str, body: bytes) -> bool:
-        """Whether the server took it."""
+        """Returns whether the server took it."""
         headers = {"content-type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=TELL_SECONDS)
         try:

@@ -52,7 +52,7 @@ def as_json(arguments: str) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; 1 and 1.0 are, 1 and true are not."""
+    """Returns whether two JSON values are equal; 1 and 1.0 are, 1 and true are not."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):

@@ -54,7 +54,7 @@ def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def wants_thinking(body: dict[str, Any]) -> bool:
-    """Whether the agent asked to see the reasoning.
+    """Returns whether the agent asked to see the reasoning.
 
     Raises:
         InputError: `thinking` is malformed.

@@ -54,7 +54,7 @@ def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def wants_logprobs(body: dict[str, Any]) -> bool:
-    """Whether the agent asked for logprobs."""
+    """Returns whether the agent asked for logprobs."""
     included = body.get("include") or []
     if not isinstance(included, list):
         raise bad("include", "must be a list")

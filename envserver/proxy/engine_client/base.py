@@ -44,7 +44,7 @@ class EngineClient(Protocol):
         """
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
-        """Whether `stream` is possible and equals `whole`."""
+        """Returns whether `stream` is possible and equals `whole`."""
 
     async def whole(
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
@@ -100,12 +100,12 @@ class EngineSession:
 
 
 def has_tools(body: ChatBody) -> bool:
-    """Whether the answer may hold tool calls."""
+    """Returns whether the answer may hold tool calls."""
     return bool(body.get("tools") or body.get("functions"))
 
 
 def is_strict(tool: dict[str, Any]) -> bool:
-    """Whether the engine enforces the schema of `tool` on its arguments while sampling."""
+    """Returns whether the engine enforces the schema of `tool` on its arguments while sampling."""
     function = tool.get("function")
     return bool(isinstance(function, dict) and function.get("strict"))
 
@@ -124,7 +124,7 @@ def max_tokens(body: ChatBody) -> int | None:
 
 
 def has_media(body: ChatBody) -> bool:
-    """Whether a message holds an image, audio or anything else that is not text."""
+    """Returns whether a message holds an image, audio or anything else that is not text."""
     for message in body.get("messages") or []:
         content = message.get("content")
         if isinstance(content, list) and any(_is_media(part) for part in content):

@@ -248,7 +248,7 @@ def _foreign_field(body: ChatBody) -> str | None:
 
 
 def _calls_by_grammar(body: ChatBody) -> bool:
-    """Whether a grammar constrains optional calls: to a single one, or to a schema."""
+    """Returns whether a grammar constrains optional calls: to a single one, or to a schema."""
     strict = any(map(is_strict, body.get("tools") or []))
     return strict or body.get("parallel_tool_calls") is False
 

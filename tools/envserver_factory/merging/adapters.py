@@ -170,7 +170,7 @@ class Adapted:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter rather than a model."""
+    """Returns whether a folder holds an adapter rather than a model."""
     return (folder / CONFIG).is_file()
 
 

@@ -48,7 +48,7 @@ def encoded(values: Floats, dtype: str) -> NDArray[Any]:
 
 
 def all_finite(stored: NDArray[Any], dtype: str) -> bool:
-    """Whether the result of `encoded` holds neither an infinity nor a NaN."""
+    """Returns whether the result of `encoded` holds neither an infinity nor a NaN."""
     if dtype == "BF16":
         return not bool(((stored & _EXPONENT) == _EXPONENT).any())
     return bool(np.isfinite(stored).all())

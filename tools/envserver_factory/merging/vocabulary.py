@@ -44,7 +44,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def same_template(base: Path, other: Path) -> bool:
-    """Whether both render conversations alike; True where one has no template file."""
+    """Returns whether both render conversations alike; True where one has no template file."""
     ours, theirs = base / _TEMPLATE, other / _TEMPLATE
     return not (ours.is_file() and theirs.is_file()) or _same_bytes(ours, theirs)
 

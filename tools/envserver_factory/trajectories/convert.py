@@ -170,7 +170,7 @@ def _reason(error: Exception) -> str:
 
 
 def _is_trace(value: Any) -> bool:
-    """Whether it looks like a trace: steps of the text protocol, numbered by `i`."""
+    """Returns whether it looks like a trace: steps of the text protocol, numbered by `i`."""
     if not isinstance(value, dict) or "run_id" not in value:
         return False
     steps = value.get("steps")

@@ -209,7 +209,7 @@ def _metadata(document: Json, messages: list[Json], actions: list[Json], key: st
 
 
 def _is_left(name: str, value: Any, said: Mapping[str, Any]) -> bool:
-    """Whether a key that may hold the question or the answer holds something else."""
+    """Returns whether a key that may hold the question or the answer holds something else."""
     return name in (*QUESTION, *FINAL) and _text(value) not in said.values()
 
 

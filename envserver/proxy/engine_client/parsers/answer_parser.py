@@ -102,12 +102,12 @@ def format_of_calls(format: ChatFormat) -> str | None:
 
 
 def calls_are_free(body: ChatBody) -> bool:
-    """Whether the model may, but need not, call a tool."""
+    """Returns whether the model may, but need not, call a tool."""
     return has_tools(body) and body.get("tool_choice", "auto") in (None, "auto")
 
 
 def keeps_special(body: ChatBody) -> bool:
-    """Whether the text must keep special tokens: some models mark calls with them."""
+    """Returns whether the text must keep special tokens: some models mark calls with them."""
     return calls_are_free(body) or body.get("skip_special_tokens") is False
 
 
