@@ -152,7 +152,7 @@ def _record(
         if kept:
             exchanges = recorded_calls(calls_in(told), rollout.rollout_id, agents)
         else:
-            exchanges = _told(rollout, agents, _nobody_trained(facts))
+            exchanges = _exchanges(rollout, agents, _nobody_trained(facts))
         services = service_calls_in(told)
     except InputError as error:
         raise InputError(
@@ -161,7 +161,7 @@ def _record(
     return Record(place, facts, sampling, rollout, told, exchanges, services, kept)
 
 
-def _told(rollout: StoredRollout, agents: list[str], all_count: bool) -> list[Exchange]:
+def _exchanges(rollout: StoredRollout, agents: list[str], all_count: bool) -> list[Exchange]:
     """Returns the calls found in the conversations of the main agent and of the others.
 
     Args:

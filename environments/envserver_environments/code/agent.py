@@ -74,7 +74,7 @@ class Workbench:
             return "There are no visible tests."
         verdicts = await self._judged(code)
         lines = [
-            f"{shown_test(test)}\n{_told(verdict)}"
+            f"{shown_test(test)}\n{_outcome_text(verdict)}"
             for test, verdict in zip(tests, verdicts, strict=True)
         ]
         passed = sum(verdict.passed for verdict in verdicts)
@@ -120,7 +120,7 @@ def _described(name: str, does: str) -> dict[str, Any]:
     return function_tool(name, does, {"code": code}, ["code"])
 
 
-def _told(verdict: Verdict) -> str:
+def _outcome_text(verdict: Verdict) -> str:
     if verdict.passed:
         return "  passed"
     if verdict.error is not None:

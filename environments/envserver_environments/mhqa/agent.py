@@ -91,14 +91,16 @@ async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Submission:
     """The submitted answer, and the last text."""
 
     answer: str | None
     text: str
 
 
-async def _with_tools(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Said:
+async def _with_tools(
+    question: str, run: Rollout, rules: AgentOptions, shelf: Shelf
+) -> _Submission:
     thoughts = _Thoughts(run, question)
 
     def note(reply: Reply) -> None:
@@ -114,10 +116,12 @@ async def _with_tools(question: str, run: Rollout, rules: AgentOptions, shelf: S
         on_reply=note,
         is_answer=has_tagged_answer,
     )
-    return _Said(None if shelf.finished is None else shelf.finished["answer"], end.text)
+    return _Submission(None if shelf.finished is None else shelf.finished["answer"], end.text)
 
 
-async def _with_texts(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Said:
+async def _with_texts(
+    question: str, run: Rollout, rules: AgentOptions, shelf: Shelf
+) -> _Submission:
     thoughts, text = _Thoughts(run, question), ""
 
     async def chat(messages: list[Message], **sampling: Any) -> Reply:
@@ -138,10 +142,10 @@ async def _with_texts(question: str, run: Rollout, rules: AgentOptions, shelf: S
         max_tool_errors=MAX_TOOL_ERRORS,
     )
     run.log_metric("tool_errors", done.tool_errors)
-    return _Said(done.answer, text)
+    return _Submission(done.answer, text)
 
 
-async def _with_tags(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Said:
+async def _with_tags(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Submission:
     messages = _opening(system_prompt("tags", rules.unanswerable), question)
     thoughts, text = _Thoughts(run, question), ""
     for _ in range(run.max_turns):
@@ -154,43 +158,43 @@ async def _with_tags(question: str, run: Rollout, rules: AgentOptions, shelf: Sh
         thoughts.note(_TAGS.sub("", _QUERY.sub("", text)))
         found = "\n\n".join([await _found(shelf, query) for query in queries[: rules.max_searches]])
         messages.append({"role": "user", "content": f"{OBSERVATION}\n{found}\n</observation>"})
-    return _Said(None, text)
+    return _Submission(None, text)
 
 
-async def _by_script(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Said:
+async def _by_script(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Submission:
     messages = _opening(system_prompt("scripted", rules.unanswerable), question)
     messages[-1]["content"] += f"\n\n{SUB_QUESTIONS_WANTED}"
-    plan = await _said(run, messages)
+    plan = await _ask(run, messages)
     if plan.cut_off:
-        return _Said(None, plan.text)
+        return _Submission(None, plan.text)
     sub_questions = numbered_list(plan.text)[:MAX_HOPS] or [question]
     run.log_action("decompose", {"question": question}, sub_questions)
     answers: list[str] = []
     for hop, sub_question in enumerate(sub_questions, start=1):
         asked = substituted(sub_question, answers)
         found = await _found(shelf, asked)
-        note = await _said(run, messages, note_wanted(hop, asked, found))
+        note = await _ask(run, messages, note_wanted(hop, asked, found))
         answers.append(provisional_answer(note.text))
         run.log_action("reason_hop", {"hop": hop, "question": asked}, note.text)
         if note.cut_off:
-            return _Said(None, note.text)
-    last = await _said(run, messages, answer_wanted(question))
-    return _Said(None if last.cut_off else final_answer(last.text), last.text)
+            return _Submission(None, note.text)
+    last = await _ask(run, messages, answer_wanted(question))
+    return _Submission(None if last.cut_off else final_answer(last.text), last.text)
 
 
 @dataclass(frozen=True)
-class _Spoken:
+class _Message:
     text: str
     cut_off: bool
 
 
-async def _said(run: Rollout, messages: list[Message], ask: str | None = None) -> _Spoken:
+async def _ask(run: Rollout, messages: list[Message], ask: str | None = None) -> _Message:
     """Sends `ask` and returns the model's answer; both are added to `messages`."""
     if ask is not None:
         messages.append({"role": "user", "content": ask})
     reply = await run.chat(messages)
     messages.append(reply.message)
-    return _Spoken(reply.content, reply.finish_reason == "length")
+    return _Message(reply.content, reply.finish_reason == "length")
 
 
 async def _found(shelf: Shelf, query: str) -> str:

@@ -129,7 +129,7 @@ def _context(value: object, fps: float) -> VideoContext:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _RawLine:
     """A line with the times that it says."""
 
     text: str
@@ -139,35 +139,35 @@ class _Told:
 
 def _several(value: str | list[Any] | None, fps: float) -> list[Line]:
     if not isinstance(value, str):
-        return _placed([_told(one) for one in value or []], fps)
-    told = [_of_text(raw) for raw in value.splitlines() if raw.strip()]
-    if any(one.t0 is not None for one in told):
+        return _placed([_raw_line(one) for one in value or []], fps)
+    raw_lines = [_of_text(raw) for raw in value.splitlines() if raw.strip()]
+    if any(one.t0 is not None for one in raw_lines):
         last = 0.0
-        for place, one in enumerate(told):
+        for place, one in enumerate(raw_lines):
             last = last if one.t0 is None else one.t0
-            told[place] = replace(one, t0=last)
-    return _placed(told, fps)
+            raw_lines[place] = replace(one, t0=last)
+    return _placed(raw_lines, fps)
 
 
-def _of_text(raw: str) -> _Told:
+def _of_text(raw: str) -> _RawLine:
     timed = _TIMED.fullmatch(raw)
     if timed is None:
-        return _Told(raw.strip())
+        return _RawLine(raw.strip())
     hours, minutes, seconds = (int(part or 0) for part in timed.groups()[:3])
-    return _Told(timed[4].strip(), float(3600 * hours + 60 * minutes + seconds))
+    return _RawLine(timed[4].strip(), float(3600 * hours + 60 * minutes + seconds))
 
 
-def _told(value: Any) -> _Told:
+def _raw_line(value: Any) -> _RawLine:
     if isinstance(value, str):
-        return _Told(" ".join(value.split()))
+        return _RawLine(" ".join(value.split()))
     text = " ".join(str(value["text"]).split())
     speaker = value.get("speaker")
-    return _Told(f"{speaker}: {text}" if speaker else text, *_times(value))
+    return _RawLine(f"{speaker}: {text}" if speaker else text, *_times(value))
 
 
-def _relations(moment: dict[str, Any]) -> _Told:
+def _relations(moment: dict[str, Any]) -> _RawLine:
     triples = [f"({', '.join(str(part) for part in triple)})" for triple in moment["triples"]]
-    return _Told(" ".join(triples), *_times(moment))
+    return _RawLine(" ".join(triples), *_times(moment))
 
 
 def _times(value: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -175,22 +175,24 @@ def _times(value: dict[str, Any]) -> tuple[float | None, float | None]:
     return None if start is None else float(start), None if end is None else float(end)
 
 
-def _placed(told: list[_Told], fps: float, end: float = 0.0) -> list[Line]:
+def _placed(raw_lines: list[_RawLine], fps: float, end: float = 0.0) -> list[Line]:
     """The lines that say something, in the order of time.
 
     Args:
         end: of the video, as far as it is known.
     """
-    starts = [place / fps if one.t0 is None else one.t0 for place, one in enumerate(told)]
+    starts = [place / fps if one.t0 is None else one.t0 for place, one in enumerate(raw_lines)]
     if not all(math.isfinite(start) and start >= 0 for start in starts):
         raise ValueError("a time is before the start, or none at all")
-    order = sorted((place for place, one in enumerate(told) if one.text), key=starts.__getitem__)
+    order = sorted(
+        (place for place, one in enumerate(raw_lines) if one.text), key=starts.__getitem__
+    )
     lines = []
     for place, after in zip_longest(order, order[1:]):
-        start, stop = starts[place], told[place].t1
+        start, stop = starts[place], raw_lines[place].t1
         if stop is None and after is not None:
             stop = starts[after]
         elif stop is None:
-            stop = max(end, start if told[place].t0 is not None else start + 1 / fps)
-        lines.append(Line(told[place].text, start, max(start, stop)))
+            stop = max(end, start if raw_lines[place].t0 is not None else start + 1 / fps)
+        lines.append(Line(raw_lines[place].text, start, max(start, stop)))
     return lines

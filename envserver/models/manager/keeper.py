@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.2
 
 
-class _Told(Exception):
+class _StopRequested(Exception):
     """A signal asks this process to end."""
 
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     engine = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True, preexec_fn=_die_with_us
     )
-    with contextlib.suppress(_Told):
+    with contextlib.suppress(_StopRequested):
         os.write(1, b"%d\n" % engine.pid)
         while engine.poll() is None:
             readable, _, _ = select.select([0], [], [], _LOOK_SECONDS)
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _tell(number: int, frame: object) -> None:
-    raise _Told
+    raise _StopRequested
 
 
 def _die_with_us() -> None:

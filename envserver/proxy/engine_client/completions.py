@@ -131,7 +131,7 @@ class CompletionsClient:
             return answer
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
         answer = await session.post(PATH, _request(body, prompt.ids))
-        return self._told(answer, body, prompt.ids)
+        return self._parsed(answer, body, prompt.ids)
 
     @asynccontextmanager
     async def stream(
@@ -148,7 +148,7 @@ class CompletionsClient:
         async with session.stream(PATH, streamed(_request(body, prompt.ids))) as chunks:
             yield self._chunks(chunks, body, prompt.ids)
 
-    def _told(self, answer: ChatAnswer, body: ChatBody, sent: Sequence[int]) -> ChatAnswer:
+    def _parsed(self, answer: ChatAnswer, body: ChatBody, sent: Sequence[int]) -> ChatAnswer:
         choices = []
         for choice in choices_of(answer, count_of(body), _WHERE):
             check_prompt(choice, sent, _WHERE)

@@ -43,7 +43,7 @@ async def whole_text(
     for choice in require(answer, "choices", list, _WHERE):
         message = {"role": "assistant", "content": require(choice, "text", str, _WHERE)}
         choices.append({**_kept(choice), "message": message})
-    return _told(answer, choices)
+    return _with_text(answer, choices)
 
 
 @asynccontextmanager
@@ -66,14 +66,14 @@ async def _chunks(stream: AsyncIterator[ChatAnswer]) -> AsyncIterator[ChatAnswer
         for choice in require(chunk, "choices", list, _CHUNK):
             delta = {"content": require(choice, "text", str, _CHUNK)}
             choices.append({**_kept(choice), "delta": delta})
-        yield _told(chunk, choices)
+        yield _with_text(chunk, choices)
 
 
 def _kept(choice: dict[str, Any]) -> dict[str, Any]:
     return {name: choice[name] for name in _KEPT if name in choice}
 
 
-def _told(answer: ChatAnswer, choices: list[dict[str, Any]]) -> ChatAnswer:
+def _with_text(answer: ChatAnswer, choices: list[dict[str, Any]]) -> ChatAnswer:
     """Returns `answer` with `choices`, and the prompt's ids at the top if there is only one
     prompt."""
     told = {**answer, "choices": choices}

@@ -132,7 +132,7 @@ class _Interpreter:
             value = None
         except BaseException as caught:  # noqa: BLE001 - SystemExit and all else is the model's
             self._running = False
-            value, error = None, _told(caught, name)
+            value, error = None, _error_of(caught, name)
         return {"value": value, "answer": self._answer, "error": error}
 
     def _execute(self, code: str, name: str) -> Any:
@@ -178,7 +178,7 @@ def answer_text(value: Any) -> str:
     return "" if value is None else str(value).strip()
 
 
-def _told(error: BaseException, name: str) -> dict[str, str]:
+def _error_of(error: BaseException, name: str) -> dict[str, str]:
     """Returns an exception's type and its traceback from the model's code on."""
     entry = error.__traceback__
     while entry is not None and entry.tb_frame.f_code.co_filename != name:

@@ -68,7 +68,9 @@ class AnswerParser:
             text = self._text(body, choice)
             if text is None or not isinstance(choice.get("message"), dict):
                 continue
-            if _told(self.message(text, body, prompt_ids)) != _told(choice["message"]):
+            if _content_key(self.message(text, body, prompt_ids)) != _content_key(
+                choice["message"]
+            ):
                 self._differs = "parser_differs"
 
     def _text(self, body: ChatBody, choice: dict[str, Any]) -> str | None:
@@ -116,7 +118,7 @@ def _tools(body: ChatBody) -> Tools:
     return tools if isinstance(tools, list) else []
 
 
-def _told(message: Message) -> tuple[Any, ...]:
+def _content_key(message: Message) -> tuple[Any, ...]:
     """Returns what agents act on, without whitespace around texts."""
     calls = []
     for call in message.get("tool_calls") or []:
