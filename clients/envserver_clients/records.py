@@ -167,7 +167,7 @@ def _rows_of_post(group_id: str, policy_version: int, body: memoryview) -> Itera
     for index, (tokens, masks, score) in enumerate(
         zip(post.tokens, post.masks, post.scores, strict=True)
     ):
-        mask = (np.asarray(masks, np.int64) != _NOT_TRAINED).astype(np.uint8)
+        mask = _mask(tokens, masks)
         override = overrides[index] if index < len(overrides) else {}
         yield Row(
             tokens=np.asarray(tokens, np.int32),
@@ -180,6 +180,14 @@ def _rows_of_post(group_id: str, policy_version: int, body: memoryview) -> Itera
             learn=not override.get("set_advantage_to_zero", False),
             trajectory=index,
         )
+
+
+def _mask(tokens: list[int], labels: list[int]) -> NDArray[np.uint8]:
+    """Returns a row's mask; its labels are token ids and -100, or 0 and 1."""
+    if labels != tokens and {0, 1}.issuperset(labels):
+        return np.asarray(labels, np.uint8)
+    trained: NDArray[np.bool_] = np.asarray(labels, np.int64) != _NOT_TRAINED
+    return trained.astype(np.uint8)
 
 
 def _logprobs(

@@ -1,8 +1,10 @@
 """Request bodies of the Atropos protocol and their validation.
 
 In: raw JSON. Out: validated models, or `Refused` with errors in FastAPI's form. Types are as lax
-as in the original protocol (1.0, "7" and true are valid token ids). In addition, NaN, infinities,
-mismatched lengths and groups without a token are refused, each with its place.
+as in the original protocol (1.0, "7" and true are valid token ids). In addition, these are refused,
+each with its place: NaN and infinities, mismatched lengths, groups without a token, token ids that
+are negative or have more than 31 bits, logprobs beyond float32, and masks that name another token
+than their row.
 """
 
 from __future__ import annotations
@@ -13,11 +15,16 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ...formats.atropos import NOT_TRAINED
 from ..bodies import Refused, refusal
 
 _MOST_ERRORS: Final = 100
 _INT64: Final = 2**63 - 1
+_FLOAT32: Final = 3.4e38
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+"""Trainers keep token ids as int32."""
+Logprob = Annotated[float, Field(ge=-_FLOAT32, le=_FLOAT32)]
 Whole = Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)]
 Share = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -66,14 +73,15 @@ class LeaseIdentifier(WireModel):
 class ScoredData(WireModel):
     """A group of scored sequences. Its fields, in this order, are the keys of every response."""
 
-    tokens: Array[Array[int]]
+    tokens: Array[Array[TokenId]]
     masks: Array[Array[int]]
+    """-100 where a token is not trained, else the token's id; or 0 and 1."""
     scores: Array[float]
     advantages: Array[Array[float]] | None = None
-    ref_logprobs: Array[Array[float]] | None = None
+    ref_logprobs: Array[Array[Logprob]] | None = None
     messages: Array[Array[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: Array[Array[float]] | None = None
+    inference_logprobs: Array[Array[Logprob]] | None = None
     overrides: Array[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
@@ -117,6 +125,7 @@ def _faults(group: ScoredData) -> Iterator[dict[str, Any]]:
             yield refusal("empty_group", ["tokens", index], "A sequence needs a token", [])
     lengths = [len(row) for row in group.tokens]
     yield from _unlike_tokens("masks", group.masks, lengths)
+    yield from _wrong_labels(group)
     yield from _row_count("scores", len(group.scores), rows)
     for field in _PER_TOKEN:
         # Environments send an empty list to mean "none".
@@ -146,6 +155,18 @@ def _unlike_tokens(
         if len(row) != length:
             message = f"{len(row)} values, but tokens has {length} in this row"
             yield refusal("ragged", [field, index], message, len(row))
+
+
+def _wrong_labels(group: ScoredData) -> Iterator[dict[str, Any]]:
+    """Yields the first error of each row of `masks` that is not of one of the two kinds."""
+    for row, (tokens, labels) in enumerate(zip(group.tokens, group.masks, strict=False)):
+        if tokens == labels or {0, 1}.issuperset(labels):
+            continue
+        for index, (token, label) in enumerate(zip(tokens, labels, strict=False)):
+            if label not in (token, NOT_TRAINED):
+                message = f"A mask has the token of its place, {token}, or {NOT_TRAINED}"
+                yield refusal("wrong_mask", ["masks", row, index], message, label)
+                break
 
 
 def _unlike_distillation(group: ScoredData) -> Iterator[dict[str, Any]]:

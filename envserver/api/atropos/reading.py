@@ -12,6 +12,7 @@ both contain the same values in the same order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -32,6 +33,10 @@ _GROUPS: Final = TypeAdapter(Array[ScoredData])
 
 _WHOLE: Final = b"0123456789-, \t\r\n"
 _FRACTIONAL: Final = _WHOLE + b".e"
+_SPACES: Final = b" \t\r\n"
+_MASKED: Final = re.compile(rb"-100,(?:-100,)*")
+_DIGITS: Final = 9
+"""Token ids with more digits may exceed int32."""
 _QUICK_BYTES: Final = 32 * 1024 * 1024
 """For larger bodies the careful parser is used, which counts the values before it reads them."""
 
@@ -164,6 +169,8 @@ def _group_quickly(columns: _Columns) -> PostedGroup:
         texts[name] = text
     group = _GROUP.validate_json(_with_one_token(columns, len(lengths or ())))
     check_groups([group], listed=False)
+    if not _are_labelled(texts["tokens"], texts["masks"]):
+        raise _Unsure
     fields = vars(group) | {name: orjson.Fragment(text) for name, text in texts.items()}
     try:
         body = orjson.dumps(fields)
@@ -211,12 +218,41 @@ def _row_lengths(column: bytes, letters: bytes) -> list[int]:
 
 
 def _has_long_number(is_comma: NDArray[np.bool_]) -> bool:
-    """Returns whether some aligned 32 characters have no comma: JSON parsers limit the length of
-    numbers, but usual numbers are far shorter.
+    """Returns whether there may be a number of 35 characters: only those exceed float32 or the
+    length that JSON parsers allow, and usual numbers are far shorter. Such a number covers four
+    words of 8 characters, in which there is no comma.
     """
-    whole = len(is_comma) // 32 * 32
-    words = is_comma[:whole].view(np.uint64).reshape(-1, 4)
-    return not (words[:, 0] | words[:, 1] | words[:, 2] | words[:, 3]).all()
+    words = is_comma[: len(is_comma) // 8 * 8].view(np.uint64)
+    return not (words[:-3] | words[1:-2] | words[2:-1] | words[3:]).all()
+
+
+def _are_labelled(tokens: bytes, masks: bytes) -> bool:
+    """Returns whether all token ids have less than ten digits, and each mask is -100 or the id of
+    its token.
+    """
+    rows = zip(_texts_of_rows(tokens), _texts_of_rows(masks), strict=True)
+    return b"-" not in tokens and all(_is_labelled(ids, labels) for ids, labels in rows)
+
+
+def _texts_of_rows(column: bytes) -> list[bytes]:
+    """Returns the rows' numbers, each followed by a comma."""
+    text = column.translate(None, _SPACES)
+    return [row + b"," for row in text[2:-2].split(b"],[")]
+
+
+def _is_labelled(ids: bytes, labels: bytes) -> bool:
+    characters = np.frombuffer(ids, np.uint8)
+    starts = np.append(0, np.flatnonzero(characters == ord(",")) + 1)
+    if np.diff(starts).max() > _DIGITS + 1:
+        return False
+    number = end = 0
+    for masked in _MASKED.finditer(labels):
+        trained = labels[end : masked.start()]
+        if not ids.startswith(trained, starts[number]):
+            return False
+        number += trained.count(b",") + len(masked[0]) // len(b"-100,")
+        end = masked.end()
+    return ids[starts[number] :] == labels[end:]
 
 
 def _are_plain_fractions(characters: NDArray[np.uint8], values: int) -> bool:

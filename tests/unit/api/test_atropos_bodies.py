@@ -58,10 +58,10 @@ async def test_a_group_comes_out_as_it_went_in_with_all_keys(api: Api) -> None:
 
 async def test_lax_numbers_are_taken(api: Api) -> None:
     await api.register(batch_size=1)
-    body = {"tokens": [[1.0, "7", True, -5, 2**70]], "masks": [[1] * 5], "scores": ["0.5"]}
+    body = {"tokens": [[1.0, "7", True]], "masks": [[1, "7", -100.0]], "scores": ["0.5"]}
     await api.post("/scored_data", body)
     (group,) = (await api.get("/batch"))["batch"]
-    assert group["tokens"] == [[1, 7, 1, -5, 2**70]]
+    assert (group["tokens"], group["masks"]) == ([[1, 7, 1]], [[1, 7, -100]])
     assert group["scores"] == [0.5]
 
 
@@ -75,8 +75,16 @@ UNUSABLE: list[tuple[dict[str, Any], list[str | int]]] = [
     ({"scores": [math.inf, 0.5]}, ["scores", 0]),
     ({"scores": [-math.inf, 0.5]}, ["scores", 0]),
     ({"scores": [0.5]}, ["scores"]),
-    ({"masks": [[1, 5, 6]]}, ["masks"]),
-    ({"masks": [[1, 5, 6], [1, 5]]}, ["masks", 1]),
+    ({"tokens": [[0, 5, 2**31]] * 2}, ["tokens", 0, 2]),
+    ({"tokens": [[0, 10**400, 6]] * 2}, ["tokens", 0, 1]),
+    ({"tokens": [[0, 5, 6], [0, 5, -7]]}, ["tokens", 1, 2]),
+    ({"masks": [[0, 5, 6]]}, ["masks"]),
+    ({"masks": [[0, 5, 6], [0, 5]]}, ["masks", 1]),
+    ({"masks": [[0, 5, 6], [-100, 9, 6]]}, ["masks", 1, 1]),
+    ({"masks": [[-100, -100, 6], [-100, 5, -101]]}, ["masks", 1, 2]),
+    ({"masks": [[1, 1, 6], [-100, 5, 6]]}, ["masks", 0, 0]),
+    ({"masks": [[0, 56, 6], [-100, 5, 6]]}, ["masks", 0, 1]),
+    ({"inference_logprobs": [[1.0, -1.0, -1e39]] * 2}, ["inference_logprobs", 0, 2]),
     ({"inference_logprobs": [[1.0, -1.0, math.nan]] * 2}, ["inference_logprobs", 0, 2]),
     ({"inference_logprobs": [[1.0, -1.0]] * 2}, ["inference_logprobs", 0]),
     ({"inference_logprobs": [[1.0, -1.0, -1.0]]}, ["inference_logprobs"]),

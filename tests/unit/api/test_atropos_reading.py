@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
+from envserver_clients.records import ClientGroup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
@@ -21,7 +22,7 @@ KEYS = list(ScoredData.model_fields)
 numbers = st.one_of(
     st.integers(-100, 200_000),
     st.floats(-20, 1, width=32),
-    st.sampled_from([1.0, 0, -0.0, 1e-05, 1e300, 2**70, 10**400, True, "7", None]),
+    st.sampled_from([1.0, 0, -0.0, 1e-05, 1e300, 2**31, 2**70, 10**400, True, "7", None]),
 )
 
 
@@ -35,6 +36,11 @@ def group(rows: list[list[int]], **fields: Any) -> dict[str, Any]:
     } | fields
 
 
+places = st.tuples(
+    st.sampled_from([0, 1, 5, 5, 5, 2**31 - 1, 2**31, 10**10, -7]),
+    st.sampled_from([0, 1, 5, 5, -100, -100, 9, 2**31 - 1, 2**31, 55, -101]),
+)
+"""A token and its mask; a good part of them fits together."""
 usual = st.lists(st.lists(st.integers(0, 150_000), min_size=1, max_size=40), min_size=1, max_size=4)
 
 
@@ -107,6 +113,46 @@ def test_damaged_bodies_have_the_effect_that_they_always_had(
         )
         raw[place : place + data.draw(st.integers(0, 2))] = inserted
     assert_like_carefully(bytes(raw))
+
+
+@given(st.lists(places, min_size=1, max_size=4))
+@settings(deadline=None, max_examples=examples(200))
+def test_clients_can_read_what_is_accepted(row: list[tuple[int, int]]) -> None:
+    tokens, masks = [token for token, _ in row], [mask for _, mask in row]
+    raw = json.dumps(group([tokens], masks=[masks])).encode()
+    assert_like_carefully(raw)
+    is_named = all(mask in (token, -100) for token, mask in row)
+    is_right = all(0 <= token < 2**31 for token in tokens) and (is_named or set(masks) <= {0, 1})
+    try:
+        found = read_group(raw)
+    except Refused:
+        assert not is_right
+        return
+    assert is_right
+    (read,) = ClientGroup("g", "e", "atropos", -1, memoryview(found.body)).rows
+    assert read.tokens.tolist() == tokens
+    trained = [mask != -100 if is_named else mask == 1 for mask in masks]
+    assert read.mask.tolist() == trained
+
+
+def test_masks_of_zeros_and_ones_are_read_as_such() -> None:
+    rows, masks = [[4, 5, 6], [0, 1, 1]], [[0, 1, 1], [0, 1, 1]]
+    found = read_group(json.dumps(group(rows, masks=masks)).encode())
+    read = ClientGroup("g", "e", "atropos", -1, memoryview(found.body)).rows
+    # The second row's masks are the ids of its tokens.
+    assert [row.mask.tolist() for row in read] == [[0, 1, 1], [1, 1, 1]]
+
+
+@given(st.integers(20, 60), st.booleans(), st.integers(0, 40))
+@settings(deadline=None, max_examples=examples(60))
+def test_logprobs_beyond_float32_are_refused(digits: int, first: bool, others: int) -> None:
+    logprobs = [-0.5] * others
+    logprobs.insert(0 if first else others, -1.0)
+    raw = json.dumps(group([[3] * len(logprobs)], inference_logprobs=[logprobs])).encode()
+    assert_like_carefully(raw.replace(b"-1.0", b"-%d.0" % 10**digits))
+    if digits > 38:
+        with pytest.raises(Refused):
+            read_group(raw.replace(b"-1.0", b"-%d.0" % 10**digits))
 
 
 def test_a_list_is_taken_whole_or_not_at_all() -> None:

@@ -188,13 +188,14 @@ async def test_the_client_without_asyncio(api: Api) -> None:
 async def test_groups_that_cannot_be_read_are_named(api: Api) -> None:
     odd = {"env": "e", "size": 1, "tokens": 1, "max_length": 1}
     body = b'{"tokens":[[1]],"masks":[[1]],"scores":[1,2]}'
+    large = b'{"tokens":[[2147483648]],"masks":[[-100]],"scores":[1]}'
     await api.store.put(
         [
             GroupPut(group_id="short", format="group", body=b"\x00", **odd),
             GroupPut(group_id="ragged", format="atropos", body=body, **odd),
+            GroupPut(group_id="large", format="atropos", body=large, **odd),
         ]
     )
-    await api.post("/scored_data", wire_group(1, 2**70))
     async with EnvClient(api.url, run="run", batch_size=3) as client:
         batch = await client.lease()
     assert batch is not None
