@@ -98,7 +98,7 @@ class EnvironmentConfig(Section):
     group_size: int = Field(default=4, ge=1)
     """Rollouts per group: attempts at one task whose rewards are compared."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Groups to make; unset: every task once in `process`, endless in `serve`."""
+    """Groups to make, of a mix in total; unset: each task once in `process`, endless in `serve`."""
     split: Split = "train"
     """Split of the tasks: train, validation or test."""
     seed: int = 0
@@ -493,4 +493,5 @@ class MixSettings(Settings):
     """Several environments at once; in a file: name, weight, minimum_share and env of each; as a
     flag: `--env math=2,code=1`."""
     total_groups: int | None = Field(default=None, ge=1)
-    """Groups of all environments together before stopping; unset: each ends by itself."""
+    """Groups of all environments together before stopping; unset: `env.total_steps`, or each ends
+    by itself."""

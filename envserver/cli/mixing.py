@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from ..config import MixEntry, MixSettings
 from ..registry import find
 from ..rollouts.mixing import Share, targets
-from ..running.mix import Member
+from ..running.mix import Member, share_total
 from ..running.options import options_of
 from ..running.spec import RunSpec
 from .command_line import CommandSpec
@@ -38,7 +38,7 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
     if entries is None:
         return None
     warn = once(to_stderr)
-    members = []
+    listed = []
     for number, entry in enumerate(entries):
         over_file = (f"{place}[{number}]", {"env": entry.env})
         try:
@@ -47,12 +47,23 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
             error.message = f"{entry.name}: {error.message}"
             raise
         assert settings is not None  # no help was asked for
+        listed.append(settings)
+    if len(entries) > 1:
+        listed = share_total(listed, list(map(_has_own_steps, entries, listed)))
+    members = []
+    for entry, settings in zip(entries, listed, strict=True):
         line = RunSpec(settings, entry.name, find(entry.name))
         environment = line.make_environment()
         share = Share(environment.name, entry.weight, entry.minimum_share)
         members.append(Member(line, environment, share))
     targets(member.share for member in members)  # refuses what cannot be
     return members
+
+
+def _has_own_steps(entry: MixEntry, settings: MixSettings) -> bool:
+    """Whether `total_steps` is the entry's own, not a flag's, a variable's or the file's."""
+    own = entry.env.get("total_steps")
+    return own is not None and own == settings.env.total_steps
 
 
 def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEntry] | None, str]:

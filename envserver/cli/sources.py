@@ -8,6 +8,7 @@ checked here.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,12 @@ from envserver_records.errors import ConfigError, NotFoundError
 
 VARIABLE_PREFIX = "ENVSERVER_"
 _OF_TESTS = "ENVSERVER_TEST_"
+_SERVICE_LINK = re.compile(
+    r"\w+_(SERVICE_HOST=|SERVICE_PORT(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=|"
+    r"PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://)"
+)
+"""NAME=value as Kubernetes and Docker links add it for a service called `envserver...`; a port that
+is a number is a setting."""
 _MAPPING = "tag:yaml.org,2002:map"
 _DOTENV_HINT = "Lines look like NAME=value."
 
@@ -48,11 +55,11 @@ class Given:
 
 
 def read_variables(environ: Mapping[str, str]) -> list[Given]:
-    """Reads variables such as `ENVSERVER_ENV__GROUP_SIZE`; ignores others."""
+    """Reads variables such as `ENVSERVER_ENV__GROUP_SIZE`; ignores others and Kubernetes' own."""
     return [
         Given(_variable_path(name), value, name, "variable")
         for name, value in sorted(environ.items())
-        if _is_setting(name)
+        if _is_setting(name) and not _SERVICE_LINK.match(f"{name.upper()}={value}")
     ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,7 +21,7 @@ from ..config import EnvironmentSettings, MixSettings, Section
 from ..environment import Environment
 from ..registry import entry_point_names, find
 from ..rollouts.mixing import Share, targets
-from .mix import Member, alone
+from .mix import Member, alone, share_total
 from .options import Option, expanded, flatten, named_sections, nearest, options_of, preset
 from .spec import RunSpec
 from .validation import sampling_of_model, validated, with_environment
@@ -106,9 +107,12 @@ def members_of(kind: type[M], mix: Mix, settings: Mapping[str, Any]) -> list[Mem
         return [alone(spec_of(kind, mix, settings))]
     if not weights:
         raise UsageError("No environment is given.")
+    specs = [spec_of(kind, reference, settings) for reference in weights]
+    if len(specs) > 1:
+        shared = share_total([spec.settings for spec in specs], [False] * len(specs))
+        specs = [replace(spec, settings=one) for spec, one in zip(specs, shared, strict=True)]
     members = []
-    for reference, weight in weights.items():
-        spec = spec_of(kind, reference, settings)
+    for spec, weight in zip(specs, weights.values(), strict=True):
         environment = spec.make_environment()
         members.append(Member(spec, environment, Share(environment.name, weight)))
     targets(member.share for member in members)  # raises where shares cannot be

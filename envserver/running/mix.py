@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -35,6 +35,36 @@ def alone(spec: RunSpec[M]) -> Member[M]:
     """
     environment = spec.make_environment()
     return Member(spec, environment, Share(environment.name))
+
+
+def share_total(listed: Sequence[M], own: Sequence[bool]) -> list[M]:
+    """Reads `env.total_steps` of a mix as the groups of all environments together.
+
+    Args:
+        listed: the settings of each environment.
+        own: whether an environment has a number of steps for itself alone; it keeps that.
+
+    Returns:
+        the settings, with the number in `total_groups`; a smaller `total_groups` stays.
+    """
+    totals = {
+        total
+        for one, its_own in zip(listed, own, strict=True)
+        for total in (one.total_groups, None if its_own else one.env.total_steps)
+        if total is not None
+    }
+    total = min(totals, default=None)
+    return [
+        one.model_copy(
+            update={
+                "total_groups": total,
+                "env": one.env.model_copy(
+                    update={"total_steps": one.env.total_steps if its_own else None}
+                ),
+            }
+        )
+        for one, its_own in zip(listed, own, strict=True)
+    ]
 
 
 class Several:

@@ -173,6 +173,25 @@ def test_mistakes_in_variables(tmp_path: Path) -> None:
     assert ".env:3" in message(folder=tmp_path)
 
 
+def test_variables_that_kubernetes_adds_are_not_settings() -> None:
+    added = {
+        "ENVSERVER_SERVICE_HOST": "10.0.0.1",
+        "ENVSERVER_SERVICE_PORT": "8000",
+        "ENVSERVER_SERVICE_PORT_HTTP": "8000",
+        "ENVSERVER_PORT": "tcp://10.0.0.1:8000",
+        "ENVSERVER_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "ENVSERVER_PORT_8000_TCP_PROTO": "tcp",
+        "ENVSERVER_PORT_8000_TCP_PORT": "8000",
+        "ENVSERVER_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "ENVSERVER_TRAINER_2_SERVICE_HOST": "10.0.0.2",
+        "ENVSERVER_TRAINER_2_PORT": "udp://10.0.0.2:53",
+    }
+    assert load(environ=added).model_dump() == load().model_dump()
+    numbers = {"ENVSERVER_SERVER__PORT": "9009"}
+    assert load(environ=added | numbers).server.port == 9009
+    assert "ENVSERVER_PORTS" in message(environ={"ENVSERVER_PORTS": "tcp://10.0.0.1:8000"})
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -316,6 +316,25 @@ def test_what_cannot_be_mixed_is_told_before_anything_starts(
     assert read_mix(COMMAND, ["--env", "left.py"]) is None
 
 
+def test_total_steps_of_a_mix_is_the_total(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+    def read(*flags: str) -> list[tuple[int | None, int | None]]:
+        members = read_mix(COMMAND, list(flags))
+        assert members is not None
+        found = [(one.spec.settings.total_groups, one.environment.config) for one in members]
+        return [(total, config.total_steps) for total, config in found]
+
+    mix = ("--env", "left.py=2,right.py", "--env.total_steps")
+    assert read(*mix, "3") == [(3, None), (3, None)]
+    assert read(*mix, "3", "--total_groups", "2") == [(2, None), (2, None)]
+    path = str(mixed(folder, left="total_steps: 6"))
+    assert read("--config", path) == [(None, 6), (None, None)]
+    assert read("--config", path, "--env.total_steps", "9") == [(9, None), (9, None)]
+    path = str(mixed(folder, left="total_steps: 6", all="total_steps: 8"))
+    assert read("--config", path) == [(8, 6), (8, None)]
+
+
 RUNS = [
     path
     for path in sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
