@@ -15,7 +15,7 @@ import importlib.util
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,7 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _PEERS & set(getattr(item, "fixturenames", ())):
             item.add_marker("peer")
-    items.sort(key=lambda item: _turn(_group(item.nodeid)))
+    turns = _turns(dict.fromkeys(_group(item.nodeid) for item in items))
+    items.sort(key=lambda item: turns[_group(item.nodeid)])
 
 
 def pytest_collection_finish() -> None:
@@ -100,11 +101,17 @@ def _needs_vllm(path: Path) -> bool:
     return bool(re.search(r"\bvllm_(server|python)\b|mark\.vllm\b", path.read_text()))
 
 
-def _turn(group: str) -> int:
-    """When it begins: what takes longest first. Within a turn the order stays."""
-    if group in _FIRST:
-        return _FIRST.index(group)
-    return len(_FIRST) + (not group.startswith("tests/integration/"))
+def _turns(groups: Collection[str]) -> dict[str, float]:
+    """Returns when each group begins, from 0 to 1; below 0: before all others.
+
+    Tests of processes mostly wait; they are spread among those that keep the cores busy, and end
+    before them.
+    """
+    processes = [group for group in groups if group.startswith("tests/integration/")]
+    busy = [group for group in groups if group not in processes]
+    turns = {group: turn / len(busy) for turn, group in enumerate(busy)}
+    turns |= {group: 0.8 * turn / len(processes) for turn, group in enumerate(processes)}
+    return turns | {group: turn - len(_FIRST) for turn, group in enumerate(_FIRST)}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -84,4 +84,9 @@ COMMAND = CommandSpec(
     ExportSettings,
     usage="SOURCE... --to FORMAT --out PLACE",
     arguments=("source",),
+    frequent=(
+        *("source", "to", "out", "where", "min_reward", "per_group", "dedupe", "against"),
+        *("tokens", "jsonl", "margin", "tokenizer", "push_to_hub", "dry_run", "overwrite"),
+        *("skip_bad", "log_level"),
+    ),
 )

@@ -110,7 +110,10 @@ def test_help_shows_the_settings_of_the_environment(
 
 
 @pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.module])
-def test_help_of_a_command_fits_on_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command_fits_on_a_page(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([name, "--help"]) == 0
     assert len(capsys.readouterr().out.splitlines()) < 70
 
