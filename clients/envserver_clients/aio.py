@@ -323,6 +323,14 @@ class EnvClient(OnDemand):
         """Gives the batch back, to be delivered again first. The server counts `reason`s."""
         await self._close_lease("nack", batch, reason=reason)
 
+    async def set_aside(self, batch: Batch | str, group_ids: Sequence[str], *, reason: str) -> None:
+        """Takes groups that cannot be used out of the batch: they are never delivered again.
+        Train on the others, and acknowledge the batch as usual.
+        """
+        ids = list(group_ids)
+        call = self._calls.on_lease("nack", _lease_id(batch), group_ids=ids, reason=reason)
+        await self._send(call)
+
     async def _close_lease(self, what: str, batch: Batch | str, **more: Any) -> None:
         lease_id = _lease_id(batch)
         try:

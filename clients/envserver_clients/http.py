@@ -15,6 +15,9 @@ A whole trainer, which may be killed at any moment and started again:
             client.ack(batch, checkpoint=f"step-{step}")
             client.publish_policy_version(step)
 
+A group that the trainer cannot use is taken out of its batch with `client.set_aside(batch,
+[group.group_id], reason="...")`: it never comes again, and the others are acknowledged as usual.
+
 Groups that are not acknowledged in time are delivered again, so a trainer that dies loses nothing.
 Acknowledged groups never come again, unless the trainer goes back to an older checkpoint. A request
 that fails on its way, or that the server cannot answer now, is repeated with growing pauses; the

@@ -120,6 +120,10 @@ class SyncEnvClient:
         """As `EnvClient.nack`."""
         self._portal.call(partial(self._client.nack, batch, reason=reason))
 
+    def set_aside(self, batch: Batch | str, group_ids: Sequence[str], *, reason: str) -> None:
+        """As `EnvClient.set_aside`."""
+        self._portal.call(partial(self._client.set_aside, batch, group_ids, reason=reason))
+
     def extend(self, batch: Batch | str, seconds: float) -> float:
         """As `EnvClient.extend`."""
         return self._portal.call(self._client.extend, batch, seconds)

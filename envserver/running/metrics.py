@@ -242,11 +242,7 @@ class Deliveries:
         """See `api.metrics.Source`."""
         store, seen = self._store, self._store.statistics
         counters = dict(await store.counters())
-        nacks = {
-            key.partition(": ")[2]: counters.pop(key)
-            for key in list(counters)
-            if key.startswith("nacked: ")
-        }
+        nacks, set_aside = (_by_reason(counters, event) for event in ("nacked", "set_aside"))
         leases = {**seen.leases, "expired": counters.get("expired", 0)}
         return [
             gauge(
@@ -270,6 +266,10 @@ class Deliveries:
                 by_key(most(nacks, _MOST_REASONS)),
             ),
             counter(
+                "envserver_groups_set_aside", "Groups that trainers set aside, by reason",
+                ("reason",), by_key(most(set_aside, _MOST_REASONS)),
+            ),
+            counter(
                 "envserver_store_events", "Events counted since the store was created", ("event",),
                 by_key(counters),
             ),
@@ -290,6 +290,12 @@ class Deliveries:
                 single(store.waiting_operations),
             ),
         ]  # fmt: skip
+
+
+def _by_reason(counters: dict[str, int], event: str) -> dict[str, int]:
+    """Takes the counts of an event by reason out of `counters`."""
+    names = [name for name in counters if name.startswith(f"{event}: ")]
+    return {name.partition(": ")[2]: counters.pop(name) for name in names}
 
 
 def _tallies(

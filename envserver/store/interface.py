@@ -149,6 +149,15 @@ class LeaseGroups(Protocol):
     async def nack(self, lease_id: str, *, reason: str = "") -> None:
         """Gives a lease back: its groups are queued again in their old places. Raises as `ack`."""
 
+    async def set_aside(self, lease_id: str, group_ids: Sequence[str], *, reason: str) -> None:
+        """Drops some groups of a lease from the queue of its run: they are never delivered there
+        again. The lease keeps the others. Repeating it has no effect.
+
+        Raises:
+            NotFoundError: the lease or a group does not exist.
+            ConflictError: as for `ack`, or the lease does not hold a group.
+        """
+
     async def extend(self, lease_id: str, seconds: float) -> float:
         """Lets a lease expire `seconds` from now; returns that time. Raises as `ack`, and
         ConflictError if the lease was acked.

@@ -142,11 +142,39 @@ async def nack(tx: Transaction, lease_id: str, reason: str) -> None:
     rows = await _resume(tx, known)
     await advance(tx, known.queue, rows, "queued", "give_back", lease_id=None)
     await _set_state(tx, lease_id, "open", "nacked", "nack")
-    name = f"nacked: {reason[:_REASON_CHARACTERS]}" if reason else "nacked"
-    named = sum(counter.startswith("nacked: ") for counter in tx.memory.counters)
+    await _count(tx, "nacked", reason, 1)
+
+
+async def set_aside(tx: Transaction, lease_id: str, group_ids: Sequence[str], reason: str) -> None:
+    """Drops some groups of a lease from the queue of its run; the lease keeps the others."""
+    known = await find(tx, lease_id)
+    rows = await rows_of(tx.connection, group_ids, known.queue)
+    done = {r.group_id for r in rows if (r.state, r.lease_id) == ("dropped", lease_id)}
+    wanted = {row.group_id for row in rows} - done
+    if others := wanted - set(known.group_ids):
+        raise ConflictError(
+            f"Lease {lease_id} does not hold the group {min(others)}.",
+            lease_id=lease_id,
+            group_ids=sorted(others),
+        )
+    if not wanted:
+        return
+    held = await _resume(tx, known)
+    chosen = [row for row in held if row.group_id in wanted]
+    await advance(tx, known.queue, chosen, "dropped", "set_aside", lease_id=lease_id)
+    left = [group_id for group_id in known.group_ids if group_id not in wanted]
+    change = update(leases).where(leases.c.lease_id == lease_id)
+    await tx.connection.execute(change.values(group_ids=msgspec.json.encode(left).decode()))
+    await _count(tx, "set_aside", reason, len(chosen))
+
+
+async def _count(tx: Transaction, event: str, reason: str, more: int) -> None:
+    """Counts an event by its reason."""
+    name = f"{event}: {reason[:_REASON_CHARACTERS]}" if reason else event
+    named = sum(counter.startswith(f"{event}: ") for counter in tx.memory.counters)
     if reason and name not in tx.memory.counters and named >= _MOST_REASONS:
-        name = "nacked: other"
-    await tx.count(name)
+        name = f"{event}: other"
+    await tx.count(name, more)
 
 
 async def extend(tx: Transaction, lease_id: str, seconds: float) -> float:

@@ -49,7 +49,8 @@ class MemoryLookups:
 
     async def counters(self) -> dict[str, int]:
         """Returns totals since the store was created: `expired` (leases), `nacked` and `nacked:
-        REASON` (leases), `rewound`, `stale_dropped` (deliveries), `removed`, `damaged` (groups);
+        REASON` (leases), `set_aside: REASON`, `rewound`, `stale_dropped` (deliveries), `removed`,
+        `damaged` (groups);
         and `conflicting_puts` since it was opened. Zero counters are missing.
         """
         return {**self._writer.memory.counters, "conflicting_puts": self.conflicting_puts}

@@ -311,6 +311,17 @@ class Store(DatabaseLookups, MemoryLookups):
         await self._writer.do(partial(leases.nack, lease_id=lease_id, reason=reason))
         self.statistics.leases["nacked"] += 1
 
+    async def set_aside(self, lease_id: str, group_ids: Sequence[str], *, reason: str) -> None:
+        """Drops some groups of a lease, which keeps the others; see `interface.LeaseGroups`.
+
+        Args:
+            reason: counted in `counters` as `set_aside: REASON`.
+        """
+        ids = list(group_ids)
+        await self._writer.do(
+            partial(leases.set_aside, lease_id=lease_id, group_ids=ids, reason=reason)
+        )
+
     async def extend(self, lease_id: str, seconds: float) -> float:
         """Lets the lease expire `seconds` from now; returns that time.
 

@@ -7,7 +7,7 @@ A delivery is one group in one queue:
        │                 │  ◀─────────────rewind───────────┘
        └──────move───────┴──move, drop_stale, compact──▶ dropped
 
-and drop_damaged leads from buffered, queued and leased to dropped.
+and set_aside leads from leased, drop_damaged from buffered, queued and leased to dropped.
 
 Only queued groups are leased. Acked is final unless the run rewinds to a checkpoint; dropped is
 always final. Buffered groups are accepted as well and wait for others.
@@ -28,7 +28,15 @@ GroupState = Literal["buffered", "queued", "leased", "acked", "dropped"]
 LeaseState = Literal["open", "expired", "acked", "nacked", "revoked"]
 RunState = Literal["open", "closed"]
 GroupEvent = Literal[
-    "move", "lease", "ack", "give_back", "rewind", "drop_stale", "drop_damaged", "compact"
+    "move",
+    "lease",
+    "ack",
+    "give_back",
+    "set_aside",
+    "rewind",
+    "drop_stale",
+    "drop_damaged",
+    "compact",
 ]
 LeaseEvent = Literal["ack", "nack", "expire", "resume", "close", "rewind"]
 
@@ -49,6 +57,7 @@ GROUP_TRANSITIONS: Final[Mapping[GroupEvent, frozenset[tuple[GroupState, GroupSt
     "lease": frozenset({("queued", "leased")}),
     "ack": frozenset({("leased", "acked")}),
     "give_back": frozenset({("leased", "queued")}),
+    "set_aside": frozenset({("leased", "dropped")}),
     "rewind": frozenset({("acked", "queued")}),
     "drop_stale": frozenset({("queued", "dropped")}),
     "drop_damaged": frozenset(

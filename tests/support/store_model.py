@@ -296,6 +296,27 @@ class Model:
         self.end(lease, "nacked")
         self.counters[f"nacked: {reason}" if reason else "nacked"] += 1
 
+    def set_aside(self, lease_id: str, names: list[str], reason: str) -> None:
+        if lease_id not in self.leases:
+            raise NotFoundError("")
+        queue = self.runs[self.leases[lease_id].run].queue
+        there = self.queues[queue]
+        if any(name not in there for name in names):
+            raise NotFoundError("")
+        done = ("dropped", lease_id)
+        wanted = [one for one in names if (there[one].state, there[one].lease_id) != done]
+        if any(name not in self.leases[lease_id].groups for name in wanted):
+            raise ConflictError("")
+        if not wanted:
+            return
+        lease = self.resume(lease_id)
+        lease.state, lease.ended_at = "open", None
+        self.set_all(lease, "leased", lease_id)
+        for name in wanted:
+            self.set(queue, name, "dropped", lease_id)
+        lease.groups = [name for name in lease.groups if name not in wanted]
+        self.counters[f"set_aside: {reason}"] += len(wanted)
+
     def extend(self, lease_id: str, seconds: float) -> float:
         lease = self.resume(lease_id)
         lease.state, lease.ended_at, lease.expires_at = "open", None, self.now + seconds

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Final, Protocol
 
-from envserver_records import EnvserverError, NotFoundError
+from envserver_records import EnvserverError, InputError, NotFoundError
 
 from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import Retries, SyncEnvClient
-from envserver_clients.records import Batch
+from envserver_clients.records import Batch, ClientGroup
 
 from .checkpoints import CheckpointInfo
 from .settings import TrainerSettings
@@ -82,11 +82,32 @@ class NativeSource:
         while time.monotonic() - last < self._idle_seconds:
             # Short waits: a trainer that must stop should not wait long for the answer.
             if batch := self._client.lease(wait_seconds=_WAIT_SECONDS):
-                yield batch
+                if self._is_usable(batch):
+                    yield batch
+                else:
+                    self._client.ack(batch)
                 last = time.monotonic()
+
+    def _is_usable(self, batch: Batch) -> bool:
+        """Sets groups aside that cannot be read; returns whether any are left."""
+        unread = {group.group_id: error for group in batch.groups if (error := _unreadable(group))}
+        if unread:
+            log.error("groups are set aside: %s", "; ".join(unread.values()))
+            self._client.set_aside(batch, list(unread), reason="unreadable")
+            batch.groups = [group for group in batch.groups if group.group_id not in unread]
+        return bool(batch.groups)
 
     def done(self, batch: Batch, checkpoint: str | None) -> None:
         self._client.ack(batch, checkpoint=checkpoint)
+
+
+def _unreadable(group: ClientGroup) -> str:
+    """Returns why the rows of a group cannot be read; empty if they can."""
+    try:
+        _ = group.rows
+    except InputError as error:
+        return error.message
+    return ""
 
 
 class AtroposSource:

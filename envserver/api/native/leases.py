@@ -11,6 +11,7 @@ import time
 import uuid
 from typing import Annotated, Final
 
+import structlog
 from envserver_records.errors import ConflictError, NotFoundError
 from envserver_records.wire import GROUPS_MSGPACK, LEASE_STREAM
 from fastapi import APIRouter, Query
@@ -36,6 +37,8 @@ from .models import (
 )
 from .streams import EVENTS, LeaseStream, StreamAnswer, Streams, stream_of
 from .waiting import Hangup, Leasing, lease_id_of
+
+log = structlog.get_logger(__name__)
 
 _LEASE: Final = TypeAdapter(LeaseRequest)
 _ACK: Final = TypeAdapter(Ack)
@@ -149,10 +152,16 @@ def add_lease_routes(
     async def nack(run: str, request: Request) -> Response:
         """Returns the groups of a lease to the front of the queue. Repeating the call is allowed.
 
-        `{"lease_id": "...", "reason": "out_of_memory"}`: nacks are counted by reason.
+        `{"lease_id": "...", "reason": "out_of_memory"}`: nacks are counted by reason. With
+        `"group_ids": ["..."]` only these groups leave the lease, and they are never delivered
+        again: for groups that the trainer cannot use. The others are acknowledged as usual.
         """
         wanted = await read_body(request, _NACK)
         await _require_own(store, run, wanted.lease_id)
+        if wanted.group_ids is not None:
+            await store.set_aside(wanted.lease_id, wanted.group_ids, reason=wanted.reason)
+            log.warning("groups_set_aside", run=run, **wanted.model_dump())
+            return Response(status_code=204)
         await store.nack(wanted.lease_id, reason=wanted.reason)
         await closed(run, wanted.lease_id)
         return Response(status_code=204)

@@ -126,6 +126,16 @@ class Ack(LeaseReference):
 class Nack(LeaseReference):
     reason: str = Field(default="", max_length=200)
     """Nacks are counted by this reason."""
+    group_ids: list[str] | None = Field(default=None, min_length=1, max_length=MOST_GROUPS)
+    """Sets only these groups aside: they are never delivered to this run again, nor, if it is
+    shared, to other shared runs. The lease keeps the others. Needs a reason.
+    """
+
+    @model_validator(mode="after")
+    def _says_why(self) -> Nack:
+        if self.group_ids is not None and not self.reason:
+            raise ValueError("groups are set aside for a reason")
+        return self
 
 
 class LeaseExtension(LeaseReference):

@@ -185,6 +185,38 @@ async def test_the_client_without_asyncio(api: Api) -> None:
     assert await asyncio.to_thread(train) == [["a"], ["b"], ["c"]]
 
 
+async def test_a_group_that_cannot_be_used_is_set_aside_and_the_rest_acknowledged(
+    api: Api,
+) -> None:
+    bad = GroupPut(
+        group_id="bad", env="e", format="group", body=b"\x00", size=1, tokens=1, max_length=1
+    )
+    await api.store.put([bad])
+    await put(api, "a", "b")
+    async with EnvClient(api.url, run="run", batch_size=3) as client:
+        batch = await client.lease()
+        assert batch is not None
+        assert [group.group_id for group in batch.groups] == ["bad", "a", "b"]
+        for _ in range(2):
+            await client.set_aside(batch, ["bad"], reason="unreadable")
+        for group_ids, reason in (([], "x"), (["a"], "")):
+            with pytest.raises(InputError):
+                await client.set_aside(batch, group_ids, reason=reason)
+        await put(api, "c")
+        with pytest.raises(ConflictError):
+            await client.set_aside(batch, ["a", "c"], reason="of another lease")
+        assert (await client.status())["groups"] == {
+            "buffered": 0, "queued": 1, "leased": 2, "acked": 0, "dropped": 1,
+        }  # fmt: skip
+        await client.ack(batch)
+        with pytest.raises(ConflictError):
+            await client.set_aside(batch, ["a"], reason="too late")
+        rest = await client.lease(whole=False)
+        assert rest is not None
+        assert [group.group_id for group in rest.groups] == ["c"]
+    assert (await api.store.counters())["set_aside: unreadable"] == 1
+
+
 async def test_groups_that_cannot_be_read_are_named(api: Api) -> None:
     odd = {"env": "e", "size": 1, "tokens": 1, "max_length": 1}
     body = b'{"tokens":[[1]],"masks":[[1]],"scores":[1,2]}'

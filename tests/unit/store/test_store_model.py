@@ -304,6 +304,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.same(request, lambda: self.model.nack(lease_id, reason))
 
     @precondition(lambda self: self.model.leases)
+    @rule(data=st.data(), others=st.lists(st.integers(0, 5), max_size=1))
+    def set_aside(self, data: st.DataObject, others: list[int]) -> None:
+        lease_id = self.some_lease(data)
+        held = self.model.leases[lease_id].groups
+        known = list(self.model.groups)
+        names = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
+        names += [known[n] for n in others if n < len(known) and known[n] not in names]
+        request = self.store.set_aside(lease_id, names, reason="unread")
+        self.same(request, lambda: self.model.set_aside(lease_id, names, "unread"))
+
+    @precondition(lambda self: self.model.leases)
     @rule(data=st.data(), seconds=SECONDS)
     def extend(self, data: st.DataObject, seconds: float) -> None:
         lease_id = self.some_lease(data)
