@@ -1,18 +1,29 @@
 """Finds the answer in a model's text. Pure functions shared by all environments.
 
 Only visible text counts: the text after the last `</think>`. A text with an unclosed `<think>` has
-none.
+none. The text is hostile: every function takes time linear in its length.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
 
 from envserver_tools.visible import visible_text
 
+MAX_JSON_CHARACTERS = 100_000
+"""JSON is looked for in the last characters of a text, as many as this."""
+MAX_JSON_SCANNED = 10_000_000
+"""Characters that may be read in search of JSON: failed attempts start over, and Python counts the
+lines before the place of an error."""
+
 _BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_OBJECT = re.compile(r"\{\s*\"")
+_ANCHORS_IN_A_LINE = 8
 _ANCHOR = re.compile(r"(?:\b(?:final\s+)?answer(?:\s+is)?[:\s]|\bFINAL:)", re.IGNORECASE)
 _BARE = re.compile(r"(?:\(\s*([a-z])\s*\)|([a-z])\.?|option\s*\(?([a-z])\)?\.?)", re.IGNORECASE)
 _LABELLED = re.compile(
@@ -23,20 +34,29 @@ _REASONED = re.compile(
     r"(?:option\s*)?\(?([a-z])\)?,?\s+(?:because|since|as)\b.*", re.IGNORECASE | re.DOTALL
 )
 _SEVERAL = re.compile(
-    r"(?:option\s*)?\(?([a-z])[).]*\s*(?:,|/|&|\bor\b|\band\b)\s*(?:and\b|or\b)?\s*"
-    r"(?:option\s*)?\(?([a-z])(?![a-z])",
+    r"(?:option\s*+)?\(?([a-z])[).]*+\s*+(?:,|/|&|\bor\b|\band\b)\s*+(?:(?:and|or)\b\s*+)?"
+    r"(?:option\s*+)?\(?([a-z])(?![a-z])",
     re.IGNORECASE,
 )
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit)\s*\{(.*)\}", re.DOTALL)
+_DECODER = json.JSONDecoder()
 
 
 def last_boxed(text: str) -> str | None:
     r"""Returns the content of the last `\boxed{...}` with balanced braces, or None."""
-    for opening in reversed(list(_BOX.finditer(text))):
-        end = _closing_brace(text, opening.end())
-        if end is not None:
-            return text[opening.end() : end]
-    return None
+    openings = {opening.end() for opening in _BOX.finditer(text)}
+    if not openings:
+        return None
+    # After the brace of a box no backslash is pending: one pass serves all boxes.
+    last, unclosed = None, [min(openings)]
+    for brace in _BRACE.finditer(text, unclosed[0]):
+        if brace[0] == "{":
+            unclosed.append(brace.end())
+        elif brace[0] == "}" and unclosed:
+            start = unclosed.pop()
+            if start in openings and (last is None or start > last[0]):
+                last = start, brace.start()
+    return None if last is None else text[last[0] : last[1]]
 
 
 def choice_index(text: str, options: Sequence[str]) -> int | None:
@@ -72,7 +92,8 @@ def option_index(payload: str, options: Sequence[str]) -> int | None:
             index = ord(letter.lower()) - ord("a")
             if index < len(options):
                 return index
-    equal = [i for i, option in enumerate(options) if _folded(option) == _folded(plain)]
+    folded = _folded(plain)
+    equal = [i for i, option in enumerate(options) if _folded(option) == folded]
     return equal[0] if len(equal) == 1 else None
 
 
@@ -85,41 +106,35 @@ def _payloads(seen: str) -> list[str]:
     if named is not None:
         return [named]
     for line in reversed(seen.splitlines()):
-        anchors = list(_ANCHOR.finditer(line))
+        anchors = list(islice(_ANCHOR.finditer(line), _ANCHORS_IN_A_LINE))
         if anchors:
             return [line[anchor.end() :] for anchor in anchors]
     lone = _BARE.fullmatch(_plain(seen))
     return [lone.group()] if lone else []
 
 
-def _closing_brace(text: str, start: int) -> int | None:
-    depth, position = 1, start
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 1
-        elif character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return position
-        position += 1
-    return None
+def json_objects(text: str, decoder: json.JSONDecoder) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects near the end of `text` that are in no other, in order."""
+    near_end = text[-MAX_JSON_CHARACTERS:]
+    position = scanned = 0
+    while scanned < MAX_JSON_SCANNED and (opening := _OBJECT.search(near_end, position)):
+        try:
+            value, position = decoder.raw_decode(near_end, opening.start())
+        except json.JSONDecodeError as error:
+            position = opening.start() + 1
+            scanned += error.pos
+        except (ValueError, RecursionError):
+            position = opening.start() + 1
+            scanned += len(near_end)
+        else:
+            yield value
 
 
 def _json_answer(text: str) -> str | None:
-    decoder = json.JSONDecoder()
-    answer, position = None, text.find("{")
-    while position >= 0:
-        try:
-            value, end = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):
-            position = text.find("{", position + 1)
-            continue
+    answer = None
+    for value in json_objects(text, _DECODER):
         if "answer" in value:
             answer = value["answer"] if isinstance(value["answer"], str) else ""
-        position = text.find("{", end)
     return answer
 
 

@@ -4,6 +4,8 @@ Only fenced blocks of the visible text count: the last one that parses and defin
 its top level (or as a method of a class Solution), else the last one. If no function is asked for:
 the last one that parses and is labelled Python, else the last one that parses and has no label,
 else the last one. Text outside of a fence is never a program.
+
+The text is hostile: the time is linear in its length, and the size of what is parsed has a limit.
 """
 
 from __future__ import annotations
@@ -12,18 +14,25 @@ import ast
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from envserver_tools.visible import visible_text
 
 MAX_CODE_CHARACTERS = 50_000
 """Longer programs are ignored."""
+MAX_PARSED_CHARACTERS = 200_000
+"""Characters of one message that are parsed to find where a program ends, and which one counts."""
 
 _PYTHON = ("python", "py", "python3", "{python}")
+_LEAST_COST = 200
+"""A shorter text counts as this many characters."""
 _CLOSINGS = 8
 """Fences that are tried as the closing one."""
-_OPENING = re.compile(r"(?m)^([ \t]*)(`{3,}|~{3,})[ \t]*([^\n`]*)\n")
+_FENCES_AHEAD = 16
+"""Fences among which these are sought."""
+_FENCE = re.compile(r"`{3,}+|~{3,}+")
+_OPENING = re.compile(r"(?m)^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\n`]*+)\n")
+_ALONE = re.compile(r"(?m)^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+$")
 
 
 def extract_code(text: str, entry_point: str) -> str | None:
@@ -33,18 +42,24 @@ def extract_code(text: str, entry_point: str) -> str | None:
     if not blocks:
         return None
     if entry_point:
-        good = [block for _, block in blocks if entry_point in defined_names(block)]
-        return good[-1] if good else blocks[-1][1]
+        wanted = [block for _, block in blocks]
+        return _last_good(wanted, lambda tree: entry_point in _names_in(tree)) or wanted[-1]
     for names in (_PYTHON, ("",)):
-        good = [block for name, block in blocks if name in names and _is_program(block)]
-        if good:
-            return good[-1]
+        wanted = [block for name, block in blocks if name in names]
+        good = _last_good(wanted, lambda tree: bool(tree.body))
+        if good is not None:
+            return good
     return blocks[-1][1]
 
 
-def _is_program(block: str) -> bool:
-    tree = parsed(block)
-    return tree is not None and bool(tree.body)
+def _last_good(blocks: Sequence[str], is_good: Callable[[ast.Module], bool]) -> str | None:
+    """Returns the last block that can be parsed and whose tree `is_good`, or None."""
+    parser = _LimitedParser()
+    for block in reversed(blocks):
+        tree = parser.parse(block)
+        if tree is not None and is_good(tree):
+            return block
+    return None
 
 
 def fenced_blocks(text: str) -> Iterator[str]:
@@ -54,21 +69,70 @@ def fenced_blocks(text: str) -> Iterator[str]:
 
 def _named_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yields each block with the first word after its opening fence."""
-    position = 0
+    fences = list(_FENCE.finditer(text))
+    alone = {found.start(1) for found in _ALONE.finditer(text)}
+    parser = _LimitedParser()
+    position = place = 0
     while opening := _OPENING.search(text, position):
-        indent, fence = opening[1], opening[2]
-        inside, position = _until_closed(text, opening.end(), fence)
-        if inside is None:
+        indent, fence, start = opening[1], opening[2], opening.end()
+        while place < len(fences) and not _closes(fences[place], fence, start):
+            place += 1
+        if place == len(fences):
             return
+        ahead = [f for f in fences[place : place + _FENCES_AHEAD] if _closes(f, fence, start)]
+        end, position = _closing(text, start, ahead, alone, parser)
+        inside = text[start:end]
         name = next(iter(opening[3].lower().split()), "")
         yield name, re.sub(f"(?m)^[ \t]{{1,{len(indent)}}}", "", inside) if indent else inside
+
+
+def _closes(found: re.Match[str], fence: str, start: int) -> bool:
+    return found.start() >= start and found[0].startswith(fence)
+
+
+def _closing(
+    text: str,
+    start: int,
+    fences: Sequence[re.Match[str]],
+    alone: Set[int],
+    parser: _LimitedParser,
+) -> tuple[int, int]:
+    """Returns where the closing one of `fences` begins and ends.
+
+    A program may contain fences in its strings: the closing fence is the first one preceded by a
+    valid program, on a line of its own if possible, else the first of all.
+    """
+    on_a_line = [found for found in fences if found.start() in alone]
+    for found in dict.fromkeys([*on_a_line[:_CLOSINGS], *fences[:_CLOSINGS]]):
+        if parser.parse(text[start : found.start()], dedented=True) is not None:
+            return found.span()
+    return fences[0].span()
+
+
+class _LimitedParser:
+    """Parses Python until the texts together exceed MAX_PARSED_CHARACTERS."""
+
+    def __init__(self) -> None:
+        self._left = MAX_PARSED_CHARACTERS
+
+    def parse(self, code: str, *, dedented: bool = False) -> ast.Module | None:
+        """Returns None if `code` is not Python, or beyond the limit."""
+        cost = max(len(code), _LEAST_COST)
+        if cost > self._left:
+            return None
+        self._left -= cost
+        return parsed(textwrap.dedent(code) if dedented else code)
 
 
 def defined_names(code: str) -> set[str]:
     """Returns the names defined at the top level of `code`; empty if it cannot be parsed."""
     tree = parsed(code)
+    return _names_in(tree) if tree else set()
+
+
+def _names_in(tree: ast.Module) -> set[str]:
     names: set[str] = set()
-    for statement in tree.body if tree else []:
+    for statement in tree.body:
         match statement:
             case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
                 names.add(statement.name)
@@ -94,21 +158,3 @@ def parsed(code: str, limit: int | None = MAX_CODE_CHARACTERS) -> ast.Module | N
             return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-
-
-def _until_closed(text: str, start: int, fence: str) -> tuple[str | None, int]:
-    """Returns the text before the closing fence, and the position where it ends.
-
-    A program may contain fences in its strings: the closing fence is the first one preceded by a
-    valid program, on a line of its own if possible, else the first of all.
-    """
-    mark = re.escape(fence)
-    alone = re.compile(rf"(?m)^[ \t]*{mark}[{fence[0]}]*[ \t]*$")
-    anywhere = re.compile(mark)
-    for closing in (alone, anywhere):
-        for found in islice(closing.finditer(text, start), _CLOSINGS):
-            inside = text[start : found.start()]
-            if parsed(textwrap.dedent(inside)) is not None:
-                return inside, found.end()
-    first = anywhere.search(text, start)
-    return (None, len(text)) if first is None else (text[start : first.start()], first.end())

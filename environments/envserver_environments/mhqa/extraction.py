@@ -18,11 +18,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from envserver_environments.answers import last_boxed
+from envserver_environments.answers import json_objects, last_boxed
 from envserver_tools.visible import visible_text
-
-MAX_JSON_CHARACTERS = 20_000
-"""JSON is looked for in so much of the end of a text."""
 
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _FINAL = re.compile(r"^[ \t]*FINAL:(.*)", re.MULTILINE | re.DOTALL)
@@ -49,29 +46,27 @@ def has_tagged_answer(text: str) -> bool:
     return seen is not None and _tagged(seen) is not None
 
 
-def json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects at the end of `text`, those inside others too, in the order of their ends.
+def nested_objects(text: str) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects near the end of `text`, and those in them, inner before outer.
 
-    Numbers come as they are written, as texts.
+    Numbers stay as they are written, as text.
     """
-    end_of_text = text[-MAX_JSON_CHARACTERS:]
-    position = end_of_text.find("{")
-    while position >= 0:
-        try:
-            value, position = _DECODER.raw_decode(end_of_text, position)
-        except (ValueError, RecursionError):
-            position += 1
-        else:
-            yield from _objects_in(value)
-        position = end_of_text.find("{", position)
+    for value in json_objects(text, _DECODER):
+        yield from _objects_in(value)
 
 
 def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for one in inner:
-        yield from _objects_in(one)
-    if isinstance(value, dict):
-        yield value
+    """Returns the objects in `value`, inner before outer, without recursion."""
+    objects: list[dict[str, Any]] = []
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            objects.append(part)
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    return reversed(objects)
 
 
 def _tagged(seen: str) -> str | None:
@@ -80,7 +75,7 @@ def _tagged(seen: str) -> str | None:
 
 
 def _json_answer(seen: str) -> str | None:
-    answers = [one["answer"] for one in json_objects(seen) if isinstance(one.get("answer"), str)]
+    answers = [one["answer"] for one in nested_objects(seen) if isinstance(one.get("answer"), str)]
     return answers[-1].strip() if answers else None
 
 

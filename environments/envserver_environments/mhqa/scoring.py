@@ -23,7 +23,7 @@ from envserver_tools.visible import visible_text
 from envserver import Result, Score, Task
 
 from .data_sets import MAX_ANSWER_CHARACTERS
-from .extraction import extract_answer, json_objects
+from .extraction import extract_answer, nested_objects
 from .metrics import (
     Measure,
     answer_measure,
@@ -156,7 +156,7 @@ def parse_answer(text: str, finish: Mapping[str, Any] | None = None) -> ModelAns
     Without them, a JSON object with `answer` may also hold `supporting_facts` and `evidence`.
     """
     if finish is None:
-        named = [one for one in json_objects(visible_text(text) or "") if "answer" in one]
+        named = [one for one in nested_objects(visible_text(text) or "") if "answer" in one]
         beside = named[-1] if named else {}
         facts = _facts(_numbered(beside.get("supporting_facts")))
         return ModelAnswer(None, text, facts, [], _triples(beside.get("evidence")))
