@@ -30,7 +30,7 @@ from ..evaluation.folders import Evaluated, RunFile, View, groups_path, read_fol
 from ..evaluation.report import Counted, Report
 from ..evaluation.results import TaskFacts, facts_of, read_tasks
 from ..evaluation.suite import Suite
-from ..rollouts.events import Event, GroupDropped, RolloutFailed
+from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed
 from ..rollouts.mixing import Share
 from ..rollouts.stream import GroupRequest, group_requests
 from .context import SharedEngine, shared_engine
@@ -155,6 +155,20 @@ class _Part:
     evaluated: Evaluated
     noted: RunFile
     runs: dict[str, _Run]
+    begun: bool = False
+
+    def begin(self, choice: Choice) -> None:
+        """Claims the folder, once; with `overwrite`, facts of the evaluation before are removed.
+
+        Raises:
+            ConfigError, InputError, StoreError: it cannot be written, or is of another run.
+        """
+        if self.begun:
+            return
+        claim(self.folder, self.noted, resume=choice.resume, overwrite=choice.overwrite)
+        for run in self.runs.values() if choice.overwrite else ():
+            run.tasks.unlink(missing_ok=True)
+        self.begun = True
 
 
 async def evaluate_members(
@@ -200,7 +214,7 @@ def _reported(
     """Writes the report of the groups that were made; raises the error that ended the run early."""
     if stopped:
         view.say(f"Stopped early; the same command with --resume --out {folder} continues.")
-    if not any(_has_groups(part) for part in parts):
+    if not any(part.begun and _has_groups(part) for part in parts):
         if stopped:
             return Evaluation(folder, None, stopped)
         raise [*failures, _nothing()][0]
@@ -247,9 +261,8 @@ def _claimed(members: Sequence[Member[Any]], folder: Path, choice: Choice) -> li
         names = RunFile(parts=[member.name for member in members])
         claim(folder, names, resume=choice.resume, overwrite=choice.overwrite)
     for part in parts:
-        claim(part.folder, part.noted, resume=choice.resume, overwrite=choice.overwrite)
-        for run in part.runs.values() if choice.overwrite else ():
-            run.tasks.unlink(missing_ok=True)
+        if not choice.overwrite:  # else the first group does, so that a failure replaces nothing
+            part.begin(choice)
     return parts
 
 
@@ -288,12 +301,15 @@ async def _make_part(
         if name:
             view.say(f"Baseline {name}")
         try:
-            await _make(run, part.member, choice, view, shared, stop)
+            await _make(run, part, choice, view, shared, stop)
         except EnvserverError as error:
             failure = error
-        run.write_tasks()
+        if part.begun:
+            run.write_tasks()
         if stop.asked or failure is not None:
             break
+    if not part.begun:
+        return failure
     part.noted.evaluated = msgspec.structs.replace(
         part.evaluated,
         complete=not stop.asked and failure is None,
@@ -306,7 +322,7 @@ async def _make_part(
 
 async def _make(
     run: _Run,
-    member: Member[Any],
+    owner: _Part,
     choice: Choice,
     view: EvaluationView,
     shared: SharedEngine,
@@ -315,13 +331,20 @@ async def _make(
     """Makes the groups of one environment or baseline."""
     environment = run.environment
     environment.config.max_token_length = sys.maxsize  # long answers count like others
+    member = owner.member
+
+    def observe(event: Event) -> None:
+        if isinstance(event, GroupDelivered):
+            owner.begin(choice)
+        run.observe(event)
+
     part = Part(
         spec=member.spec,
         environment=environment,
         share=Share(environment.name),
         path=run.groups,
         requests=run.stream(),
-        observe=run.observe,
+        observe=observe,
     )
     groups = GroupRun(
         [part],

@@ -54,6 +54,8 @@ async def lm_eval(
     async with _engine(settings) as engine:
         view = View(pass_at=settings.pass_at, pricing=pricing)
         order = replace(order, counted=view.over(Counted(), await engine.model_name()))
+        if settings.overwrite:  # not before the engine answers
+            await asyncio.to_thread(shutil.rmtree, order.harness, ignore_errors=True)
         async with watch(engine):
             simulated = settings.model == SIMULATED
             tasks = await run_harness(order, engine, simulated=simulated, tell=tell)
@@ -92,8 +94,6 @@ def _check_folder(order: Order, settings: LmEvalSettings) -> None:
             f"{order.folder} already has {', '.join(order.tasks)}.",
             hint="Use --resume to continue, or --overwrite to run them again.",
         )
-    if settings.overwrite:
-        shutil.rmtree(order.harness, ignore_errors=True)
 
 
 @contextlib.asynccontextmanager

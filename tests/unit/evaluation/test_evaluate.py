@@ -196,6 +196,21 @@ def test_what_is_lost_is_counted(tmp_path: Path) -> None:
     assert not (tmp_path / "none" / "report.json").exists()
 
 
+def test_overwrite_keeps_the_old_evaluation_until_the_first_group(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    words = ("evaluate", "--env", "failing.py", *SIM, "--rollouts.max_attempts", 1, "--out", "run")
+    assert envserver(*words, folder=tmp_path).returncode == 0
+    files = [path for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()]
+    before = {path: path.read_bytes() for path in files if "failures" not in path.name}
+    failed = envserver(*words, "--overwrite", "--env.all", folder=tmp_path)
+    assert failed.returncode == 1, failed.stderr
+    assert {path: path.read_bytes() for path in before} == before
+    again = envserver(*words, "--env.total_steps", 2, "--overwrite", folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())
+    assert report["run"]["counts"]["tasks"] == 2
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
