@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from envserver_records.extras import install_command
+
 from envserver import ConfigError, NotFoundError, Split
 
 SHUFFLE_BUFFER_ROWS = 10_000
@@ -212,7 +214,7 @@ def _load(hub: Hub, config: str | None, split: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"Loading {hub.path} needs the library `datasets`, which cannot be imported: {error}.",
-            hint="pip install 'envserver[data]', or set data_path to a local JSONL file.",
+            hint=f"{install_command('data')}, or set data_path to a local JSONL file.",
         ) from error
     try:
         return datasets.load_dataset(

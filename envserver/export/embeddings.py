@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
+from envserver_records.extras import install_command
 from envserver_records.files import replacing, storing
 from numpy.typing import NDArray
 
@@ -51,7 +52,7 @@ class Embedder:
     ) -> None:
         if importlib.util.find_spec(_LIBRARY) is None:
             raise ConfigError(
-                "Embeddings need sentence-transformers.", hint="pip install 'envserver[embeddings]'"
+                "Embeddings need sentence-transformers.", hint=install_command("embeddings")
             )
         self.model = model
         self._cache = cache

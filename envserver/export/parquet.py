@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import orjson
 from envserver_records.errors import ConfigError, InputError, StoreError
+from envserver_records.extras import install_command
 from envserver_records.records import Message, text_of
 
 from .formats import Options, Row, Written
@@ -321,5 +322,5 @@ def _pyarrow(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            "Parquet needs pyarrow, which is not installed.", hint="pip install 'envserver[data]'"
+            "Parquet needs pyarrow, which is not installed.", hint=install_command("data")
         ) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from envserver_records.errors import ConfigError, InputError, NotFoundError
+from envserver_records.extras import install_command
 from sqlalchemy import URL, NullPool, event, inspect, make_url, select
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
@@ -134,7 +135,7 @@ def _locate(where: str) -> URL:
     if importlib.util.find_spec("asyncpg") is None:
         raise ConfigError(
             "A store in PostgreSQL needs asyncpg, which is not installed.",
-            hint="Install it with: pip install 'envserver[postgres]'",
+            hint=f"Install it with: {install_command('postgres')}",
         )
     return url.set(drivername="postgresql+asyncpg")
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 from envserver_records.errors import ConfigError, InputError
+from envserver_records.extras import install_command
 from envserver_records.files import replacing_path, storing
 
 from ..api.server import serve_api
@@ -132,7 +133,7 @@ async def check_installed(python: Path) -> None:
     if await process.wait():
         raise ConfigError(
             f"lm-evaluation-harness is not installed for {python}.",
-            hint="pip install 'envserver[lm-eval]', or name a Python that has it: --python PATH.",
+            hint=f"{install_command('lm-eval')}, or name a Python that has it: --python PATH.",
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from envserver_records.errors import ConfigError
+from envserver_records.extras import install_command
 
 from ..config import TelemetryConfig
 from ..telemetry.tracing import NO_TRACER, Tracer
@@ -26,7 +27,7 @@ async def tracer_of(config: TelemetryConfig) -> AsyncIterator[Tracer]:
     except ImportError as error:
         raise ConfigError(
             f"telemetry.otlp_endpoint needs OpenTelemetry: {error}.",
-            hint="pip install 'envserver[otel]'",
+            hint=install_command("otel"),
         ) from error
     async with otlp_tracer(
         config.otlp_endpoint, service_name=config.service_name, sample_ratio=config.sample_ratio

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import structlog
 from envserver_records.errors import ConfigError
+from envserver_records.extras import install_command
 from sqlalchemy import (
     URL,
     AsyncAdaptedQueuePool,
@@ -160,7 +161,7 @@ def _locate(where: str | Path) -> URL:
     if importlib.util.find_spec("asyncpg") is None:
         raise ConfigError(
             "A store in PostgreSQL needs asyncpg, which is not installed.",
-            hint="Install it with: pip install 'envserver[postgres]'",
+            hint=f"Install it with: {install_command('postgres')}",
         )
     return url.set(drivername="postgresql+asyncpg")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from envserver_records.extras import install_command
+
 from .options import parse
 
 
@@ -16,7 +18,7 @@ def main() -> int:
     except ImportError as error:
         sys.stderr.write(
             f"The local engine needs torch and transformers: {error}.\n"
-            "Install them: pip install 'envserver[local]'.\n"
+            f"Install them: {install_command('local')}.\n"
         )
         return 2
     from .starting import run

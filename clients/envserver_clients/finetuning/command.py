@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from envserver_records import ConfigError, ConflictError, EnvserverError, InputError
+from envserver_records.extras import CLIENTS, install_command
 from rich.console import Console
 
 _NEEDED = ("torch", "transformers", "trl", "peft", "datasets")
@@ -27,7 +28,7 @@ def check_libraries() -> None:
     if missing:
         raise ConfigError(
             f"Training needs {', '.join(missing)}, which this Python does not have.",
-            hint="pip install 'envserver-clients[train]'",
+            hint=install_command("train", CLIENTS),
         )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from envserver_records import ConfigError, InputError
+from envserver_records.extras import CLIENTS, install_command
 
 Row = dict[str, Any]
 
@@ -136,7 +137,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise ConfigError(
-            "Parquet is read with pyarrow.", hint="pip install 'envserver-clients[train]'"
+            "Parquet is read with pyarrow.", hint=install_command("train", CLIENTS)
         ) from error
     try:
         number = 0

@@ -19,6 +19,7 @@ from typing import Any, Final
 import httpx
 from envserver_records import ConfigError, EngineRefused, EngineUnavailable
 from envserver_records.backoff import Backoff
+from envserver_records.extras import CLIENTS, install_command
 
 TOKEN: Final = "VERTEX_ACCESS_TOKEN"
 """Environment variable with a token, as from `gcloud auth print-access-token`."""
@@ -60,7 +61,7 @@ class Tokens:
         except ImportError as error:
             raise ConfigError(
                 f"There are no credentials: {TOKEN} is not set, and google-auth is not installed.",
-                hint="pip install 'envserver-clients[vertex]', or "
+                hint=f"{install_command('vertex', CLIENTS)}, or "
                 f"export {TOKEN}=$(gcloud auth print-access-token)",
             ) from error
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_records import ConfigError, EnvserverError, NotFoundError
+from envserver_records.extras import CLIENTS, install_command
 
 
 def upload(path: Path, url: str) -> None:
@@ -82,7 +83,7 @@ def _place(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"{url} cannot be used from here: {error}.",
-            hint="pip install 'envserver-clients[vertex]'",
+            hint=install_command("vertex", CLIENTS),
         ) from error
     return system, str(place)
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envserver_records.extras import install_command
+
 from envserver import ConfigError, EnvserverError
 
 from .loading import DEFAULT_COPY, YEAR, GaiaQuestion, copy_items
@@ -53,7 +55,7 @@ def fetch(source: Source, folder: Path, *, endpoint: str | None = None) -> int:
         import huggingface_hub as hub
     except ImportError as error:
         raise ConfigError(
-            "Fetching needs the library huggingface_hub.", hint="pip install 'envserver[gaia]'"
+            "Fetching needs the library huggingface_hub.", hint=install_command("gaia")
         ) from error
     try:
         expected = _expected(hub, source, endpoint)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envserver_records.extras import install_command
+
 from envserver import ConfigError, InputError, NotFoundError, Split
 
 from .scoring import is_usable_truth
@@ -180,7 +182,7 @@ def _parquet(file: Path) -> Iterator[dict[str, Any]]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise ConfigError(
-            f"Reading {file.name} needs the library pyarrow.", hint="pip install 'envserver[gaia]'"
+            f"Reading {file.name} needs the library pyarrow.", hint=install_command("gaia")
         ) from error
     try:
         table = parquet.ParquetFile(file)

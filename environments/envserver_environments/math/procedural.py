@@ -14,6 +14,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from envserver_records.extras import install_command
+
 from envserver import ConfigError, InputError, Split
 
 from .polynomials import equal_polynomials
@@ -124,5 +126,5 @@ def _library() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"The data set `procedural` needs reasoning-gym, which cannot be imported: {error}.",
-            hint="pip install 'envserver[procedural]'",
+            hint=install_command("procedural"),
         ) from error

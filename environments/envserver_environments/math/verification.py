@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from envserver_records.extras import install_command
+
 from envserver import ConfigError
 
 CPU_SECONDS = 3
@@ -98,7 +100,7 @@ def _library() -> _Library:
     except ImportError as error:
         raise ConfigError(
             f"Scoring mathematics needs math-verify, which cannot be imported: {error}.",
-            hint="pip install 'envserver[math]'",
+            hint=install_command("math"),
         ) from error
     # A timeout is an ordinary verdict here, not worth a line on stderr each.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)

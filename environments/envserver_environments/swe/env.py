@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from envserver_environments.rows import NumberedRow, file_rows, hub_rows
+from envserver_records.extras import install_command
 from envserver_tools.visible import visible_text
 from pydantic import Field
 
@@ -132,7 +133,7 @@ class Swe(Environment):
         if importlib.util.find_spec("pytest") is None:
             raise ConfigError(
                 "Patches are graded with pytest, which is not installed.",
-                hint="pip install 'envserver[swe]'",
+                hint=install_command("swe"),
             )
         if self.config.data_set == "sample" and self.config.data_path is None:
             own = list(sample_tasks())

@@ -8,7 +8,7 @@ from ..command_line import ENGINE, CommandSpec
 SUMMARY = """Runs tasks of lm-evaluation-harness (gsm8k, aime24, ifeval ...) against an engine
 and writes the results in the format of `evaluate`: a report with intervals that `evaluate
 compare` can read. In the folder of an evaluation (--out) they become part of its report. The
-harness downloads the data of its tasks itself; it is an extra: pip install 'envserver[lm-eval]'."""
+harness downloads the data of its tasks itself; it is the extra `lm-eval`."""
 
 
 COMMAND = CommandSpec(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_records.errors import ConfigError, StoreError
+from envserver_records.extras import install_command
 from envserver_records.files import replacing_path, storing
 
 HUB = "hf://"
@@ -132,7 +133,7 @@ def _library(name: str, target: str) -> Any:
         library = name.partition(".")[0]
         raise ConfigError(
             f"Uploading to {target} needs {library}, which cannot be imported: {error}.",
-            hint="pip install 'envserver[data]'",
+            hint=install_command("data"),
         ) from error
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_records.errors import ConfigError, InputError, NotFoundError
+from envserver_records.extras import install_command
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
@@ -128,5 +129,5 @@ def _library(name: str, what: str) -> Any:
         library = name.partition(".")[0]
         raise ConfigError(
             f"{what} needs the library {library}, which cannot be imported: {error}.",
-            hint="pip install 'envserver[data]', or give a JSONL file.",
+            hint=f"{install_command('data')}, or give a JSONL file.",
         ) from error

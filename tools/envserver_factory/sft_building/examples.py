@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_records.errors import ConfigError
+from envserver_records.extras import install_command
 
 Json = dict[str, Any]
 Message = dict[str, str]
@@ -76,7 +77,7 @@ def template_of(tokenizer: str) -> Template:
     except ImportError as error:
         raise ConfigError(
             f"A tokenizer's chat template needs transformers, which cannot be imported: {error}.",
-            hint="pip install 'envserver[local]', or leave --tokenizer out: "
+            hint=f"{install_command('local')}, or leave --tokenizer out: "
             "the template is then applied when the model is trained.",
         ) from error
     if "/" not in tokenizer and not Path(tokenizer).is_dir():

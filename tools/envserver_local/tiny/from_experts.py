@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError
+from envserver_records.extras import install_command
 from envserver_records.files import replace_folder
 
 FACTS = "make_tiny.json"
@@ -71,7 +72,7 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
     if missing:
         raise ConfigError(
             f"Training needs {' and '.join(missing)}, which this Python does not have.",
-            hint="pip install 'envserver[local]'",
+            hint=install_command("local"),
         )
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from envserver_records.extras import install_command
 from numpy.typing import NDArray
 
 from envserver import ConfigError
@@ -84,7 +85,7 @@ def need_library() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"Searching a corpus needs the library `bm25s`, which cannot be imported: {error}.",
-            hint="pip install 'envserver[retrieval]'",
+            hint=install_command("retrieval"),
         ) from error
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # it tells of each index it builds
     return library

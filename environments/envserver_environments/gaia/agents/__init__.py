@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from envserver_records.extras import install_command
 from envserver_tools.calling import Tool
 
 from envserver import ConfigError, PublicTask, Rollout
@@ -82,7 +83,7 @@ def _smol_run() -> type[SmolRun]:
     if importlib.util.find_spec("smolagents") is None:
         raise ConfigError(
             "smolagents is not installed.",
-            hint="pip install 'envserver[gaia]', or take the agent `plain`.",
+            hint=f"{install_command('gaia')}, or take the agent `plain`.",
         )
     variables = dict(os.environ)
     from .smol_run import SmolRun
