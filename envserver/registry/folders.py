@@ -62,6 +62,11 @@ def import_path(path: Path) -> list[ModuleType]:
     return [_import_file(file.resolve()) for file in files]
 
 
+def loaded_paths() -> list[Path]:
+    """Returns the folders and files of all environments that this process imported by path."""
+    return [*(folder.path for folder in _finder.folders.values()), *_finder.files.values()]
+
+
 def import_for(importer: str, name: str) -> ModuleType:
     """Imports the module that `import name` means in the module `importer`.
 

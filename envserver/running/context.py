@@ -198,7 +198,11 @@ def _worker_sandbox(
             hint="Use bubblewrap, namespace or landlock: --sandbox.backend auto.",
         )
     return WorkerSandbox(
-        backend=service.backend, port=port, memory_mb=config.memory_mb, disk_mb=config.disk_mb
+        backend=service.backend,
+        port=port,
+        memory_mb=config.memory_mb,
+        disk_mb=config.disk_mb,
+        private=service.private,
     )
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from envserver_records.errors import ConfigError, InputError, SandboxError
+from pydantic import BaseModel
 
 from ..config import SandboxConfig
 from ..environment import Environment
+from ..registry.folders import loaded_paths
 from ..sandbox.client import SandboxClient
 from ..sandbox.service import SandboxService
 from ..sandbox.watched import WatchedSandboxes
+
+_SYSTEM = ("/usr/bin/", "/usr/sbin/", "/usr/lib", "/usr/include/", "/usr/local/bin/")
 
 
 @asynccontextmanager
@@ -28,10 +34,31 @@ async def sandboxes_of(
     if environment.sandbox is None and environment.isolation != "sandboxed":
         yield None
         return
-    async with SandboxService(config) as service:
+    async with SandboxService(config, private_paths(environment)) as service:
         if isinstance(environment, Environment):
             environment.sandboxes = WatchedSandboxes(service.address)
         yield service
+
+
+def private_paths(environment: Environment | type[Environment]) -> list[str]:
+    """Returns the paths of environments and data that are not installed: no program may see them.
+
+    They are the folders of all environments that this process imported by path, and the paths in
+    the settings of `environment`, except for those of the system's programs and libraries.
+    """
+    named = [*loaded_paths()]
+    if isinstance(environment, Environment):
+        named += _paths(environment.config)
+    real = {os.path.realpath(path) for path in named}
+    return sorted(path for path in real if not path.startswith(_SYSTEM))
+
+
+def _paths(config: BaseModel) -> Iterator[Path]:
+    for _, value in config:
+        if isinstance(value, Path):
+            yield value
+        elif isinstance(value, BaseModel):
+            yield from _paths(value)
 
 
 async def try_sandbox(sandboxes: SandboxClient, environment: Environment) -> None:

@@ -117,6 +117,7 @@ class HostBackend:
         confined: Landlock and a system-call filter around programs; else only limits.
         filter_program, variables: for programs.
         readable: host paths that programs may read, with `confined`.
+        listed: host directories that they may list: Python cannot import from others.
         own_user: the user belongs to this sandbox alone, so the kernel can count its processes.
     """
 
@@ -126,6 +127,7 @@ class HostBackend:
         *,
         confined: bool,
         readable: list[str],
+        listed: list[str],
         filter_program: bytes,
         variables: dict[str, str],
         own_user: bool,
@@ -135,6 +137,7 @@ class HostBackend:
         self.work, self.temporary = f"{self._root}/work", f"{self._root}/tmp"
         self._confined = confined
         self._readable = readable
+        self._listed = listed
         self._filter = filter_program
         self.variables = variables
         self._own_user = own_user
@@ -146,7 +149,7 @@ class HostBackend:
             from . import landlock
 
             # A link that a program leaves must not lead the in-sandbox server elsewhere.
-            landlock.restrict([*self._readable, "/proc"], [self._root])
+            landlock.restrict([*self._readable, "/proc"], [self._root], listed=self._listed)
 
     def enclose(self, processes: int) -> None:
         if self._own_user:
@@ -155,7 +158,8 @@ class HostBackend:
         if self._confined:
             from . import landlock
 
-            landlock.restrict(self._readable, [self.work, self.temporary])
+            writable = [self.work, self.temporary]
+            landlock.restrict(self._readable, writable, listed=self._listed)
             linux.install_filter(self._filter)
 
     def programs(self) -> Iterator[int]:

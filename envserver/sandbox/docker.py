@@ -31,8 +31,8 @@ from typing import IO, Any, NoReturn
 import msgspec
 
 from . import linux
+from .hidden import OUR_PACKAGES
 from .namespaces import SOCKET_BUFFERS
-from .system import OUR_PACKAGES
 from .wire import MAX_MESSAGE_BYTES, Frames, encode
 
 ENGINES = ("docker", "podman")

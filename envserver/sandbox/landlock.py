@@ -46,13 +46,18 @@ def abi() -> int:
 
 
 def restrict(
-    readable: Iterable[str], writable: Iterable[str], *, connect_ports: Sequence[int] = ()
+    readable: Iterable[str],
+    writable: Iterable[str],
+    *,
+    listed: Iterable[str] = (),
+    connect_ports: Sequence[int] = (),
 ) -> None:
     """Takes from this thread, and all that it starts, every right that this kernel can take.
 
     Files: those below `readable` may be read and executed, those below `writable` also changed, and
-    the usual devices used; missing paths are skipped. Network: TCP to `connect_ports` only (version
-    4). Signals and abstract sockets: only among confined processes (version 6).
+    the usual devices used; directories in `listed` may be listed. Missing paths are skipped, and so
+    are links: what they lead to is allowed if its real place is. Network: TCP to `connect_ports`
+    only (version 4). Signals and abstract sockets: only among confined processes (version 6).
 
     Raises:
         OSError: this kernel has no Landlock, or accepts no more rules.
@@ -68,6 +73,8 @@ def restrict(
     try:
         for path in readable:
             _allow_path(ruleset, path, files & _READ)
+        for path in listed:
+            _allow_path(ruleset, path, files & _READ_DIR)
         for path in writable:
             _allow_path(ruleset, path, files & ~(_MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV))
         for path in _DEVICES:
@@ -85,12 +92,17 @@ def restrict(
 
 def _allow_path(ruleset: int, path: str, rights: int) -> None:
     try:
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:  # a path that cannot be reached needs no rule
         return
     try:
-        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISLNK(mode):
+            return
+        if not stat.S_ISDIR(mode):
             rights &= _OF_FILES
+        if rights == 0:
+            return
         rule = struct.pack("=Qi", rights, descriptor)
         _call("landlock_add_rule", _ADD_RULE, ruleset, _PATH_BENEATH, rule, 0)
     finally:

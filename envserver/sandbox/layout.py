@@ -14,8 +14,11 @@ from . import seccomp, system
 from .wire import NAMESPACE_BACKENDS
 
 
-def describe(backend: str) -> dict[str, Any]:
+def describe(backend: str, private: tuple[str, ...]) -> dict[str, Any]:
     """
+    Args:
+        private: see `hidden.hidden_paths`.
+
     Returns:
         `moves`: Python must be moved first (`system.move_python`), and the rest asked for again;
         `visible`, `etc`, `variables`, `search_path`, `one_thread`: see `system`;
@@ -27,7 +30,7 @@ def describe(backend: str) -> dict[str, Any]:
         return {"moves": True}
     return {
         "moves": False,
-        "visible": system.visible_paths(),
+        "visible": system.visible_paths(private),
         "etc": system.etc_files(),
         "variables": system.variables(),
         "search_path": system.search_path(),
@@ -37,10 +40,10 @@ def describe(backend: str) -> dict[str, Any]:
     }
 
 
-def tell(backend: str, descriptor: int) -> None:
+def tell(backend: str, private: tuple[str, ...], descriptor: int) -> None:
     """Writes the description, or the failure, as JSON."""
     try:
-        text = json.dumps(["ok", describe(backend)])
+        text = json.dumps(["ok", describe(backend, private)])
     except Exception as error:  # noqa: BLE001 - whatever it is, the zygote must hear of it
         text = json.dumps(["error", f"{type(error).__name__}: {error}"])
     with os.fdopen(descriptor, "w") as pipe:

@@ -1,6 +1,6 @@
 """The outer layer of a backend, around the process that forks what runs in it.
 
-seen = prepare(backend)           before imports, which may start threads
+seen = prepare(backend, private)  before imports, which may start threads
 ... imports ...
 enter(backend, root, seen, run)   `run` in the outer layer; it sees nothing else of the machine
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from . import linux, namespaces
 
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 _USERS = {"sandbox": (30000, 60000), "worker": (20000, 30000)}
 
 
-def prepare(backend: str) -> dict[str, Any]:
+def prepare(backend: str, private: Sequence[str]) -> dict[str, Any]:
     """Moves Python if a sandbox would hide it, and makes a user namespace for an ordinary user.
+
+    Args:
+        private: see `hidden.hidden_paths`.
 
     Returns:
         What programs will see; see `layout.describe`.
@@ -29,7 +32,7 @@ def prepare(backend: str) -> dict[str, Any]:
     Raises:
         OSError: the kernel refused a step, or the visible paths cannot be determined.
     """
-    seen = _described(backend)
+    seen = _described(backend, tuple(private))
     if seen["moves"]:
         from . import system
 
@@ -71,14 +74,14 @@ def first_user(kind: str, count: int) -> int | None:
     return first + os.getpid() * count % (last - first - count)
 
 
-def _described(backend: str) -> dict[str, Any]:
+def _described(backend: str, private: tuple[str, ...]) -> dict[str, Any]:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         from . import layout
 
         os.close(reading)
-        layout.tell(backend, writing)
+        layout.tell(backend, private, writing)
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:

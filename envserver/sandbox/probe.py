@@ -14,8 +14,9 @@ import socket
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec
 
 from ..sandbox_interface import Sandbox
 from .client import SandboxClient
+from .grader_probe import visible_graders
 from .places import folder_for_sockets
 from .remedies import remedies
 
@@ -82,17 +84,18 @@ def unavailable(backend: str, failure: str) -> ProbeReport:
     return ProbeReport(backend=backend, works=False, failure=words, remedies=remedies(backend))
 
 
-async def examine(address: str, backend: str) -> ProbeReport:
+async def examine(address: str, backend: str, private: Sequence[str] = ()) -> ProbeReport:
     """Tries a backend.
 
     Args:
         address: of a supervisor that makes sandboxes behind it.
         backend: its name.
+        private: paths of environments and data that are not installed.
     """
     limits = SandboxLimits(
         disk_mb=_DISK_MB, memory_mb=_MEMORY_MB, processes=_PROCESSES, wall_seconds=_LONGEST_SECONDS
     )
-    wanted = _CHECKS if backend != "unsafe-local" else []  # it promises nothing
+    wanted = _checks(private) if backend != "unsafe-local" else []  # it promises nothing
     try:
         async with (
             SandboxClient(address) as client,
@@ -257,6 +260,15 @@ def _is_telling(value: str) -> bool:
     return len(value) >= 12 and "/" not in value
 
 
+async def _hides_graders(private: Sequence[str], sandbox: Sandbox) -> Check:
+    result, seen = await visible_graders(sandbox, private)
+    said = f"visible: {', '.join(seen) or 'none'}" if result.ok else _words(result)
+    return Check(name=_GRADERS_HIDDEN, held=result.ok and not seen, tried=[said])
+
+
+_GRADERS_HIDDEN = "graders and data of environments are hidden"
+
+
 async def _bounds_programs(sandbox: Sandbox) -> Check:
     endless = await sandbox.run_python(
         "import time; time.sleep(60)", limits=SandboxLimits(wall_seconds=_WALL_SECONDS)
@@ -304,13 +316,16 @@ time.sleep(1)
 os.write(1, b"all")
 """
 
-_CHECKS: list[Callable[[Sandbox], Awaitable[Check]]] = [
-    _runs_programs,
-    _keeps_apart,
-    _tells_no_secret,
-    _bounds_programs,
-    _bounds_workspace,
-]
+
+def _checks(private: Sequence[str]) -> list[Callable[[Sandbox], Awaitable[Check]]]:
+    return [
+        _runs_programs,
+        _keeps_apart,
+        _tells_no_secret,
+        partial(_hides_graders, private),
+        _bounds_programs,
+        _bounds_workspace,  # the last: it may leave a full disk
+    ]
 
 
 def _words(result: ExecResult) -> str:

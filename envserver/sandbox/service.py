@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -28,8 +29,8 @@ from .starting import SupervisorBoot, start_command
 START_SECONDS = 30.0
 _PAUSE_SECONDS = 0.2
 
-_held: dict[tuple[str, str], ProbeReport] = {}
-"""Reports on backends (and images) that this process has already tried."""
+_held: dict[tuple[str, str, tuple[str, ...]], ProbeReport] = {}
+"""Reports on backends, with images and private paths, that this process has already tried."""
 
 _log = structlog.get_logger("envserver.sandbox")
 
@@ -39,16 +40,24 @@ class SandboxService:
 
     Args:
         config: the backend and the maximum number of sandboxes.
+        private: paths of environments and data that are not installed; programs never see them,
+            nor this process's working folder.
     """
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: SandboxConfig, private: Sequence[str] = ()) -> None:
         self._config = config
+        self._private = tuple(private)
         self._process: subprocess.Popen[bytes] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self.backend = ""
         self.address = ""
         self._directory = ""
         self._engine: Engine | None = None
+
+    @property
+    def private(self) -> list[str]:
+        """All paths that programs never see; see `hidden.hidden_paths`."""
+        return [str(Path.cwd()), *self._private]
 
     async def __aenter__(self) -> Self:
         """
@@ -82,9 +91,9 @@ class SandboxService:
         self.address = f"{self._directory}/socket"
         try:
             await self._start()
-            key = backend, self._config.docker_image
+            key = backend, self._config.docker_image, self._private
             if key not in _held:
-                report = await examine(self.address, backend)
+                report = await examine(self.address, backend, self._private)
                 if not report.works:
                     return report
                 _held[key] = report
@@ -110,6 +119,7 @@ class SandboxService:
             directory=self._directory,
             concurrent=self._config.concurrent,
             backend=self.backend,
+            private=self.private,
             engine=self._engine,
         )
         self._control = ours

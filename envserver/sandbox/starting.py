@@ -29,7 +29,7 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
         server_pid: the supervisor ends when this process does.
         directory: private; holds the socket `socket` and the zygotes' directories.
         concurrent: maximum number of live sandboxes.
-        backend: see `zygote.Boot`.
+        backend, private: see `zygote.Boot`.
         engine: what makes containers, for the backend `docker`.
     """
 
@@ -38,6 +38,7 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     concurrent: int
     backend: str
+    private: list[str]
     engine: docker.Engine | None = None
 
 
@@ -64,5 +65,6 @@ def zygote_command(
         "backend": boot.backend,
         "root": root,
         "preload": preload,
+        "private": boot.private,
     }
     return start_command("zygote", arguments)

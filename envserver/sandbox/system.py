@@ -1,23 +1,20 @@
 """The programs' view of this machine: system directories and Python, but not this project.
 
 Visible are /usr and the like, a few files of /etc, and the running Python installation with its
-packages. Hidden in there are envserver with its environments, tools and clients, every other
-package that brings environments (they hold graders), and whatever points at them. All of it is
-read-only for programs; the rest of the machine is not there.
+packages, except for what `hidden` names: envserver and everything that holds environments. All of
+it is read-only for programs; the rest of the machine is not there.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator
-from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from . import linux
+from .hidden import hidden_paths
 
 _SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store"),
@@ -25,16 +22,6 @@ _SYSTEM = (
     *("/etc/localtime", "/etc/timezone", "/etc/mime.types", "/etc/magic", "/etc/terminfo"),
     *("/etc/protocols", "/etc/services"),
 )
-OUR_PACKAGES = (
-    "envserver",
-    "envserver_records",
-    "envserver_environments",
-    "envserver_tools",
-    "envserver_local",
-    "envserver_factory",
-    "envserver_clients",
-)
-_ENTRY_POINTS = "envserver.environments"
 
 _OWN_DIRECTORIES = ("/work", "/tmp", "/dev", "/proc", "/box", "/run")
 """A sandbox has its own versions of these, so the host's files below them are not visible."""
@@ -46,12 +33,16 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 
 
 @functools.cache
-def visible_paths() -> list[str]:
-    """Returns the host paths that programs may read, with all below each. Links stay links.
+def visible_paths(private: tuple[str, ...] = ()) -> list[str]:
+    """Returns the host paths that programs may read, with all below each.
 
-    They are those of this interpreter: call it after `move_python`, if that is needed.
+    A link stands for itself only: what it leads to is visible if its real place is. They are those
+    of this interpreter: call it after `move_python`, if that is needed.
+
+    Args:
+        private: see `hidden.hidden_paths`.
     """
-    hidden = _hidden()
+    hidden = hidden_paths(private)
     found: dict[str, None] = {}
     for root in _roots():
         if not any(_is_below(root, done) for done in found):
@@ -69,10 +60,15 @@ def search_path() -> list[str]:
     next
     program would import a module that a program leaves there.
     """
-    roots = [os.path.realpath(root) for root in _roots()]
+    roots = shown_roots()
     return [
         entry for entry in sys.path if any(_is_below(os.path.realpath(entry), r) for r in roots)
     ]
+
+
+def shown_roots() -> set[str]:
+    """Returns the real places of directories and files that are visible but for what is hidden."""
+    return {os.path.realpath(root) for root in _roots()}
 
 
 def variables() -> dict[str, str]:
@@ -214,11 +210,15 @@ def _in_the_way(path: str) -> bool:
 
 
 def _roots() -> Iterator[str]:
-    """Yields directories and files that are visible except for what is hidden in them."""
+    """Yields directories and files that are visible except for what is hidden in them.
+
+    A link comes with its real place: by itself it makes nothing visible.
+    """
     bases = [sys.base_prefix, os.path.realpath(sys.base_prefix)]
     wanted = [*_SYSTEM, *(f"{base}/{part}" for base in bases for part in ("bin", "lib", "lib64"))]
     if sys.prefix != sys.base_prefix:
         wanted += [f"{sys.prefix}/{part}" for part in ("pyvenv.cfg", "bin", "lib", "lib64")]
+    wanted += [os.path.realpath(path) for path in wanted if Path(path).is_symlink()]
     return (path for path in dict.fromkeys(wanted) if os.path.lexists(path))
 
 
@@ -240,51 +240,3 @@ def _without(path: str, hidden: set[str]) -> Iterator[str]:
 
 def _is_below(path: str, directory: str) -> bool:
     return path == directory or path.startswith(directory.rstrip("/") + "/")
-
-
-def _hidden() -> set[str]:
-    """Returns the real paths that no program may see although they are in a visible directory."""
-    sites = {os.path.realpath(path) for path in _site_directories()}
-    found: set[str] = set()
-    for name in OUR_PACKAGES:
-        spec = importlib.util.find_spec(name)
-        for place in (spec.submodule_search_locations or []) if spec is not None else []:
-            real = os.path.realpath(place)
-            parent = str(Path(real).parent)
-            found.add(real if parent in sites else parent)
-    for site in sites:
-        found.update(f"{site}/{name}" for name in _pointers(site))
-        for distribution in distributions(path=[site]):
-            if _brings_environments(distribution):
-                found.update(f"{site}/{name}" for name in _top_level(distribution))
-    return {path for path in found if os.path.lexists(path)}
-
-
-def _site_directories() -> set[str]:
-    known = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    known.update(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
-    return {path for path in known if Path(path).is_dir()}
-
-
-def _pointers(site: str) -> Iterator[str]:
-    """Yields names in a site directory that lead Python to projects elsewhere."""
-    for name in (entry.name for entry in os.scandir(site)):
-        if name.startswith(("__editable__", "_editable_impl_")) or name.endswith(".egg-link"):
-            yield name
-        elif name.endswith(".pth"):
-            lines = Path(site, name).read_text(errors="replace").splitlines()
-            if any(line.strip().startswith(("/", ".")) or "editable" in line for line in lines):
-                yield name
-
-
-def _brings_environments(distribution: Distribution) -> bool:
-    name = str(distribution.metadata["Name"] or "").lower()
-    points = distribution.entry_points
-    return name in ("envserver", "envserver-clients") or any(
-        point.group == _ENTRY_POINTS for point in points
-    )
-
-
-def _top_level(distribution: Distribution) -> set[str]:
-    tops = {path.parts[0] for path in distribution.files or [] if path.parts}
-    return tops - {"..", "/", "__pycache__"}

@@ -37,16 +37,25 @@ class Boot:
         backend: see SandboxConfig.
         root: an empty directory, for the outer layer or for the sandboxes' directories on the host.
         preload: modules to import before the outer layer is closed.
+        private: see `hidden.hidden_paths`.
     """
 
     def __init__(
-        self, *, control_fd: int, supervisor_pid: int, backend: str, root: str, preload: list[str]
+        self,
+        *,
+        control_fd: int,
+        supervisor_pid: int,
+        backend: str,
+        root: str,
+        preload: list[str],
+        private: list[str],
     ) -> None:
         self.control_fd = control_fd
         self.supervisor_pid = supervisor_pid
         self.backend = backend
         self.root = root
         self.preload = preload
+        self.private = private
         self.seen: dict[str, Any] = {}
         """The programs' view of files; see `layout`."""
 
@@ -57,7 +66,7 @@ def main(boot_json: str) -> None:
     control = socket.socket(fileno=boot.control_fd)
     try:
         linux.die_with(boot.supervisor_pid, signal.SIGKILL)
-        boot.seen = outer.prepare(boot.backend)
+        boot.seen = outer.prepare(boot.backend, boot.private)
         for name in boot.preload:
             importlib.import_module(name)
         run = partial(_obey, boot, control)
@@ -155,6 +164,7 @@ def _backend(boot: Boot, uid: int | None, owner: tuple[int, int], directory: str
         directory,
         confined=boot.backend == "landlock",
         readable=boot.seen["visible"],
+        listed=boot.seen["search_path"],
         filter_program=bytes.fromhex(boot.seen["filter"]),
         variables=boot.seen["variables"],
         own_user=uid is not None,

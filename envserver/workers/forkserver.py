@@ -89,7 +89,8 @@ def main(boot_json: str) -> None:
     linux.adopt_orphans()
     control = socket.socket(fileno=boot.control_fd)
     try:
-        seen = outer.prepare(boot.sandbox.backend) if boot.sandbox is not None else {}
+        sandbox = boot.sandbox
+        seen = outer.prepare(sandbox.backend, sandbox.private) if sandbox is not None else {}
         ours = linux.open_descriptors()
         _preload(boot.references)
         users = _users(boot)

@@ -51,6 +51,7 @@ class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
         memory_mb: limit of a worker with all that it starts.
         disk_mb, inodes: limits of what it may write.
         processes: limit of processes and threads.
+        private: see `sandbox.hidden.hidden_paths`.
     """
 
     backend: str
@@ -59,6 +60,7 @@ class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
     disk_mb: int
     inodes: int = 65536
     processes: int = 256
+    private: list[str] = []
 
 
 def fork_sandboxed(
@@ -140,7 +142,12 @@ def _confine_on_the_host(
     _bound(sandbox)
     linux.drop_capabilities()
     if sandbox.backend == "landlock":
-        landlock.restrict(seen["visible"], [str(spec.directory)], connect_ports=[sandbox.port])
+        landlock.restrict(
+            seen["visible"],
+            [str(spec.directory)],
+            listed=seen["search_path"],
+            connect_ports=[sandbox.port],
+        )
         linux.install_filter(bytes.fromhex(seen["tcp_filter"]))
 
 

@@ -31,6 +31,7 @@ from envserver.cli import doctor_command
 from envserver.sandbox import (
     SandboxService,
     bubblewrap,
+    hidden,
     landlock,
     linux,
     seccomp,
@@ -43,7 +44,7 @@ from envserver.sandbox.selection import nothing_works
 from envserver.sandbox.service import probe
 
 PROJECT = Path(__file__).parents[3]
-OURS = system.OUR_PACKAGES
+OURS = hidden.OUR_PACKAGES
 X86 = platform.machine() == "x86_64"
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -334,7 +335,7 @@ async def test_a_wall_that_works_holds_all_its_checks(backend: str) -> None:
     if backend == "landlock" and not report.works:
         pytest.skip(f"{report.failure} {report.remedies}")
     assert report.works, report
-    assert len(report.checks) == 5
+    assert len(report.checks) == 6
     assert all(check.tried for check in report.checks)
 
 
@@ -342,7 +343,11 @@ async def test_a_wall_with_holes_is_seen_through() -> None:
     async with SandboxService(SandboxConfig(backend="unsafe-local")) as open_service:
         report = await examine(open_service.address, "namespace")
     assert not report.works
-    for hole in ("TCP to this machine: it worked", "a file of the server: it worked"):
+    for hole in (
+        "TCP to this machine: it worked",
+        "a file of the server: it worked",
+        "graders and data of environments are hidden: visible: ",
+    ):
         assert hole in report.failure
 
 

@@ -1,0 +1,100 @@
+"""Files that programs never see, although they lie in directories that programs do see.
+
+In: the environments that Python can import here, and paths that the server names (environments
+given by path, their data, its working folder). Out: real paths. What always holds: wherever an
+environment is loaded from, its code and its data are hidden, and so is whatever leads Python there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+OUR_PACKAGES = (
+    "envserver",
+    "envserver_records",
+    "envserver_environments",
+    "envserver_tools",
+    "envserver_local",
+    "envserver_factory",
+    "envserver_clients",
+)
+_ENTRY_POINTS = "envserver.environments"
+
+
+def hidden_paths(private: Iterable[str] = ()) -> set[str]:
+    """Returns the real paths that no program may see; not all of them need to exist.
+
+    Args:
+        private: further paths, of environments and data that are not installed.
+    """
+    sites = _site_directories()
+    found = {os.path.realpath(path) for path in private} - sites
+    for name in {*OUR_PACKAGES, *environment_packages()}:
+        for place in package_places(name):
+            found |= {place, str(Path(place).parent)} - sites
+    for site in sites:
+        found.update(f"{site}/{name}" for name in _pointers(site))
+    for distribution in _with_environments():
+        found.update(
+            os.path.realpath(str(distribution.locate_file(name)))
+            for name in _top_level(distribution)
+        )
+    return found
+
+
+def environment_packages() -> set[str]:
+    """Returns the import names of all installed packages that environments are in."""
+    return {name for each in _with_environments() for name in _environment_modules(each)}
+
+
+def package_places(name: str) -> set[str]:
+    """Returns the real folders of a package, or the file of a module; nothing if it is absent."""
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        return set()
+    places = list(spec.submodule_search_locations or [])
+    if not places and spec.has_location and spec.origin is not None:
+        places = [spec.origin]
+    return {os.path.realpath(place) for place in places}
+
+
+def _with_environments() -> Iterator[Distribution]:
+    for distribution in distributions():
+        name = str(distribution.metadata["Name"] or "").lower()
+        if name in ("envserver", "envserver-clients") or _environment_modules(distribution):
+            yield distribution
+
+
+def _environment_modules(distribution: Distribution) -> set[str]:
+    """Returns the top-level modules that a distribution's environments are in."""
+    points = distribution.entry_points.select(group=_ENTRY_POINTS)
+    return {point.module.partition(".")[0] for point in points}
+
+
+def _site_directories() -> set[str]:
+    """Returns the real directories that hold packages of many authors, and Python's own modules."""
+    known = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+    known.update(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+    return {os.path.realpath(path) for path in known if Path(path).is_dir()}
+
+
+def _pointers(site: str) -> Iterator[str]:
+    """Yields names in a site directory that lead Python to projects elsewhere."""
+    for name in (entry.name for entry in os.scandir(site)):
+        if name.startswith(("__editable__", "_editable_impl_")) or name.endswith(".egg-link"):
+            yield name
+        elif name.endswith(".pth"):
+            lines = Path(site, name).read_text(errors="replace").splitlines()
+            if any(line.strip().startswith(("/", ".")) or "editable" in line for line in lines):
+                yield name
+
+
+def _top_level(distribution: Distribution) -> set[str]:
+    tops = {path.parts[0] for path in distribution.files or [] if path.parts}
+    return tops - {"..", "/", "__pycache__"}

@@ -1,0 +1,99 @@
+"""Environments that are not installed are hidden, too, and links lead to nothing that is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.forked import forked, words
+
+from envserver import SandboxConfig, SandboxSpec, registry
+from envserver.running.sandboxes import private_paths, sandboxes_of
+from envserver.sandbox import SandboxClient, hidden, landlock
+
+ENVIRONMENT = """
+from pathlib import Path
+from envserver import Environment, SandboxSpec
+
+class Graded(Environment):
+    sandbox = SandboxSpec()
+    class Config(Environment.Config):
+        data_path: Path
+        compiler: Path = Path("/usr/bin/gcc")
+    def tasks(self, split):
+        yield from ()
+    async def rollout(self, task, run):
+        return {}
+    def score(self, task, result):
+        return 0.0
+"""
+
+
+@pytest.fixture
+def graders() -> Iterator[Path]:
+    """The file of an environment in a folder that programs see otherwise, with data elsewhere."""
+    name = f"graders-{os.getpid()}"
+    folder, data = Path(sys.prefix, "lib", name), Path(sys.prefix, "lib", f"data-{name}.jsonl")
+    folder.mkdir()
+    (folder / "env.py").write_text(ENVIRONMENT)
+    (folder / "answers.txt").write_text("42")
+    data.write_text("{}")
+    yield folder / "env.py"
+    shutil.rmtree(folder)
+    data.unlink()
+
+
+async def test_an_environment_given_by_path_is_hidden(graders: Path) -> None:
+    data = graders.parents[1] / f"data-{graders.parent.name}.jsonl"
+    kind = registry.find(str(graders))
+    environment = kind(kind.Config(data_path=data))
+    assert set(private_paths(environment)) >= {str(graders.parent), str(data)}
+    assert "/usr/bin/gcc" not in private_paths(environment)
+    async with (
+        sandboxes_of(environment, SandboxConfig(backend="namespace")) as service,
+        SandboxClient(service.address) as client,  # type: ignore[union-attr]
+        client.open(SandboxSpec()) as sandbox,
+    ):
+        result = await sandbox.run_python(
+            f"""
+import sys
+for name in ("env.py", "answers.txt", "../{data.name}"):
+    try:
+        print(open(f"{{sys.prefix}}/lib/{graders.parent.name}/{{name}}").read())
+    except OSError:
+        continue
+    """
+        )
+    assert result.ok, result
+    assert result.stdout == b""
+
+
+def test_private_paths_are_hidden_by_their_real_place(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert str(tmp_path / "real") in hidden.hidden_paths([str(tmp_path / "link")])
+
+
+@pytest.mark.skipif(landlock.abi() < 1, reason="no Landlock in this kernel")
+def test_a_link_that_is_visible_shows_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/secret").write_text("x")
+    (tmp_path / "lib/shown").write_text("x")
+    (tmp_path / "lib64").symlink_to("lib")
+
+    def attempts() -> dict[str, str]:
+        shown = [str(tmp_path / "lib64"), str(tmp_path / "lib/shown")]
+        landlock.restrict(shown, [], listed=[str(tmp_path / "lib")])
+        return {
+            "secret": words((tmp_path / "lib/secret").read_text),
+            "secret by the link": words((tmp_path / "lib64/secret").read_text),
+            "ok: shown": words((tmp_path / "lib64/shown").read_text),
+            "ok: listed": words(lambda: list((tmp_path / "lib64").iterdir())),
+        }
+
+    found = forked(attempts)
+    assert {n: said for n, said in found.items() if (said == "") != n.startswith("ok")} == {}
