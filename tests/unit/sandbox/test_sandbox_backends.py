@@ -354,7 +354,7 @@ async def test_a_wall_with_holes_is_seen_through() -> None:
 async def test_nobody_steps_down_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the better backends fail, Landlock is taken aloud; where all fail, none is."""
 
-    async def holds(address: str, backend: str) -> ProbeReport:
+    async def holds(address: str, backend: str, private: object) -> ProbeReport:
         return ProbeReport(backend=backend, works=True)
 
     def fails(backend: str, *, by_name: bool) -> ProbeReport | None:
