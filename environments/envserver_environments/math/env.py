@@ -65,7 +65,7 @@ class Math(Environment):
         literal: Literal["auto"] | bool = "auto"
         """Require plain numbers as answers. auto: if the data set's answers are numbers."""
         lenient: bool = False
-        """Accept malformed LaTeX (such as \\frac12) and plain expressions."""
+        """Accept plain expressions, as math-verify does by default."""
         system_prompt: str | None = None
         """Replaces the mode's system prompt; "": no system prompt."""
         max_operand: int = Field(default=9, ge=1)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 
-_SPACE = r"(?:\\[,;:!> ]|~|\s)*"
+from .latex import readable
+
+_SPACE = r"(?:\\[,;:!> ]|~|\s)*+"
 _SIGN = rf"(?:[-+−]{_SPACE})?"
 _DIGITS = r"(?:\d+(?:(?:,|\{,\}|,\\!)\d+)*(?:\.\d*)?|\.\d+)"
 _INTEGER = r"[-+−]?\d+"
 _EXPONENT = rf"10\^(?:\{{\s*{_INTEGER}\s*\}}|\d+)"
 _UNIT = (
-    rf"{_SPACE}(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{{[^{{}}\\]*\}}"
+    rf"{_SPACE}(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{{(?P<unit>[^{{}}\\]*)\}}"
     r"(?:\^(?:\{\s*-?\d+\s*\}|\d))?"
     r"|\^(?:\{\s*\\circ\s*\}|\\circ)|°|\\degree)"
 )
@@ -29,6 +31,14 @@ _LITERAL = re.compile(
     rf"(?:{_SPACE}\\?%)?(?:{_UNIT})?{_SPACE}"
 )
 
+_NO_UNIT = re.compile(
+    r"\b(?:or|and|to|is|isn|not|no|than|plus|minus|times|mod|squared|cubed|factorial|dozens?"
+    r"|hundreds?|thousands?|(?:m|b|tr)illions?|one|two|three|four|five|six|seven|eight|nine|ten"
+    r"|eleven|twelve|half|halves)\b|(?<![a-z])\d",
+    re.IGNORECASE,
+)
+"""Texts behind a number that change it."""
+
 
 def is_number_literal(answer: str) -> bool:
     r"""Returns whether `answer` is one number and nothing else.
@@ -37,7 +47,18 @@ def is_number_literal(answer: str) -> bool:
     or a number times one; each with an optional sign, dollar sign, percent sign, `\text{unit}` or
     degree sign, and an optional `x =` before it.
     """
+    found = _literal(answer)
+    return found is not None and not _NO_UNIT.search(found["unit"] or "")
+
+
+def has_false_unit(answer: str) -> bool:
+    r"""Returns whether `answer` is a number and a text that changes it, as `12\text{ or 13}`."""
+    found = _literal(answer)
+    return found is not None and bool(_NO_UNIT.search(found["unit"] or ""))
+
+
+def _literal(answer: str) -> re.Match[str] | None:
     plain = answer.strip()
     if len(plain) > 2 and plain[0] == plain[-1] == "$":
         plain = plain[1:-1]
-    return len(plain) <= 300 and _LITERAL.fullmatch(plain) is not None
+    return _LITERAL.fullmatch(readable(plain)) if len(plain) <= 300 else None

@@ -27,7 +27,7 @@ class ScoringRules:
 
     Args:
         literal: numbers must be written out; None: if the data set's answers are numbers.
-        lenient: accept malformed LaTeX.
+        lenient: accept plain expressions.
         tool_error_penalty: deducted per failed tool call, down to 0.
         partial_credit: accept partial scores of the generators' scorers.
     """
@@ -110,7 +110,8 @@ def _correctness(
             partial_credit=rules.partial_credit,
         )
     literal = task.hidden["kind"] == "number" if rules.literal is None else rules.literal
-    if literal and not is_number_literal(answer):
+    repeated = answer == task.hidden["answer"].strip()
+    if literal and not repeated and not is_number_literal(answer):
         metrics["not_literal"] = 1.0
         return 0.0
     return _verified(task.hidden["answer"], answer, rules, metrics)

@@ -7,7 +7,8 @@ model's fault, and the scorer is not affected. The limit is CPU time, since by w
 answer would be wrong on a busy machine.
 
 math-verify is not symmetric: the gold comes first, else an answer may repeat a condition of the
-problem instead of solving it. It needs the main thread (it works with SIGALRM).
+problem instead of solving it. Where it is wrong, the form decides first (see `latex`). It needs the
+main thread (it works with SIGALRM).
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from typing import Any, NoReturn
 from envserver_records.extras import install_command
 
 from envserver import ConfigError
+
+from .latex import forms_differ, readable
+from .literals import has_false_unit
 
 CPU_SECONDS = 3
 """CPU time of the process that compares one answer; an answer that never ends takes all of it."""
@@ -70,11 +74,15 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
     r"""Compares `answer` with `gold`, both LaTeX without `\boxed`.
 
     Args:
-        lenient: also accept malformed LaTeX (`\frac12`) and plain expressions.
+        lenient: also accept plain expressions, as math-verify does by default.
 
     Raises:
         ConfigError: math-verify is not installed.
     """
+    if _without_math_marks(answer) == _without_math_marks(gold):
+        return Verdict.EQUAL
+    if has_false_unit(answer) or forms_differ(gold, answer):
+        return Verdict.DIFFERENT
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
         # Most answers by far, and what math-verify says of them: 25 times less work.
         return Verdict.EQUAL if int(gold) == int(answer) else Verdict.DIFFERENT
@@ -109,7 +117,7 @@ def _library() -> _Library:
         boxed_match_priority=0,
         try_extract_without_anchor=False,
         normalization_config=normalization(
-            basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all"
+            basic_latex=True, units=True, malformed_operators=True, nits=False, boxed="all"
         ),
     )
     library = _Library(
@@ -129,7 +137,7 @@ def _warm_up(library: _Library) -> None:
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> tuple[Any, ...]:
     library = _library()
-    boxed = f"\\boxed{{{_without_math_marks(gold)}}}"
+    boxed = f"\\boxed{{{readable(_without_math_marks(gold))}}}"
     return tuple(
         library.parse(
             boxed, library.gold, extraction_mode="first_match", parsing_timeout=TIMEOUT_SECONDS
@@ -149,7 +157,7 @@ def _without_math_marks(gold: str) -> str:
 def _verdict(gold: tuple[Any, ...], answer: str, lenient: bool) -> Verdict:
     library = _library()
     parsed = library.parse(
-        f"\\boxed{{{answer}}}",
+        f"\\boxed{{{readable(answer)}}}",
         library.lenient if lenient else library.strict,
         extraction_mode="any_match" if lenient else "first_match",
         parsing_timeout=TIMEOUT_SECONDS,

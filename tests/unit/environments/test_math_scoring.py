@@ -38,7 +38,7 @@ def reward(gold: str, response: str, **settings: Any) -> float | None:
         ("60", r"60^\circ", 1.0),
         ("60", r"60\text{ km}", 1.0),
         (r"\sqrt{18}", r"3\sqrt{2}", 1.0),
-        (r"\sqrt{18}", r"3\sqrt2", 0.0),
+        (r"\sqrt{18}", r"3\sqrt2", 1.0),
         ("x^2+2x", "x(x+2)", 1.0),
         ("x^2+2x", "x(x-2)", 0.0),
         ("y=3x-1", "3x-1", 1.0),
@@ -89,7 +89,8 @@ def test_the_answer_is_the_last_visible_box(response: str, verdict: float) -> No
      r"7\%", "7%", "x=7", "n = -7", r"\frac{1}{2}", r"-\dfrac{1}{2}", r"1\frac{1}{2}",
      "1/2", "3 1/2", "10^6", "10^{-6}",
      r"1.5 \times 10^{3}", r"7\text{ cm}", r"7\,\mathrm{m}^2",
-     r"90^\circ", r"90\,^{\circ}", " 7 ", "$7$"],
+     r"90^\circ", r"90\,^{\circ}", " 7 ", "$7$", r"\text{12}", r"\textbf{12}", r"\mathbf{12}",
+     r"\fbox{12}", r"\text{\$18}", r"\frac12", r"12\text{ million}", r"12\text{ miles per hour}"],
 )  # fmt: skip
 def test_number_literals(text: str) -> None:
     assert is_number_literal(text)
@@ -99,7 +100,7 @@ def test_number_literals(text: str) -> None:
     "text",
     ["", "x", "2+2", r"3 \cdot 4", "2^{10}", r"\sqrt{4}", r"\pm 2", "5!", r"\frac{x}{2}",
      "(7)", r"\sum_{k=1}^4 k", "xy=7", "7=7", "1/2/3", "--7", r"\frac{1}{2}+1",
-     r"7\text{ or }8 9", "7 8"],
+     r"7\text{ or }8 9", "7 8", r"12\text{ or 13}", r"12\text{ dozen}", r"12\text{ is wrong}"],
 )  # fmt: skip
 def test_expressions_are_no_number_literals(text: str) -> None:
     assert not is_number_literal(text)
@@ -117,9 +118,55 @@ def test_numeric_data_sets_do_not_pay_for_echoing_the_question() -> None:
     assert reward("36", echo, literal=True) == 0.0
 
 
-def test_lenient_accepts_malformed_latex() -> None:
-    assert reward(r"\frac{1}{2}", r"\boxed{\frac12}") == 0.0
-    assert reward(r"\frac{1}{2}", r"\boxed{\frac12}", lenient=True) == 1.0
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"\frac{1}{2}", r"\frac12"),
+        (r"\frac{1}{2}", r"\tfrac 12"),
+        (r"\frac{4}{3}", r"\frac{4}3"),
+        (r"\frac{3}{2}", r"\frac123"),
+        (r"\frac{\sqrt{3}}{2}", r"\frac{\sqrt3}2"),
+        (r"\frac{\pi}{2}", r"\frac\pi2"),
+        (r"\sqrt{12}", r"2\sqrt3"),
+        (r"\frac\pi2", r"\frac{\pi}{2}"),
+        (r"\sqrt[3]{2}", r"\sqrt[3]2"),
+        ("12000000", r"12\text{ million}"),
+        ("2<x<3", "(2,3)"),
+        ("y=2x+1", "2x+1"),
+        ("f(x)=x^2", "x^2"),
+        ("18", r"\$18"),
+    ],
+)
+def test_latex_is_read_as_tex_reads_it(gold: str, answer: str) -> None:
+    assert reward(gold, f"\\boxed{{{answer}}}") == 1.0
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [r"\frac12", r"\frac43", r"\frac 59", r"\dfrac12", r"\sqrt2", r"\frac{\sqrt3}2",
+     r"3\pm 2\sqrt2",
+     r"12\text{ or }13", r"\text{Tuesday}", r"x+y=5", "2<x<3", "4343_6", r"\varnothing", "17."],
+)  # fmt: skip
+def test_the_gold_word_for_word_is_right(gold: str) -> None:
+    assert reward(gold, f"\\boxed{{{gold}}}") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("12", r"12\text{ million}"),
+        ("12", r"12\text{ or 13}"),
+        ("12", r"12\text{ dozen}"),
+        ("12", r"12\text{ is not the answer}"),
+        ("x+y=5", "5"),
+        ("2<x<3", "2,3"),
+        ("4343_6", "4343_7"),
+        ("4", "5=4"),
+        ("1.5", r"\frac{12}3"),
+    ],
+)
+def test_what_math_verify_pays_by_mistake(gold: str, answer: str) -> None:
+    assert reward(gold, f"\\boxed{{{answer}}}") == 0.0
 
 
 def test_a_gold_that_no_answer_can_equal_is_never_trained_on() -> None:
