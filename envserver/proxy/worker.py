@@ -2,15 +2,17 @@
 
 `GET rollout` returns what the worker needs to run it (never a hidden part or a key), `POST result`
 takes its result once, `POST log` a log line, `POST actions` readable steps. A malformed result
-fails the attempt with WorkerGarbage.
+fails the attempt with WorkerGarbage; broken text, depth and size of an output are cleaned instead.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, NoReturn
 
 import msgspec
 import structlog
+from envserver_records.cleaning import cleaned
 from envserver_records.errors import (
     AgentError,
     ConflictError,
@@ -86,13 +88,13 @@ def take_result(attempt: ProxyAttempt, body: bytes) -> None:
     if attempt.sealed or attempt.posted:
         raise ConflictError("This attempt has a result already, or has ended.")
     try:
-        result = _result.decode(_without_key(attempt, body))
+        result = _read_result(_without_key(attempt, body))
         failure = _failure(result)
     except _UNDECODABLE as error:
         raise _garbage(attempt, str(error)) from None
     attempt.posted = True
     attempt.failure = failure
-    attempt.output = None if failure is not None else result.output
+    attempt.output = None if failure is not None else cleaned(result.output)
     attempt.metrics = result.metrics
 
 
@@ -139,6 +141,39 @@ def _without_key(attempt: ProxyAttempt, body: bytes) -> bytes:
     """Removes the key, which is part of the attempt's address: errors of HTTP libraries quote
     it."""
     return body.replace(attempt.key.encode(), b"***")
+
+
+def _read_result(body: bytes) -> _Result:
+    """Reads a result. One that is nested too deeply has no output.
+
+    Raises:
+        msgspec.DecodeError: it is not a result.
+    """
+    try:
+        return _result.decode(body)
+    except RecursionError:
+        return _Result(output=None)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _read_broken_text(body, error)
+
+
+def _read_broken_text(body: bytes, error: ValueError) -> _Result:
+    """Reads a result whose texts are not valid Unicode, which Python's parser accepts.
+
+    Raises:
+        msgspec.DecodeError: something else is wrong, too.
+    """
+    try:
+        value = json.loads(body.decode(errors="replace"), parse_constant=_no_constant)
+    except RecursionError:
+        return _Result(output=None)
+    except ValueError:
+        raise error from None
+    return msgspec.convert(cleaned(value), _Result)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _failure(result: _Result) -> Failure | None:

@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import orjson
+from envserver_records.cleaning import cleaned
 from envserver_records.errors import AgentError, LimitReached
 
 from ..environment import Environment
@@ -165,7 +166,10 @@ class WorkerAttempt:
 
 def _success(output: Any, run: AttemptRun) -> bytes:
     try:
-        return orjson.dumps({"output": output, "metrics": run.metrics}, option=_JSON_ONLY)
+        # A model may have written half a surrogate pair, or nested lists: that costs it points, but
+        # it is no failure.
+        result = {"output": cleaned(output), "metrics": run.metrics}
+        return orjson.dumps(result, option=_JSON_ONLY)
     except TypeError as error:
         kind = type(output).__name__
         return _failure(AgentError(f"rollout() returned a {kind} that JSON cannot hold: {error}."))

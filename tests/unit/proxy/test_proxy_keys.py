@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
+import orjson
 import pytest
 from envserver_records.errors import EngineGarbage, Outcome
 from support.fake_vllm import ids_of, logprob
@@ -158,6 +160,30 @@ async def test_what_a_worker_tells_holds_its_key_no_more(home: House) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "output"),
+    [
+        (b'{"output": "a\\ud800b"}', "a\ufffdb"),
+        (b'{"output": "a\\u0000b"}', "a\ufffdb"),
+        (b'{"output": "\xff"}', "\ufffd"),
+        (b'{"output": {"\\ud800": "\\ud83d\\ude00"}}', {"\ufffd": "\U0001f600"}),
+        (b'{"output": ' + b"[" * 50_000, None),
+    ],
+)
+async def test_what_a_model_writes_fails_no_result(home: House, body: bytes, output: Any) -> None:
+    attempt, _ = home.open()
+    assert await home.post(attempt.key, "result", body) == (204, None)
+    assert attempt.failure is None
+    assert attempt.output == output
+
+
+async def test_a_deep_result_is_cut_so_that_it_can_be_scored(home: House) -> None:
+    attempt, _ = home.open()
+    body = b'{"output": ' + b"[" * 900 + b"]" * 900 + b"}"
+    assert (await home.post(attempt.key, "result", body))[0] == 204
+    assert orjson.loads(orjson.dumps(attempt.output)) == pickle.loads(pickle.dumps(attempt.output))
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {},
@@ -169,8 +195,7 @@ async def test_what_a_worker_tells_holds_its_key_no_more(home: House) -> None:
         {"failure": "x"},
         b"not JSON",
         b'{"output": NaN}',
-        b'{"output": "\xff"}',
-        b'{"output": ' + b"[" * 50_000,
+        b'{"output": "\\ud800" ',
     ],
 )
 async def test_a_result_of_no_agreed_form_is_garbage(home: House, body: Any) -> None:
