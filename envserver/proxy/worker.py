@@ -157,7 +157,7 @@ def _read_result(body: bytes) -> _Result:
         return _read_broken_text(body, error)
 
 
-def _read_broken_text(body: bytes, error: ValueError) -> _Result:
+def _read_broken_text(body: bytes, error: Exception) -> _Result:
     """Reads a result whose texts are not valid Unicode, which Python's parser accepts.
 
     Raises:

@@ -56,7 +56,7 @@ def nested_objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
-    """Returns the objects in `value`, inner before outer, without recursion."""
+    """Yields the objects in `value`, inner before outer, without recursion."""
     objects: list[dict[str, Any]] = []
     waiting = [value]
     while waiting:
@@ -66,7 +66,7 @@ def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
             waiting += part.values()
         elif isinstance(part, list):
             waiting += part
-    return reversed(objects)
+    yield from reversed(objects)
 
 
 def _tagged(seen: str) -> str | None:
