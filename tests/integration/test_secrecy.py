@@ -57,6 +57,7 @@ def test_no_answer_and_no_secret_is_anywhere_in_a_workers_memory(tmp_path: Path)
     (tmp_path / ".env").write_text(f"ENVSERVER_OPENAI__API_KEY={SECRET}\n")
     ran = envserver(
         "process", "--env", "nosy.py", "--model", "sim", "--env.group_size", 1,
+        "--workers.heartbeat_seconds", 60,  # reading all memory holds the worker up
         "--env.notes", notes, "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import itertools
 import textwrap
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -50,8 +51,8 @@ class Trainer:
 
     def __init__(self, url: str) -> None:
         _, _, behind = str(envserver_clients.http.__doc__).partition("started again:\n\n")
-        code, _, _ = behind.partition("\n\nGroups that are not")
-        self._code = compile(textwrap.dedent(code), "example", "exec")
+        lines = itertools.takewhile(lambda line: line[:1] in ("", " "), behind.splitlines())
+        self._code = compile(textwrap.dedent("\n".join(lines)), "example", "exec")
         self._url = url
         self.saved: Saved | None = None
         self.learned: list[str] = []
