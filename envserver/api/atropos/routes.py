@@ -109,6 +109,9 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
 
     @router.get("/reset_data")
     async def reset_data() -> Response:
+        """Forgets the trainer, the environments and the waiting groups that only this trainer
+        gets; groups that open shared runs under /v1/runs wait for stay.
+        """
         await service.reset()
         return PlainTextResponse("Reset successful")
 

@@ -20,7 +20,7 @@ import structlog
 from envserver_records.errors import ConflictError, NotFoundError, StoreError, StoreFull
 
 from ...formats.atropos import ScoreRange
-from ...store import ATROPOS_RUN, GroupStore
+from ...store import ATROPOS_RUN, GroupRow, GroupStore
 from ...store.damage import DamagedBodies
 from ..heartbeats import Heartbeats
 from .batching import Formed, Lane, form_batches
@@ -221,11 +221,11 @@ class AtroposService:
             return None
 
     async def reset(self) -> None:
-        """Drops all waiting groups, and forgets the trainer and the environments."""
+        """Drops the waiting groups that only this trainer gets; forgets it and the environments."""
         async with self._lock:
             for lease_id in self._state.leases:
                 await self._give_back(lease_id)
-            await self._drop_all()
+            await self._drop_own()
             draft = copy.deepcopy(self._state)
             draft.reset()
             draft.latest = self._view.latest
@@ -241,16 +241,29 @@ class AtroposService:
         except (ConflictError, NotFoundError) as error:
             log.info("lease_had_ended", lease_id=lease_id, why=error.message)
 
-    async def _drop_all(self) -> None:
+    async def _drop_own(self) -> None:
         for _ in range(_TRIES):
             rows = await self._store.pending()
-            ids = [row.group_id for row in rows if row.group_id not in self._posts.under_way]
+            ids = [
+                row.group_id
+                for row in rows
+                if row.group_id not in self._posts.under_way and not self._others_take(row)
+            ]
             try:
                 await self._store.move(ids, "dropped")
+                log.info("queue_reset", dropped=len(ids), kept_for_others=len(rows) - len(ids))
                 return
             except ConflictError as error:
                 log.info("group_leased_while_dropping", why=error.message)
         raise ConflictError("Groups are being taken faster than they can be dropped; ask again.")
+
+    def _others_take(self, row: GroupRow) -> bool:
+        """Returns whether a group waits for another run than this trainer's, too."""
+        return row.state == "queued" and any(
+            run.delivery == "shared" and (not run.environments or row.env in run.environments)
+            for name, run in self._store.open_runs.items()
+            if name != ATROPOS_RUN
+        )
 
     # Environments
 

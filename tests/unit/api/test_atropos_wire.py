@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from envserver_records.errors import StoreError, StoreFull
 from support.api import (
@@ -301,6 +302,34 @@ async def test_reset(api: Api) -> None:
     assert await api.add_environment() == 0
     counts = await api.store.counts()
     assert (counts["queued"], counts["buffered"], counts["dropped"]) == (0, 0, 4)
+
+
+async def test_a_reset_takes_nothing_from_native_runs(api: Api) -> None:
+    await api.start()
+    env_id = await api.add_environment(group_size=4)
+    await api.store.create_run("all", batch_size=8, delivery="broadcast")
+    await api.store.create_run("maths", batch_size=8, environments=["math"])
+    await put_native(api.store, native_group("a"))
+    await put_native(api.store, msgspec.structs.replace(native_group("b"), env="code"))
+    await api.post("/scored_data", wire_group(2, 1))
+    await api.post("/scored_data", wire_group(1, 2, env_id=env_id))
+    await api.http.get("/reset_data")
+    counts = await api.store.counts()
+    assert (counts["queued"], counts["buffered"], counts["dropped"]) == (1, 0, 3)
+    lease = await api.post("/v1/runs/maths/lease", {"max_groups": 9})
+    assert [group["group_id"] for group in lease["groups"]] == ["a"]
+    others = await api.post("/v1/runs/all/lease", {"max_groups": 9})
+    assert len(others["groups"]) == 3
+    # A run that takes everything keeps everything; when it is closed, it waits for nothing.
+    await api.store.create_run("shared", batch_size=8)
+    await api.post("/scored_data", wire_group(2, 3))
+    await api.http.get("/reset_data")
+    assert (await api.store.counts())["queued"] == 1
+    await api.start()
+    assert (await api.get("/status"))["queue_size"] == 1
+    await api.store.close_run("shared")
+    await api.http.get("/reset_data")
+    assert (await api.store.counts())["queued"] == 0
 
 
 async def test_a_trainer_that_acknowledges_gets_a_lost_batch_again(tmp_path: Path) -> None:
