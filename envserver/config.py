@@ -381,6 +381,8 @@ class ServerConfig(Section):
     """`serve`: seconds for open groups to finish on shutdown; then they are cancelled."""
     allowed_hosts: list[str] = []
     """Additional host names that requests may use if there are no access tokens."""
+    allowed_origins: list[Annotated[str, Field(pattern=r"^https?://[a-z0-9.:\[\]-]+$")]] = []
+    """Origins whose web pages may use the API: https://lab.example (lower case, without a path)."""
     quota: Quota = Quota()
     max_connections: int = Field(default=4096, ge=1)
     """Maximum connections; further ones get 503 and are closed."""

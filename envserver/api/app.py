@@ -14,8 +14,6 @@ from typing import Any, Final
 import structlog
 from envserver_records.errors import StoreError
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import __version__
 from ..config import RetentionConfig, ServerConfig
@@ -27,6 +25,7 @@ from ..store import GroupStore
 from ..store.demand import Demand
 from . import problems
 from .access.middleware import Access, KnownNames
+from .access.pages import KnownPages
 from .access.tokens import AccessTokens
 from .atropos.routes import atropos_posts, atropos_routes
 from .atropos.service import AtroposService
@@ -44,7 +43,6 @@ from .weights import weight_routes
 log = structlog.get_logger(__name__)
 
 _EXPIRY_SECONDS: Final = 0.5
-_CHANGING_GETS: Final = frozenset({"/batch", "/reset_data"})
 
 
 def create_api(
@@ -120,8 +118,7 @@ def create_api(
     problems.install(app)
     # Added first: routes are tried in order, and these are called most often.
     wire_posts = atropos_posts(atropos)
-    wire = atropos_routes(atropos, wire_posts)
-    app.include_router(wire)
+    app.include_router(atropos_routes(atropos, wire_posts))
     app.include_router(runner_routes(runners, settings.max_body_bytes))
     app.include_router(
         native_routes(
@@ -147,8 +144,7 @@ def create_api(
     if settings.tokens_file is not None:
         tokens = AccessTokens(settings.tokens_file)
         app.add_middleware(Access, tokens=tokens, settings=settings)
-    app.add_middleware(_WireCors, paths={str(getattr(route, "path", "")) for route in wire.routes})
-    app.add_middleware(_NoForeignPages)
+    app.add_middleware(KnownPages, origins=settings.allowed_origins)
     if settings.tokens_file is None:
         app.add_middleware(KnownNames, names=settings.allowed_hosts)
     if metrics is not None:
@@ -174,46 +170,3 @@ def _store_only(store: GroupStore) -> Health:
     health = Health()
     health.found("store", store_probe(store))
     return health
-
-
-class _WireCors:
-    """Allows browsers to use the Atropos protocol from any page (CORS), but nothing else."""
-
-    def __init__(self, app: ASGIApp, paths: set[str]) -> None:
-        self._plain = app
-        self._paths = paths
-        self._open = CORSMiddleware(
-            app,
-            allow_origins=["*"],
-            allow_credentials=True,
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wire = scope["type"] == "http" and scope["path"] in self._paths
-        await (self._open if wire else self._plain)(scope, receive, send)
-
-
-class _NoForeignPages:
-    """Lets pages of other sites, open in a browser on this machine, read but not change anything.
-
-    Browsers identify such requests by `Sec-Fetch-Site`, a header that no other client sends.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _touches(scope):
-            refusal = problems.error_answer(
-                scope["path"], 403, "A page of another site may not change anything here."
-            )
-            await refusal(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
-def _touches(scope: Scope) -> bool:
-    changes = scope["method"] not in ("GET", "HEAD", "OPTIONS") or scope["path"] in _CHANGING_GETS
-    return changes and (b"sec-fetch-site", b"cross-site") in scope["headers"]

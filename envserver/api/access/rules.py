@@ -29,12 +29,14 @@ class Rule(NamedTuple):
     Args:
         roles: None if no token is needed.
         is_stream: whether the response is endless; a token may have only a few of those at a time.
+        is_change: whether a GET changes something; all other methods do.
     """
 
     method: str
     path: str
     roles: Roles | None
     is_stream: bool = False
+    is_change: bool = False
 
 
 RULES: Final = (
@@ -52,7 +54,7 @@ RULES: Final = (
     Rule("POST", "/v1/runs/{run}/close", TRAINER),
     Rule("GET", "/v1/runs/{run}/checkpoints", READERS),
     Rule("POST", "/v1/runs/{run}/lease", TRAINER),
-    Rule("GET", "/v1/runs/{run}/stream", TRAINER, is_stream=True),
+    Rule("GET", "/v1/runs/{run}/stream", TRAINER, is_stream=True, is_change=True),
     Rule("POST", "/v1/runs/{run}/ack", TRAINER),
     Rule("POST", "/v1/runs/{run}/nack", TRAINER),
     Rule("POST", "/v1/runs/{run}/extend", TRAINER),
@@ -83,13 +85,13 @@ RULES: Final = (
     Rule("GET", "/info", EVERYBODY),
     Rule("GET", "/wandb_info", EVERYBODY),
     Rule("GET", "/status", EVERYBODY),
-    Rule("GET", "/batch", TRAINER),
+    Rule("GET", "/batch", TRAINER, is_change=True),
     Rule("POST", "/ack", TRAINER),
-    Rule("GET", "/reset_data", TRAINER),
+    Rule("GET", "/reset_data", TRAINER, is_change=True),
     Rule("GET", "/latest_example", READERS),
     Rule("POST", "/register-env", ENVIRONMENT),
     Rule("POST", "/disconnect-env", ENVIRONMENT),
-    Rule("GET", "/status-env", ENVIRONMENT),
+    Rule("GET", "/status-env", ENVIRONMENT, is_change=True),
     Rule("POST", "/scored_data", ENVIRONMENT),
     Rule("POST", "/scored_data_list", ENVIRONMENT),
 )

@@ -256,13 +256,6 @@ async def test_wrong_methods_and_paths(api: Api) -> None:
     assert (answer.status_code, answer.json()) == (404, {"detail": "Not Found"})
 
 
-async def test_pages_of_other_origins_may_read_the_wire_and_nothing_else(api: Api) -> None:
-    origin = {"origin": "http://example.org"}
-    assert "access-control-allow-origin" in (await api.http.get("/info", headers=origin)).headers
-    native = await api.http.get("/v1/status", headers=origin)
-    assert "access-control-allow-origin" not in native.headers
-
-
 async def test_gzip_both_ways(api: Api) -> None:
     await api.register(batch_size=8)
     group = wire_group(8, tokens=[list(range(300))] * 8, masks=[list(range(300))] * 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,9 +16,12 @@ import pytest
 from envserver_records.errors import ConfigError, StoreError, StoreFull
 from envserver_records.records import Group, unpack
 from fastapi import FastAPI
+from pydantic import ValidationError
 from support.api import KEYS, Api, native_group, put_native, running_api, wire_group
 
 from envserver.api import serve_api
+from envserver.api.access.rules import RULES
+from envserver.config import ServerConfig
 
 MSGPACK = "application/vnd.envserver.groups+msgpack"
 
@@ -304,14 +308,60 @@ async def test_a_start_that_is_cancelled_ends_the_application() -> None:
     assert seen == ["started", "ended"]
 
 
-async def test_a_page_of_another_site_may_look_and_not_touch(api: Api) -> None:
-    foreign = {"sec-fetch-site": "cross-site", "content-type": "text/plain"}
-    for answer in (
-        await api.http.post("/v1/policy-version", content=b'{"version": 3}', headers=foreign),
-        await api.http.post("/scored_data", json=wire_group(2, 1), headers=foreign),
-        await api.http.get("/reset_data", headers=foreign),
-        await api.http.get("/batch", headers=foreign),
-    ):
-        assert answer.status_code == 403
-    assert (await api.http.get("/v1/status", headers=foreign)).status_code == 200
+FOREIGN = (
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+    {"origin": "http://evil.example"},
+    {"origin": "http://evil.example", "sec-fetch-site": "same-origin"},
+    {"origin": "http://127.0.0.1:1"},
+    {"origin": "null"},
+)
+
+
+async def test_a_page_of_another_origin_changes_and_reads_nothing(api: Api) -> None:
+    for headers in FOREIGN:
+        foreign = headers | {"content-type": "text/plain"}
+        for rule in RULES:
+            path = re.sub(r"{.*?}", "x", rule.path)
+            if rule.method == "GET" and not rule.is_change:
+                continue
+            answer = await api.http.request(rule.method, path, content=b"{}", headers=foreign)
+            assert answer.status_code == 403, (headers, rule)
+        for path in ("/v1/status", "/latest_example", "/info"):
+            answer = await api.http.get(path, headers=foreign)
+            assert answer.status_code == 200
+            assert not any(name.startswith("access-control") for name in answer.headers)
     assert (await api.get("/v1/policy-version"))["version"] == -1
+
+
+async def test_pages_of_the_server_itself_may_change_things(api: Api) -> None:
+    for headers in (
+        {"origin": api.url, "sec-fetch-site": "same-origin"},
+        {"origin": api.url},
+        {"sec-fetch-site": "same-origin"},
+        {"sec-fetch-site": "none"},
+    ):
+        answer = await api.http.post("/v1/policy-version", json={"version": 3}, headers=headers)
+        assert answer.status_code == 200
+
+
+async def test_listed_origins_may_talk_without_credentials(tmp_path: Path) -> None:
+    lab, other = {"origin": "https://lab.example"}, {"origin": "https://other.example"}
+    wanted = {"access-control-request-method": "POST"}
+    server = {"allowed_origins": ["https://lab.example"]}
+    async with running_api(tmp_path / "listed.db", server=server) as api:
+        preflight = await api.http.options("/v1/policy-version", headers=lab | wanted)
+        assert preflight.status_code == 200
+        crossing = lab | {"sec-fetch-site": "cross-site"}
+        answer = await api.http.post("/v1/policy-version", json={"version": 1}, headers=crossing)
+        assert answer.status_code == 200
+        for found in (preflight, answer):
+            assert found.headers["access-control-allow-origin"] == "https://lab.example"
+            assert "access-control-allow-credentials" not in found.headers
+        assert (await api.http.options("/batch", headers=other | wanted)).status_code == 400
+        read = await api.http.get("/latest_example", headers=other)
+        assert "access-control-allow-origin" not in read.headers
+        assert (await api.http.get("/batch", headers=other)).status_code == 403
+    for origin in ("*", "lab.example", "https://lab.example/"):
+        with pytest.raises(ValidationError):
+            ServerConfig(allowed_origins=[origin])
