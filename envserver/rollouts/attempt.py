@@ -107,6 +107,8 @@ async def run_attempt(
     finally:
         proxy.seal(attempt)
     in_sandboxes = await proxy.settle(attempt)
+    if isolation == "sandboxed" and attempt.calls and attempt.failure is not None:
+        attempt.failure.detail.pop("bug", None)  # code of the model may have reported it
     limit = ending_limit(attempt) if death is None else dying_limit(attempt, death, isolation)
     calls = list(attempt.calls)
     counted = counted_calls(calls, spec)

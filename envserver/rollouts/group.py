@@ -42,6 +42,7 @@ from .policy import (
     GroupRules,
     counts_as_attempt,
     group_seconds_left,
+    is_bug,
     is_retried,
     judge_group,
     judge_losses,
@@ -136,7 +137,8 @@ async def make_group(
     rules = rules or _rules(context)
     failures = _Failures(context.observer, request)
     members = await _members(context, request, rules, failures)
-    if (drop := judge_losses(failures.lost, rules)) is not None:
+    drop = failures.bug or judge_losses(failures.lost, rules)
+    if drop is not None:
         return drop
     try:
         scores = await _group_scores(
@@ -174,7 +176,7 @@ async def _members(
     members: dict[int, Member] = {}
     enough_at: float | None = None
     try:
-        while pending and judge_losses(failures.lost, rules) is None:
+        while pending and not failures.bug and judge_losses(failures.lost, rules) is None:
             now = time.monotonic()
             left = group_seconds_left(
                 context.rollouts, now - started, None if enough_at is None else now - enough_at
@@ -193,7 +195,7 @@ async def _members(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    if judge_losses(failures.lost, rules) is None:
+    if not failures.bug and judge_losses(failures.lost, rules) is None:
         for number in sorted(tasks[task] for task in pending):
             failures.add(number, _straggler(time.monotonic() - started), final=True)
     return dict(sorted(members.items()))
@@ -202,12 +204,15 @@ async def _members(
 class _Failures:
     """The failed attempts of one group, reported to the observer and kept for the group's record.
 
-    `lost`: number of rollouts lost for good, by kind of their last failure.
+    `lost`: number of rollouts lost for good, by kind of their last failure. `scored`: number of
+    scored rollouts. `bug`: why the group is dropped, if a bug ended it before any was scored.
     """
 
     def __init__(self, observer: Observer, request: GroupRequest) -> None:
         self.seen: list[Failure] = []
         self.lost: Counter[str] = Counter()
+        self.scored = 0
+        self.bug: Drop | None = None
         self._observer = observer
         self._request = request
         self._attempts: Counter[int] = Counter()
@@ -223,6 +228,10 @@ class _Failures:
         self.seen.append(failure)
         if final:
             self.lost[failure.kind] += 1
+            if is_bug(error) and not self.scored:
+                message = f"A bug in the environment: {error.detail['bug']}"
+                hopeless = "missing" in error.detail
+                self.bug = Drop("incomplete", message, True, bug=True, hopeless=hopeless)
         self._observer(
             RolloutFailed(
                 group_id=self._request.group_id,
@@ -265,11 +274,15 @@ async def _until_scored(
     while True:
         attempt = failures.next_attempt(number)
         try:
-            return await _try_member(context, request, rollout_id, attempt)
+            member = await _try_member(context, request, rollout_id, attempt)
         except RolloutError as error:
             failed = error
+        else:
+            failures.scored += 1
+            return member
         tries += counts_as_attempt(failed)
-        again = is_retried(failed, tries, context.rollouts.max_attempts)
+        most = context.rollouts.max_attempts
+        again = is_retried(failed, tries, most, scored=failures.scored)
         failures.add(number, failed, final=not again)
         if not again:
             return None
@@ -377,7 +390,9 @@ async def score_once(scorer: ScorerPool, task: Task, result: Result) -> Score:
     """Scores a rollout; retries a failed scorer once before the rollout fails."""
     try:
         return await scorer.score(task, result)
-    except (ScorerError, SandboxError):
+    except (ScorerError, SandboxError) as error:
+        if is_bug(error):
+            raise
         return await scorer.score(task, result)
 
 

@@ -28,9 +28,20 @@ from .estimates import Scored
 _RETRY = Backoff(first_seconds=0.2, max_seconds=10.0, jitter=(0.5, 1.0))
 
 
-def is_retried(error: RolloutError, attempts: int, max_attempts: int) -> bool:
-    """Returns whether a failed rollout is retried after `attempts` counted attempts."""
+def is_retried(error: RolloutError, attempts: int, max_attempts: int, *, scored: int = 0) -> bool:
+    """Returns whether a failed rollout is retried after `attempts` counted attempts.
+
+    Args:
+        scored: number of scored rollouts of its group. Without any, a bug is final.
+    """
+    if is_bug(error) and not scored:
+        return False
     return error.outcome is Outcome.RETRY and attempts < max_attempts
+
+
+def is_bug(error: RolloutError) -> bool:
+    """Returns whether the environment's code or setup failed in a way that no retry can avoid."""
+    return "bug" in error.detail
 
 
 def counts_as_attempt(error: RolloutError) -> bool:
@@ -101,12 +112,16 @@ class Drop(msgspec.Struct, frozen=True):
     """Why a group is not delivered; `failed` distinguishes a failure from a filter.
 
     `scored`: what the group still tells about its task; None unless all required were scored.
+    `bug`: the group ended at its first failure, a bug of the environment. `hopeless`: a library or
+    a setting is missing, so no other group can succeed.
     """
 
     reason: str
     message: str
     failed: bool
     scored: Scored | None = None
+    bug: bool = False
+    hopeless: bool = False
 
 
 class GroupRules(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,6 +67,8 @@ class Scheduler:
         self._failed_in_a_row = 0
         self._dropped_in_a_row = 0
         self._causes: Counter[str] = Counter()
+        self._works = False
+        self._bug: AllFailed | None = None
         self.delivered = 0
 
     @property
@@ -113,6 +115,8 @@ class Scheduler:
             if self._lane is not None:
                 self._lane.left()
             await self._until_fewer_than(1)
+            if self._bug is not None and self._stop_on_failures:
+                raise self._bug
         finally:
             if self._lane is not None:
                 self._lane.left()
@@ -212,6 +216,7 @@ class Scheduler:
             about = {"envserver.group_id": request.group_id}
             trace.past("store put", about, began, time.time())
         self._failed_in_a_row = self._dropped_in_a_row = 0
+        self._works, self._bug = True, None
         self._causes.clear()
         self.delivered += 1
         self._context.observer(GroupDelivered(group=made))
@@ -239,6 +244,7 @@ class Scheduler:
                 scored=drop.scored,
             )
         )
+        self._judge_bug(drop)
         self._dropped_in_a_row += 1
         self._failed_in_a_row = self._failed_in_a_row + 1 if drop.failed else 0
         self._causes[f"{drop.reason}: {drop.message}"] += 1
@@ -252,6 +258,22 @@ class Scheduler:
                 f"{self._causes.most_common(1)[0][0]}",
                 hint="See the failures file for each rollout's cause.",
             )
+
+    def _judge_bug(self, drop: Drop) -> None:
+        """Ends a run in which no group works yet: at the first group that lacks a library or a
+        setting, at the second group with another bug (one task alone may be broken).
+
+        Raises:
+            AllFailed: the run ends.
+        """
+        self._works = self._works or not drop.failed
+        if self._works or not drop.bug:
+            self._bug = None
+            return
+        again = self._bug is not None
+        self._bug = AllFailed(drop.message, hint="The failures file has the traceback.")
+        if self._stop_on_failures and (again or drop.hopeless):
+            raise self._bug
 
     async def _pause_after_failures(self) -> None:
         if self._failed_in_a_row and not self._stop_on_failures:

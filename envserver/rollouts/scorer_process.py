@@ -32,6 +32,7 @@ from pydantic import ValidationError
 from ..environment import Environment
 from ..registry import find
 from ..sandbox.watched import WatchedSandboxes
+from ..workers.failures import bug_of
 from .rubric import with_rubric
 
 TRACEBACK_CHARACTERS = 4000
@@ -161,7 +162,7 @@ def _failure_of(error: BaseException) -> Failure:
         blame=Blame.ENVIRONMENT,
         outcome=Outcome.RETRY,
         message=f"The scorer raised {type(error).__name__}: {str(error)[:500]}",
-        detail={"traceback": trace},
+        detail={"traceback": trace, **bug_of(error)},
     )
 
 

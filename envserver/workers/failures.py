@@ -2,23 +2,34 @@
 
 Limits and failures of engines and sandboxes keep their kind; all else is the agent's error, with a
 traceback (where a framework wrapped one of the former, the server knows: the proxy reported it).
+An error that no further attempt can avoid is marked as a bug.
 """
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
+from pathlib import Path
 from typing import Any
 
 from envserver_records.errors import (
     AgentError,
+    ConfigError,
     EngineError,
     LimitReached,
     SandboxError,
     ServiceError,
 )
+from envserver_records.extras import missing_module_hint
 
 MAX_TRACEBACK_CHARACTERS = 8000
 MAX_MESSAGE_CHARACTERS = 2000
+
+_BUGS = (ConfigError, ImportError, NameError, SyntaxError, TypeError, AttributeError)
+_LIBRARIES = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+)
 
 
 def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
@@ -33,8 +44,36 @@ def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
     return {
         "kind": AgentError.kind,
         "message": _sendable(message[:MAX_MESSAGE_CHARACTERS]),
-        "detail": {"traceback": _traceback(error, own_file)},
+        "detail": {"traceback": _traceback(error, own_file), **bug_of(error)},
     }
+
+
+def bug_of(error: BaseException) -> dict[str, str]:
+    """Returns the details of an error in the environment's code or setup; nothing for others.
+
+    Returns:
+        `bug`: the last line of the traceback, its place in the environment's code, and what helps.
+        `missing`: "yes" where a library or a setting is missing, so that nothing can work.
+    """
+    if not isinstance(error, _BUGS):
+        return {}
+    if isinstance(error, ConfigError):
+        return {"bug": _sendable(str(error)), "missing": "yes"}
+    text = f"{type(error).__name__}: {str(error)[:MAX_MESSAGE_CHARACTERS]} {_place(error)}"
+    if not isinstance(error, ImportError):
+        return {"bug": _sendable(text)}
+    hint = f" {missing_module_hint(error.name)}" if error.name else ""
+    return {"bug": _sendable(text + hint), "missing": "yes"}
+
+
+def _place(error: BaseException) -> str:
+    """Returns the innermost place outside of libraries (else the innermost)."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [one for one in frames if not one[0].f_code.co_filename.startswith(_LIBRARIES)]
+    if not frames:
+        return ""
+    frame, line = (own or frames)[-1]
+    return f"({frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname})."
 
 
 def _traceback(error: BaseException, own_file: str) -> str:

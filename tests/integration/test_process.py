@@ -238,6 +238,61 @@ def test_when_everything_fails_it_stops_and_says_why(
     assert any(line["final"] for line in failed)
 
 
+BUGGY = """
+from envserver import ConfigError, Environment, Score, Task
+
+class Buggy(Environment):
+    class Config(Environment.Config):
+        bug: str = ""
+
+    def tasks(self, split):
+        yield from (Task(f"t{n}", {"n": n}) for n in range(20))
+
+    async def rollout(self, task, run):
+        if self.config.bug == "module":
+            import smolagents_of_nobody
+        if self.config.bug == "setup":
+            raise ConfigError("No key is set.", hint="Set one.")
+        if self.config.bug == "one task" and task.public["n"] == 0:
+            return undefined_name
+        return "" if self.config.bug != "code" else None + 1
+
+    def score(self, task, result):
+        return Score(reward=1.0 if self.config.bug != "scorer" else result.output.reward)
+"""
+
+
+@pytest.mark.parametrize(
+    ("bug", "told"),
+    [
+        ("code", "TypeError: unsupported operand type(s) for +: 'NoneType' and 'int' ("),
+        ("setup", "No key is set. Set one."),
+        ("module", "ModuleNotFoundError: No module named 'smolagents_of_nobody' ("),
+        ("scorer", "AttributeError: 'str' object has no attribute 'reward' ("),
+    ],
+)
+def test_a_bug_of_the_environment_ends_each_group_at_its_first_occurrence(
+    tmp_path: Path, bug: str, told: str
+) -> None:
+    (tmp_path / "buggy.py").write_text(BUGGY)
+    words = ("process", "--env", "buggy.py", *SIM, "--rollouts.max_concurrent", 4)
+    ran = envserver(*words, "--env.group_size", 4, "--env.bug", bug, folder=tmp_path)
+    assert ran.returncode == 1, ran.stderr
+    assert f"A bug in the environment: {told}" in ran.stderr
+    assert bug == "setup" or "buggy.py:" in ran.stderr
+    failures = read_jsonl(tmp_path / "data" / "buggy.failures.jsonl")
+    failed = [line["rollout_id"] for line in failures if line["event"] == "rollout_failed"]
+    assert 1 <= len(failed) == len(set(failed)) <= 8  # none is tried again; 4 are in flight
+
+
+def test_a_bug_that_one_task_meets_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "buggy.py").write_text(BUGGY)
+    words = ("process", "--env", "buggy.py", *SIM, "--env.ensure_scores_are_not_same", "false")
+    ran = envserver(*words, "--env.bug", "one task", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert len(group_ids(tmp_path / "data" / "buggy.jsonl")) == 19
+
+
 def test_what_failed_once_is_tried_again(own: Path, tmp_path: Path) -> None:
     ran = envserver("process", "--env", own, *SIM, "--env.broken", "once", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
