@@ -18,6 +18,7 @@ from typing import Any
 import asyncpg
 import pytest
 from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull
+from envserver_records.extras import install_command
 from sqlalchemy import Engine, event
 from support.stores import group, ids, noise
 
@@ -309,7 +310,7 @@ async def test_places_where_no_store_can_be(
     assert "mysql" in await refusal("mysql://localhost/groups")
     assert "in-memory" in await refusal("sqlite://")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "envserver[postgres]" in await refusal("postgresql://user:secret@localhost/groups")
+    assert install_command("postgres") in await refusal("postgresql://user:secret@localhost/groups")
 
 
 async def test_urls_and_paths_name_the_same_file(

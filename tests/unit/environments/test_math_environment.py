@@ -18,6 +18,7 @@ from envserver_environments.math.data_sets import read_problem
 from envserver_environments.math.env import Math
 from envserver_environments.math.loading import SAMPLE
 from envserver_environments.math.verification import Verdict, compare
+from envserver_records.extras import install_command
 from envserver_tools.calculator import calculate
 
 from envserver import ConfigError, InputError, NotFoundError, Result, Split, Task
@@ -253,7 +254,7 @@ def test_a_missing_library_names_its_extra(
     monkeypatch.setitem(sys.modules, module, None)
     procedural._library.cache_clear()
     procedural._block.cache_clear()
-    with pytest.raises(ConfigError, match=rf"envserver\[{extra}\]"):
+    with pytest.raises(ConfigError, match=re.escape(install_command(extra))):
         next(Math(Math.Config(data_set=data_set)).tasks("train"))
 
 

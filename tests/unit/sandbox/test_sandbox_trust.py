@@ -93,6 +93,7 @@ async def test_a_program_that_the_machine_cannot_start_is_no_mistake_of_the_aske
             confined=False,
             filter_program=b"",
             readable=[],
+            listed=[],
             variables={},
             own_user=False,
         )
