@@ -29,7 +29,8 @@ facts = json.load(open({_FACTS!r}))
 seen = []
 for name in facts["modules"]:
     try:
-        importlib.import_module(name)
+        if importlib.import_module(name).__file__ is None:
+            continue  # a namespace package: the name of a folder whose modules cannot be read
     except (ImportError, OSError):  # some backends show names of files that cannot be read
         continue
     except Exception:
