@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 import pytest
+from envserver_records.extras import install_command
 from support.commands import envserver
 
 from envserver import main
@@ -184,7 +185,7 @@ def test_the_harness_is_an_extra_that_is_named(
     empty.chmod(0o755)
     words = ["lm-eval", "gsm8k", "--model", "sim", "--python"]
     assert main([*words, str(empty)]) == 2
-    assert "envserver[lm-eval]" in capsys.readouterr().err
+    assert install_command("lm-eval") in capsys.readouterr().err
     assert main([*words, "nowhere"]) == 2
     assert "cannot be run" in capsys.readouterr().err
     assert main(["lm-eval", "--model", "sim"]) == 2
