@@ -189,21 +189,22 @@ def test_a_forged_result_is_an_answer_like_any_other(ran: Ran) -> None:
 
 
 STEPS = {
-    "crashes": "died",
-    "eats": "exception",
-    "exits": "died",
-    "forks": "timeout",
-    "hangs": "timeout",
-    "is deaf": "timeout",
-    "loops": "timeout",
+    "crashes": {"died"},
+    "eats": {"exception"},
+    "exits": {"died"},
+    # The limit of processes refuses a fork, or the children outlive the step: both at once.
+    "forks": {"timeout", "exception"},
+    "hangs": {"timeout"},
+    "is deaf": {"timeout"},
+    "loops": {"timeout"},
 }
 
 
 def test_trouble_ends_typed_and_what_was_done_is_kept(ran: Ran) -> None:
-    for name, kind in STEPS.items():
+    for name, kinds in STEPS.items():
         first, second, *_ = ran.steps["code", name]
         assert first["observation"] == "Value: 42", name
-        assert second["error"]["kind"] == kind, name
+        assert second["error"]["kind"] in kinds, name
     for name in ("hangs", "is deaf"):
         assert ran.rollouts["code", name]["output"]["state"] == "time"
 

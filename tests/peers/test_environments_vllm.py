@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,10 @@ def test_what_a_trainer_gets_of_each_is_what_was_sampled(
 ) -> None:
     """Its model is random. The engine is asked again for the logprobs of every row."""
     settings = {
-        "environments": [{"name": name, "env": env} for name, env in ENVIRONMENTS.items()],
-        "env": {"group_size": 2, "ensure_scores_are_not_same": False, "total_steps": 1},
+        "environments": [
+            {"name": name, "env": {**env, "total_steps": 1}} for name, env in ENVIRONMENTS.items()
+        ],
+        "env": {"group_size": 2, "ensure_scores_are_not_same": False},
         "openai": {"base_url": f"{vllm_server.root_url}/v1"},
         "sampling": {"max_tokens": 48},
         "tokens": {"audit_fraction": 1},
@@ -64,7 +67,7 @@ def test_what_a_trainer_gets_of_each_is_what_was_sampled(
             report = until(audited, 60, server.output, alive=server.process)
         assert report["rows"] > 0
         assert report["rows_over_tolerance"] == 0, report
-        server.process.terminate()
+        server.send(signal.SIGTERM)
         assert server.end() == 0
     assert set(agents) == set(ENVIRONMENTS)
     for name, names in AGENTS.items():

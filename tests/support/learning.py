@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -27,10 +28,14 @@ def tiny_model(python: Path) -> Path:
     sources = sorted(path for folder in _MAKING for path in (ROOT / folder).rglob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     folder = python.parent.parent / f"tiny-{digest}"
-    if not (folder / "config.json").exists():
-        words = [python, "-m", "envserver", "models", "tiny", folder, "--threads", "1"]
-        made = subprocess.run(words, capture_output=True, text=True, check=False, env=variables())
-        assert made.returncode == 0, made.stderr[-3000:]
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests side by side need it at the same moment
+        if not (folder / "config.json").exists():
+            words = [python, "-m", "envserver", "models", "tiny", folder, "--threads", "1"]
+            made = subprocess.run(
+                words, capture_output=True, text=True, check=False, env=variables()
+            )
+            assert made.returncode == 0, made.stderr[-3000:]
     return folder
 
 
