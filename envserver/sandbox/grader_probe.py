@@ -20,7 +20,7 @@ from .hidden import OUR_PACKAGES, environment_packages, package_places
 from .system import shown_roots
 
 _MOST_FILES = 2000
-"""Of one package or folder: the probe takes a moment, however large a data set is."""
+"""Files tried in each package or folder, so that a large data set does not delay the start."""
 _FACTS = "probe-facts.json"
 
 _LOOK = f"""

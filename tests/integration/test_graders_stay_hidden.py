@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import orjson
@@ -88,7 +88,8 @@ def wheels(folder: Path) -> list[str]:
 
 def base_python() -> str:
     """Python without an environment; one that all users may execute."""
-    candidates = (sys._base_executable, f"/usr/bin/python3.{sys.version_info.minor}")  # type: ignore[attr-defined]
+    name = f"bin/python3.{sys.version_info.minor}"
+    candidates = (f"{sys.base_prefix}/{name}", f"/usr/{name}")
     for path in map(os.path.realpath, candidates):
         open_to_all = all(parent.stat().st_mode & 1 for parent in Path(path).parents)
         if Path(path).exists() and open_to_all:
@@ -129,9 +130,12 @@ def for_the_user(folder: Path, wheels: list[str]) -> tuple[Path, dict[str, str]]
     return python, variables
 
 
+Install = Callable[[Path, list[str]], tuple[Path, dict[str, str]]]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("install", [in_venv, in_venv_of_uv, editable, for_the_user])
-def test_no_program_sees_the_graders(install, folder: Path, wheels: list[str]) -> None:  # type: ignore[no-untyped-def]
+def test_no_program_sees_the_graders(install: Install, folder: Path, wheels: list[str]) -> None:
     python, variables = install(folder, wheels)
     _libraries(python.parents[1] if not variables else folder / "user")
     refused = {}
