@@ -84,7 +84,7 @@ _HOMES = {
     "ServerConfig": "envserver.config",
     "Settings": "envserver.config",
     "SimConfig": "envserver.config",
-    "TokensConfig": "envserver.config",
+    "TokensConfig": "envserver.tokens_config",
     "WorkersConfig": "envserver.config",
     "ScoreResult": "envserver.running.python_api",
 }
@@ -139,7 +139,6 @@ if TYPE_CHECKING:
         ServerConfig,
         Settings,
         SimConfig,
-        TokensConfig,
         WorkersConfig,
     )
     from .curriculum_config import CurriculumConfig
@@ -175,6 +174,7 @@ if TYPE_CHECKING:
         VerifySettings,
     )
     from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
+    from .tokens_config import TokensConfig
 
 __all__ = [
     "__version__",

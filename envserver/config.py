@@ -25,11 +25,11 @@ from pydantic import (
 
 from .curriculum_config import SECTION, CurriculumConfig
 from .delivery_config import DeliveryConfig
+from .tokens_config import TokensConfig
 
 StorePlace = Annotated[str, Field(min_length=1)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json"]
-Edit = Literal["exact", "appended", "whitespace", "calls"]
 Mode = Literal["auto", "tokens", "completions", "chat", "opaque"]
 Missing = Literal["shrink", "drop_group"]
 Backend = Literal["auto", "vllm", "local"]
@@ -180,8 +180,7 @@ class EngineConfig(Section):
     models_file: Path = Path("configs/models.yaml")
     """File that defines models by name."""
     backend: Backend | None = None
-    """vllm, local, or auto (vLLM if it is installed and starts, otherwise local); unset: as in the
-    model's entry."""
+    """vllm, local, or auto (vLLM if it starts, otherwise local); unset: as in the model's entry."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the engine; 0 picks a free one."""
     vllm_python: Path | None = None
@@ -196,32 +195,6 @@ class EngineConfig(Section):
     """Consecutive restarts of a crashing engine before giving up."""
     log: Path | None = None
     """Log file of the engine; unset: data/engine-NAME.log."""
-
-
-class TokensConfig(Section):
-    """How calls are continued token by token, and which calls are trained."""
-
-    stitch: bool = True
-    """Continue a conversation from its recorded tokens instead of rendering it again."""
-    tokenizer: Path | None = None
-    """Folder of the model's tokenizer.json and chat template; unset: found by the model's name."""
-    edits: list[Edit] = ["exact", "appended", "whitespace", "calls"]
-    """Changes that an agent may make to an answer it sends back without losing its tokens."""
-    think: Literal["template", "keep"] = "template"
-    """If the chat template removes earlier reasoning: start a new sequence without it, as in
-    deployment (template), or continue one sequence that keeps all of it (keep)."""
-    train: list[str] = []
-    """Flags whose calls are trained, overriding the default."""
-    mask: list[str] = []
-    """Flags whose calls become untrained context."""
-    drop: list[str] = []
-    """Flags that drop the rollout."""
-    audit_fraction: float = Field(default=0.0, ge=0, le=1)
-    """`serve`: share of the rollouts whose logprobs the engine computes again, as a check."""
-    audit_tolerance: float = Field(default=0.05, ge=0)
-    """Largest logprob difference that an audit accepts as rounding."""
-    keep_calls: bool = False
-    """Store every call (tokens as differences) with the sequences of a trajectory."""
 
 
 class SimConfig(Section):
@@ -273,6 +246,13 @@ class WorkersConfig(Section):
     """Disk limit of a sandboxed worker, in MB."""
     kill_grace_seconds: float = Field(default=2.0, ge=0)
     """Seconds between cancelling a rollout at its deadline and killing its process tree."""
+    max_connections: int = Field(default=64, ge=2)
+    """Maximum connections of one rollout to the proxy; of more, the longest unused is closed."""
+    max_request_mb: float = Field(default=128, ge=1)
+    """Megabytes of requests of one rollout that the proxy holds at a time; then 429."""
+    max_requests_per_second: float = Field(default=100, gt=0)
+    """Average requests of one rollout to the proxy per second, ten seconds' worth at once; further
+    ones wait for a moment, then 429."""
 
 
 class SandboxConfig(Section):
@@ -301,15 +281,13 @@ class RolloutsConfig(DeliveryConfig):
     """If a rollout fails for good, not by the model's fault: shrink the group without it (down to
     `min_group_size`) or drop the group. Failures that are the model's fault are always scored."""
     late_in_group: Missing = "shrink"
-    """The same for stragglers and stale rollouts. Those tend to be long: leaving them out biases
-    the group towards short rollouts."""
+    """The same for stragglers and stale rollouts; groups without them tend to short rollouts."""
     stragglers: Literal["cancel", "wait"] = "cancel"
     """At the end of the group's time: cancel unfinished rollouts, or wait for all of them."""
     group_timeout_seconds: float = Field(default=1800.0, gt=0)
     """Seconds from a group's first rollout until its stragglers are cancelled."""
     straggler_grace_seconds: float | None = Field(default=None, ge=0)
-    """Seconds for the rest of a group once `min_group_size` of it are scored; unset: until the
-    group's time is over."""
+    """Seconds for the rest of a group once `min_group_size` are scored; unset: all of its time."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Maximum policy versions between a running rollout's first token and now; unset: no limit."""
     stale_rollouts: Literal["cancel", "finish"] = "cancel"
@@ -375,6 +353,10 @@ class ServerConfig(Section):
     """Deliver a leased batch again if it is not acknowledged within this many seconds."""
     max_open_leases: int = Field(default=1024, ge=1)
     """Maximum unacknowledged leases per run, for trainers that request them; then HTTP 429."""
+    max_waiting_groups: int = Field(default=100_000, ge=1)
+    """Groups waiting for a run at which posts of groups get HTTP 429, with Retry-After."""
+    max_waiting_gb: float = Field(default=50.0, gt=0)
+    """The same for the GB of these groups, as stored (compressed)."""
     silent_after_seconds: float = Field(default=30.0, gt=0)
     """Seconds without a heartbeat until a remote runner's share goes to the others."""
     drain_seconds: float = Field(default=60.0, ge=0)

@@ -163,7 +163,8 @@ class Rollout(Protocol):
             messages: the history, in OpenAI's format.
             tools: OpenAI function tools.
             agent: name of the calling agent in a multi-agent rollout.
-            sampling: `max_tokens`, `stop`, `tool_choice` ... (the run sets temperature and top_p).
+            sampling: `max_tokens`, `stop`, `tool_choice` ... (the run sets temperature and top_p;
+                fields such as `logit_bias` need its setting `tokens.constraints`).
 
         Raises:
             LimitReached: turns, tokens or time are used up. Do not catch it: the rollout is scored.
@@ -219,7 +220,11 @@ class Rollout(Protocol):
         """Writes a line to the server's log, with the id of this rollout."""
 
     def log_metric(self, name: str, value: float) -> None:
-        """Stores a number with the trajectory; the last value of a name counts."""
+        """Stores a number with the trajectory; the last value of a name counts.
+
+        At most 200 names of at most 100 printable characters; others are left out, and the
+        rollout has the flag `metrics_left_out`.
+        """
 
     def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
         """Records one step for readers and for data: the tool, its input and its output.
@@ -261,8 +266,12 @@ class Environment(abc.ABC):
     """Modules imported in the process that workers are forked from, unless workers are pooled.
     List what an agent uses and would otherwise import at each start. Unused modules slow each fork
     down a little."""
-    score_timeout_seconds: ClassVar[float] = 30.0
-    """A `score` that takes longer is killed; the rollout is scored once more, then dropped."""
+    score_cpu_seconds: ClassVar[float] = 30.0
+    """CPU seconds that the scorer process may use for one `score`, rounded up to whole seconds.
+    Processes that `score` starts, waiting, and `prepare_scoring` do not count."""
+    score_timeout_seconds: ClassVar[float] = 300.0
+    """Seconds by the clock after which a `score` is killed that waits or hangs. The rollout is
+    scored once more, then dropped."""
 
     class Config(EnvironmentConfig):
         """Settings of this environment: `--env.*`."""
@@ -306,6 +315,9 @@ class Environment(abc.ABC):
         Returns:
             A JSON-like value; the scorer gets it as `result.output`.
         """
+
+    def prepare_scoring(self) -> None:  # noqa: B027 - a hook, empty by default
+        """Loads what `score` needs. Runs once per scorer process, before any limit applies."""
 
     @abc.abstractmethod
     def score(self, task: Task, result: Result) -> Score | Awaitable[Score]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypedDict
@@ -26,6 +27,7 @@ InFlight = Literal["drain", "keep", "abort"]
 Delivery = Literal["shared", "broadcast"]
 
 LONGEST_WAIT_SECONDS: Final = 60.0
+_WARNING_HEADER: Final = "x-envserver-warning"
 _PASSING: Final = frozenset({429, 502, 503, 504, 507})
 
 
@@ -232,8 +234,10 @@ def _server_pause_seconds(problem: Exception | Answer) -> float:
 
 
 def checked(answer: Answer) -> Answer:
-    """Returns a successful answer; raises the error of another one."""
+    """Returns a successful answer, and warns of what it says; raises the error of another one."""
     if 200 <= answer.status < 300:
+        if warning := answer.headers.get(_WARNING_HEADER):
+            warnings.warn(warning, stacklevel=2)
         return answer
     raise _error(answer)
 

@@ -2,12 +2,12 @@
 
 In: any JSON-like value, as a model's code may have made it. Out: a value of limited depth and size,
 whose texts have no lone surrogates and no NUL, and whose integers fit 64 bits. A value that is
-clean already comes back equal.
+clean already comes back equal; else the answer says what was changed, for the rollout's record.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 MAX_DEPTH = 100
 """Deeper lists and objects become CUT."""
@@ -21,9 +21,26 @@ _ITEM_COST = 8
 _LEAST_INTEGER, _MOST_INTEGER = -(2**63), 2**64 - 1
 
 
-def cleaned(value: Any) -> Any:
-    """Returns `value` cleaned. What JSON has no form for stays as it is."""
-    return _Cleaner().clean(value, MAX_DEPTH)
+Change = Literal["cut", "replaced"]
+"""`cut`: too deep or too large. `replaced`: a character or an integer that cannot be held."""
+
+
+class Cleaned(NamedTuple):
+    """A cleaned value, and how it differs from what came in."""
+
+    value: Any
+    changes: frozenset[Change]
+
+
+def clean(value: Any, max_characters: int = MAX_CHARACTERS) -> Cleaned:
+    """Returns `value` cleaned. What JSON has no form for stays as it is.
+
+    Args:
+        max_characters: size of the whole value; a list's or an object's item costs 8 beside its
+            text.
+    """
+    cleaner = _Cleaner(max_characters)
+    return Cleaned(cleaner.clean(value, MAX_DEPTH), frozenset(cleaner.changes))
 
 
 def clean_text(text: str) -> str:
@@ -39,8 +56,9 @@ def clean_text(text: str) -> str:
 class _Cleaner:
     """Counts what is left of the size while it walks through a value."""
 
-    def __init__(self) -> None:
-        self._left = MAX_CHARACTERS
+    def __init__(self, max_characters: int) -> None:
+        self._left = max_characters
+        self.changes: set[Change] = set()
 
     def clean(self, value: Any, depth: int) -> Any:
         self._left -= _ITEM_COST
@@ -50,20 +68,38 @@ class _Cleaner:
             case bool() | None | float():
                 return value
             case int():
-                return value if _LEAST_INTEGER <= value <= _MOST_INTEGER else f"{value:#x}"
+                return self._integer(value)
             case list() | tuple() | dict() if depth == 0:
+                self.changes.add("cut")
                 return CUT
             case list() | tuple():
-                return [self.clean(part, depth - 1) for part in value if self._left > 0]
+                return [self.clean(part, depth - 1) for part in value if self._has_room()]
             case dict():
                 return {
                     self._text(key) if isinstance(key, str) else key: self.clean(part, depth - 1)
                     for key, part in value.items()
-                    if self._left > 0
+                    if self._has_room()
                 }
         return value
+
+    def _has_room(self) -> bool:
+        if self._left <= 0:
+            self.changes.add("cut")
+        return self._left > 0
+
+    def _integer(self, value: int) -> int | str:
+        if _LEAST_INTEGER <= value <= _MOST_INTEGER:
+            return value
+        self.changes.add("replaced")
+        return f"{value:#x}"
 
     def _text(self, text: str) -> str:
         size = max(0, min(self._left, MAX_TEXT_CHARACTERS))
         self._left -= min(len(text), size)
-        return clean_text(text if len(text) <= size else text[:size] + CUT)
+        if len(text) > size:
+            self.changes.add("cut")
+            text = text[:size] + CUT
+        clean = clean_text(text)
+        if clean != text:
+            self.changes.add("replaced")
+        return clean

@@ -25,6 +25,8 @@ from .errors import (
     by_kind,
 )
 
+CONTEXT_IS_FULL: Final = "context_length_exceeded"
+"""OpenAI's code for a prompt that is too long for the model."""
 _MAX_TEXT_BYTES: Final = 2000
 _CONFLICT: Final = 409
 
@@ -65,6 +67,8 @@ class ErrorReader:
         if code == LimitReached.kind:
             limit = problem.get("limit") or problem.get("param")
             return LimitReached(message, **({"limit": limit} if limit else {}))
+        if code == CONTEXT_IS_FULL:
+            return LimitReached(message, limit="context")
         if code in self.by_code:
             return self.by_code[code](message, status=status)
         return (self.server_error if is_servers else self.client_error)(message, status=status)

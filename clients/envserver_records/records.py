@@ -90,7 +90,7 @@ class Result(msgspec.Struct, kw_only=True):
         turns: number of model calls.
         completion_tokens: number of tokens sampled in all calls.
         metrics: numbers that the agent logged with `run.log_metric`.
-        flags: labels that the server's services put on the rollout (`Caller.flag`).
+        flags: labels from services (`Caller.flag`), and how `output` was cut or cleaned.
         actions: steps that the agent logged with `run.log_action`, each {"step", "tool", "input",
             "output", "ts"} with `step` from 1 and `ts` in seconds. For readers: rewards must not
             depend on them.

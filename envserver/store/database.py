@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import structlog
+from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError
 from envserver_records.extras import install_command
 from sqlalchemy import (
@@ -35,9 +38,10 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from .failures import already_open, typed_failures
+from .failures import already_open, is_unreachable, typed, typed_failures
 from .files import Files, locked_file, make_folder
 from .migrations import migrate
+from .reserve import Reserve
 from .schema import SCHEMA_VERSION, metadata, schema_version
 from .write_connection import AsyncWriteConnection, ThreadWriteConnection, WriteConnection
 
@@ -61,6 +65,7 @@ _SESSION: Final = (
     "SET tcp_keepalives_interval = 10",
     "SET tcp_keepalives_count = 3",
 )
+_START_BACKOFF: Final = Backoff(first_seconds=0.1, max_seconds=2.0)
 _END_SESSION: Final = text(
     "SELECT pg_terminate_backend(pid) FROM pg_locks"
     " WHERE locktype = 'advisory' AND granted AND pid = :pid"
@@ -78,6 +83,7 @@ class Database:
 
     Args:
         files: the files of SQLite; None for PostgreSQL.
+        reserve: space held back on the disk of SQLite's file; None: none.
         sessions: number of connections that `writer` has had. When it grows, another process may
             have had the store in between.
         session_pid: process id of the latest of them at PostgreSQL.
@@ -87,6 +93,7 @@ class Database:
     writer: WriteConnection
     reader: AsyncEngine
     files: Files | None = None
+    reserve: Reserve | None = None
     sessions: int = 0
     session_pid: int = 0
 
@@ -103,11 +110,15 @@ class Database:
 
 
 @asynccontextmanager
-async def open_database(where: str | Path) -> AsyncIterator[Database]:
+async def open_database(
+    where: str | Path, wait_seconds: float = 0.0, reserve_bytes: int = 0
+) -> AsyncIterator[Database]:
     """Opens the database at `where`, or creates it, and locks it for this process.
 
     Args:
         where: a path, `sqlite:///path` or `postgresql://user@host/name`.
+        wait_seconds: how long to wait for a PostgreSQL that does not answer yet.
+        reserve_bytes: space to hold back on the disk of SQLite's file.
 
     Raises:
         ConfigError: the kind of database is unknown, the database belongs to another program, or a
@@ -123,16 +134,42 @@ async def open_database(where: str | Path) -> AsyncIterator[Database]:
                 make_folder(path)
                 files = stack.enter_context(locked_file(path))
             database = _sqlite(url, files)
+            if reserve_bytes:
+                database.reserve = Reserve(path, reserve_bytes)
+                database.reserve.begin()
         else:
             database = _postgresql(url)
         stack.push_async_callback(_close, database)
         with typed_failures():
             if url.get_backend_name() == "postgresql":
-                # The first connection takes the lock, before anything is read.
-                await database.writer.connect()
+                await _connect(database, wait_seconds)
             await _prepare_tables(database)
             database.check_files()
         yield database
+
+
+async def _connect(database: Database, wait_seconds: float) -> None:
+    """Makes the first connection, which takes the lock before anything is read.
+
+    Whoever starts a server and its database together starts them in any order: a database that
+    does not answer yet is asked again for `wait_seconds`.
+    """
+    deadline = time.monotonic() + wait_seconds
+    for tries in itertools.count(1):
+        try:
+            await database.writer.connect()
+        except Exception as error:
+            pause = _START_BACKOFF.seconds(tries)
+            if not is_unreachable(error) or time.monotonic() + pause > deadline:
+                raise
+            if tries == 1:
+                reason = typed(error).args[0]
+                log.warning("waiting_for_database", reason=reason, at_most_seconds=wait_seconds)
+            await asyncio.sleep(pause)
+        else:
+            if tries > 1:
+                log.info("database_answers", tries=tries)
+            return
 
 
 async def _close(database: Database) -> None:

@@ -24,6 +24,7 @@ from sqlalchemy import (
     union_all,
     update,
 )
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .groups import QUEUED, rows_in, rows_of
 from .rows import UNKNOWN_VERSION, GroupRow
@@ -245,6 +246,21 @@ def _page(
     return (
         rows_in(queue).where(deliveries.c.seq.in_(select(chosen.c.seq))).order_by(deliveries.c.seq)
     )
+
+
+async def oldest_queued_at(
+    connection: AsyncConnection, memory: Memory, queue: str, environments: frozenset[str]
+) -> float | None:
+    """Returns when the oldest queued group of these environments (empty: of all) was accepted;
+    None if there is none.
+    """
+    queued = memory.queued_environments(queue)
+    names = queued & environments if environments else queued
+    if not names:
+        return None
+    query = _page(queue, names if names != queued else None, None, 0, 1)
+    row = (await connection.execute(query)).one_or_none()
+    return None if row is None else float(row.created_at)
 
 
 async def drop_stale(tx: Transaction, below_version: int, limit: int) -> int:

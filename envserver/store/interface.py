@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from envserver_records.records import Split
 
     from ..rollouts.estimates import Estimate, Scored
+    from .backlog import Backlog
     from .estimates import EstimateRow
     from .groups import EncodedPut
     from .lookups import LeaseFacts
@@ -294,11 +295,24 @@ class LookUp(Protocol):
     ) -> dict[str, Estimate]:
         """Returns the estimates by task id, for those of these tasks that were ever scored."""
 
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the bodies of all groups that are kept, as stored."""
+
+    def most_waiting(self) -> int:
+        """Returns the number of groups that wait, or are leased, in the longest queue."""
+
+    async def most_waiting_bytes(self) -> int:
+        """Returns the size of the bodies that wait, or are leased, in the largest queue."""
+
     async def counts(self) -> dict[GroupState, int]:
         """Returns the number of groups in each state in the shared queue."""
 
     async def depths(self) -> dict[str, int]:
         """Returns for each open run how many groups are queued or leased for it."""
+
+    async def backlogs(self) -> dict[str, Backlog]:
+        """Returns for each open run what waits for it, for how long, and what it has leased."""
 
     async def counters(self) -> dict[str, int]:
         """Returns the totals of events (`expired`, `nacked`, `removed`, ...)."""
@@ -318,6 +332,10 @@ class LookUp(Protocol):
     @property
     def waiting_operations(self) -> int:
         """Number of changes that wait for the next commit."""
+
+    @property
+    def disk_problem(self) -> str:
+        """Why new groups may be refused for lack of disk space; "" if there is space."""
 
     def may_hold_older(self, version: int) -> bool:
         """Returns whether groups older than this policy version may be queued."""

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from envserver_records.errors import NotFoundError
 from envserver_records.records import Split
-from sqlalchemy import ColumnElement, literal_column, select
+from sqlalchemy import ColumnElement, func, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import Estimate
 from . import estimates, groups, runs
+from .backlog import Backlog, backlogs
 from .checkpoints import list_checkpoints
 from .damage import list_damaged
 from .estimates import EstimateRow
 from .rows import Checkpoint, DamagedGroup, GroupRow, Run
-from .schema import leases
+from .schema import deliveries, leases
 from .states import LeaseState
+
+if TYPE_CHECKING:
+    from .writer import Writer
 
 
 class LeaseFacts(msgspec.Struct, frozen=True):
@@ -36,6 +40,9 @@ class LeaseFacts(msgspec.Struct, frozen=True):
 class DatabaseLookups(ABC):
     """The read-only part of a store that queries the database."""
 
+    _writer: Writer
+    _clock: Callable[[], float]
+
     @abstractmethod
     def _reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
         """Opens a connection that sees what is durable."""
@@ -49,6 +56,16 @@ class DatabaseLookups(ABC):
         """Returns up to `limit` kept groups of any state after number `seq`, oldest first."""
         async with self._reading() as connection:
             return await groups.arrived_after(connection, seq, limit)
+
+    async def most_waiting_bytes(self) -> int:
+        """Returns the size of the bodies that wait, or are leased, in the largest queue from which
+        a run draws.
+        """
+        of = deliveries.c
+        where = (of.queue.in_(sorted(self._writer.memory.drawn_from())), of.settled_at.is_(None))
+        query = select(func.sum(of.stored_bytes)).where(*where).group_by(of.queue)
+        async with self._reading() as connection:
+            return max((int(size) for size in await connection.scalars(query)), default=0)
 
     async def damaged(self, limit: int) -> list[DamagedGroup]:
         """Returns up to `limit` groups whose bodies are damaged, latest found first."""
@@ -103,6 +120,11 @@ class DatabaseLookups(ABC):
         async with self._reading() as connection:
             stored = await groups.count_with_prefix(connection, prefix)
             return stored + await estimates.count_drops_with_prefix(connection, prefix)
+
+    async def backlogs(self) -> dict[str, Backlog]:
+        """Returns what waits for each open run, and what it has leased."""
+        async with self._reading() as connection:
+            return await backlogs(connection, self._writer.memory, self._clock())
 
     async def checkpoints(self, run: str) -> list[Checkpoint]:
         """Returns a run's checkpoints, oldest first. Raises NotFoundError if the run does not

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from .rows import UNKNOWN_VERSION
 from .schema import SHARED
-from .states import GroupState
+from .states import SETTLED, GroupState
 from .statistics import StoreStatistics
 from .transaction import KnownRun
 from .writer import Writer
@@ -30,6 +30,11 @@ class MemoryLookups:
         return self._writer.waiting
 
     @property
+    def disk_problem(self) -> str:
+        """Why new groups may be refused for lack of disk space; "" if there is space."""
+        return self._writer.disk_problem
+
+    @property
     def conflicting_puts(self) -> int:
         """Puts since opening whose id existed with another body (the first body stays)."""
         return self._writer.memory.conflicting_puts
@@ -39,6 +44,22 @@ class MemoryLookups:
         ones.
         """
         return self._writer.memory.counts(SHARED)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the bodies of all groups that are kept, as stored."""
+        return self._writer.memory.stored_bytes
+
+    def most_waiting(self) -> int:
+        """Returns the number of groups that wait, or are leased, in the longest queue from which a
+        run draws.
+        """
+        memory = self._writer.memory
+        waiting = dict.fromkeys(memory.drawn_from(), 0)
+        for (queue, _, state), count in memory.tallies.items():
+            if queue in waiting and state not in SETTLED:
+                waiting[queue] += count
+        return max(waiting.values(), default=0)
 
     async def depths(self) -> dict[str, int]:
         """Returns for each open run how many groups are queued or leased for it."""

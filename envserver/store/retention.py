@@ -130,7 +130,7 @@ async def _removable(
     by_group: dict[int, list[Row[Any]]] = {seq: [] for seq in seqs}
     for row in await connection.execute(query):
         by_group[row.seq].append(row)
-    drawn_from = _drawn_from(memory)
+    drawn_from = memory.drawn_from()
     can_go_back_to = await last_but_one(connection)
 
     def may_go(row: Row[Any]) -> bool:
@@ -141,15 +141,6 @@ async def _removable(
         return bool(row.settled_at <= before)
 
     return {seq: rows for seq, rows in by_group.items() if rows and all(map(may_go, rows))}
-
-
-def _drawn_from(memory: Memory) -> set[str]:
-    # A run without a batch size is the Atropos run before a trainer has registered.
-    known = [run for run in memory.runs.values() if run.batch_size]
-    queues = {run.queue for run in known if run.state == "open"}
-    if not known or any(run.delivery == "shared" for run in known):
-        queues.add(SHARED)
-    return queues
 
 
 async def _remove(tx: Transaction, chosen: dict[int, Sequence[Row[Any]]]) -> None:

@@ -60,7 +60,11 @@ _INLINE_BYTES: Final = 32 * 1024
 
 @asynccontextmanager
 async def open_store(
-    where: str | Path, *, clock: Callable[[], float] | None = None
+    where: str | Path,
+    *,
+    clock: Callable[[], float] | None = None,
+    wait_seconds: float = 0.0,
+    reserve_bytes: int = 0,
 ) -> AsyncIterator[Store]:
     """Opens the store at `where`, or creates it; only one process at a time can have it open.
 
@@ -68,6 +72,8 @@ async def open_store(
         where: a path (missing folders are made), `sqlite:///path` or `postgresql://user@host/name`.
         clock: returns seconds; leases expire by it. Default: a `SteadyClock`, which does not follow
             changes of the system clock.
+        wait_seconds: for PostgreSQL, how long to wait for one that does not answer yet.
+        reserve_bytes: for SQLite, disk space held back for leases and acks; see `reserve.py`.
 
     Raises:
         ConfigError: the kind of store is unknown, the database belongs to another program, or a
@@ -77,7 +83,7 @@ async def open_store(
         StoreLost: raised later, after the body was cancelled: another process opened the store
             while its database could not be reached, or its file was removed or replaced.
     """
-    async with open_database(where) as database:
+    async with open_database(where, wait_seconds, reserve_bytes) as database:
         # The file stays locked as long as this process lives. Nothing has to be written to hold the
         # lock, which would fail on a full disk.
         is_file = database.files is not None
@@ -144,14 +150,7 @@ class Store(DatabaseLookups, MemoryLookups):
         """Groups of an older policy version are leased only by id; -1: no limit."""
 
     async def put(self, groups: Sequence[GroupPut]) -> list[bool]:
-        """Stores all of these groups, or none; they are durable on return.
-
-        Returns:
-            For each group: True if it was stored, False if its id already exists (nothing changes).
-
-        Raises:
-            InputError: a field cannot be stored.
-        """
+        """Stores all of these groups, or none; they are durable on return. See `interface.py`."""
         if not groups:
             return []
         is_small = sum(len(group.body) for group in groups) < _INLINE_BYTES
@@ -165,7 +164,8 @@ class Store(DatabaseLookups, MemoryLookups):
     async def count_dropped(self, news: Sequence[Scored]) -> int:
         """Counts scored groups that are not stored in the estimates of their tasks, each id once;
         returns how many were new. `put` counts the groups that it stores."""
-        return await self._writer.do(partial(estimates.count_dropped, news=list(news)))
+        work = partial(estimates.count_dropped, news=list(news))
+        return await self._writer.do(work, adds=True)
 
     @property
     def discount(self) -> float:

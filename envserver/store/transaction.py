@@ -132,11 +132,15 @@ class Memory:
 
     def waiting(self, run: KnownRun) -> int:
         """Returns how many groups of the run's environments are queued or leased."""
+        return self.in_state(run, ("queued", "leased"))
+
+    def in_state(self, run: KnownRun, states: Sequence[GroupState]) -> int:
+        """Returns how many groups of the run's environments are in one of these states."""
         return sum(
             count
             for (queue, env, state), count in self.tallies.items()
             if queue == run.queue
-            and state in ("queued", "leased")
+            and state in states
             and (not run.environments or env in run.environments)
         )
 
@@ -147,6 +151,15 @@ class Memory:
             for (of, env, state), count in self.tallies.items()
             if of == queue and state == "queued" and count
         }
+
+    def drawn_from(self) -> set[str]:
+        """Returns the queues from which a run draws, or may draw when it is opened."""
+        # A run without a batch size is the Atropos run before a trainer has registered.
+        known = [run for run in self.runs.values() if run.batch_size]
+        queues = {run.queue for run in known if run.state == "open"}
+        if not known or any(run.delivery == "shared" for run in known):
+            queues.add(SHARED)
+        return queues
 
     def fan_out(self) -> list[str]:
         """Returns the queues, other than the shared one, that get every group."""

@@ -28,6 +28,7 @@ from .database import Database
 from .failures import is_unreachable, typed
 from .groups import EncodedPut, put_all
 from .lock import is_owner, lock_lost, save_time
+from .reserve import free_bytes_inside
 from .retry import DatabaseUnreachable, RetryGate
 from .statistics import StoreStatistics
 from .transaction import Memory, Transaction, forget_written, load_memory, write_memory
@@ -53,7 +54,11 @@ class _Put:
 
 @dataclass(frozen=True)
 class _Entry:
+    """Work, and who waits for it. `adds`: it stores what nobody has acknowledged yet, and is
+    refused while the disk is full."""
+
     work: _Put | Operation[Any]
+    adds: bool = False
     answer: asyncio.Future[Any] = field(default_factory=asyncio.Future)
 
     def size_bytes(self) -> int:
@@ -85,11 +90,15 @@ class Writer:
 
     async def put(self, groups: Sequence[EncodedPut]) -> list[bool]:
         """Stores groups; see `groups.put_all`."""
-        return cast(list[bool], await self._submit(_Entry(_Put(groups))))
+        return cast(list[bool], await self._submit(_Entry(_Put(groups), adds=True)))
 
-    async def do(self, operation: Operation[T]) -> T:
-        """Runs `operation` in a transaction. It may run more than once; one run is committed."""
-        return cast(T, await self._submit(_Entry(operation)))
+    async def do(self, operation: Operation[T], *, adds: bool = False) -> T:
+        """Runs `operation` in a transaction. It may run more than once; one run is committed.
+
+        Args:
+            adds: refuse it while the disk is full, as a put.
+        """
+        return cast(T, await self._submit(_Entry(operation, adds)))
 
     async def _submit(self, entry: _Entry) -> Any:
         self.check_open()
@@ -157,28 +166,33 @@ class Writer:
         try:
             if not await self._commit_together(batch):
                 for entry in batch:
-                    await self._commit_together([entry])
+                    # False: the reserve was freed for it.
+                    if not await self._commit_together([entry]):
+                        await self._commit_together([entry])
         except BaseException:
             for entry in batch:
                 _answer(entry, _too_late())
             raise
 
     async def _commit_together(self, batch: list[_Entry]) -> bool:
-        """Commits and answers all; returns False, with nobody answered, if one of several broke the
-        transaction."""
+        """Commits and answers all; returns False, with nobody answered, if a second try can do
+        better: one of several broke the transaction, or the reserve was freed."""
         began = time.perf_counter()
         try:
             self._check_way()
+            await self._check_space(batch)
             outcomes = await self._transact([entry.work for entry in batch])
         except Exception as error:  # noqa: BLE001 (it goes to whoever asked)
             problem = await self._problem(error)
-            is_one_of_them = len(batch) > 1 and not isinstance(
-                problem, DatabaseUnreachable | StoreLost
+            again = (
+                not isinstance(problem, DatabaseUnreachable | StoreLost)
+                if len(batch) > 1
+                else self._may_use_reserve(batch[0], problem)
             )
-            if not is_one_of_them:
+            if not again:
                 for entry in batch:
                     _answer(entry, problem)
-            return not is_one_of_them
+            return not again
         self._retry.worked()
         self.statistics.committed(len(batch), time.perf_counter() - began)
         for entry, outcome in zip(batch, outcomes, strict=True):
@@ -190,6 +204,31 @@ class Writer:
         if self._lost is not None:
             raise self._lost
         self._retry.check()
+
+    async def _check_space(self, batch: Sequence[_Entry]) -> None:
+        """Raises StoreFull if the disk is full and the batch adds more than fits into the space
+        that removed groups left in the file."""
+        reserve = self._database.reserve
+        if reserve is not None and reserve.full:
+            await asyncio.to_thread(reserve.look_for_space)
+        if reserve is not None and reserve.full and any(entry.adds for entry in batch):
+            inside = await self._database.writer.transact(free_bytes_inside)
+            if inside < sum(entry.size_bytes() for entry in batch):
+                raise reserve.refusal()
+
+    def _may_use_reserve(self, entry: _Entry, problem: Exception) -> bool:
+        """Notes that the disk is full; returns whether the reserve was freed for `entry`."""
+        reserve = self._database.reserve
+        if not isinstance(problem, StoreFull) or reserve is None:
+            return False
+        reserve.full = True
+        return not entry.adds and reserve.use()
+
+    @property
+    def disk_problem(self) -> str:
+        """Why new groups may be refused for lack of space; "" if there is space."""
+        reserve = self._database.reserve
+        return reserve.refusal().message if reserve is not None and reserve.full else ""
 
     async def _problem(self, error: Exception) -> Exception:
         """Returns `error` as an error of this package, and notes what it means for later

@@ -13,11 +13,13 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
 from typing import Any
 
 import asyncpg
 import pytest
 from envserver_records.errors import StoreError, StoreLost
+from support.commands import free_port, running
 from support.postgres import Postgres
 from support.stores import group, ids, noise, patiently
 
@@ -127,6 +129,54 @@ async def test_a_database_that_is_killed_comes_back(postgres: Postgres, postgres
         await kills(postgres, store, 1)
         with pytest.raises(StoreError, match="open in another process"):
             await refused_as_open(postgres_url)
+
+
+async def test_a_server_waits_for_a_database_that_is_started_after_it(
+    postgres: Postgres, postgres_url: str, tmp_path: Path
+) -> None:
+    await asyncio.to_thread(postgres.stop)
+    with pytest.raises(StoreError, match="Refused"):
+        async with open_store(postgres_url, wait_seconds=0.3):  # no longer than that
+            pass
+    port = free_port()
+    with running("run-api", "--store", postgres_url, "--port", port, folder=tmp_path) as server:
+        await asyncio.to_thread(server.wait_for, "waiting_for_database.*Refused")
+        await asyncio.to_thread(postgres.start)
+        await asyncio.to_thread(server.wait_for, "Trainers and environments: ")
+    await asyncio.to_thread(postgres.stop)
+    with running("run-api", "--store", postgres_url, "--port", port, folder=tmp_path) as server:
+        await asyncio.to_thread(server.wait_for, "waiting_for_database")
+        server.send(signal.SIGTERM)
+        assert server.end() == 128 + signal.SIGTERM  # it does not wait for the database first
+
+
+async def test_a_database_that_is_starting_is_waited_for(
+    postgres: Postgres, postgres_url: str
+) -> None:
+    refusals = 3
+    is_starting = b"SFATAL\0C57P03\0Mthe database system is starting up\0\0"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal refusals
+        await reader.read(100)
+        writer.write(b"N")  # no TLS
+        await reader.read(1000)
+        refusals -= 1
+        writer.write(b"E" + (len(is_starting) + 4).to_bytes(4) + is_starting)
+        writer.close()
+        if not refusals:
+            door.close()
+
+    door = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = door.sockets[0].getsockname()[1]
+    where = postgres_url.replace(f":{postgres.port}/", f":{port}/")
+    with pytest.raises(StoreError, match="starting up"):
+        async with open_store(where):
+            pass
+    with pytest.raises(StoreError, match="Refused"):  # went on asking until nobody was there
+        async with open_store(where, wait_seconds=2):
+            pass
+    assert refusals == 0
 
 
 async def refused_as_open(where: str) -> None:

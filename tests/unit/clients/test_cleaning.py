@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 import orjson
-from envserver_records.cleaning import CUT, MAX_CHARACTERS, MAX_TEXT_CHARACTERS, cleaned
+from envserver_records.cleaning import CUT, MAX_CHARACTERS, MAX_TEXT_CHARACTERS, clean
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +19,9 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_a_cleaned_value_can_be_written(value: Any) -> None:
-    written = orjson.dumps(cleaned(value))
+    written = orjson.dumps(clean(value).value)
     assert b"\\u0000" not in written
-    assert cleaned(cleaned(value)) == cleaned(value)
+    assert clean(clean(value).value) == (clean(value).value, frozenset())
 
 
 @given(
@@ -30,22 +30,23 @@ def test_a_cleaned_value_can_be_written(value: Any) -> None:
     )
 )
 def test_a_clean_value_stays(value: Any) -> None:
-    assert cleaned(value) == value
+    assert clean(value) == (value, frozenset())
 
 
 def test_halves_of_a_pair_are_joined_or_replaced() -> None:
-    assert cleaned("\ud83d\ude00 \ud83d \0") == "\U0001f600 \ufffd \ufffd"
+    text = "\U0001f600 \ufffd \ufffd"
+    assert clean("\ud83d\ude00 \ud83d \0") == (text, {"replaced"})
 
 
 def test_depth_and_size_are_limited() -> None:
     deep: Any = "x"
     for _ in range(900):
         deep = [deep]
-    pickle.dumps(cleaned(deep))
-    orjson.dumps(cleaned(deep))
-    assert cleaned("x" * 42_000_000) == "x" * MAX_TEXT_CHARACTERS + CUT
-    many = cleaned({str(number): "x" * 1_000_000 for number in range(42)})
+    pickle.dumps(clean(deep).value)
+    orjson.dumps(clean(deep).value)
+    assert clean("x" * 42_000_000) == ("x" * MAX_TEXT_CHARACTERS + CUT, {"cut"})
+    many = clean({str(number): "x" * 1_000_000 for number in range(42)}).value
     assert sum(map(len, many.values())) <= MAX_CHARACTERS + 1000
     circular: list[Any] = []
     circular.append(circular)
-    orjson.dumps(cleaned(circular))
+    orjson.dumps(clean(circular).value)

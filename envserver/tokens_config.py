@@ -1,0 +1,45 @@
+"""Settings of the record of tokens (`--tokens.*`); part of the tree in `config`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from .curriculum_config import SECTION
+
+Edit = Literal["exact", "appended", "whitespace", "calls"]
+
+
+class TokensConfig(BaseModel):
+    """How calls are continued token by token, and which calls are trained."""
+
+    model_config = SECTION
+
+    stitch: bool = True
+    """Continue a conversation from its recorded tokens instead of rendering it again."""
+    tokenizer: Path | None = None
+    """Folder of the model's tokenizer.json and chat template; unset: found by the model's name."""
+    edits: list[Edit] = ["exact", "appended", "whitespace", "calls"]
+    """Changes that an agent may make to an answer it sends back without losing its tokens."""
+    think: Literal["template", "keep"] = "template"
+    """If the chat template removes earlier reasoning: start a new sequence without it, as in
+    deployment (template), or continue one sequence that keeps all of it (keep)."""
+    train: list[str] = []
+    """Flags whose calls are trained, overriding the default."""
+    mask: list[str] = []
+    """Flags whose calls become untrained context."""
+    drop: list[str] = []
+    """Flags that drop the rollout."""
+    constraints: Literal["none", "forms", "all"] = "forms"
+    """How agents may constrain what is sampled: not at all (none), by response_format, tool_choice
+    and strict tools (forms), or also by logit_bias, structured_outputs and the like (all)."""
+    extra_fields: list[str] = []
+    """Further request fields that agents may pass to the engine, unchecked."""
+    audit_fraction: float = Field(default=0.0, ge=0, le=1)
+    """`serve`: share of the rollouts whose logprobs the engine computes again, as a check."""
+    audit_tolerance: float = Field(default=0.05, ge=0)
+    """Largest logprob difference that an audit accepts as rounding."""
+    keep_calls: bool = False
+    """Store every call (tokens as differences) with the sequences of a trajectory."""
