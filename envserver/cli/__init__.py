@@ -272,6 +272,9 @@ def _hint(name: str, commands: Mapping[str, Command]) -> str:
 
 
 def _complain(message: str, hint: str = "") -> None:
+    from ..telemetry.printable import printable
+
+    message, hint = printable(message, keep="\n\t"), printable(hint, keep="\n\t")
     red, plain = ("\033[31m", "\033[0m") if _colors() else ("", "")
     print(f"{red}envserver: {message}{plain}{f' {hint}' if hint else ''}", file=sys.stderr)
 

@@ -8,20 +8,20 @@ import sys
 import msgspec
 import orjson
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ..environment import Environment
 from ..registry import absolute
 from ..rollouts.checking import EnvironmentReport, Kind, check
-from ..rollouts.checking import Progress as Told
+from ..rollouts.checking import Progress as OnProgress
 from ..rollouts.scoring import ScorerPool
 from ..running.sandboxes import sandboxes_of
 from ..running.spec import RunSpec
 from ..running.tally import counted
 from ..sandbox.watched import WatchedSandboxes
 from .command_line import read_run_spec
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .specs.check_command import COMMAND, CheckSettings
@@ -50,7 +50,9 @@ def run(argv: list[str]) -> int:
     return 0 if report.ok else 1
 
 
-async def check_environment(line: RunSpec[CheckSettings], progress: Told) -> EnvironmentReport:
+async def check_environment(
+    line: RunSpec[CheckSettings], progress: OnProgress
+) -> EnvironmentReport:
     """Checks the environment given on the command line and returns the report.
 
     Raises:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
-
+from .console import Console
 from .reading_bar import reading_bar
 from .specs.convert_command import COMMAND
 
@@ -23,9 +22,13 @@ def run(argv: list[str]) -> int:
 
     settings = COMMAND.read(argv)
     size = sum(path.stat().st_size for path in files_of(settings.sources))
-    with reading_bar("documents", size) as told:
+    with reading_bar("documents", size) as on_progress:
         report = convert(
-            settings.sources, settings.out, domain=settings.domain, failed=_failed, told=told
+            settings.sources,
+            settings.out,
+            domain=settings.domain,
+            failed=_failed,
+            on_progress=on_progress,
         )
     written = ", ".join(f"{count:,} {name}" for name, count in sorted(report.written.items()))
     console = Console(stderr=True)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 import orjson
-from rich.console import Console
 from rich.table import Table
 
 from ..config import SandboxConfig
 from ..sandbox.probe import ProbeReport
 from ..sandbox.selection import ORDER
 from ..sandbox.service import probe
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .specs.doctor_command import COMMAND
@@ -73,7 +73,7 @@ def _taken(reports: Sequence[ProbeReport], wanted: str) -> str | None:
 def machine_facts() -> list[Fact]:
     """Returns system facts that matter for many rollouts; starts no program except git."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = f"few for many rollouts: ulimit -n {min(hard, 65536)}" if soft < _LEAST_OPEN_FILES else ""
+    few = "few for many rollouts: raise the hard limit" if 0 <= hard < _LEAST_OPEN_FILES else ""
     git = _git_version()
     return [
         Fact("Python", f"{platform.python_version()} at {sys.executable}"),
@@ -91,8 +91,8 @@ def _git_version() -> str:
     program = shutil.which("git")
     if program is None:
         return ""
-    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    return told.stdout.strip().removeprefix("git version ")
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.strip().removeprefix("git version ")
 
 
 def _memory() -> str:

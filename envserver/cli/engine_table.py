@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 import orjson
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..models.probe import ProbeResult
+from .console import Console
 
 _MODES = {
     "tokens": "token ids in, token ids out",
@@ -56,8 +56,8 @@ def differences(probed: Sequence[ProbedEngine]) -> list[str]:
     for name in facts[0] if facts else ():
         values = [_short(fact[name]) for fact in facts]
         if len(set(values)) > 1:
-            told = [f"{value} at {one.url}" for value, one in zip(values, probed, strict=True)]
-            lines.append(f"{name}: {', '.join(told)}")
+            addresses = [f"{value} at {one.url}" for value, one in zip(values, probed, strict=True)]
+            lines.append(f"{name}: {', '.join(addresses)}")
     return lines
 
 

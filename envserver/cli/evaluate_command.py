@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warn
 from ..running.evaluating import EvaluationView, evaluate_members
 from ..running.group_run import GroupRun
 from ..running.python_api import EVALUATION_DEFAULTS, choice_of
+from .console import Console
 from .evaluate_members import read_members
 from .logs import configure_logs
 from .loop import run_loop

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import orjson
 from envserver_records.errors import InputError, UsageError
-from rich.console import Console
 
 from ..evaluation.comparison import Comparison, compare
 from ..evaluation.comparison_tables import (
@@ -25,6 +24,7 @@ from ..evaluation.page import comparison_page
 from ..evaluation.report import Report
 from ..export.unified import write_json
 from ..running.evaluation_folder import write_text
+from .console import Console
 from .evaluate_command import show_tables
 from .specs.evaluate_compare import COMMAND, CompareSettings
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from ..evaluation.folders import View
 from ..running.evaluation_folder import write_report
 from ..running.prices import pricing_of
+from .console import Console
 from .evaluate_command import show_report
 from .specs.evaluate_report import COMMAND
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from envserver_records.errors import ConfigError, UsageError
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ..export.formats import Format, Options, format_of
 from ..running.exporting import DROPPED, Tally, Wanted, export
 from ..running.tally import counted
+from .console import Console
 from .logs import configure_logs
 from .specs.export_command import COMMAND, ExportSettings
 
@@ -63,7 +63,7 @@ def _export(settings: ExportSettings, console: Console) -> Tally:
     if settings.push_to_hub is not None:
         format = _with_card(format, settings, settings.push_to_hub)
     wanted, facts = _wanted(settings)
-    with _bar(console, size_of(settings.source)) as told:
+    with _bar(console, size_of(settings.source)) as on_progress:
         return export(
             settings.source,
             format,
@@ -73,7 +73,7 @@ def _export(settings: ExportSettings, console: Console) -> Tally:
             shard_rows=settings.shard_rows,
             overwrite=settings.overwrite,
             skip_bad=settings.skip_bad,
-            told=told,
+            on_progress=on_progress,
         )
 
 
@@ -158,11 +158,11 @@ def _bar(console: Console, size: int | None) -> Iterator[Callable[[Tally, int], 
     with shown as bar:
         task = bar.add_task("", total=size, facts="reading")
 
-        def told(tally: Tally, read: int) -> None:
+        def on_progress(tally: Tally, read: int) -> None:
             facts = f"{tally.rollouts:,} rollouts read, {tally.kept:,} kept"
             bar.update(task, advance=read, facts=facts)
 
-        yield told
+        yield on_progress
 
 
 def _show(console: Console, tally: Tally, out: Path) -> None:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from envserver_records.errors import ConfigError
-from rich.console import Console
 
 from ..running.joining import identity, joined
 from ..running.run_settings import JoinSettings
 from ..running.spec import RunSpec
 from ..running.tally import counted
 from .command_line import read_run_spec
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .signals import SignalStop

@@ -8,11 +8,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 
-from rich.console import Console
 from rich.status import Status
 
 from ..running.lm_eval import CountingEngine
 from ..running.lm_evaluating import lm_eval
+from .console import Console
 from .evaluate_command import show_report
 from .logs import configure_logs
 from .loop import run_loop

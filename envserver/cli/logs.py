@@ -11,13 +11,13 @@ import io
 import logging
 import os
 import sys
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 import structlog
-from structlog.typing import EventDict, Processor, WrappedLogger
+from structlog.typing import Processor
 
 from ..config import LogFormat
-from ..telemetry.redaction import redacted
+from ..telemetry.log_lines import strike, text_processors
 
 
 class CurrentStderr(io.TextIOBase):
@@ -70,12 +70,5 @@ class _Lines(logging.StreamHandler[TextIO]):
 
 def _renderers(form: LogFormat) -> list[Processor]:
     if form == "json":
-        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(), _strike]
-    colors = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    plain = structlog.dev.plain_traceback  # the other one shows variables: prompts and keys
-    return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain), _strike]
-
-
-def _strike(_: WrappedLogger, __: str, line: EventDict | str) -> Any:
-    """Removes secrets from the rendered line."""
-    return redacted(str(line))
+        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(), strike]
+    return text_processors(colors=sys.stderr.isatty() and "NO_COLOR" not in os.environ)

@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 from envserver_records.errors import ConfigError, UsageError
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -20,6 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from .console import Console
 from .loop import Terminated
 from .specs.merge_command import ARITHMETIC, COMMAND, MergeSettings
 

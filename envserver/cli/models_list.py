@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import orjson
-from rich.console import Console
 from rich.table import Table
 
 from ..models.catalogue import ModelEntry, read_catalogue
+from .console import Console
 from .specs.models_list import COMMAND
 
 

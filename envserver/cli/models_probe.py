@@ -10,6 +10,7 @@ from envserver_records.errors import EngineError
 from ..models.openai import OpenAIEngine
 from ..models.probe import probe
 from ..proxy.capabilities import capabilities_of
+from ..telemetry.printable import printable
 from .engine_table import ProbedEngine, differences, print_json, print_table
 from .logs import configure_logs
 from .loop import run_loop
@@ -45,7 +46,7 @@ async def _run(settings: ProbeSettings) -> int:
     show(probed, differences(probed))
     for url, outcome in zip(urls, outcomes, strict=True):
         if isinstance(outcome, EngineError):
-            print(f"envserver: {url}: {outcome}", file=sys.stderr)
+            print(printable(f"envserver: {url}: {outcome}", keep="\n"), file=sys.stderr)
     return 0 if len(probed) == len(urls) else 1
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from envserver_local.tiny.from_experts import MODES, TinyPlan, check_folder, make_from_experts
 from envserver_records.errors import UsageError
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .console import Console
 from .loop import run_loop
 from .specs.models_tiny import COMMAND
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from shlex import quote
 from textwrap import shorten
 
-from rich.console import Console
 from rich.table import Table
 
 from ..config import OpenAIConfig, Settings
@@ -21,6 +20,7 @@ from ..running.run_settings import ProcessSettings
 from ..running.tally import Tally, counted, mean_text
 from ..tokens.flags import FLAGS, Actions, chosen
 from .command_line import program, read_run_spec
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix

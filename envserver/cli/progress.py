@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from ..rollouts.events import Event
 from ..running.tally import ALL, Tally, counted, mean_text
+from .console import Console
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -90,7 +91,7 @@ def summary_table(tally: Tally) -> Table:
         rewards = [t.score.reward for t in group.trajectories if t.score.reward is not None]
         turns = [trajectory.turns for trajectory in group.trajectories]
         table.add_row(
-            group.task_id,
+            escape(group.task_id),
             " ".join(_reward(reward) for reward in rewards),
             mean_text(sum(rewards) / len(rewards) if rewards else None),
             f"{sum(turns) / len(turns):.1f}",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-Told = Callable[[int, int], None]
+from .console import Console
+
+OnProgress = Callable[[int, int], None]
 """Called with the number of documents read, and their bytes."""
 
 
 @contextlib.contextmanager
-def reading_bar(noun: str, total_bytes: int | None) -> Iterator[Told]:
+def reading_bar(noun: str, total_bytes: int | None) -> Iterator[OnProgress]:
     """Shows the reading progress on a terminal; elsewhere nothing.
 
     Args:
@@ -31,7 +32,7 @@ def reading_bar(noun: str, total_bytes: int | None) -> Iterator[Told]:
     with shown as bar:
         task = bar.add_task("", total=total_bytes, facts="reading")
 
-        def told(count: int, size: int) -> None:
+        def on_progress(count: int, size: int) -> None:
             bar.update(task, completed=size, facts=f"{count:,} {noun}")
 
-        yield told
+        yield on_progress

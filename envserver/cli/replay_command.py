@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from envserver_records.errors import ConfigError, UsageError
-from rich.console import Console
 from rich.table import Table
 
 from ..running.replaying import Record, Replayed, read_record, recorded_settings, replay
@@ -15,6 +14,7 @@ from ..running.run_settings import ReplaySettings
 from ..running.spec import RunSpec
 from ..running.tally import counted
 from .command_line import read_run_spec
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .sources import Given, as_list

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from envserver_records.errors import InputError, UsageError
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
@@ -14,6 +13,7 @@ from ..running.run_settings import RescoreSettings
 from ..running.spec import RunSpec
 from ..running.tally import counted
 from .command_line import read_run_spec
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .specs.rescore_command import COMMAND
@@ -44,11 +44,11 @@ def run(argv: list[str]) -> int:
 
 def _rescored(line: RunSpec[RescoreSettings], console: Console, bad: list[InputError]) -> Tally:
     settings = line.settings
-    with _line_of(console) as told:
-        shown = told.add_task("", facts="")
+    with _line_of(console) as bar:
+        shown = bar.add_task("", facts="")
 
         def tell(tally: Tally) -> None:
-            told.update(shown, facts=_so_far(tally))
+            bar.update(shown, facts=_so_far(tally))
 
         return run_loop(
             rescore(
@@ -63,7 +63,7 @@ def _rescored(line: RunSpec[RescoreSettings], console: Console, bad: list[InputE
                 sandbox=settings.sandbox,
                 without_messages=settings.without_messages,
                 on_bad=bad.append if settings.skip_bad else None,
-                told=tell,
+                on_progress=tell,
             )
         )
 

@@ -29,9 +29,10 @@ def run(argv: list[str]) -> int:
 async def run_api(settings: RunApiSettings) -> int:
     """Serves until SIGINT or SIGTERM."""
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with api_serving(settings) as url:
+        # Not before: a signal ends a start, which may wait for its database.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
         print(f"Trainers and environments: {url}", file=sys.stderr, flush=True)
         await stop.wait()
     return 0

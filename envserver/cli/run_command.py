@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 from envserver_records.errors import Failure
-from rich.console import Console
 
 from ..export.unified import write_json
 from ..running.asking import Answered, ask, asking
+from ..telemetry.printable import printable
 from .command_line import read_run_spec
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .specs.run_command import COMMAND
@@ -43,7 +44,8 @@ def run(argv: list[str]) -> int:
 def _show(answered: Answered, path: Path, console: Console) -> None:
     """Prints the answer on stdout and everything else on stderr."""
     answer, trajectory = answered.document["final_answer"], answered.trajectory
-    sys.stdout.write(f"{answer}\n" if answer else "")
+    shown = printable(answer or "", keep="\n\t") if sys.stdout.isatty() else answer
+    sys.stdout.write(f"{shown}\n" if shown else "")
     sys.stdout.flush()
     if not answer:
         console.print("There is no final answer.", markup=False)

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 
 from envserver_records.errors import UsageError
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..running.scenarios import Embed, Runs, run_scenarios, runners
 from ..running.tally import counted
 from .command_line import read_run_spec
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .specs.scenarios_command import COMMAND, ScenarioSettings
@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
         with _bar(console) as bar:
             shown = bar.add_task("", total=None)
 
-            def told(runs: Runs) -> None:
+            def on_progress(runs: Runs) -> None:
                 bar.update(shown, total=runs.wanted, completed=runs.done)
 
             runs = run_loop(
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
                     seed=settings.seed,
                     overwrite=settings.overwrite,
                     embed=_embed(settings),
-                    told=told,
+                    on_progress=on_progress,
                 )
             )
     except KeyboardInterrupt:

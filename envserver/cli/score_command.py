@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ..running.scoring import Summary, run_score
 from .command_line import read_run_spec
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .specs.score_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; rows with an error do not change the exit status.
+    """Runs the command; returns 1 if rows have an error.
 
     Raises:
         NotFoundError: there is no such file or environment.
@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
         console.print(f"Stopped: {settings.out} was not changed.", highlight=False, markup=False)
         raise
     _show(console, summary, settings.out)
-    return 0
+    return 1 if summary.errors else 0
 
 
 def _bar(console: Console) -> Progress:

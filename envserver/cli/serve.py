@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from ..running.hosting import Members
 from ..running.mix import alone
 from ..running.serving import serving
 from ..running.tally import counted
 from .command_line import read_run_spec
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from .console import Console
 from .reading_bar import reading_bar
 from .specs.sft_build_command import COMMAND
 
@@ -35,8 +35,8 @@ def run(argv: list[str]) -> int:
         shown=Shown(settings.context, settings.notes, settings.characters),
     )
     size = sum(path.stat().st_size for path in files_of(settings.sources))
-    with reading_bar("trajectories", size) as told:
-        report = build(settings.sources, templates, settings.out, choice, told=told)
+    with reading_bar("trajectories", size) as on_progress:
+        report = build(settings.sources, templates, settings.out, choice, on_progress=on_progress)
     console = Console()
     console.print(_table(report.summary))
     left_out = [
@@ -68,10 +68,10 @@ def put(folder: Path, target: str, console: Console) -> None:
     """Uploads a finished folder and prints the address of each file."""
     from envserver_factory.publishing.upload import upload
 
-    def told(address: str) -> None:
+    def on_progress(address: str) -> None:
         console.print(f"Uploaded {address}", highlight=False, markup=False, soft_wrap=True)
 
-    upload(folder, target, told=told)
+    upload(folder, target, on_progress=on_progress)
 
 
 def _table(summary: dict[str, dict[str, int]]) -> Table:

@@ -36,7 +36,7 @@ def scored_right(
     scores = candidates.with_name("scores.jsonl")
     config = find(name).Config().model_dump(mode="json")
     size = candidates.stat().st_size
-    with reading_bar("rows verified", size) as told:
+    with reading_bar("rows verified", size) as on_progress:
         scoring = run_score(
             name,
             config,
@@ -44,7 +44,7 @@ def scored_right(
             scores,
             processes=processes,
             sandbox=sandbox,
-            progress=lambda rows, share: told(rows, int(share * size)),
+            progress=lambda rows, share: on_progress(rows, int(share * size)),
         )
         run_loop(scoring)
     try:

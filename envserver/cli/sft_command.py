@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from rich.console import Console
-
 from ..running.sft_generating import generate
 from ..running.tally import counted
 from .command_line import read_run_spec
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .progress import ProgressView

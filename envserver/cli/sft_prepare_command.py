@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-
 from .command_line import CommandSpec
+from .console import Console
 from .logs import configure_logs
 from .reading_bar import reading_bar
 from .sft_build_command import check_upload, put
@@ -71,14 +70,14 @@ def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]
         template=None if settings.tokenizer is None else template_of(settings.tokenizer),
         check=_check(command.name.rpartition(" ")[2], settings) if settings.verify else None,
     )
-    with reading_bar("rows", None) as told:
+    with reading_bar("rows", None) as on_progress:
         summary = prepare(
             rows_of(settings.input, limit=settings.limit),
             example_of(settings),
             settings.out,
             plan,
             source=settings.input,
-            told=lambda count: told(count, 0),
+            on_progress=lambda count: on_progress(count, 0),
         )
     console = Console()
     _show(console, summary, settings.out)

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
-
+from .console import Console
 from .specs.sft_preview_command import COMMAND, PreviewSettings
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
-
+from .console import Console
 from .reading_bar import reading_bar
 from .specs.validate_command import COMMAND
 
@@ -28,9 +27,12 @@ def run(argv: list[str]) -> int:
             sys.stdout.write(f"{place}: {reason}\n")
 
     size = sum(path.stat().st_size for path in files_of(settings.sources))
-    with reading_bar("trajectories", size) as told:
+    with reading_bar("trajectories", size) as on_progress:
         report = validate(
-            settings.sources, bad=bad, told=told, domains=(*DOMAINS, *settings.domains)
+            settings.sources,
+            bad=bad,
+            on_progress=on_progress,
+            domains=(*DOMAINS, *settings.domains),
         )
     text = (
         f"{report.documents:,} trajectories in {report.files:,} files: "

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Iterator
 
 import orjson
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from ..rollouts.audit import NOT_COMPARED
 from ..running.tally import counted
-from ..running.verifying import Progress as Told
+from ..running.verifying import Progress as OnProgress
 from ..running.verifying import Report, verify_source
+from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .specs.verify_command import COMMAND
@@ -38,8 +38,8 @@ def run(argv: list[str]) -> int:
     """
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)
-    with _bar(Console(stderr=True)) as told:
-        report, model = run_loop(verify_source(settings, told))
+    with _bar(Console(stderr=True)) as on_progress:
+        report, model = run_loop(verify_source(settings, on_progress))
     if settings.as_json:
         facts = {"source": settings.source, "model": model, **report.facts()}
         sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _bar(console: Console) -> Iterator[Told]:
+def _bar(console: Console) -> Iterator[OnProgress]:
     """Shows the progress on a terminal; elsewhere nothing."""
     columns = (TextColumn("{task.fields[facts]}"), BarColumn(bar_width=24), TaskProgressColumn())
     with Progress(
@@ -57,11 +57,11 @@ def _bar(console: Console) -> Iterator[Told]:
     ) as bar:
         task = bar.add_task("", total=1.0, facts="reading")
 
-        def told(groups: int, rows: int, share: float | None) -> None:
+        def on_progress(groups: int, rows: int, share: float | None) -> None:
             facts = f"{counted(groups, 'group')} read, {counted(rows, 'row')} compared"
             bar.update(task, completed=share, facts=facts)
 
-        yield told
+        yield on_progress
 
 
 def _show(console: Console, report: Report, title: str) -> None:

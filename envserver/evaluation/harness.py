@@ -78,16 +78,16 @@ def harvest(folder: Path, *, metric: str | None, requests: int) -> list[Harvest]
         raise InputError(f"{folder} holds no results of lm-evaluation-harness.", place=str(folder))
     stamp = path.stem.removeprefix("results_")
     try:
-        told = msgspec.json.decode(path.read_bytes(), type=_Results)
+        results = msgspec.json.decode(path.read_bytes(), type=_Results)
     except (OSError, msgspec.DecodeError) as error:
         raise InputError(
             f"{path} is not a result of the harness: {error}.", place=str(path)
         ) from error
     found = []
-    for task in told.results:
+    for task in results.results:
         samples = path.with_name(f"samples_{task}_{stamp}.jsonl")
         if samples.exists():  # groups of tasks have no samples of their own
-            found.append(_harvested(task, told, samples, metric, requests))
+            found.append(_harvested(task, results, samples, metric, requests))
     if not found:
         raise InputError(f"{path} has no task with samples.", place=str(path))
     return found
@@ -98,27 +98,27 @@ def _latest(folder: Path, pattern: str) -> Path | None:
 
 
 def _harvested(
-    task: str, told: _Results, samples: Path, metric: str | None, requests: int
+    task: str, results: _Results, samples: Path, metric: str | None, requests: int
 ) -> Harvest:
     values = {
         name: float(value)
-        for name, value in told.results[task].items()
+        for name, value in results.results[task].items()
         if "," in name and isinstance(value, (int, float)) and not isinstance(value, bool)
     }
     by_filter: dict[str, list[Json]] = {}
     for line in _lines(samples):
         by_filter.setdefault(line.get("filter", "none"), []).append(line)
-    better = told.higher_is_better.get(task, {})
+    better = results.higher_is_better.get(task, {})
     for name in values:
         measure, _, filtered = name.partition(",")
         lines = by_filter.get(filtered, [])
         if _is_wanted(name, metric, better) and _is_mean(values[name], measure, lines):
             facts = HarnessFacts(
-                version=told.lm_eval_version,
-                task_version=str(told.versions.get(task, "")),
+                version=results.lm_eval_version,
+                task_version=str(results.versions.get(task, "")),
                 metric=measure,
                 filter=filtered,
-                num_fewshot=int(told.n_shot.get(task) or 0),
+                num_fewshot=int(results.n_shot.get(task) or 0),
                 values=values,
                 requests=requests,
             )

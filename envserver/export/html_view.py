@@ -73,11 +73,11 @@ class Piece:
 
     Args:
         shade: 0 (likely token) to 4 (unlikely).
-        told: tooltip: id, logprob and probability, or the amount of context.
+        tooltip: id, logprob and probability, or the amount of context.
     """
 
     text: str
-    told: str
+    tooltip: str
     shade: int | None
 
 
@@ -259,5 +259,5 @@ def _sampled(index: int, logprob: float, token_text: TokenText) -> Piece:
     probability = math.exp(min(0.0, logprob)) if math.isfinite(logprob) else 0.0
     shade = sum(probability < border for border in _SHADES)
     text = token_text(index)
-    told = f"id {index}, logprob {logprob:.4f}, p {probability:.3g}"
-    return Piece(f"⟨{index}⟩" if text is None else text, told, shade)
+    tooltip = f"id {index}, logprob {logprob:.4f}, p {probability:.3g}"
+    return Piece(f"⟨{index}⟩" if text is None else text, tooltip, shade)

@@ -129,7 +129,7 @@ def export(
     shard_rows: int,
     overwrite: bool = False,
     skip_bad: bool = False,
-    told: Callable[[Tally, int], None] = lambda tally, size: None,
+    on_progress: Callable[[Tally, int], None] = lambda tally, size: None,
 ) -> Tally:
     """Writes the rollouts of `sources` that `wanted` selects to `out`.
 
@@ -139,7 +139,7 @@ def export(
         facts: what was requested, for the manifest.
         shard_rows: maximum number of rows of a shard.
         skip_bad: skip and count lines that are not groups.
-        told: called after each group with the bytes of the sources read since the last call.
+        on_progress: called after each group with the bytes of the sources read since the last call.
 
     Raises:
         ConfigError: `out` exists, or is one file and the rows need several.
@@ -163,7 +163,7 @@ def export(
             for row in _rows(group, format, wanted, tally):
                 writer.put(row)
                 tally.rows += 1
-            told(tally, read.pop("bytes", 0))
+            on_progress(tally, read.pop("bytes", 0))
         made = finish(
             place,
             writer.close(),

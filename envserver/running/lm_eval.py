@@ -25,7 +25,7 @@ from envserver_records.errors import ConfigError, InputError
 from envserver_records.extras import install_command
 from envserver_records.files import replacing_path, storing
 
-from ..api.server import serve_api
+from ..api.proxy_server import serve_proxy
 from ..evaluation.folders import RunFile, read_run_file
 from ..evaluation.harness import SAMPLES_FILE, HarnessRun, Harvest, harvest
 from ..evaluation.report import Counted
@@ -248,7 +248,7 @@ def _words(order: Order, url: str, model: str) -> list[str]:
 async def _endpoint(engine: CountingEngine) -> AsyncIterator[str]:
     """Serves an endpoint in front of `engine`, with a random key."""
     proxy = Proxy(engine, endpoint=EngineEndpoint(engine))
-    server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
+    server = await serve_proxy(proxy)
     try:
         yield f"{server.url}/r/{proxy.open_guest()}"
     finally:

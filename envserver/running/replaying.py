@@ -224,13 +224,17 @@ async def replay(
         recorded = RecordedServices(record.services, player)
         environment.services = lambda: contextlib.nullcontext(recorded)  # type: ignore[method-assign]
     engine = MeasuredEngine(player)
+    # The record answers, no engine: what the run allowed is allowed again.
+    tokens = settings.tokens.model_copy(update={"constraints": "all"})
     async with (
         engine,
         rollout_context(
             settings,
             environment,
             reference,
-            shared=SharedEngine(engine, EngineEndpoint(engine), model, None, NO_TRACER),
+            shared=SharedEngine(
+                engine, EngineEndpoint(engine, tokens=tokens), model, None, NO_TRACER
+            ),
         ) as parts,
     ):
         task = await _task(record, environment, reference)

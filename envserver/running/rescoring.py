@@ -49,7 +49,7 @@ LEFT_OUT = {
 
 _EXAMPLES = 5
 
-Told = Callable[["Tally"], None]
+OnProgress = Callable[["Tally"], None]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ async def rescore(
     sandbox: SandboxConfig | None = None,
     without_messages: bool = False,
     on_bad: Callable[[InputError], None] | None = None,
-    told: Told = lambda tally: None,
+    on_progress: OnProgress = lambda tally: None,
 ) -> Tally:
     """Scores every group of `sources` again and writes `out` (JSONL, in the format of `process`).
 
@@ -147,7 +147,7 @@ async def rescore(
         processes: number of parallel scorers.
         without_messages: score groups that were written without their conversations.
         on_bad: called for each line that is not a group; default: the first such line is an error.
-        told: called after each group.
+        on_progress: called after each group.
 
     Raises:
         ConfigError: `out` exists, or the environment or the rubric cannot be loaded.
@@ -179,7 +179,7 @@ async def rescore(
                         if line is not None:
                             await asyncio.to_thread(output.append, _encoded(line))
                             tally.count(line)
-                        told(tally)
+                        on_progress(tally)
     return tally
 
 

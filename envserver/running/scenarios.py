@@ -119,7 +119,7 @@ async def run_scenarios(
     seed: int,
     overwrite: bool = False,
     embed: Embed | None = None,
-    told: Callable[[Runs], None] = lambda runs: None,
+    on_progress: Callable[[Runs], None] = lambda runs: None,
 ) -> Runs:
     """Makes `n` runs of each model and label and writes their traces below `out`.
 
@@ -128,7 +128,7 @@ async def run_scenarios(
         seed: run N uses `seed` + N; runs are counted from 1.
         overwrite: make runs again that have traces.
         embed: adds embeddings to each trace.
-        told: called after each run.
+        on_progress: called after each run.
 
     Raises:
         InputError: the scenario is incomplete, or has no prompt for a label.
@@ -146,10 +146,10 @@ async def run_scenarios(
         runs.wanted += len(tasks)
         runs.already += len(tasks) - len(missing)
         todo.append((runner, missing))
-    told(runs)
+    on_progress(runs)
     for runner, tasks in todo:
         if tasks:
-            await _run_model(runner, environment, reference, tasks, out, runs, embed, told)
+            await _run_model(runner, environment, reference, tasks, out, runs, embed, on_progress)
     facts = {
         "scenario": wanted[0].public["scenario"],
         "models": [runner.name for runner in models],
@@ -201,7 +201,7 @@ async def _run_model(
     out: Path,
     runs: Runs,
     embed: Embed | None,
-    told: Callable[[Runs], None],
+    on_progress: Callable[[Runs], None],
 ) -> None:
     settings = runner.settings
     async with (
@@ -213,7 +213,7 @@ async def _run_model(
         asyncio.TaskGroup() as group,
     ):
         for task in tasks:
-            group.create_task(_run(parts, runner, task, out, runs, embed, told))
+            group.create_task(_run(parts, runner, task, out, runs, embed, on_progress))
 
 
 async def _run(
@@ -223,20 +223,20 @@ async def _run(
     out: Path,
     runs: Runs,
     embed: Embed | None,
-    told: Callable[[Runs], None],
+    on_progress: Callable[[Runs], None],
 ) -> None:
     try:
         trajectory = await run_single(parts, task, scored=True, failed=_tried_again)
     except RolloutError as error:
         runs.failed.append(f"{task.public['path']}: {error}")
-        told(runs)
+        on_progress(runs)
         return
     output = trajectory.output if isinstance(trajectory.output, dict) else {}
     trace: Json = output.get("trace") or {}
     if not trace:
         ending = trajectory.limit or "its agent"
         runs.failed.append(f"{task.public['path']}: it was ended by {ending} without a trace")
-        told(runs)
+        on_progress(runs)
         return
     if not trace["model"]["hf_id"]:
         trace["model"]["hf_id"] = parts.model
@@ -247,7 +247,7 @@ async def _run(
     runs.completed += bool(trace["outcome"]["completed"])
     if trajectory.score.reward is not None:
         runs.rewards.append(trajectory.score.reward)
-    told(runs)
+    on_progress(runs)
 
 
 def _tried_again(failure: Failure) -> None:

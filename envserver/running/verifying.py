@@ -259,7 +259,7 @@ async def _chosen(
 
 
 async def verify_source(
-    settings: VerifySettings, told: Progress = lambda groups, rows, share: None
+    settings: VerifySettings, on_progress: Progress = lambda groups, rows, share: None
 ) -> tuple[Report, str]:
     """Checks what the settings name.
 
@@ -289,7 +289,7 @@ async def verify_source(
             seed=settings.seed,
             policy_version=settings.policy_version,
             concurrency=settings.concurrency,
-            progress=told,
+            progress=on_progress,
         )
         return report, await engine.model_name()
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from ...config import LogFormat, LogLevel, OpenAIConfig, Section, TokensConfig
+from ...config import LogFormat, LogLevel, OpenAIConfig, Section
+from ...tokens_config import TokensConfig
 from ..command_line import CommandSpec
 
 SUMMARY = """Sends about a dozen tiny requests to an engine and shows what it can do: how exactly

@@ -16,4 +16,8 @@ COMMAND = CommandSpec(
     ProcessSettings,
     usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
     frequent=(*FREQUENT, "env.data_path_to_save_groups", "resume", "overwrite"),
+    aliases={
+        "out": "env.data_path_to_save_groups",
+        "o": "env.data_path_to_save_groups",
+    },
 )

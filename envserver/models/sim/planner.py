@@ -248,7 +248,8 @@ class Planner:
     def _checked(self, prompt: Prompt) -> Prompt:
         if len(prompt.ids) >= MAX_MODEL_LEN:
             raise refusal(
-                f"The model's context is {MAX_MODEL_LEN} tokens; the prompt has {len(prompt.ids)}.",
+                f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, your "
+                f"request has {len(prompt.ids)} input tokens.",
                 param="prompt",
             )
         return prompt

@@ -254,15 +254,18 @@ def test_that_nothing_can_be_compared_is_no_success(
     assert report["not_compared"] == {"nothing_trained": 3}
 
 
-async def test_rows_that_cannot_be_compared_are_counted_by_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["structured_output_masked", "unchecked_fields"])
+async def test_rows_that_cannot_be_compared_are_counted_by_reason(
+    tmp_path: Path, flag: str
+) -> None:
     lines = lines_of(*GROUPS)
-    lines[0]["envserver"]["rollouts"][0]["row_flags"] = [["structured_output_masked"]]
+    lines[0]["envserver"]["rollouts"][0]["row_flags"] = [[flag]]
     lines[0]["tokens"][1] = lines[0]["masks"][1] = lines[0]["inference_logprobs"][1] = []
     lines[0]["envserver"]["rollouts"][1]["versions"][0] = []
     lines[1]["inference_logprobs"] = None
     report = await verified(write(tmp_path / "x", lines), Engine())
     assert report.not_compared == {
-        "structured_output_masked": 1,
+        flag: 1,
         "no_tokens": 1,
         "no_logprobs": 3,
     }

@@ -29,8 +29,10 @@ from envserver import OpenAIConfig, ServerConfig
 from envserver.api import Metrics, create_api, serve_api
 from envserver.api.bootstrap import BootstrapApp
 from envserver.api.health import Health
+from envserver.config import TelemetryConfig
 from envserver.models import OpenAIEngine
 from envserver.models.measured import MeasuredEngine
+from envserver.running.bootstrap import bootstrap_server
 from envserver.store import open_store
 from envserver.telemetry.lag import TICK_SECONDS, LoopLag
 from envserver.telemetry.numbers import OTHER, Counts, Distribution, Labelled
@@ -117,6 +119,20 @@ async def test_who_comes_too_early_is_told_so_and_who_waits_at_the_end_is_answer
             door.close()
             assert [chunk async for chunk in chunks] == []  # ended, not broken off
         assert (await waiting).status_code == 204
+
+
+async def test_a_server_is_ready_when_its_routes_serve(tmp_path: Path) -> None:
+    config = ServerConfig(port=0)
+    async with (
+        bootstrap_server(config, TelemetryConfig(), tmp_path / "s.db", ()) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+    ):
+        early = await http.get("/readyz")
+        assert (early.status_code, (await http.get("/v1/status")).status_code) == (503, 503)
+        assert "routes is starting" in early.json()["detail"]
+        await server.open(create_api(server.store, settings=config, health=server.health))
+        assert (await http.get("/v1/status")).status_code == 200
+        assert (await http.get("/readyz")).status_code == 200
 
 
 async def test_a_lease_stays_with_its_stream_when_the_server_ends(tmp_path: Path) -> None:

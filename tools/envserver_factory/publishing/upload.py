@@ -19,11 +19,13 @@ from envserver_records.files import replacing_path, storing
 
 HUB = "hf://"
 _LAST = ("SUMMARY.json", "summary.json")
-Told = Callable[[str], None]
+OnProgress = Callable[[str], None]
 """Called with the address of each uploaded file."""
 
 
-def upload(folder: Path, target: str, *, told: Told = lambda address: None) -> list[str]:
+def upload(
+    folder: Path, target: str, *, on_progress: OnProgress = lambda address: None
+) -> list[str]:
     """Copies all files of `folder` to `target`; files of the same names are replaced.
 
     Returns:
@@ -40,11 +42,11 @@ def upload(folder: Path, target: str, *, told: Told = lambda address: None) -> l
     if target.startswith(HUB):
         addresses = _to_hub(folder, files, target)
         for address in addresses:
-            told(address)
+            on_progress(address)
         return addresses
     if "://" not in target:
-        return _to_folder(folder, files, Path(target), told)
-    return _to_url(folder, files, target, told)
+        return _to_folder(folder, files, Path(target), on_progress)
+    return _to_url(folder, files, target, on_progress)
 
 
 def check_target(target: str) -> None:
@@ -60,7 +62,7 @@ def check_target(target: str) -> None:
         _file_system(target)
 
 
-def _to_folder(folder: Path, files: list[Path], target: Path, told: Told) -> list[str]:
+def _to_folder(folder: Path, files: list[Path], target: Path, on_progress: OnProgress) -> list[str]:
     if target.exists() and target.resolve() == folder.resolve():
         raise ConfigError(f"{target} is where the data was written.", hint="Leave --upload out.")
     addresses = []
@@ -71,11 +73,11 @@ def _to_folder(folder: Path, files: list[Path], target: Path, told: Told) -> lis
             with replacing_path(place, sync=False) as partial:
                 shutil.copyfile(path, partial)
             addresses.append(str(place))
-            told(addresses[-1])
+            on_progress(addresses[-1])
     return addresses
 
 
-def _to_url(folder: Path, files: list[Path], target: str, told: Told) -> list[str]:
+def _to_url(folder: Path, files: list[Path], target: str, on_progress: OnProgress) -> list[str]:
     system, root = _file_system(target)
     addresses = []
     for path in files:
@@ -86,7 +88,7 @@ def _to_url(folder: Path, files: list[Path], target: str, told: Told) -> list[st
         except Exception as error:
             raise _refused(target, error) from error
         addresses.append(str(system.unstrip_protocol(place)))
-        told(addresses[-1])
+        on_progress(addresses[-1])
     return addresses
 
 

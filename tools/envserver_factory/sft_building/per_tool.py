@@ -26,7 +26,7 @@ from .templates import Shown, Templates, instruction_of, response_of
 
 Json = dict[str, Any]
 Form = Literal["rows", "messages"]
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with the numbers of trajectories and bytes read so far."""
 
 SUMMARY = "SUMMARY.json"
@@ -77,7 +77,7 @@ def build(
     out: Path,
     choice: Choice | None = None,
     *,
-    told: Told = lambda trajectories, size: None,
+    on_progress: OnProgress = lambda trajectories, size: None,
 ) -> Report:
     """Writes the rows of the trajectories in `sources` below `out`, all or nothing.
 
@@ -92,7 +92,7 @@ def build(
     choice = choice or Choice()
     report = Report()
     with Spool() as spool:
-        tools = _collected(objects(sources), templates, choice, spool, report, told)
+        tools = _collected(objects(sources), templates, choice, spool, report, on_progress)
         if not tools:
             raise InputError(
                 f"None of {report.read} trajectories has an action that became a row: "
@@ -162,7 +162,7 @@ def _collected(
     choice: Choice,
     spool: Spool,
     report: Report,
-    told: Told,
+    on_progress: OnProgress,
 ) -> dict[str, _Rows]:
     tools: dict[str, _Rows] = {}
     size = 0
@@ -176,7 +176,7 @@ def _collected(
             )
         report.read += 1
         size += document.bytes
-        told(report.read, size)
+        on_progress(report.read, size)
         if choice.min_reward is not None:
             reward = reward_of(trajectory)
             if reward is None or reward < choice.min_reward:

@@ -24,7 +24,7 @@ from .splits import Three, split_three
 from .spool import Spool
 
 Json = dict[str, Any]
-Told = Callable[[int], None]
+OnProgress = Callable[[int], None]
 """Called with the number of rows read so far."""
 Check = Callable[[Path], Iterator[str | None]]
 """Gets a JSONL file of {"task": row, "response": text}; yields for each line why it is wrong, None
@@ -61,7 +61,7 @@ def prepare(
     plan: Plan,
     *,
     source: str,
-    told: Told = lambda count: None,
+    on_progress: OnProgress = lambda count: None,
 ) -> Json:
     """Writes the examples of `rows` below `out`; returns the contents of summary.json.
 
@@ -83,7 +83,7 @@ def prepare(
         spool, asked = stack.enter_context(Spool()), stack.enter_context(Spool())
         read = 0
         for read, row in enumerate(rows, 1):
-            told(read)
+            on_progress(read)
             example = "no JSON object" if row is None else example_of(row)
             if isinstance(example, str):
                 dropped[example] += 1

@@ -30,7 +30,7 @@ from .convert_foreign import unified_of_foreign
 from .documents import Document, documents, files_of
 
 Json = dict[str, Any]
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with the numbers of documents and bytes read so far."""
 Failed = Callable[[str, str], None]
 """Called with the place of a skipped document and the reason."""
@@ -56,7 +56,7 @@ def convert(
     *,
     domain: str | None = None,
     failed: Failed = lambda place, reason: None,
-    told: Told = lambda count, size: None,
+    on_progress: OnProgress = lambda count, size: None,
 ) -> Report:
     """Writes the trajectories of `sources` below `out`; files of the same name are replaced.
 
@@ -88,7 +88,7 @@ def convert(
             except (InputError, ValueError, RecursionError) as error:
                 report.failed += 1
                 failed(document.place, _reason(error))
-            told(report.read, size)
+            on_progress(report.read, size)
     return report
 
 

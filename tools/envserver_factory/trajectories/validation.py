@@ -16,7 +16,7 @@ from envserver.export.unified import DOMAINS, problems_of
 
 from .documents import Document, documents, files_of
 
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with the numbers of documents and bytes read so far."""
 Bad = Callable[[str, str], None]
 """Called with the place of a document (`file.json`; `file.jsonl, line 7`) and a problem."""
@@ -41,7 +41,7 @@ def validate(
     sources: Sequence[str],
     *,
     bad: Bad = lambda place, reason: None,
-    told: Told = lambda count, size: None,
+    on_progress: OnProgress = lambda count, size: None,
     domains: Collection[str] = DOMAINS,
 ) -> Report:
     """Checks every trajectory of `sources`.
@@ -67,7 +67,7 @@ def validate(
             wrong.add(document.path)
         for problem in problems:
             bad(document.place, problem)
-        told(report.documents, size)
+        on_progress(report.documents, size)
     report.files, report.bad_files = len(files), len(wrong)
     return report
 

@@ -68,7 +68,7 @@ def _taken(data: bytes) -> list[str]:
         from PIL import ExifTags, Image
     except ImportError:
         return []
-    told: dict[str, object] = {}
+    fields: dict[str, object] = {}
     try:
         exif = Image.open(io.BytesIO(data)).getexif()
         for names, facts in (
@@ -76,11 +76,11 @@ def _taken(data: bytes) -> list[str]:
             (ExifTags.TAGS, exif.get_ifd(ExifTags.IFD.Exif)),
             (ExifTags.GPSTAGS, exif.get_ifd(ExifTags.IFD.GPSInfo)),
         ):
-            told |= {names.get(key, str(key)): value for key, value in facts.items()}
-    except Exception:  # noqa: BLE001 - of a strange file the rest is told all the same
+            fields |= {names.get(key, str(key)): value for key, value in facts.items()}
+    except Exception:  # noqa: BLE001 - the other facts of a strange file are shown all the same
         return []
     lines = [
-        f"{name}: {str(value)[:_MOST_VALUE]}" for name, value in told.items() if _is_said(value)
+        f"{name}: {str(value)[:_MOST_VALUE]}" for name, value in fields.items() if _is_said(value)
     ]
     return lines[:_MOST_FACTS]
 

@@ -1,0 +1,58 @@
+"""Renders log events as lines of text, without secrets, and safe for a terminal.
+
+An event and its facts may quote what a model wrote: control characters in them are shown as
+escapes, so that one event is one line. Only tracebacks, and messages of libraries, have several;
+those of a library's message are indented.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any, TextIO
+
+import structlog
+from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
+
+from .printable import printable
+from .redaction import redacted
+
+
+def text_processors(*, colors: bool) -> list[Processor]:
+    """Returns the processors that render an event as text."""
+    renderer = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_write_traceback)
+    return [_escape, renderer, strike]
+
+
+def strike(_: WrappedLogger, __: str, line: EventDict | str) -> Any:
+    """Removes secrets from the rendered line."""
+    return redacted(str(line))
+
+
+def _escape(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """Escapes control characters; `logger` names the library that an event comes from."""
+    for name, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[name] = _Quoted(value)
+    text = event.get("event")
+    if isinstance(text, _Quoted):
+        of_library = "logger" in event
+        shown = printable(text.value, keep="\n\t" if of_library else "")
+        event["event"] = shown.replace("\n", "\n    ")
+    return event
+
+
+class _Quoted:
+    """A text that is shown with quotes and escapes."""
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def _write_traceback(out: TextIO, error: ExcInfo) -> None:
+    """Writes a plain traceback: the coloured one shows variables, prompts and keys among them."""
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, error)
+    out.write(printable(text.getvalue(), keep="\n\t"))
