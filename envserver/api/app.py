@@ -23,7 +23,7 @@ from ..rollouts.capacity import Bounds
 from ..rollouts.ordered import Orders
 from ..store import GroupStore
 from ..store.demand import Demand
-from . import problems
+from . import document, problems
 from .access.middleware import Access, KnownNames
 from .access.pages import KnownPages
 from .access.tokens import AccessTokens
@@ -32,7 +32,8 @@ from .atropos.service import AtroposService
 from .direct import DirectPosts
 from .health import Health, health_routes, store_probe
 from .metrics import CountedRequests, Metrics, metric_routes
-from .native import PolicyVersion, native_routes
+from .native import FilterWarnings, PolicyVersion, native_routes
+from .queue_limit import QueueLimit
 from .runners.metrics import RunnerMetrics, count_runners
 from .runners.registry import RunnerRegistry
 from .runners.routes import runner_posts, runner_routes
@@ -88,6 +89,7 @@ def create_api(
         if on_policy_version is not None:
             on_policy_version(version)
 
+    policy = PolicyVersion(store, publish)
     atropos = AtroposService(
         store,
         lease_seconds=settings.lease_seconds,
@@ -95,8 +97,12 @@ def create_api(
         score_range=score_range,
         silent_after_seconds=settings.silent_after_seconds,
         minimums=runners.minimums,
+        version=lambda: policy.version,
     )
-    policy = PolicyVersion(store, publish)
+
+    def present() -> set[str]:
+        joined = {one["env"] for one in runners.snapshot()}
+        return joined | atropos.environment_names() | set(orders.names if orders else ())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -114,10 +120,14 @@ def create_api(
                 with suppress(asyncio.CancelledError):
                     await task
 
-    app = FastAPI(title="envserver", version=__version__, lifespan=lifespan)
+    app = FastAPI(
+        title="envserver", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    document.install(app)
     problems.install(app)
     # Added first: routes are tried in order, and these are called most often.
-    wire_posts = atropos_posts(atropos)
+    limit = QueueLimit(store, settings)
+    wire_posts = limit.limited(atropos_posts(atropos))
     app.include_router(atropos_routes(atropos, wire_posts))
     app.include_router(runner_routes(runners, settings.max_body_bytes))
     app.include_router(
@@ -127,6 +137,7 @@ def create_api(
             policy,
             settings=settings,
             joined=lambda: count_runners(runners),
+            filters=FilterWarnings(store, policy, present),
             status=status,
             orders=orders,
         )
@@ -137,7 +148,7 @@ def create_api(
         app.include_router(metric_routes(metrics))
     if gate is not None:
         app.include_router(weight_routes(gate, policy, runners))
-    posts = wire_posts | runner_posts(runners, settings.max_body_bytes)
+    posts = wire_posts | limit.limited(runner_posts(runners, settings.max_body_bytes))
     app.add_middleware(DirectPosts, endpoints=posts)
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(CompressedAnswers)

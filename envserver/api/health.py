@@ -1,9 +1,12 @@
 """Liveness (`/healthz`) and readiness (`/readyz`).
 
-The server consists of parts (store, engine, workers, scorers); each is starting, ready or down.
-Parts with a probe are checked on demand. The server is ready when every part is ready and it is
-not shutting down. Otherwise `/readyz` answers 503 with problem details that name the missing
-parts.
+The server consists of parts (store, disk, engine, workers, scorers); each is starting, ready,
+limited or down. Parts with a probe are checked on demand. The server is ready when no part is
+starting or down and it is not shutting down. Otherwise `/readyz` answers 503 with problem details
+that name the missing parts.
+
+A full disk is limited, not down: a server that is not ready gets no requests in many places, and
+only the leases and acks of its trainers make space.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from ..telemetry.lag import LoopLag
 from .native.answers import json_answer
 from .problems import error_answer
 
-PartState = Literal["starting", "ready", "down", "draining"]
+PartState = Literal["starting", "ready", "limited", "down", "draining"]
+_WORKING: Final = ("ready", "limited")
 Probe = Callable[[], Awaitable[str]]
 """Checks a part: returns "" if it is healthy, else why not; may raise EnvserverError instead."""
 
@@ -54,7 +58,7 @@ class Health:
     def __init__(self, lag: LoopLag | None = None) -> None:
         self.parts: dict[str, Part] = {}
         self.lag = lag
-        self._probes: dict[str, Probe] = {}
+        self._probes: dict[str, tuple[Probe, PartState]] = {}
         self._started_at = time.time()
         self._asking: asyncio.Task[None] | None = None
 
@@ -62,12 +66,16 @@ class Health:
         """Marks `part` as starting."""
         self._set(part, "starting")
 
-    def found(self, part: str, probe: Probe | None = None) -> None:
-        """Marks `part` as ready or, with a `probe`, lets the probe decide from now on."""
+    def found(self, part: str, probe: Probe | None = None, *, failing: PartState = "down") -> None:
+        """Marks `part` as ready or, with a `probe`, lets the probe decide from now on.
+
+        Args:
+            failing: state of the part while its probe gives a reason.
+        """
         if probe is None:
             self._set(part, "ready")
         else:
-            self._probes[part] = probe
+            self._probes[part] = (probe, failing)
             self.parts.setdefault(part, Part("starting", time.time()))
 
     def drain(self) -> None:
@@ -76,8 +84,14 @@ class Health:
 
     @property
     def ready(self) -> bool:
-        """Whether all parts were ready at the last check."""
-        return all(part.state == "ready" for part in self.parts.values())
+        """Whether all parts worked at the last check."""
+        return all(part.state in _WORKING for part in self.parts.values())
+
+    @property
+    def status(self) -> str:
+        """How a ready server is: "ok", or "limited" if a part is."""
+        is_limited = any(part.state == "limited" for part in self.parts.values())
+        return "limited" if is_limited else "ok"
 
     async def refresh(self) -> None:
         """Runs all probes; concurrent callers share the result."""
@@ -106,14 +120,14 @@ class Health:
         """Describes which parts are not ready, and why; "" if all are ready."""
         words = []
         for name, part in self.parts.items():
-            if part.state != "ready":
+            if part.state not in _WORKING:
                 words.append(f"{name} is {part.state}{f' ({part.reason})' if part.reason else ''}")
         return "; ".join(words)
 
     async def _ask_all(self) -> None:
-        await asyncio.gather(*(self._ask(part, probe) for part, probe in self._probes.items()))
+        await asyncio.gather(*(self._ask(part, *one) for part, one in self._probes.items()))
 
-    async def _ask(self, part: str, probe: Probe) -> None:
+    async def _ask(self, part: str, probe: Probe, failing: PartState) -> None:
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 reason = await probe()
@@ -124,7 +138,7 @@ class Health:
         except Exception as error:  # noqa: BLE001 (a part that cannot be asked is not well)
             reason = f"asking it broke: {type(error).__name__}"
             _log.exception("probe_failed", part=part)
-        self._set(part, "down" if reason else "ready", reason)
+        self._set(part, failing if reason else "ready", reason)
 
     def _set(self, name: str, state: PartState, reason: str = "") -> None:
         before = self.parts.get(name)
@@ -132,9 +146,9 @@ class Health:
             before.reason = reason
             return
         self.parts[name] = Part(state, time.time(), reason)
-        if state == "down":
-            _log.warning("part_is_down", part=name, reason=reason)
-        elif before is not None and before.state == "down":
+        if state in ("down", "limited"):
+            _log.warning(f"part_is_{state}", part=name, reason=reason)
+        elif before is not None and before.state in ("down", "limited"):
             _log.info("part_is_back", part=name)
 
 
@@ -144,6 +158,15 @@ def store_probe(store: GroupStore) -> Probe:
     async def probe() -> str:
         await store.get_value("policy_version")
         return ""
+
+    return probe
+
+
+def disk_probe(store: GroupStore) -> Probe:
+    """Returns a probe of the disk space of the store."""
+
+    async def probe() -> str:
+        return store.disk_problem
 
     return probe
 
@@ -178,6 +201,6 @@ def health_routes(health: Health) -> APIRouter:
         if missing:
             message = f"Not ready: {missing}."
             return error_answer("/readyz", 503, message, kind="not_ready", parts=parts)
-        return json_answer({"status": "ok", "parts": parts})
+        return json_answer({"status": health.status, "parts": parts})
 
     return router

@@ -15,7 +15,7 @@ from typing import Final
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import Metric
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
@@ -82,7 +82,7 @@ class Metrics:
                     (),
                     single(lag.p99_seconds()),
                 ),
-                gauge("envserver_ready", "1 while every part is", (), single(health.ready)),
+                gauge("envserver_ready", "1 while every part works", (), single(health.ready)),
                 gauge("envserver_part_ready", "1 while it is, as last seen", ("part",), ready),
             ]
 
@@ -113,7 +113,7 @@ def metric_routes(metrics: Metrics) -> APIRouter:
     """Returns the route `/metrics`."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def show() -> Response:
         """Returns counters, gauges and histograms in the Prometheus text format."""
         return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)

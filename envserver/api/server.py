@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Self
@@ -24,9 +24,12 @@ from envserver_records.errors import ConfigError
 from starlette.types import ASGIApp
 
 from ..config import ServerConfig, is_loopback
+from ..descriptors import raise_open_files
 from .access.connections import BoundedHttp, HttpBounds
 from .certificates import Certificates
 from .lifespan import Lifespan
+
+HttpFactory = Callable[..., asyncio.Protocol]
 
 _BACKLOG: Final = 2048
 _GRACE_SECONDS: Final = 2
@@ -64,10 +67,16 @@ class RunningServer:
         """Waits until the server has stopped; raises what stopped it."""
         await asyncio.shield(self._task)
 
-    async def also_on(self, listener: socket.socket) -> asyncio.AbstractServer:
-        """Also serves the application on another socket, until the returned server is closed."""
+    async def also_on(
+        self, listener: socket.socket, http: HttpFactory | None = None
+    ) -> asyncio.AbstractServer:
+        """Also serves the application on another socket, until the returned server is closed.
+
+        Args:
+            http: see `serve_api`.
+        """
         loop = asyncio.get_running_loop()
-        return await loop.create_server(self._server.protocol, sock=listener)
+        return await loop.create_server(partial(self._server.protocol, http), sock=listener)
 
     async def close(self) -> None:
         """Gives requests two seconds to finish, cancels the rest, and ends the app's lifespan."""
@@ -111,9 +120,9 @@ class _Server(uvicorn.Server):
         for server in former:
             server.close()
 
-    def protocol(self) -> asyncio.Protocol:
+    def protocol(self, http: HttpFactory | None = None) -> asyncio.Protocol:
         """Creates the protocol for one connection, as uvicorn does for its own sockets."""
-        return self.config.http_protocol_class(  # type: ignore[call-arg]  # uvicorn types the class as any Protocol
+        return (http or self.config.http_protocol_class)(  # type: ignore[call-arg]  # uvicorn types the class as any Protocol
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
 
@@ -123,15 +132,21 @@ class _Server(uvicorn.Server):
 
 
 async def serve_api(
-    app: ASGIApp, host: str, port: int, settings: ServerConfig | None = None
+    app: ASGIApp,
+    host: str,
+    port: int,
+    settings: ServerConfig | None = None,
+    *,
+    http: HttpFactory | None = None,
 ) -> RunningServer:
-    """Starts serving `app`; returns once it accepts requests.
+    """Starts serving `app`; returns once it accepts requests. Raises the limit of open files.
 
     Args:
         host: a loopback address or "localhost"; any address with a tokens file.
         port: 0 picks a free port.
         settings: the settings that `app` was made with: connection limits, certificates, access
             tokens. None: plain HTTP without limits, for processes on this machine.
+        http: makes the protocol of each connection instead.
 
     Raises:
         ConfigError: `host` is reachable from other machines but no tokens are required, the
@@ -140,8 +155,9 @@ async def serve_api(
     """
     if settings is None or settings.tokens_file is None:
         require_loopback(host)
+    raise_open_files()
     certificates = None
-    config = _configured(app, settings)
+    config = _configured(app, settings, http)
     if settings is not None and settings.ssl_certfile is not None:
         certificates = Certificates(settings)
         config.ssl = certificates.context()
@@ -171,8 +187,10 @@ async def serve_api(
     return running
 
 
-def _configured(app: ASGIApp, settings: ServerConfig | None) -> uvicorn.Config:
-    more: dict[str, Any] = {"http": "httptools"}
+def _configured(
+    app: ASGIApp, settings: ServerConfig | None, http: HttpFactory | None
+) -> uvicorn.Config:
+    more: dict[str, Any] = {"http": http or "httptools"}
     if settings is not None:
         more = {"http": partial(BoundedHttp, bounds=HttpBounds.of(settings))}
     config = uvicorn.Config(

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..proxy.asgi import header_number
 from .problems import error_answer, is_native
 
 _GZIP: Final = 16 + zlib.MAX_WBITS
@@ -104,8 +105,7 @@ class RequestBodies:
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """Returns the body; None if the client has disconnected."""
-        announced = headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > self._most:
+        if header_number(headers.get("content-length", "")) > self._most:
             raise _too_large(self._most)
         chunks: list[bytes] = []
         size = 0

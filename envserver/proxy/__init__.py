@@ -10,6 +10,7 @@ README.md draws the path of one call. The files in that order:
 
     server           keys and routes
     attempts         one attempt: its limits and its calls
+    bounds           how much one attempt may ask for at once
     request_handler  one request, from its body to the last byte; retries: join a running call
     dialects/        the agent's API <-> ModelRequest (model_request)
     call_task        one exchange with the engine; gate: pauses calls during weight updates

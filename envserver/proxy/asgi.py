@@ -13,6 +13,10 @@ from typing import Any, Literal
 
 import orjson
 from envserver_records.errors import EnvserverError, InputError, TooLargeError
+from envserver_records.http_errors import CONTEXT_IS_FULL
+
+from .bounds import Hold
+from .context_length import is_context_limit
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -25,8 +29,17 @@ _MAX_NESTING = 100
 
 It is serialised again inside other objects, and serialisers have limits.
 """
+_MAX_COMMAS = 2_000_000
+"""Maximum commas of a body, which bound the number of its values.
+
+A value of three bytes takes 300 nanoseconds and 70 bytes of memory to parse.
+"""
 _INFLATE_ON_LOOP_BYTES = 64 * 1024
 """Larger compressed bodies are inflated in a thread."""
+_MAX_RATIO = 1032
+"""Gzip makes nothing smaller than by this factor."""
+HOLD = "envserver.hold"
+"""Name in a scope of the Hold that counts the bytes of its request."""
 
 
 class ClientGone(Exception):
@@ -41,17 +54,28 @@ def header(scope: Scope, name: bytes) -> str:
     return ""
 
 
+def header_number(text: str) -> int:
+    """Returns the whole number in a header, 0 if it is none; of a huge one, one that is too large.
+
+    Python refuses to read thousands of digits, and llhttp lets as many zeros through.
+    """
+    return int(text.lstrip("0")[:20] or 0) if text.isdecimal() else 0
+
+
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """Reads the whole body and inflates it.
 
     Raises:
         TooLargeError: it exceeds `max_bytes`, as sent or inflated.
+        OverBound: the attempt has too many bytes in flight (see `HOLD`).
         InputError: it does not match its content-encoding.
         ClientGone: the client hung up.
     """
-    declared = header(scope, b"content-length")
-    if declared.isdecimal() and int(declared) > max_bytes:
+    hold: Hold = scope.get(HOLD) or Hold()
+    declared = header_number(header(scope, b"content-length"))
+    if declared > max_bytes:
         raise _too_large(max_bytes)
+    hold.cover(declared)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -62,6 +86,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
         size += len(part)
         if size > max_bytes:
             raise _too_large(max_bytes)
+        hold.cover(size)
         parts.append(part)
         if not message.get("more_body", False):
             break
@@ -71,9 +96,13 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
         return body
     if encoding not in ("gzip", "x-gzip"):
         raise InputError(f"Bodies may be compressed with gzip, not with {encoding[:40]!r}.")
-    if len(body) > _INFLATE_ON_LOOP_BYTES:
-        return await asyncio.to_thread(inflate, body, max_bytes)
-    return inflate(body, max_bytes)
+    hold.cover(size + min(max_bytes, size * _MAX_RATIO))
+    if size > _INFLATE_ON_LOOP_BYTES:
+        inflated = await asyncio.to_thread(inflate, body, max_bytes)
+    else:
+        inflated = inflate(body, max_bytes)
+    hold.shrink(len(inflated))
+    return inflated
 
 
 def inflate(body: bytes, max_bytes: int) -> bytes:
@@ -106,8 +135,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
     Raises:
         InputError: it is not a JSON object; the message says where.
-        TooLargeError: it nests deeper than 100 levels.
+        TooLargeError: it nests deeper than 100 levels, or has over two million values.
     """
+    check_values(body)
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -117,6 +147,12 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > _MAX_NESTING and _is_deeper(parsed, _MAX_NESTING):
         raise TooLargeError(f"The body nests deeper than {_MAX_NESTING} levels.")
     return parsed
+
+
+def check_values(body: bytes) -> None:
+    """Raises TooLargeError if `body` may hold so many values that parsing it takes seconds."""
+    if len(body) > _MAX_COMMAS and body.count(b",") > _MAX_COMMAS:
+        raise TooLargeError(f"The body has over {_MAX_COMMAS} commas, and so too many values.")
 
 
 def _is_deeper(value: dict[str, Any] | list[Any], levels: int) -> bool:
@@ -183,7 +219,8 @@ DONE = b"data: [DONE]\n\n"
 def error_body(error: EnvserverError, code: str | None = None) -> dict[str, Any]:
     """Returns `error` as OpenAI's API writes it."""
     kind = "invalid_request_error" if error.status < 500 else "engine_error"
-    facts = {"message": str(error), "type": kind, "param": None, "code": code or error.kind}
+    known = CONTEXT_IS_FULL if is_context_limit(error) else error.kind
+    facts = {"message": str(error), "type": kind, "param": None, "code": code or known}
     return {"error": facts}
 
 

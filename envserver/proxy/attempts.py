@@ -8,7 +8,6 @@ tokens than are unreserved waits for what the others return.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -33,20 +32,23 @@ from envserver_records.errors import (
 from envserver_records.records import Call, PublicTask, ServiceCall
 
 from ..actions import Steps
+from ..telemetry.log_budget import LogBudget
 from ..telemetry.tracing import NO_SPAN, Span
 from ..tokens.history import History
 from .asgi import Interrupts
+from .bounds import InFlight
+from .context_length import context_limit
+from .reached import ReachedLimits
 from .retries import Retries
 
-_CONTEXT_IS_FULL = re.compile(r"context[ _]length|max_model_len|maximum model length", re.I)
-"""Matches the errors of vLLM, SGLang and OpenAI for a prompt that is too long."""
+_MAX_LOG_BYTES = 8 * 1024 * 1024
+"""Maximum size of all log lines of an attempt together."""
 
 
 class Limits(msgspec.Struct, frozen=True):
     """Limits of one attempt; `max_completion_tokens` may be None (unlimited).
 
-    Turns are counted for each declared agent (all others count as one agent); tokens are counted
-    for all trained agents together.
+    Turns are counted for each agent; tokens for all trained agents together.
     """
 
     max_turns: int
@@ -101,14 +103,16 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the agent for a request that names `name`; without a name, the main agent.
 
         Raises:
-            InputError: the environment declares its agents, and `name` is not one of them.
+            InputError: `name` is not an agent that the environment declares.
         """
-        if not self.agents or name in self.agents:
+        if name in self.agents:
             return name
         if name is None:
-            return next(iter(self.agents))
+            return next(iter(self.agents), None)
+        known = f"there are: {', '.join(self.agents)}" if self.agents else "none is declared"
         raise InputError(
-            f"There is no agent {name!r} in this rollout; there are: {', '.join(self.agents)}."
+            f"There is no agent {name!r} in this rollout; {known}.",
+            hint="Environment.agents declares the agents, the main one first.",
         )
 
     def route(self, agent: str | None) -> AgentRoute:
@@ -118,7 +122,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def routing_key(self, agent: str | None) -> str:
         """Returns the routing key of `agent`'s calls: calls with one key go to one replica."""
-        return routing_key(self.rollout_id, agent if agent in self.agents else None)
+        return routing_key(self.rollout_id, agent)
 
 
 def routing_key(rollout_id: str, agent: str | None) -> str:
@@ -132,7 +136,7 @@ class ProxyAttempt:
 
     Args:
         calls: in order of commit.
-        limit: "turns", "tokens", "time" or "context" once a call was refused for it.
+        limits: the limits that were reached.
         engine_failures: how many calls the engine failed.
         sandbox_failure: how a sandbox failed or could not be opened; None if all is well.
         service_failure: how a service of the environment failed, or None.
@@ -141,17 +145,20 @@ class ProxyAttempt:
         flags: flags that services put on the trajectory.
         output, metrics, steps, posted, failure: what the worker posted.
         late_calls: model calls that came after the end.
+        log_budget: what the attempt may still write to the server's log.
+        log_lines_dropped: its log lines beyond that.
         memory: state of each dialect for this attempt.
         retries: the latest requests.
         histories: the conversations that can be continued, by engine.
         span: trace span of the agent's run, the parent of its model calls.
+        in_flight: its connections, bytes and requests.
     """
 
     key: str
     spec: AttemptSpec
     calls: list[Call] = field(default_factory=list)
     sealed: bool = False
-    limit: str | None = None
+    limits: ReachedLimits = field(default_factory=ReachedLimits)
     engine_failures: int = 0
     sandbox_failure: Failure | None = None
     service_failure: Failure | None = None
@@ -164,10 +171,15 @@ class ProxyAttempt:
     posted: bool = False
     failure: Failure | None = None
     late_calls: int = 0
+    log_budget: LogBudget = field(
+        default_factory=lambda: LogBudget(time.monotonic(), _MAX_LOG_BYTES)
+    )
+    log_lines_dropped: int = 0
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
     retries: Retries[Any] = field(default_factory=Retries)
     histories: dict[Any, History] = field(default_factory=dict)
     span: Span = NO_SPAN
+    in_flight: InFlight = field(default_factory=InFlight)
     _unanswered: dict[str | None, Failure] = field(default_factory=dict)
     _turns: Counter[str | None] = field(default_factory=Counter)
     _spent_tokens: int = 0
@@ -180,6 +192,11 @@ class ProxyAttempt:
     @property
     def seconds_left(self) -> float:
         return self.spec.deadline - time.time()
+
+    @property
+    def limit(self) -> str | None:
+        """The limit that holds an agent back: "turns", "tokens", "time" or "context"."""
+        return self.limits.latest
 
     @property
     def engine_failure(self) -> Failure | None:
@@ -214,11 +231,11 @@ class ProxyAttempt:
         if self.sealed:
             raise ended()
         self.check_time()
-        who, most = self._counted(agent), self.spec.limits.max_turns
-        if self._turns[who] >= most:
-            of = "this rollout" if who is None else f"the agent {who!r}"
-            raise self.reached("turns", f"All {most} turns of {of} are used up.")
-        self._turns[who] += 1
+        most = self.spec.limits.max_turns
+        if self._turns[agent] >= most:
+            of = "this rollout" if agent is None else f"the agent {agent!r}"
+            raise self.reached("turns", f"All {most} turns of {of} are used up.", agent)
+        self._turns[agent] += 1
 
     def check_time(self) -> None:
         """
@@ -254,7 +271,7 @@ class ProxyAttempt:
             self._returned.clear()
             await self._returned.wait()
         if left < choices:
-            raise self.reached("tokens", f"All {limit} tokens of this rollout are used up.")
+            raise self.reached("tokens", f"All {limit} tokens of this rollout are used up.", agent)
         each = left // choices if each is None else min(each, left // choices)
         self._reserved_tokens += each * choices
         return TokenReservation(self, each, each * choices)
@@ -279,8 +296,10 @@ class ProxyAttempt:
             self.calls.append(call)
 
     def engine_answered(self, agent: str | None = None) -> None:
-        """A call of `agent` was answered: its earlier failures no longer count."""
-        self._unanswered.pop(self._counted(agent), None)
+        """A call of `agent` was answered: its earlier failures no longer count, nor does a context
+        that was full."""
+        self._unanswered.pop(agent, None)
+        self.limits.answered(agent)
 
     def engine_failed(
         self, error: EngineError, *, recorded: bool, agent: str | None = None
@@ -289,10 +308,12 @@ class ProxyAttempt:
 
         If nothing was recorded, the turn is returned, unless the request itself was at fault.
         """
-        if isinstance(error, EngineRefused) and _CONTEXT_IS_FULL.search(str(error)):
-            self.engine_answered(agent)
-            return self.reached("context", str(error))
-        self._unanswered[self._counted(agent)] = error.failure()
+        full = context_limit(error.message) if isinstance(error, EngineRefused) else None
+        if full is not None:
+            self._unanswered.pop(agent, None)
+            self.limits.refused("context", agent)
+            return full
+        self._unanswered[agent] = error.failure()
         self.engine_failures += 1
         if not recorded and error.outcome is Outcome.RETRY:
             self.return_turn(agent)
@@ -315,11 +336,7 @@ class ProxyAttempt:
 
     def return_turn(self, agent: str | None = None) -> None:
         """Takes back the turn of a request that produced nothing."""
-        self._turns[self._counted(agent)] -= 1
-
-    def _counted(self, agent: str | None) -> str | None:
-        """Returns the agent whose turns are counted; all undeclared names count as None."""
-        return agent if agent in self.spec.agents else None
+        self._turns[agent] -= 1
 
     def working(self, interrupts: Interrupts) -> None:
         """Registers a request in flight, to be interrupted when the attempt is sealed."""
@@ -353,9 +370,9 @@ class ProxyAttempt:
         self.memory.clear()
         self.histories.clear()
 
-    def reached(self, limit: str, message: str) -> LimitReached:
-        """Records that `limit` was reached; returns the error for the agent."""
-        self.limit = limit
+    def reached(self, limit: str, message: str, agent: str | None = None) -> LimitReached:
+        """Records that `agent` reached `limit`; returns the error for it."""
+        self.limits.refused(limit, agent)
         return LimitReached(message, limit=limit)
 
 

@@ -1,9 +1,8 @@
 """Turns a ModelRequest into the body that the engine is sent. Pure.
 
 The run alone decides the distribution that tokens are sampled from: its temperature and top_p are
-sent whatever the agent asks for, and every other sampler setting is sent switched off, so neither
-the agent nor a model's default changes it. What the agent's protocol needs (stop, tools, seed,
-formats) is kept.
+sent whatever the agent asks for, and every other sampler setting is sent switched off, so no
+model's default changes it. What the agent's protocol needs (stop, tools, seed, formats) is kept.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from .engine_client.base import is_strict
+from .constraints import RAW, constraints_of
 from .model_request import ModelRequest
 
 _SAMPLERS_OFF: dict[str, Any] = {
@@ -22,41 +21,17 @@ _SAMPLERS_OFF: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-_OTHER_SAMPLERS = (
-    "typical_p",
-    "tfs",
-    "top_a",
-    "mirostat",
-    "length_penalty",
-    "dry_multiplier",
-    "watermarking",
-)
-_CONSTRAINTS = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "min_tokens",
-    "thinking_token_budget",
-    "logits_processors",
-)
-"""Fields that mask the distribution: the recorded logprobs are then not the model's alone."""
 _SAMPLING = (
     "temperature",
     "top_p",
     *_SAMPLERS_OFF,
-    *_CONSTRAINTS,
+    *RAW,
     "max_tokens",
     "max_completion_tokens",
     "n",
     "stop",
     "stop_token_ids",
     "seed",
-    "ignore_eos",
     "tool_choice",
     "response_format",
     "reasoning_effort",
@@ -108,8 +83,6 @@ def engine_body(
         processed: whether its logprobs include the effect of temperature and top_p.
     """
     body = {**request.fields, "model": model}
-    for name in (*_SAMPLERS_OFF, *_OTHER_SAMPLERS):
-        body.pop(name, None)
     if exact:
         body.update(_SAMPLERS_OFF)
         body["return_token_ids"] = True
@@ -128,27 +101,21 @@ def engine_body(
         body["prompt"] = request.prompt
         if exact:
             body.setdefault("logprobs", 0)
-    return EngineBody(body=body, tokens_field=request.tokens_field, flags=_flags(body, processed))
+    return EngineBody(
+        body=body,
+        tokens_field=request.tokens_field,
+        flags=_flags(body, processed, unchecked=request.unchecked),
+    )
 
 
-def _flags(body: dict[str, Any], processed: bool) -> list[str]:
+def _flags(body: dict[str, Any], processed: bool, *, unchecked: bool) -> list[str]:
     flags = []
     if body.get("temperature", 1.0) != 1.0 and not processed:
         flags.append("temperature_not_one")
     if body.get("top_p", 1.0) != 1.0 and not processed:
         flags.append("top_p_active")
-    if _is_constrained(body):
+    if constraints_of(body, body.get("tools") or []):
         flags.append("structured_output_masked")
+    if unchecked:
+        flags.append("unchecked_fields")
     return flags
-
-
-def _is_constrained(body: dict[str, Any]) -> bool:
-    if any(body.get(name) for name in _CONSTRAINTS):
-        return True
-    if any(is_strict(tool) for tool in body.get("tools") or ()):
-        return True
-    choice = body.get("tool_choice")
-    if choice == "required" or isinstance(choice, dict):
-        return True
-    form = body.get("response_format")
-    return isinstance(form, dict) and form.get("type") not in (None, "text")

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 from envserver_records.errors import ConfigError
 
-from ..config import TokensConfig
 from ..models.model_files import find_model_files
 from ..models.probe import ProbeResult
 from ..tokens.agreement import disagreement
 from ..tokens.chat_format import ChatFormat
+from ..tokens_config import TokensConfig
 
 TOKEN_MODES = ("tokens", "completions")
 """Modes in which an engine takes token ids."""

@@ -14,19 +14,21 @@ from itertools import takewhile
 from typing import Any
 
 import structlog
+from envserver_records.errors import ConfigError, EngineError
 from envserver_records.records import Call, Message
 
-from ..config import TokensConfig
 from ..models.engine import Engine
 from ..tokens.history import History, same_prompt
 from ..tokens.prepare import template_kwargs
 from ..tokens.prompts import PromptPlan
 from ..tokens.refusal import Refused
+from ..tokens_config import TokensConfig
 from .attempts import ProxyAttempt
 from .capabilities import Capabilities
 from .engine_client import EngineClient, client_for, stream_text, whole_text
 from .engine_client.base import has_media
 from .engine_client.chat import ChatClient
+from .engine_client.tokenizing import tokenized
 from .gate import Gate
 from .model_request import ModelRequest
 
@@ -83,6 +85,28 @@ class ReadyEngine:
             "template": self._format.template_digest,
             "tokenizer": self._format.tokenizer_digest,
         }
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Maximum tokens of prompt and answer together, if the engine says it."""
+        found = self._capabilities
+        return found.probe_result.max_model_len if found is not None else None
+
+    async def count_prompt(
+        self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None
+    ) -> int | None:
+        """Returns the number of tokens of the prompt of `request`; None if the engine cannot tell.
+
+        Raises:
+            EngineError: the engine failed, or it refuses the conversation.
+        """
+        plan = await self.plan(attempt, request, body, agent)
+        if plan.ids is not None:
+            return len(plan.ids)
+        if plan.text is not None and self._format is not None and self._format.trusted:
+            return len(await asyncio.to_thread(self._format.encode, plan.text))
+        routing_key = attempt.spec.routing_key(agent)
+        return await tokenized(self._engine, body, routing_key, max(0.0, attempt.seconds_left))
 
     async def plan(
         self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None
@@ -186,7 +210,7 @@ class EngineEndpoint:
 
     Args:
         find: probes the engine's capabilities once it answers; None: use its chat API only.
-        tokens: settings for continuing calls.
+        tokens: settings for continuing calls, and for what agents may ask.
         gate: the engine's gate, if another endpoint of the same engine has one.
     """
 
@@ -204,8 +228,8 @@ class EngineEndpoint:
         """Whether the engine has reported version numbers, since its trainer names its weights."""
         self._engine = engine
         self._find = find
-        self._tokens = tokens or TokensConfig()
-        self._ready = None if find else ReadyEngine(engine, None, self._tokens)
+        self.tokens = tokens or TokensConfig()
+        self._ready = None if find else ReadyEngine(engine, None, self.tokens)
         self._finding: asyncio.Task[ReadyEngine] | None = None
 
     async def ready(self) -> ReadyEngine:
@@ -225,13 +249,20 @@ class EngineEndpoint:
 
     async def _found(self) -> ReadyEngine:
         capabilities = await self._find() if self._find else None
-        self._ready = ReadyEngine(self._engine, capabilities, self._tokens)
+        self._ready = ReadyEngine(self._engine, capabilities, self.tokens)
         return self._ready
 
     def _forget(self, finding: asyncio.Task[ReadyEngine]) -> None:
         self._finding = None
         if not finding.cancelled():
             finding.exception()  # retrieved here because nothing may be waiting for it
+
+    async def max_model_len(self) -> int | None:
+        """Returns the model's context in tokens; None if the engine does not say it or is away."""
+        try:
+            return (await self.ready()).max_model_len
+        except (EngineError, ConfigError):
+            return None
 
     def described(self) -> dict[str, Any]:
         """Describes for people how the engine is called; empty until it answered once."""

@@ -16,7 +16,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
 
     Args:
         dialect: the API that the agent used.
-        body: the decoded request body as received.
+        body: the fields of the request body that the dialect knows, as received.
         messages, tools: in OpenAI's chat format; no messages for a text completion.
         prompt: for a text completion its text, its token ids, or a list of either; else None.
         fields: further fields for the engine, under their names in its chat API: stop, seed, n,
@@ -25,6 +25,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
         wanted_tokens: the agent's own limit per choice, or None.
         tokens_field: the name of that limit in the engine's request.
         stream: whether the agent wants a stream.
+        unchecked: whether `fields` hold some that the run passes on unchecked.
         wants_*: the agent's options on what its answer shows.
     """
 
@@ -42,3 +43,4 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     wants_logprobs: bool = False
     wants_token_ids: bool = False
     wants_reasoning: bool = True
+    unchecked: bool = False

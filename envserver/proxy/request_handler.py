@@ -15,6 +15,7 @@ from typing import Any
 
 from envserver_records.errors import EngineTimeout, EnvserverError
 
+from .admission import read_request
 from .asgi import (
     Interrupted,
     Interrupts,
@@ -79,7 +80,9 @@ class RequestHandler:
         Raises:
             EnvserverError: for the agent; no part of an answer has been sent yet.
         """
-        request = self._dialect.read(parse_object(body), self._memory)
+        request = read_request(
+            self._dialect, parse_object(body), self._memory, self._endpoint.tokens
+        )
         if request.stream:
             self._writer = self._dialect.writer(request, self._memory)
         retries = self._attempt.retries

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from envserver_records.errors import ConflictError
 
-from .asgi import Scope, header
+from .asgi import Scope, header, header_number
 
 _REMEMBERED = 64
 
@@ -45,8 +45,7 @@ class RetryMarks:
     def __init__(self, scope: Scope, digest: bytes) -> None:
         self.digest = digest
         self.key = header(scope, b"idempotency-key")
-        count = header(scope, b"x-stainless-retry-count")
-        self.is_retry = count.isdecimal() and int(count) > 0
+        self.is_retry = header_number(header(scope, b"x-stainless-retry-count")) > 0
 
 
 class Retries(Generic[TaskT]):

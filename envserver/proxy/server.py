@@ -20,6 +20,7 @@ from envserver_records.errors import (
     InputError,
     LimitReached,
     NotFoundError,
+    TooLargeError,
     UsageError,
 )
 from envserver_records.records import SandboxUsage
@@ -30,18 +31,22 @@ from ..models.engine import Engine
 from ..models.measured import time_waiting
 from ..telemetry.numbers import SHORT_SECONDS, Distribution
 from .asgi import (
+    HOLD,
     AsgiApp,
     ClientGone,
     Interrupted,
     Receive,
     Scope,
     Send,
+    check_values,
     header,
     read_body,
     send_json,
     send_nothing,
 )
 from .attempts import AttemptSpec, ProxyAttempt, ended
+from .bounds import AttemptBounds, Hold, InFlight, OverBound, Totals
+from .counting import count_tokens
 from .dialects import DIALECTS, DialectAdapter
 from .endpoint import EngineEndpoint
 from .gate import Gate
@@ -50,11 +55,13 @@ from .request_handler import RequestHandler
 from .retries import RetryMarks, digest_of
 from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
 from .services import TOOLS_PREFIX, ServiceRouter
-from .worker import rollout_body, take_actions, take_log, take_result
+from .worker import refuse_result, rollout_body, take_actions, take_log, take_result
 
 _REMEMBER_SEALED_SECONDS = 60.0
 _HEALTH_SECONDS = 1.0
 _NO_RETRY = ((b"x-should-retry", b"false"),)
+_RETRY_SOON = ((b"x-should-retry", b"true"), (b"retry-after", b"1"))
+_GUESTS = AttemptBounds(max_connections=2**30, max_request_mb=2**30, max_requests_per_second=2**30)
 _MAX_AGENT_NAME = 80
 _MAX_ACTIONS_BYTES = 2 << 20
 """Limit of one batch of steps; workers send half as much."""
@@ -83,6 +90,7 @@ class Proxy:
         sandboxes: owner of the agents' sandboxes; default: none.
         services: the environment's services by name; default: none.
         max_body_bytes: limit of a request, as sent and inflated.
+        bounds: what each attempt may ask for at once.
         clock: seconds; used only to forget sealed keys.
     """
 
@@ -95,6 +103,7 @@ class Proxy:
         sandboxes: SandboxHost | None = None,
         services: Mapping[str, Service] | None = None,
         max_body_bytes: int = 64 * 1024 * 1024,
+        bounds: AttemptBounds | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -102,7 +111,12 @@ class Proxy:
         self._endpoints = {**(endpoints or {}), "": self._endpoint}
         self._sandboxes = sandboxes
         self._services = ServiceRouter(services or {})
-        self._max_body_bytes = max_body_bytes
+        self.bounds = bounds or AttemptBounds()
+        self._max_body_bytes = min(max_body_bytes, self.bounds.max_bytes)
+        self.totals = Totals.of(self.bounds)
+        """What all attempts have in flight, and what was refused."""
+        self._strangers = InFlight(self.bounds, self.totals)
+        self._guests_in_flight = InFlight(_GUESTS, Totals.of(_GUESTS))
         self._clock = clock
         self._attempts: dict[str, ProxyAttempt] = {}
         self._guests: set[str] = set()
@@ -148,6 +162,9 @@ class Proxy:
     def open(self, spec: AttemptSpec) -> ProxyAttempt:
         """Opens an attempt under a new secret key."""
         attempt = ProxyAttempt(secrets.token_urlsafe(24), spec)
+        attempt.in_flight = InFlight(
+            self.bounds, self.totals, rollout_id=spec.rollout_id, flags=attempt.flags
+        )
         self._attempts[attempt.key] = attempt
         return attempt
 
@@ -160,6 +177,9 @@ class Proxy:
         if self._attempts.pop(attempt.key, None) is not None:
             self._sealed[attempt.key] = weakref.ref(attempt)
             self._sealed_at.append((self._clock(), attempt.key))
+            if attempt.log_lines_dropped:
+                lines, rollout_id = attempt.log_lines_dropped, attempt.spec.rollout_id
+                _log.warning("log_lines_dropped", rollout_id=rollout_id, lines=lines)
         self._forget()
 
     async def settle(self, attempt: ProxyAttempt) -> SandboxUsage | None:
@@ -173,6 +193,14 @@ class Proxy:
         key = secrets.token_urlsafe(24)
         self._guests.add(key)
         return key
+
+    def in_flight(self, path: str) -> InFlight | None:
+        """Returns what the owner of the key in `path` has in flight; None for an unknown key."""
+        key = _key_and_rest(path)[0]
+        if key in self._guests:
+            return self._guests_in_flight
+        attempt = self._attempts.get(key)
+        return attempt.in_flight if attempt is not None else None
 
     def asgi(self) -> AsgiApp:
         """Returns the ASGI application for `/r/`."""
@@ -195,14 +223,14 @@ class Proxy:
         except (ClientGone, Interrupted):
             return
         except EnvserverError as error:
-            dialect = _api_of(scope["path"])
-            await send_json(send, _status(error), dialect.error(error), _NO_RETRY)
+            await send_json(send, *error_answer(scope["path"], error))
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key, _, path = scope["path"].partition("/r/")[2].partition("/")
+        key, path = _key_and_rest(scope["path"])
         attempt = self._attempts.get(key)
         if attempt is None and key not in self._guests:
             self._forget()
+            await self._strangers.admit()
             if key in self._sealed:
                 self._late(self._sealed[key](), path)
                 raise ended()
@@ -216,7 +244,11 @@ class Proxy:
             await self._guest_route(scope, key, path, receive, send)
         else:
             _check_bearer(scope, key)
-            await self._attempt_route(scope, attempt, path, receive, send)
+            if path != "result" or attempt.posted:  # the only result is never too much
+                await attempt.in_flight.admit()
+            with Hold(attempt.in_flight) as hold:
+                scope[HOLD] = hold
+                await self._attempt_route(scope, attempt, path, receive, send)
 
     async def _attempt_route(
         self, scope: Scope, attempt: ProxyAttempt, path: str, receive: Receive, send: Send
@@ -243,7 +275,14 @@ class Proxy:
         match path:
             case "v1/models":
                 _require(method, "GET")
-                await send_json(send, 200, _models(attempt.spec.route(agent).model))
+                route = attempt.spec.route(agent)
+                length = await self._endpoints[route.endpoint].max_model_len()
+                await send_json(send, 200, _models(route.model, length))
+            case "v1/messages/count_tokens":
+                _require(method, "POST")
+                endpoint = self._endpoints[attempt.spec.route(agent).endpoint]
+                body = await read_body(scope, receive, self._max_body_bytes)
+                await send_json(send, 200, await count_tokens(endpoint, attempt, agent, body))
             case "health":
                 _require(method, "GET")
                 await self._send_health(send)
@@ -252,7 +291,7 @@ class Proxy:
                 await send_json(send, 200, rollout_body(attempt))
             case "result":
                 _require(method, "POST")
-                take_result(attempt, await read_body(scope, receive, self._max_body_bytes))
+                await self._take_result(attempt, scope, receive)
                 await send_nothing(send)
             case "log":
                 _require(method, "POST")
@@ -265,8 +304,18 @@ class Proxy:
             case _:
                 # An unrecorded endpoint must not give tokens to an attempt.
                 path = path[:80]
-                _log.warning("foreign_endpoint", rollout_id=attempt.spec.rollout_id, path=path)
+                if attempt.log_budget.take(len(path), time.monotonic()):
+                    _log.warning("foreign_endpoint", rollout_id=attempt.spec.rollout_id, path=path)
                 raise NotFoundError(f"/{path} is not offered here.")
+
+    async def _take_result(self, attempt: ProxyAttempt, scope: Scope, receive: Receive) -> None:
+        try:
+            body = await read_body(scope, receive, self._max_body_bytes)
+            check_values(body)
+        except TooLargeError:
+            refuse_result(attempt)
+            raise
+        take_result(attempt, body)
 
     async def _ask(
         self,
@@ -292,7 +341,8 @@ class Proxy:
         exists."""
         if attempt is not None and path.rpartition("v1/")[2] in _ASKING:
             attempt.late_calls += 1
-            _log.warning("call_after_seal", rollout_id=attempt.spec.rollout_id, path=path[:80])
+            if attempt.late_calls == 1:
+                _log.warning("call_after_seal", rollout_id=attempt.spec.rollout_id, path=path[:80])
 
     async def _guest_route(
         self, scope: Scope, key: str, path: str, receive: Receive, send: Send
@@ -331,6 +381,19 @@ class Proxy:
             self._sealed.pop(self._sealed_at.popleft()[1], None)
 
 
+def error_answer(
+    path: str, error: EnvserverError
+) -> tuple[int, dict[str, Any], tuple[tuple[bytes, bytes], ...]]:
+    """Returns status, body and further headers of the answer to a request that failed."""
+    headers = _RETRY_SOON if isinstance(error, OverBound) else _NO_RETRY
+    return _status(error), _api_of(path).error(error), headers
+
+
+def _key_and_rest(path: str) -> tuple[str, str]:
+    key, _, rest = path.partition("/r/")[2].partition("/")
+    return key, rest
+
+
 def _status(error: EnvserverError) -> int:
     """Returns the status that agents' clients expect: 400 for an impossible request.
 
@@ -364,8 +427,11 @@ def _require(method: str, wanted: str) -> None:
         raise _WrongMethod(f"Use {wanted} here, not {method[:20]}.")
 
 
-def _models(name: str) -> dict[str, object]:
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "envserver"}
+def _models(name: str, max_model_len: int | None = None) -> dict[str, object]:
+    model: dict[str, object] = {"id": name, "object": "model", "created": 0}
+    model["owned_by"] = "envserver"
+    if max_model_len is not None:
+        model["max_model_len"] = max_model_len
     return {"object": "list", "data": [model]}
 
 

@@ -2,17 +2,19 @@
 
 `GET rollout` returns what the worker needs to run it (never a hidden part or a key), `POST result`
 takes its result once, `POST log` a log line, `POST actions` readable steps. A malformed result
-fails the attempt with WorkerGarbage; broken text, depth and size of an output are cleaned instead.
+fails the attempt with WorkerGarbage; broken text, depth and size of an output are cleaned instead,
+and the rollout's flags say so. All that it writes is bounded.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from typing import Any, NoReturn
 
 import msgspec
 import structlog
-from envserver_records.cleaning import cleaned
+from envserver_records.cleaning import Change, clean, clean_text
 from envserver_records.errors import (
     AgentError,
     ConflictError,
@@ -31,6 +33,12 @@ from .attempts import ProxyAttempt, ended
 
 _MAX_LOG_BYTES = 64 * 1024
 _MAX_MESSAGE = 4000
+_MAX_DETAIL = 32_000
+MAX_METRICS = 200
+"""More metrics of one rollout are left out."""
+MAX_METRIC_NAME = 100
+"""Metrics with longer names, in characters, are left out."""
+_FLAGS: dict[Change, str] = {"cut": "result_cut_off", "replaced": "result_text_replaced"}
 
 _log = structlog.get_logger("envserver.worker")
 
@@ -45,9 +53,10 @@ class _Posted(msgspec.Struct):
 
 
 class _Result(msgspec.Struct, forbid_unknown_fields=True):
-    """Either an output (possibly null) or a failure."""
+    """Either an output (possibly null) or a failure. `changes`: how the output was cleaned."""
 
     output: Any = msgspec.UNSET
+    changes: set[Change] = msgspec.field(default_factory=set)
     failure: _Posted | None = None
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
@@ -94,12 +103,22 @@ def take_result(attempt: ProxyAttempt, body: bytes) -> None:
         raise _garbage(attempt, str(error)) from None
     attempt.posted = True
     attempt.failure = failure
-    attempt.output = None if failure is not None else cleaned(result.output)
-    attempt.metrics = result.metrics
+    attempt.metrics = _bounded_metrics(attempt, result.metrics)
+    if failure is None:
+        attempt.output, changes = clean(result.output)
+        attempt.flags |= {_FLAGS[change] for change in changes | result.changes}
+
+
+def refuse_result(attempt: ProxyAttempt) -> None:
+    """Handles a result that is too large to be read: the attempt has none, and is scored so."""
+    if not (attempt.sealed or attempt.posted):
+        attempt.posted = True
+        attempt.flags.add(_FLAGS["cut"])
 
 
 def take_log(attempt: ProxyAttempt, body: bytes) -> None:
-    """Handles `POST log`: writes a line with the attempt's ids to the server's log.
+    """Handles `POST log`: writes a line with the attempt's ids to the server's log, if the attempt
+    may still write one; others are counted.
 
     Raises:
         ConflictError: the attempt is sealed.
@@ -109,6 +128,9 @@ def take_log(attempt: ProxyAttempt, body: bytes) -> None:
         raise ended()
     if len(body) > _MAX_LOG_BYTES:
         raise TooLargeError(f"A log line is over {_MAX_LOG_BYTES} bytes.")
+    if not attempt.log_budget.take(len(body), time.monotonic()):
+        attempt.log_lines_dropped += 1
+        return
     try:
         line = _line.decode(_without_key(attempt, body))
     except _UNDECODABLE as error:
@@ -152,7 +174,7 @@ def _read_result(body: bytes) -> _Result:
     try:
         return _result.decode(body)
     except RecursionError:
-        return _Result(output=None)
+        return _too_deep()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return _read_broken_text(body, error)
 
@@ -166,10 +188,17 @@ def _read_broken_text(body: bytes, error: Exception) -> _Result:
     try:
         value = json.loads(body.decode(errors="replace"), parse_constant=_no_constant)
     except RecursionError:
-        return _Result(output=None)
+        return _too_deep()
     except ValueError:
         raise error from None
-    return msgspec.convert(cleaned(value), _Result)
+    value, changes = clean(value)
+    result = msgspec.convert(value, _Result)
+    result.changes |= changes | {"replaced"}
+    return result
+
+
+def _too_deep() -> _Result:
+    return _Result(output=None, changes={"cut"})
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -189,9 +218,18 @@ def _failure(result: _Result) -> Failure | None:
         kind=known.kind,
         blame=known.blame,
         outcome=known.outcome,
-        message=posted.message[:_MAX_MESSAGE],
-        detail=posted.detail,
+        message=clean_text(posted.message[:_MAX_MESSAGE]),
+        detail=clean(posted.detail, _MAX_DETAIL).value,
     )
+
+
+def _bounded_metrics(attempt: ProxyAttempt, metrics: dict[str, float]) -> dict[str, float]:
+    """Returns the metrics within the limits; a flag says that others were left out."""
+    fit = [name for name in metrics if len(name) <= MAX_METRIC_NAME and name.isprintable()]
+    kept = {name: metrics[name] for name in fit[:MAX_METRICS]}
+    if len(kept) < len(metrics):
+        attempt.flags.add("metrics_left_out")
+    return kept
 
 
 def _garbage(attempt: ProxyAttempt, reason: str) -> InputError:

@@ -7,9 +7,10 @@ attempt is sealed at the proxy whatever happens.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ from envserver_records.records import (
 
 from ..environment import Isolation
 from ..proxy.attempts import AttemptSpec, ProxyAttempt
+from ..proxy.bounds import OVER_BOUND
 from ..proxy.server import Proxy
 from ..telemetry.tracing import current, within
 from ..tokens.builder import all_flags, build, find_parents
@@ -48,6 +50,7 @@ from .staleness import StalenessMonitor
 
 _ERRORS = by_kind(RolloutError)
 
+_LIMIT = re.compile(r"[a-z_]{1,20}")
 _CUTTING_LIMITS = ("tokens", "time", "context", "crash")
 """Limits that cut an agent off; after the last turn, its answer is still complete."""
 
@@ -91,7 +94,7 @@ async def run_attempt(
     attempt = proxy.open(spec)
     spent, death = None, None
     try:
-        async with staleness.watching(attempt):
+        async with staleness.watching(attempt), _ended_if_it_keeps_asking(attempt):
             with _traced(attempt, isolation):
                 spent = await pool.run(
                     Assignment(
@@ -109,7 +112,10 @@ async def run_attempt(
     in_sandboxes = await proxy.settle(attempt)
     if isolation == "sandboxed" and attempt.calls and attempt.failure is not None:
         attempt.failure.detail.pop("bug", None)  # code of the model may have reported it
-    limit = ending_limit(attempt) if death is None else dying_limit(attempt, death, isolation)
+    if death is None:
+        limit = ending_limit(attempt, isolation)
+    else:
+        limit = dying_limit(attempt, death, isolation)
     calls = list(attempt.calls)
     counted = counted_calls(calls, spec)
     trained = [call for call in calls if call.trained]
@@ -120,7 +126,9 @@ async def run_attempt(
             output=attempt.output,
             messages=[*last.messages, last.message] if last else [],
             finish_reason=last.finish_reason if last else None,
-            truncated=limit in _CUTTING_LIMITS or bool(last and last.finish_reason == "length"),
+            truncated=limit in _CUTTING_LIMITS
+            or attempt.limits.ended_agent
+            or bool(last and last.finish_reason == "length"),
             limit=limit,
             turns=_turns(counted),
             completion_tokens=_sampled(counted),
@@ -137,6 +145,20 @@ async def run_attempt(
         service_calls=attempt.asked_services,
         attempt=attempt,
     )
+
+
+@asynccontextmanager
+async def _ended_if_it_keeps_asking(attempt: ProxyAttempt) -> AsyncIterator[None]:
+    """Ends the block if an agent keeps asking after it has reached a limit."""
+    ends = asyncio.timeout(None)
+    try:
+        async with ends:
+            attempt.limits.watch(ends)
+            yield
+    except TimeoutError:
+        if not ends.expired():
+            raise
+        attempt.limits.ended_agent = True
 
 
 @contextmanager
@@ -161,8 +183,11 @@ def _checked_sequences(calls: list[Call], actions: Actions) -> list[Sequence]:
     return sequences
 
 
-def ending_limit(attempt: ProxyAttempt) -> str | None:
+def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str | None:
     """Returns the limit that ended the attempt; None if the agent ended by itself.
+
+    Code of the model can reach its worker if `isolation` is "sandboxed". If it posted a malformed
+    result, or if the agent failed after it asked the proxy for more than it may, that is a "crash".
 
     Raises:
         RolloutError: a failure that is not the model's fault ended it.
@@ -170,8 +195,12 @@ def ending_limit(attempt: ProxyAttempt) -> str | None:
     failure, unanswered = attempt.failure, attempt.engine_failure
     # Nor is the model to blame for what follows a failed sandbox or service.
     ours = attempt.sandbox_failure or attempt.service_failure
+    may_be_models = isolation == "sandboxed" and attempt.calls and not (unanswered or ours)
+    asked_too_much = may_be_models and OVER_BOUND in attempt.flags
     if failure is None:
-        if not attempt.posted:
+        if not (attempt.posted or attempt.limits.ended_agent):
+            if asked_too_much:
+                return "crash"
             raise WorkerGarbage("The worker said that it is done, but posted no result.")
         if unanswered is not None and unanswered.outcome is Outcome.RETRY:
             # The agent went on after the engine failed; the model is not to blame.
@@ -188,8 +217,18 @@ def ending_limit(attempt: ProxyAttempt) -> str | None:
         if attempt.limit is not None:
             return attempt.limit
         if failure.kind == LimitReached.kind:
-            return str(failure.detail.get("limit", "time"))
+            return _named_limit(failure)
+    if may_be_models and failure.kind == WorkerGarbage.kind:
+        return "crash"
+    if asked_too_much and failure.kind == AgentError.kind:
+        return "crash"
     raise as_error(failure)
+
+
+def _named_limit(failure: Failure) -> str:
+    """Returns the limit that a worker named, if it is a short word."""
+    name = str(failure.detail.get("limit", ""))
+    return name if _LIMIT.fullmatch(name) else "time"
 
 
 def dying_limit(attempt: ProxyAttempt, death: WorkerError, isolation: Isolation) -> str:

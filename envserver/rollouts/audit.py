@@ -27,6 +27,7 @@ NOT_COMPARED: Final = {
     "other_version": "sampled by another policy version, or by more than one",
     "weights_changed": "the engine's weights changed while it was scored",
     "structured_output_masked": "a grammar or bias masked the distribution",
+    "unchecked_fields": "a field that the run passed on may have bent the distribution",
     "multimodal_unstitched": "images are in the prompt",
     "processed_logprobs": "recorded after temperature and top_p were applied",
     "own_model": "sampled by another model than the policy",
@@ -34,7 +35,12 @@ NOT_COMPARED: Final = {
 }
 """Why a row is not compared."""
 
-_INCOMPARABLE: Final = ("own_model", "structured_output_masked", "multimodal_unstitched")
+_INCOMPARABLE: Final = (
+    "own_model",
+    "structured_output_masked",
+    "unchecked_fields",
+    "multimodal_unstitched",
+)
 _ALTERING: Final = ("temperature_not_one", "top_p_active")
 _LARGEST_EXPONENT: Final = 80.0
 

@@ -50,7 +50,7 @@ from .policy import (
     retry_delay_seconds,
     rules_of,
 )
-from .scoring import ScorerPool
+from .scoring import SCORER_KILLED, ScorerPool
 from .staleness import StalenessMonitor
 from .stream import GroupRequest
 
@@ -229,9 +229,8 @@ class _Failures:
         if final:
             self.lost[failure.kind] += 1
             if is_bug(error) and not self.scored:
-                message = f"A bug in the environment: {error.detail['bug']}"
-                hopeless = "missing" in error.detail
-                self.bug = Drop("incomplete", message, True, bug=True, hopeless=hopeless)
+                bug, missing = error.detail["bug"], "missing" in error.detail
+                self.bug = Drop("incomplete", bug, True, bug=True, hopeless=missing)
         self._observer(
             RolloutFailed(
                 group_id=self._request.group_id,
@@ -431,7 +430,11 @@ def trajectory_of(
         actions=result.actions,
         others=finished.others if context.environment.config.include_messages else [],
         service_calls=finished.service_calls,
-        flags=[*finished.flags, *_LATE[: finished.attempt.late_calls]],
+        flags=[
+            *finished.flags,
+            *_LATE[: finished.attempt.late_calls],
+            *(name for name in member.score.metrics if name == SCORER_KILLED),
+        ],
     )
 
 

@@ -133,6 +133,11 @@ class Orders:
         """Returns whether the order is being made."""
         return order in self._open
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the environments of this server."""
+        return list(self._parts)
+
     def environment(self, name: str) -> Environment:
         """Returns an environment. Raises NotFoundError: this server has none of this name."""
         if name not in self._parts:

@@ -2,6 +2,10 @@
 
 `answer` is the only entry point. It never raises: a `ScorerAnswer` holds the value or the failure.
 A score that leaves this module is valid: a reward in [0, 1] or None, and finite numbers.
+
+The kernel kills the process with SIGXCPU when one call uses more than the environment's
+`score_cpu_seconds`. Loading comes before and does not count, nor does time in which the process
+waits or other processes run.
 """
 
 from __future__ import annotations
@@ -11,8 +15,11 @@ import functools
 import inspect
 import math
 import pickle
+import resource
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -43,6 +50,13 @@ class ScorerAnswer(msgspec.Struct, frozen=True):
 
     value: Any = None
     failure: Failure | None = None
+
+
+class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of one score: CPU seconds of the process, and seconds by the clock."""
+
+    cpu_seconds: float
+    timeout_seconds: float
 
 
 class RowToScore(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +93,8 @@ def load(
     global _loaded, _sandboxes
     if sandbox_address is not None:
         _sandboxes = WatchedSandboxes(sandbox_address)
+    # A process that is killed at its CPU limit needs no core dump.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     outcome = _guarded(lambda: _make_scorer(env_reference, env_config, rubric))
     _loaded = outcome.failure or outcome.value
 
@@ -87,15 +103,20 @@ def answer(request: bytes) -> ScorerAnswer:
     """Runs a pickled (function of this module, arguments) and returns its result."""
 
     def call() -> Any:
-        function, arguments = pickle.loads(request)
-        return function(*arguments)
+        with _limited_cpu():
+            function, arguments = pickle.loads(request)
+            return function(*arguments)
 
     return _guarded(call)
 
 
-def score_timeout_seconds() -> float:
-    """Returns the time limit of one score, in seconds."""
-    return float(_environment().score_timeout_seconds)
+def score_limits() -> ScoreLimits:
+    """Returns the limits of one score."""
+    environment = _environment()
+    return ScoreLimits(
+        cpu_seconds=float(environment.score_cpu_seconds),
+        timeout_seconds=float(environment.score_timeout_seconds),
+    )
 
 
 def score(task: Task, result: Result) -> Score:
@@ -146,6 +167,23 @@ def checked_score(score: object) -> Score:
     )
 
 
+@contextmanager
+def _limited_cpu() -> Iterator[None]:
+    """Ends the process within the block once it has used its CPU seconds."""
+    if not isinstance(_loaded, Environment):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = math.ceil(time.process_time() + _loaded.score_cpu_seconds)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
 def _guarded(compute: Callable[[], Any]) -> ScorerAnswer:
     try:
         return ScorerAnswer(value=compute())
@@ -170,7 +208,12 @@ def _make_scorer(env_reference: str, env_config: dict[str, Any], rubric: str | N
     environment = _make_environment(env_reference, env_config)
     if _sandboxes is not None:
         environment.sandboxes = _sandboxes
-    return environment if rubric is None else with_rubric(environment, rubric)
+    environment.prepare_scoring()  # also with a rubric, which may ask the environment
+    if rubric is None:
+        return environment
+    scorer = with_rubric(environment, rubric)
+    scorer.prepare_scoring()
+    return scorer
 
 
 def _make_environment(env_reference: str, env_config: dict[str, Any]) -> Environment:

@@ -1,14 +1,16 @@
 """Scores rollouts in separate processes, which may hang or die without harm.
 
 In: a task with its hidden part, and a result. Out: a valid Score, or a ScorerError that says what
-the scorer did. A scorer that exceeds its environment's `score_timeout_seconds`, or whose caller is
-cancelled, is killed; a dead one is replaced before the next score. Processes are warm: the
-environment is loaded before the first request.
+the scorer did. A scorer that exceeds its environment's `score_cpu_seconds` or, behind that,
+`score_timeout_seconds` by the clock, or whose caller is cancelled, is killed; a dead one is
+replaced before the next score. Processes are warm: the environment and its libraries are loaded
+before the first request, and before either limit applies.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 import signal
 import tempfile
@@ -29,7 +31,7 @@ from pebble.common.types import CONSTS
 
 from ..sandbox.places import folder_for_sockets
 from . import scorer_process
-from .scorer_process import RowToScore, ScorerAnswer
+from .scorer_process import RowToScore, ScoreLimits, ScorerAnswer
 
 START_TIMEOUT_SECONDS = 120.0
 KILL_GRACE_SECONDS = 0.5
@@ -40,6 +42,10 @@ CONSTS.term_timeout = KILL_GRACE_SECONDS
 _SANDBOX_ERRORS = by_kind(SandboxError)
 
 
+SCORER_KILLED = "scorer_killed"
+"""Metric of a score, and flag of a rollout, whose text used up the scorer's CPU seconds."""
+
+
 class ScoredRow(msgspec.Struct, kw_only=True):
     """The score of a bare row; `error` says why it is missing."""
 
@@ -47,6 +53,14 @@ class ScoredRow(msgspec.Struct, kw_only=True):
     components: dict[str, float] = msgspec.field(default_factory=dict)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     error: str | None = None
+
+
+class ScorerDied(ScorerError):
+    """The process died while scoring: it was killed at a limit or from outside, or ended itself."""
+
+
+class ScorerOutOfCpu(ScorerDied):
+    """It was killed because one call used more CPU seconds than the environment allows."""
 
 
 class ScorerPool:
@@ -72,7 +86,9 @@ class ScorerPool:
         arguments = (env_reference, env_config, sandbox_address, rubric)
         self._scorers = [_Scorer(arguments) for _ in range(processes)]
         self._free: asyncio.LifoQueue[_Scorer] = asyncio.LifoQueue()
-        self._timeout_seconds = START_TIMEOUT_SECONDS
+        self._limits = ScoreLimits(
+            cpu_seconds=math.inf, timeout_seconds=START_TIMEOUT_SECONDS
+        )  # until the environment is loaded
 
     async def __aenter__(self) -> Self:
         """Starts the processes.
@@ -81,10 +97,7 @@ class ScorerPool:
             ConfigError: the environment cannot be loaded.
         """
         try:
-            calls = (
-                s.call(scorer_process.score_timeout_seconds, (), START_TIMEOUT_SECONDS)
-                for s in self._scorers
-            )
+            calls = (s.call(scorer_process.score_limits, (), self._limits) for s in self._scorers)
             outcomes = await asyncio.gather(*calls)
         except BaseException:
             await self._close()
@@ -93,7 +106,7 @@ class ScorerPool:
         if failure is not None:
             await self._close()
             _raise(failure)
-        self._timeout_seconds = outcomes[0].value
+        self._limits = outcomes[0].value
         for scorer in self._scorers:
             self._free.put_nowait(scorer)
         return self
@@ -107,15 +120,14 @@ class ScorerPool:
         await self._close()
 
     async def score(self, task: Task, result: Result) -> Score:
-        """Returns the score of one rollout.
+        """Returns the score of one rollout; 0 if its text uses up the scorer's CPU seconds.
 
         Raises:
             ScorerError: the scorer raised, died, took too long, or gave an invalid score.
             SandboxError: a sandbox failed, whatever the scorer made of it.
             ConfigError: the environment cannot score as it is set up.
         """
-        score: Score = await self._ask(scorer_process.score, task, result)
-        return score
+        return await self._score(scorer_process.score, (task, result), (task, Result(output="")))
 
     async def score_group(
         self, task: Task, results: list[Result], scores: list[Score]
@@ -125,19 +137,63 @@ class ScorerPool:
         return final
 
     async def score_row(self, row: RowToScore) -> ScoredRow:
-        """Returns the score of a bare row; its `error` holds any failure."""
+        """Returns the score of a bare row; its `error` holds any failure.
+
+        A row whose scorer died or was killed is scored once more.
+        """
         try:
-            score: Score = await self._ask(scorer_process.score_row, row)
+            try:
+                score = await self._score_row(row)
+            except ScorerDied:
+                score = await self._score_row(row)
         except (ScorerError, SandboxError, ConfigError) as error:
             return ScoredRow(error=f"{error.detail.get('cause', error.kind)}: {error}")
         return ScoredRow(reward=score.reward, components=score.components, metrics=score.metrics)
 
+    async def _score_row(self, row: RowToScore) -> Score:
+        empty = msgspec.structs.replace(row, response="", messages=[])
+        return await self._score(scorer_process.score_row, (row,), (empty,))
+
+    async def _score(
+        self, function: Callable[..., Any], args: tuple[Any, ...], without_text: tuple[Any, ...]
+    ) -> Score:
+        """Returns the score; 0 with the metric SCORER_KILLED if the model's text is to blame.
+
+        A text is to blame if both hold:
+        - the kernel killed the process for its CPU seconds (SIGXCPU). A full memory and a kill from
+          outside are other signals, a hanging service is the limit by the clock;
+        - the same task without the text is done within the limit. Both calls are alone in their
+          process, with the libraries loaded.
+
+        Args:
+            without_text: the arguments with an empty answer.
+
+        Raises:
+            ScorerDied: it died otherwise, or an empty answer takes as long.
+        """
+        try:
+            score: Score = await self._ask(function, *args)
+        except ScorerOutOfCpu as error:
+            try:
+                await self._answer(function, *without_text)
+            except ScorerOutOfCpu as again:
+                raise ScorerDied(
+                    f"{error} An empty answer to the same task takes as long: the environment is "
+                    "too slow for it, whatever the model writes.",
+                    hint="Set the environment's score_cpu_seconds.",
+                ) from again
+            return Score(reward=0.0, metrics={SCORER_KILLED: 1.0})
+        return score
+
     async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        async with self._free_scorer() as scorer:
-            outcome = await scorer.call(function, args, self._timeout_seconds)
+        outcome = await self._answer(function, *args)
         if outcome.failure is not None:
             _raise(outcome.failure)
         return outcome.value
+
+    async def _answer(self, function: Callable[..., Any], *args: Any) -> ScorerAnswer:
+        async with self._free_scorer() as scorer:
+            return await scorer.call(function, args, self._limits)
 
     @asynccontextmanager
     async def _free_scorer(self) -> AsyncIterator[_Scorer]:
@@ -159,12 +215,13 @@ class _Scorer:
         self._pool: ProcessPool | None = None
 
     async def call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float
+        self, function: Callable[..., Any], args: tuple[Any, ...], limits: ScoreLimits
     ) -> ScorerAnswer:
         """Runs `function` in the process; one call at a time.
 
         Raises:
-            ScorerError: the process died, was killed at its deadline, or cannot be started.
+            ScorerDied: the process died, or was killed at a limit.
+            ScorerError: it cannot be started, or the arguments cannot be sent.
         """
         try:
             request = pickle.dumps((function, args))
@@ -172,26 +229,30 @@ class _Scorer:
             raise ScorerError(f"The scorer's arguments cannot be pickled: {error}") from error
         for _ in range(2):
             try:
-                return await self._call_once(request, timeout_seconds)
+                return await self._call_once(request, limits)
             except RuntimeError:
                 # The process died while idle: nothing was lost, another one takes over.
                 await self.close()
         raise ScorerError("A scorer process cannot be started.")
 
-    async def _call_once(self, request: bytes, timeout_seconds: float) -> ScorerAnswer:
+    async def _call_once(self, request: bytes, limits: ScoreLimits) -> ScorerAnswer:
         if self._pool is None:
             self._pool = await asyncio.to_thread(self._start)
         future = self._pool.schedule(
-            scorer_process.answer, args=(request,), timeout=timeout_seconds
+            scorer_process.answer, args=(request,), timeout=limits.timeout_seconds
         )
         try:
             outcome: ScorerAnswer = await asyncio.wrap_future(future)
         except TimeoutError as error:
-            raise ScorerError(
-                f"Scoring took longer than {timeout_seconds:g} seconds and was killed."
+            raise ScorerDied(
+                f"Scoring took longer than {limits.timeout_seconds:g} seconds and was killed."
             ) from error
         except ProcessExpired as error:
-            raise ScorerError(
+            if error.exitcode == -signal.SIGXCPU:
+                raise ScorerOutOfCpu(
+                    f"Scoring used more than {limits.cpu_seconds:g} CPU seconds and was killed."
+                ) from error
+            raise ScorerDied(
                 "The scorer process died while scoring.", exit_code=error.exitcode
             ) from error
         return outcome

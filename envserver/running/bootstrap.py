@@ -8,17 +8,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any
+from typing import Any, Final
 
 from starlette.types import ASGIApp
 
 from ..api.bootstrap import BootstrapApp
-from ..api.health import Health, store_probe
+from ..api.health import Health, disk_probe, store_probe
 from ..api.metrics import Metrics
 from ..api.server import RunningServer, serve_api
 from ..config import ServerConfig, StorePlace, TelemetryConfig
 from ..store import GroupStore, open_store
+from ..store.reserve import RESERVE_BYTES
 from ..telemetry.lag import LoopLag
+
+_ROUTES: Final = "routes"
+"""The part that is ready when every route serves: until then they answer 503."""
+
+_DATABASE_SECONDS: Final = 60.0
+"""How long a PostgreSQL may take to start that was started together with this server."""
 
 
 class BootstrapServer:
@@ -52,6 +59,7 @@ class BootstrapServer:
     async def open(self, api: ASGIApp) -> None:
         """Lets `api` answer requests from now on; raises what `api` raises while it starts."""
         await self._app.open(api)
+        self.health.found(_ROUTES)
         self._lag.begin_anew()
 
     async def close(self) -> None:
@@ -73,10 +81,14 @@ async def bootstrap_server(
         ConfigError: the port is not available.
         StoreError: the store cannot be opened.
     """
-    async with LoopLag(telemetry.slow_callback_seconds) as lag, open_store(store) as opened:
+    async with (
+        LoopLag(telemetry.slow_callback_seconds) as lag,
+        open_store(store, wait_seconds=_DATABASE_SECONDS, reserve_bytes=RESERVE_BYTES) as opened,
+    ):
         health = Health(lag)
         health.found("store", store_probe(opened))
-        for part in expected:
+        health.found("disk", disk_probe(opened), failing="limited")
+        for part in (*expected, _ROUTES):
             health.expect(part)
         app = BootstrapApp(health)
         running = await serve_api(app, server.host, server.port, server)

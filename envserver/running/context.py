@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 from envserver_records.errors import ConfigError, EngineError
 
-from ..api.server import serve_api
+from ..api.proxy_server import serve_proxy
 from ..config import RolloutsConfig, Settings, WorkersConfig
 from ..environment import AgentRole, Environment, Isolation
 from ..models.measured import MeasuredEngine
+from ..proxy.bounds import AttemptBounds
 from ..proxy.endpoint import EngineEndpoint
 from ..proxy.gate import Gate
 from ..proxy.server import Proxy
@@ -129,8 +130,9 @@ async def rollout_context(
             endpoints={name: one.endpoint for name, one in own.items()},
             sandboxes=host,
             services=services,
+            bounds=AttemptBounds.of(settings.workers),
         )
-        server = await serve_api(proxy.asgi(), "127.0.0.1", 0)
+        server = await serve_proxy(proxy)
         stack.push_async_callback(server.close)
         scorer = ScorerPool(
             reference,
@@ -143,7 +145,7 @@ async def rollout_context(
             settings.workers,
             [reference],
             sandbox=_worker_sandbox(settings.workers, environment, service, server.port),
-            listen=server.also_on,
+            listen=server.serve_worker,
         )
         pool = await stack.enter_async_context(workers)
         is_up("workers")

@@ -192,6 +192,7 @@ class PartsNumbers:
         """See `api.metrics.Source`."""
         services: Counter[str] = Counter()
         added, alive, running, restarts, deaths, sandboxes = [], [], [], [], [], []
+        connections, refused = [], []
         for one in self._parts:
             name, seen = one.environment.name, one.pool.snapshot()
             services.update(one.proxy.services.counts())
@@ -201,11 +202,19 @@ class PartsNumbers:
             restarts.append(((name,), float(seen["restarts"])))
             deaths += [((name, kind), float(n)) for kind, n in sorted(seen["deaths"].items())]
             sandboxes.append(((name,), float(one.proxy.open_sandboxes)))
+            totals = one.proxy.totals
+            connections.append(((name,), float(totals.connections)))
+            refused += [((name, bound), float(n)) for bound, n in sorted(totals.refused.items())]
         of = ("environment",)
         return [
             histogram(
                 "envserver_proxy_added_seconds",
                 "Proxy time of answered calls, without the engine's (no streams)", of, added,
+            ),
+            gauge("envserver_proxy_connections", "Open connections of agents", of, connections),
+            counter(
+                "envserver_proxy_refused",
+                "What was refused to agents over a bound of one rollout", (*of, "bound"), refused,
             ),
             gauge("envserver_workers", "Worker processes alive", of, alive),
             gauge("envserver_rollouts_running", "Rollouts in workers", of, running),

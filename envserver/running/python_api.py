@@ -26,6 +26,7 @@ from envserver_records.records import Group
 
 from ..config import MixSettings
 from ..evaluation.folders import View
+from ..telemetry.log_lines import text_processors
 from . import replaying, rescoring, scoring, verifying
 from .api_settings import AnyEnvironment, Mix, checked_settings, members_of, spec_of
 from .evaluating import Choice, Evaluation, evaluate_members
@@ -46,7 +47,7 @@ from .stopping import Stop
 
 if not structlog.is_configured():  # a library logs where Python's logging says, and prints nothing
     structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, structlog.dev.ConsoleRenderer(colors=False)],
+        processors=[structlog.stdlib.filter_by_level, *text_processors(colors=False)],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=structlog.stdlib.LoggerFactory(),
     )

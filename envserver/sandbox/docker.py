@@ -153,7 +153,7 @@ def find_engine(image: str, environ: Mapping[str, str] = os.environ) -> Engine:
 def _asked(program: str, variables: Mapping[str, str], *words: str) -> str:
     """Runs the engine's command; returns why it failed, or "" on success."""
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             [program, *words],
             env=dict(variables),
             stdin=subprocess.DEVNULL,
@@ -163,10 +163,10 @@ def _asked(program: str, variables: Mapping[str, str], *words: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    if told.returncode == 0:
+    if done.returncode == 0:
         return ""
-    lines = told.stderr.decode(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else f"status {told.returncode}"
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else f"status {done.returncode}"
 
 
 def command(engine: Engine, name: str, spec: Mapping[str, Any], words: list[str]) -> list[str]:
@@ -191,7 +191,8 @@ def command(engine: Engine, name: str, spec: Mapping[str, Any], words: list[str]
         *("--user", f"{_USER}:{_USER}", "--read-only", "--hostname", "sandbox"),
         *("--memory", f"{memory}m", "--memory-swap", f"{memory}m"),
         *("--pids-limit", str(processes), "--shm-size", f"{disk}m", "--ulimit", "core=0"),
-        *("--tmpfs", f"/work:{mount}", "--tmpfs", f"/tmp:{mount}", "--workdir", "/work"),
+        # Docker makes a working folder anew, as root's: the supervisor goes to /work by itself.
+        *("--tmpfs", f"/work:{mount}", "--tmpfs", f"/tmp:{mount}", "--workdir", "/"),
         *(word for settings in hidden for word in ("--tmpfs", settings)),
         *("--log-driver", "none", "--pull", "never", "--label", "envserver=sandbox"),
         *("--entrypoint", "python3", spec["image"] or engine.image, *words),

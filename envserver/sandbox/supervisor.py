@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import select
 import selectors
 import signal
@@ -34,6 +33,7 @@ from typing import Any
 
 import msgspec
 
+from ..descriptors import raise_open_files
 from . import linux, outer
 from .starting import SupervisorBoot, zygote_command
 from .wire import MAX_MESSAGE_BYTES, NAMESPACE_BACKENDS
@@ -57,8 +57,7 @@ def main(boot_json: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     linux.die_with(boot.server_pid, signal.SIGTERM)
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)  # so that all can be waited for at the end
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some for each client and sandbox
+    raise_open_files()  # some for each client and sandbox
     Supervisor(boot, control).run()
 
 

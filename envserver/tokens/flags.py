@@ -39,6 +39,11 @@ FLAGS: dict[str, Flag] = {
     "stop_string_tail": Flag("train", "ended by a stop string: the tokens say more than the text"),
     "client_retry_replayed": Flag("train", "sent again to a retry of the same request"),
     "call_after_seal": Flag("train", "the agent sent calls after its rollout had ended"),
+    "result_cut_off": Flag("train", "what rollout() returned was too large or too deep"),
+    "result_text_replaced": Flag("train", "rollout() returned characters that cannot be stored"),
+    "metrics_left_out": Flag("train", "too many metrics, or names too long or unprintable"),
+    "over_bound": Flag("train", "the agent asked more of the proxy at once than it may"),
+    "scorer_killed": Flag("train", "scored 0: its text used up the scorer's CPU seconds"),
     # What the agent saw is not all that was sampled.
     "lossy_detokenization": Flag("train", "the text cannot show some of the tokens"),
     "special_token_in_completion": Flag("train", "a special token was sampled inside the answer"),
@@ -49,6 +54,7 @@ FLAGS: dict[str, Flag] = {
     "version_unknown": Flag("train", "the policy version that sampled it is unknown"),
     # The recorded logprobs are not those of the distribution that was sampled from.
     "structured_output_masked": Flag("train", "a grammar or bias masked the distribution"),
+    "unchecked_fields": Flag("train", "the run passed fields on that may bend the distribution"),
     "top_p_active": Flag("train", "top_p cut the distribution that was sampled from"),
     "temperature_not_one": Flag("train", "logprobs from before the temperature was applied"),
     # How the prompt came to be.

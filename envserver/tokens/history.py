@@ -17,7 +17,7 @@ import numpy as np
 from envserver_records.errors import TemplateRefused
 from envserver_records.records import Call, Edge, Message, Tokens
 
-from ..config import Edit
+from ..tokens_config import Edit
 from .chain import hashes
 from .chat_format import ChatFormat
 from .comparison import UNREADABLE, Difference, Segment, compare

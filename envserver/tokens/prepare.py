@@ -30,7 +30,7 @@ _PART_FIELDS = ("type", "text", "refusal", "thinking", "closed", "name", "data",
 _WITHOUT_CONTENT = ("assistant", "function")
 _BILLING = "x-anthropic-billing-header"
 """A line of Claude Code's that differs in every request; engines drop it from system messages."""
-_RESERVED = (
+RESERVED = (
     *("messages", "conversation", "conversations", "tools", "chat_template", "tokenize", "padding"),
     *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
     "return_assistant_tokens_mask",
@@ -51,7 +51,7 @@ def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = dict(body.get("chat_template_kwargs") or {})
     for name in ("add_generation_prompt", "continue_final_message"):
         kwargs.pop(name, None)
-    if body.get("chat_template") is not None or any(name in kwargs for name in _RESERVED):
+    if body.get("chat_template") is not None or any(name in kwargs for name in RESERVED):
         raise Refused("template_kwargs")
     if body.get("documents") is not None:
         kwargs["documents"] = body["documents"]

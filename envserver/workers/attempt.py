@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
 import inspect
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import orjson
-from envserver_records.cleaning import cleaned
+from envserver_records.cleaning import clean
 from envserver_records.errors import AgentError, LimitReached
 
 from ..environment import Environment
@@ -31,6 +33,8 @@ from .run import AttemptRun, Job
 
 HTTP_TRIES = 3
 HTTP_SECONDS = 30.0
+EXIT_OPEN_FILES = 71
+"""Exit code of a worker that may open no more files, so that it reaches the server no more."""
 CLOCK_TOLERANCE_SECONDS = 0.1
 """A cancel this close to the deadline counts as caused by it."""
 
@@ -75,7 +79,11 @@ class WorkerAttempt:
             self._agent.cancel()
 
     async def run(self) -> None:
-        """Runs the attempt from start to end; writes connection failures to stderr."""
+        """Runs the attempt from start to end; writes connection failures to stderr.
+
+        Ends the process if what runs in it has used up its descriptors: nothing else would tell the
+        server that this was not a failure of its own.
+        """
         try:
             job = msgspec.json.decode(await self._request("GET", "rollout"), type=Job)
             shop = self._workshop
@@ -88,6 +96,9 @@ class WorkerAttempt:
                 self.posted = True
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
             sys.stderr.write(f"{self.rollout_id}: {type(error).__name__}: {error}\n")
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                sys.stderr.flush()
+                os._exit(EXIT_OPEN_FILES)
 
     async def _body(self, job: Job, run: AttemptRun) -> bytes | None:
         """Runs the agent and returns the body to post; None: nothing to post."""
@@ -136,12 +147,9 @@ class WorkerAttempt:
         try:
             await self._request("POST", "result", body)
         except aiohttp.ClientResponseError as error:
+            # The server takes one that is too large as a result without an output.
             if error.status != HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
                 raise
-            refused = AgentError(
-                f"What rollout() returned is too large: {len(body)} bytes of JSON."
-            )
-            await self._request("POST", "result", _failure(refused))
 
     async def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
         """Asks the server, again when the connection breaks (it takes a result only once).
@@ -168,7 +176,8 @@ def _success(output: Any, run: AttemptRun) -> bytes:
     try:
         # A model may have written half a surrogate pair, or nested lists: that costs it points, but
         # it is no failure.
-        result = {"output": cleaned(output), "metrics": run.metrics}
+        value, changes = clean(output)
+        result = {"output": value, "changes": sorted(changes), "metrics": run.metrics}
         return orjson.dumps(result, option=_JSON_ONLY)
     except TypeError as error:
         kind = type(output).__name__

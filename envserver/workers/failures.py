@@ -52,14 +52,15 @@ def bug_of(error: BaseException) -> dict[str, str]:
     """Returns the details of an error in the environment's code or setup; nothing for others.
 
     Returns:
-        `bug`: the last line of the traceback, its place in the environment's code, and what helps.
+        `bug`: what happened, its place in the environment's code, and what helps.
         `missing`: "yes" where a library or a setting is missing, so that nothing can work.
     """
     if not isinstance(error, _BUGS):
         return {}
     if isinstance(error, ConfigError):
-        return {"bug": _sendable(str(error)), "missing": "yes"}
-    text = f"{type(error).__name__}: {str(error)[:MAX_MESSAGE_CHARACTERS]} {_place(error)}"
+        return {"bug": _sendable(f"The environment cannot run: {error}"), "missing": "yes"}
+    message = str(error)[:MAX_MESSAGE_CHARACTERS]
+    text = f"A bug in the environment: {type(error).__name__}: {message} {_place(error)}"
     if not isinstance(error, ImportError):
         return {"bug": _sendable(text)}
     hint = f" {missing_module_hint(error.name)}" if error.name else ""

@@ -9,9 +9,10 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..descriptors import raise_open_files
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_OPEN_FILES = 65536
 _MOST_DESCRIPTORS = 2**30
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -85,9 +86,7 @@ def close_all_but(kept: Iterable[int]) -> None:
 def limit_resources() -> None:
     """Turns core dumps off and raises the limit of open files, within reason."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    raise_open_files()
 
 
 def out_of_memory_kills() -> int:

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
 
+import structlog
 from envserver_records.backoff import Backoff
 from envserver_records.errors import WorkerDied, WorkerError
 
@@ -26,6 +27,7 @@ from .sandboxed import WorkerSandbox
 from .supervisor import Listen, Supervisor
 
 MAX_SUSPECTS = 4096
+_log = structlog.get_logger("envserver.workers")
 _BACKOFF = Backoff(first_seconds=0.05, max_seconds=5.0)
 _SPARE_WORKERS = 8
 """Extra processes for workers that are still ending while others start."""
@@ -160,7 +162,13 @@ class LocalPool:
     async def _keep_filled(self, slot: _Slot) -> None:
         failures = 0
         while True:
-            worker = await self._supervisor.fork()
+            try:
+                worker = await self._supervisor.fork()
+            except WorkerDied as error:
+                failures += 1
+                _log.error("worker_not_started", error=str(error))
+                await asyncio.sleep(_BACKOFF.seconds(failures))
+                continue
             slot.fill(worker)
             await worker.gone.wait()
             slot.fill(None)

@@ -1,7 +1,8 @@
 """Cuts the output of workers into lines and limits it, so that a flood does not harm the server.
 
 Bytes go in as they come from the pipe. The lines to be logged come out and, at the end, the last
-bytes regardless of the limits (they explain a crash). Neither contains the key of an attempt.
+bytes regardless of the limits (they explain a crash). Neither contains the key of an attempt, or
+control characters.
 """
 
 from __future__ import annotations
@@ -9,24 +10,22 @@ from __future__ import annotations
 import math
 import re
 
+from ..telemetry.log_budget import LogBudget
+from ..telemetry.printable import printable
+
 MAX_LINE_BYTES = 4096
-BURST_BYTES = 256 * 1024
-BYTES_PER_SECOND = 32 * 1024
 TAIL_BYTES = 2048
 TELL_SECONDS = 1.0
 
 _KEY = re.compile(r"(?<=/r/)[A-Za-z0-9_-]{20,}")
 """The key in the address of an attempt, as HTTP libraries log it."""
-_COST_OF_A_LINE = 200
-"""Cost of logging even an empty line, in bytes of the budget."""
 
 
 class OutputLimiter:
     """The output of one worker. `now` is the seconds of any monotonic clock."""
 
     def __init__(self, now: float) -> None:
-        self._budget = float(BURST_BYTES)
-        self._filled_at = now
+        self._budget = LogBudget(now)
         self._rest = b""
         self._tail = b""
         self._told_at = -math.inf
@@ -64,21 +63,16 @@ class OutputLimiter:
         return _decoded(self._tail).strip()
 
     def _within_budget(self, lines: list[bytes], now: float) -> list[str]:
-        earned = (now - self._filled_at) * BYTES_PER_SECOND
-        self._budget = min(float(BURST_BYTES), self._budget + earned)
-        self._filled_at = now
         passed = []
         for line in lines:
             shown = line[:MAX_LINE_BYTES]
-            cost = len(shown) + _COST_OF_A_LINE
-            if cost > self._budget:
+            if not self._budget.take(len(shown), now):
                 self.dropped_bytes += len(line)
                 continue
-            self._budget -= cost
             self.dropped_bytes += len(line) - len(shown)
             passed.append(_decoded(shown).rstrip("\r"))
         return passed
 
 
 def _decoded(text: bytes) -> str:
-    return _KEY.sub("***", text.decode(errors="replace"))
+    return printable(_KEY.sub("***", text.decode(errors="replace")), keep="\n\t")

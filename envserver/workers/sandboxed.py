@@ -34,6 +34,8 @@ LOOK_SECONDS = 0.1
 """Seconds between two samples of a worker's memory."""
 _MB = 2**20
 _SPARE_ADDRESS_SPACE_MB = 8192
+_OPEN_FILES = 512
+"""Of each process. Connections to the proxy are descriptors of the server, too."""
 _HEARD = {
     *(signal.SIGKILL, signal.SIGSTOP),  # cannot be handled
     *(signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCONT, signal.SIGURG),
@@ -194,7 +196,13 @@ def _bound(sandbox: WorkerSandbox) -> None:
         (resource.RLIMIT_DATA, memory + memory // 4),
         (resource.RLIMIT_AS, memory + _SPARE_ADDRESS_SPACE_MB * _MB),
         (resource.RLIMIT_FSIZE, sandbox.disk_mb * _MB),
+        (resource.RLIMIT_NOFILE, _open_files()),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         resource.setrlimit(name, (most, most))
+
+
+def _open_files() -> int:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)

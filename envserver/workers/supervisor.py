@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 from envserver_records.backoff import Backoff
-from envserver_records.errors import EnvserverError
+from envserver_records.errors import EnvserverError, WorkerDied
 
 from . import linux
 from .deaths import ProcessEnd
@@ -108,7 +108,11 @@ class Supervisor:
                 handle.tick()
 
     async def fork(self) -> WorkerHandle:
-        """Forks a worker that takes rollouts at once; waits while there is no forkserver."""
+        """Forks a worker that takes rollouts at once; waits while there is no forkserver.
+
+        Raises:
+            WorkerDied: the server may open no more files.
+        """
         handle = WorkerHandle(
             f"worker-{next(self._ids)}",
             kill_grace_seconds=self._kill_grace_seconds,
@@ -116,7 +120,11 @@ class Supervisor:
             kill=self._kill,
             on_gone=self._gone,
         )
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            hint = "Raise the limit of open files (ulimit -n), or let fewer rollouts run at a time."
+            raise WorkerDied(f"No worker could be started: {error.strerror}.", hint=hint) from error
         try:
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: handle, sock=ours)

@@ -41,13 +41,19 @@ from envserver.proxy import (
     Send,
 )
 from envserver.proxy.asgi import send_json
+from envserver.proxy.bounds import AttemptBounds
 from envserver.running import make_endpoint
+
+UNBOUNDED = AttemptBounds(
+    max_connections=10**6, max_request_mb=10**6, max_requests_per_second=10**6
+)
 
 
 def make_proxy(engine: OpenAIEngine, mode: str) -> Proxy:
     """Our proxy before an engine whose ways are known, or found out."""
     if mode == "auto":
-        return Proxy(engine, endpoint=make_endpoint(Settings(), engine))
+        endpoint = make_endpoint(Settings(tokens=TokensConfig(constraints="all")), engine)
+        return Proxy(engine, endpoint=endpoint, bounds=UNBOUNDED)
     probe_result = ProbeResult(mode="tokens", model=calls.MODEL, tools=True, has_parser=True)
 
     async def find() -> Capabilities:
@@ -56,7 +62,7 @@ def make_proxy(engine: OpenAIEngine, mode: str) -> Proxy:
     endpoint = EngineEndpoint(
         engine, find=find if mode == "tokens" else None, tokens=TokensConfig()
     )
-    return Proxy(engine, endpoint=endpoint)
+    return Proxy(engine, endpoint=endpoint, bounds=UNBOUNDED)
 
 
 def open_attempt(proxy: Proxy, model: str = calls.MODEL) -> ProxyAttempt:

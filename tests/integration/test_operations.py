@@ -110,7 +110,7 @@ def test_a_server_shows_its_numbers_its_traces_and_its_end(tmp_path: Path) -> No
         words += ("--rollouts.max_queued_groups", 6)
         with serving(tmp_path, *words) as (server, url):
             assert httpx.get(f"{url}/readyz").json()["parts"].keys() == {
-                "store", "engine", "workers:math", "scorers:math",
+                "store", "disk", "engine", "workers:math", "scorers:math", "routes",
             }  # fmt: skip
             with SyncEnvClient(url, run="trainer", batch_size=2) as client:
                 client.publish_policy_version(3)

@@ -238,6 +238,7 @@ def test_when_everything_fails_it_stops_and_says_why(
     assert any(line["final"] for line in failed)
 
 
+BUG = "A bug in the environment: "
 BUGGY = """
 from envserver import ConfigError, Environment, Score, Task
 
@@ -263,22 +264,22 @@ class Buggy(Environment):
 
 
 @pytest.mark.parametrize(
-    ("bug", "told"),
+    ("bug", "blame", "message"),
     [
-        ("code", "TypeError: unsupported operand type(s) for +: 'NoneType' and 'int' ("),
-        ("setup", "No key is set. Set one."),
-        ("module", "ModuleNotFoundError: No module named 'smolagents_of_nobody' ("),
-        ("scorer", "AttributeError: 'str' object has no attribute 'reward' ("),
+        ("code", BUG, "TypeError: unsupported operand type(s) for +: 'NoneType' and 'int' ("),
+        ("setup", "The environment cannot run: ", "No key is set. Set one."),
+        ("module", BUG, "ModuleNotFoundError: No module named 'smolagents_of_nobody' ("),
+        ("scorer", BUG, "AttributeError: 'str' object has no attribute 'reward' ("),
     ],
 )
 def test_a_bug_of_the_environment_ends_each_group_at_its_first_occurrence(
-    tmp_path: Path, bug: str, told: str
+    tmp_path: Path, bug: str, blame: str, message: str
 ) -> None:
     (tmp_path / "buggy.py").write_text(BUGGY)
     words = ("process", "--env", "buggy.py", *SIM, "--rollouts.max_concurrent", 4)
     ran = envserver(*words, "--env.group_size", 4, "--env.bug", bug, folder=tmp_path)
     assert ran.returncode == 1, ran.stderr
-    assert f"A bug in the environment: {told}" in ran.stderr
+    assert blame + message in ran.stderr
     assert bug == "setup" or "buggy.py:" in ran.stderr
     failures = read_jsonl(tmp_path / "data" / "buggy.failures.jsonl")
     failed = [line["rollout_id"] for line in failures if line["event"] == "rollout_failed"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -92,12 +92,16 @@ def _good(answer: httpx.Response) -> Any:
 
 @asynccontextmanager
 async def running_api(
-    place: Path, *, server: dict[str, Any] | None = None, **more: Any
+    place: Path,
+    *,
+    server: dict[str, Any] | None = None,
+    clock: Callable[[], float] | None = None,
+    **more: Any,
 ) -> AsyncIterator[Api]:
     """The API over the store at `place`, at the port in `server` or a free one; `more` goes to
     `create_api`."""
     settings = ServerConfig(**({"port": 0} | (server or {})))
-    async with open_store(place) as store:
+    async with open_store(place, clock=clock) as store:
         app = create_api(store, settings=settings, **more)
         async with (
             await serve_api(app, "127.0.0.1", settings.port, settings) as running,

@@ -13,6 +13,7 @@ import orjson
 from envserver_records.errors import EnvserverError
 from hypothesis import strategies as st
 
+from envserver.proxy.admission import read_request
 from envserver.proxy.dialects import DialectAdapter
 from envserver.proxy.model_request import ModelRequest
 
@@ -49,7 +50,7 @@ class Desk:
 
     def _respond(self, request: httpx2.Request) -> httpx2.Response:
         try:
-            ask = self.api.read(orjson.loads(request.content), self.memory)
+            ask = read_request(self.api, orjson.loads(request.content), self.memory)
             self.asks.append(ask)
             answer = self.answers.pop(0)
             if isinstance(answer, EnvserverError):
@@ -190,10 +191,12 @@ def chat_answers(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def mangled(draw: st.DrawFn, request: dict[str, Any]) -> dict[str, Any]:
-    """`request` with something in it replaced by anything."""
+def mangled(
+    draw: st.DrawFn, request: dict[str, Any], values: st.SearchStrategy[Any] = json_values
+) -> dict[str, Any]:
+    """`request` with something in it replaced by one of `values`."""
     path = draw(st.sampled_from(list(_paths(request))))
-    return _replaced(request, path, draw(json_values))
+    return _replaced(request, path, draw(values))
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -5,7 +5,19 @@ from __future__ import annotations
 import os
 from typing import Final
 
+import pytest
+from _pytest.mark import ParameterSet
+
 WHOLE: Final = os.environ.get("TEST_EXTENT") == "whole"
+
+
+def first_of(*cases: object) -> list[ParameterSet]:
+    """Cases of one behaviour: the first runs in `make test`, the others in whole runs only."""
+    first, *others = cases
+    return [
+        pytest.param(first),
+        *(pytest.param(case, marks=pytest.mark.thorough) for case in others),
+    ]
 
 
 def examples(whole: int) -> int:

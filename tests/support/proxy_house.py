@@ -86,9 +86,13 @@ class House:
 
 @asynccontextmanager
 async def house(
-    server_type: Any = "vllm", max_body_bytes: int = 100_000, find: Any = None, **how: Any
+    server_type: Any = "vllm",
+    max_body_bytes: int = 100_000,
+    find: Any = None,
+    tokens: Any = None,
+    **how: Any,
 ) -> Any:
-    """`find`: as of Source; `how`: as of FakeVllm."""
+    """`find`, `tokens`: as of EngineEndpoint; `how`: as of FakeVllm."""
     async with fake_vllm(**how) as fake:
         config = OpenAIConfig(base_url=fake.url, server_type=server_type)
         async with (
@@ -98,7 +102,7 @@ async def house(
             made = House(fake, None, "", http)  # type: ignore[arg-type]
             made.proxy = Proxy(
                 engine,
-                endpoint=EngineEndpoint(engine, find=find),
+                endpoint=EngineEndpoint(engine, find=find, tokens=tokens),
                 max_body_bytes=max_body_bytes,
                 clock=lambda: made.now,
             )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import socket
+import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -85,6 +88,34 @@ class Sandboxed(Environment):
                 pairs.append(socket.socketpair())
         except OSError:
             time.sleep(3600)
+
+    async def hold_files(self, public, run):
+        return len(self._fill_descriptors())
+
+    async def hold_files_and_hang_up(self, public, run):
+        """Holds every descriptor, so that no connection to the proxy can be opened again."""
+        self._fill_descriptors()
+        threading.Thread(target=self._keep_full, daemon=True).start()
+        for number in range(3, 100):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with contextlib.suppress(OSError), socket.socket(fileno=number) as one:
+                    if one.family == socket.AF_INET:
+                        one.shutdown(socket.SHUT_RDWR)
+                    one.detach()
+        await asyncio.sleep(0.5)
+        return "done"
+
+    def _fill_descriptors(self):
+        held = []
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        return held
+
+    def _keep_full(self):
+        while True:
+            self._fill_descriptors()
+            time.sleep(0.001)
 
     async def fill_disk(self, public, run):
         with Path("big").open("wb") as file:

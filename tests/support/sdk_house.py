@@ -20,7 +20,7 @@ import openai
 import orjson
 from envserver_records.records import Call, Message, Sequence
 
-from envserver import OpenAIConfig, Settings, SimConfig
+from envserver import OpenAIConfig, Settings, SimConfig, TokensConfig
 from envserver.models import OpenAIEngine, RolloutSolver, SimEngine
 from envserver.proxy import AsgiApp, Proxy, ProxyAttempt, Receive, Scope, Send
 from envserver.running import make_endpoint
@@ -219,7 +219,9 @@ def sim_house() -> Iterator[SdkHouse]:
 def vllm_house(base_url: str, model: str) -> Iterator[SdkHouse]:
     """Before a real vLLM, in the best way in which it can be asked."""
     config = OpenAIConfig(base_url=base_url, model_name=model)
-    with _house(Settings(openai=config), OpenAIEngine(config), model, None) as house:
+    # Its random model says nothing that a client could parse, unless it is held to a form.
+    settings = Settings(openai=config, tokens=TokensConfig(constraints="all"))
+    with _house(settings, OpenAIEngine(config), model, None) as house:
         yield house
 
 

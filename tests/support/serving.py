@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import uvicorn
 from envserver_records.records import PublicTask
 
 from envserver.proxy import AttemptSpec, Limits
+from envserver.proxy.attempts import AgentRoute
 
 
 @asynccontextmanager
@@ -39,8 +40,10 @@ def attempt_spec(
     max_tokens: int = 1000,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    agents: Sequence[str] = (),
 ) -> AttemptSpec:
-    """An attempt at a task whose model is called "tiny"."""
+    """An attempt at a task whose model is called "tiny". `agents`: those that are declared."""
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     return AttemptSpec(
         rollout_id="rollout-1",
         attempt=1,
@@ -51,5 +54,6 @@ def attempt_spec(
         model="tiny",
         deadline=time.time() + seconds,
         limits=Limits(max_turns, max_completion_tokens),
-        sampling={"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens},
+        sampling=sampling,
+        agents={name: AgentRoute(model="tiny", sampling=sampling) for name in agents},
     )

@@ -221,7 +221,7 @@ class Agent:
         dice = random.Random(self._seed)
         speaker = dice.choices([Chat(), Responses(), Messages(), Texts()], [55, 15, 17, 13])[0]
         turns = dice.randint(2, 6)
-        line = Line(self._http, self._url, speaker)
+        line = Line(self._http, self._url, speaker, "main")
         talk = self._begun(dice, "main", turns, speaker)
         match dice.choices(["one", "parallel", "team"], [7, 1, 2])[0]:
             case "one":

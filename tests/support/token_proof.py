@@ -156,7 +156,9 @@ class Bench:
 
         async def rollout(seed: int) -> Record:
             async with places:
-                attempt = self.proxy.open(attempt_spec(seconds=600.0))
+                attempt = self.proxy.open(
+                    attempt_spec(seconds=600.0, agents=["main", "helper", "critic"])
+                )
                 agent = Agent(self._http, f"{self._url}/r/{attempt.key}", seed, self.format.encode)
                 await agent.run()
                 return Record(seed, attempt, agent)
@@ -431,7 +433,7 @@ async def bench(
     server: VllmServer, *, mode: Mode = "auto", requests_at_once: int = 10_000
 ) -> AsyncIterator[Bench]:
     """A Bench before `server`, asked in `mode`."""
-    tokens = TokensConfig(tokenizer=server.model_folder)
+    tokens = TokensConfig(tokenizer=server.model_folder, constraints="all")
     with relay(server.root_url, at_once=requests_at_once) as (url, echoes):
         config = OpenAIConfig(base_url=f"{url}/v1", model_name=server.model)
         direct = OpenAIConfig(base_url=server.base_url, model_name=server.model)

@@ -3,12 +3,13 @@
 Extends uvicorn's protocol. What holds: the number of connections is limited; the request line and
 headers are limited in size, number and time; a body that stalls or arrives too slowly is aborted;
 an unread body is drained only if little of it is left. A client that exceeds a limit gets an
-error (431, 414, 408 or 503, as problem details) and is disconnected.
+error (431, 414, 408, 429 or 503, as problem details) and is disconnected.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -18,7 +19,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from ...config import ServerConfig
 from ..problems import error_answer
 
-_MOST_DISCARDED: Final = 1 << 20
+_MOST_PIPELINED: Final = 16
+"""Requests that were sent before the one in front of them was answered; hardly any client does."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,18 @@ class TooManyConnections(UsageError):
     kind, status = "too_many_connections", 503
 
 
+class TooManyPipelined(UsageError):
+    kind, status = "too_many_pipelined", 429
+
+
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. Its phase is idle, reading headers, or reading a body."""
+    """One connection. Its phase is idle, reading headers, or reading a body.
+
+    Subclasses may override `head_came` and `answer_to`.
+    """
+
+    most_discarded = 1 << 20
+    """Bytes of a body that are still read after its answer; then the connection is closed."""
 
     def __init__(self, *args: Any, bounds: HttpBounds, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -110,6 +122,10 @@ class BoundedHttp(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if len(self.headers) > self._bounds.max_headers or size > self._bounds.max_header_bytes:
             self._refuse(self._headers_too_large())
+        elif len(self.pipeline) >= _MOST_PIPELINED:
+            self._refuse(TooManyPipelined(f"More than {_MOST_PIPELINED} requests wait."))
+        else:
+            self.head_came()
         if self._refused:
             return
         super().on_headers_complete()
@@ -117,13 +133,21 @@ class BoundedHttp(HttpToolsProtocol):
         self._discarded = 0
         self._body_began = self._body_came = self.loop.time()
 
+    def head_came(self) -> None:
+        """Called when the head of a request is complete and within its limits; may `_refuse` it."""
+
+    def answer_to(self, error: UsageError) -> bytes:
+        """Returns the whole answer to a request that exceeds a limit."""
+        answer = error_answer("/v1", error.status, error.message, kind=error.kind)
+        return last_answer(error.status, answer.raw_headers, bytes(answer.body))
+
     def on_body(self, body: bytes) -> None:
         if self._refused:
             return
         self._body_came = self.loop.time()
         if self.cycle.response_complete:
             self._discarded += len(body)
-            if self._discarded > _MOST_DISCARDED:
+            if self._discarded > self.most_discarded:
                 self._refused = True
                 self.transport.close()
         else:
@@ -182,12 +206,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         answering = self.cycle is not None and not self.cycle.response_complete
         if not (answering and (self.cycle.response_started or self.cycle.scope is not self.scope)):
-            self.transport.write(_raw(error))
+            self.transport.write(self.answer_to(error))
         self.transport.close()
 
 
-def _raw(error: UsageError) -> bytes:
-    answer = error_answer("/v1", error.status, error.message, kind=error.kind)
-    answer.headers["connection"] = "close"
-    head = b"".join(b"%b: %b\r\n" % header for header in answer.raw_headers)
-    return STATUS_LINE[error.status] + head + b"\r\n" + bytes(answer.body)
+def last_answer(status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """Returns the bytes of an answer after which the connection is closed."""
+    lines = b"".join(b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close")))
+    return STATUS_LINE[status] + lines + b"\r\n" + body

@@ -45,8 +45,6 @@ RULES: Final = (
     Rule("GET", "/metrics", READERS),
     Rule("GET", "/openapi.json", EVERYBODY),
     Rule("GET", "/docs", EVERYBODY),
-    Rule("GET", "/docs/oauth2-redirect", EVERYBODY),
-    Rule("GET", "/redoc", EVERYBODY),
     # Trainers
     Rule("POST", "/v1/runs", TRAINER),
     Rule("GET", "/v1/runs", READERS),

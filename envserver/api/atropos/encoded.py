@@ -1,7 +1,8 @@
 """Encodes groups as JSON for responses, and caches the result.
 
 In: ids and how their bodies are stored. Out: one JSON object each. Posted groups are stored in
-exactly the form that is sent; native groups are converted in a thread.
+exactly the form that is sent; native groups are converted in a thread. The cache holds batches that
+were formed and are not delivered yet, not what waits: that is as large as the disk.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class EncodedGroups:
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
 
-    def keep(self, group_id: str, encoded: bytes) -> None:
+    def _keep(self, group_id: str, encoded: bytes) -> None:
         """Caches an encoded group if there is room."""
         self.forget(group_id)
         if len(encoded) > self._most_bytes:
@@ -79,7 +80,7 @@ class EncodedGroups:
                 if group.native:
                     encoded = await asyncio.to_thread(self._encode, group.group_id, body)
                 found[group.group_id] = encoded
-                self.keep(group.group_id, encoded)
+                self._keep(group.group_id, encoded)
         return [found[group.group_id] for group in groups]
 
     def _encode(self, group_id: str, body: bytes) -> bytes:

@@ -90,6 +90,9 @@ class ScoredData(WireModel):
     distill_logprobs: Array[Array[Array[float]]] | None = None
 
 
+VERSION_KEY: Final = "policy_version"
+"""Key of `group_overrides`: the oldest policy version of the group's tokens."""
+_LAST_VERSION: Final = 2**31 - 1
 _FREE_FIELDS: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _PER_TOKEN: Final = ("ref_logprobs", "inference_logprobs")
 # Rows of advantages may have any length: one per sequence is as common as one per token.
@@ -137,6 +140,7 @@ def _faults(group: ScoredData) -> Iterator[dict[str, Any]]:
     if group.overrides and len(group.overrides) > rows:
         yield from _row_count("overrides", len(group.overrides), rows)
     yield from _unlike_distillation(group)
+    yield from _bad_version(group)
     yield from _bad_messages(group)
     for field in _FREE_FIELDS:
         yield from _not_finite(field, getattr(group, field))
@@ -177,6 +181,13 @@ def _unlike_distillation(group: ScoredData) -> Iterator[dict[str, Any]]:
         if [len(place) for place in row_ids] != [len(place) for place in row_logprobs]:
             message = "its shape differs from that of distill_token_ids in this row"
             yield refusal("ragged", ["distill_logprobs", row], message, len(row_logprobs))
+
+
+def _bad_version(group: ScoredData) -> Iterator[dict[str, Any]]:
+    version = (group.group_overrides or {}).get(VERSION_KEY)
+    if version is not None and not (type(version) is int and 0 <= version <= _LAST_VERSION):
+        message = f"A policy version is an integer from 0 to {_LAST_VERSION}"
+        yield refusal("policy_version", ["group_overrides", VERSION_KEY], message, version)
 
 
 def _bad_messages(group: ScoredData) -> Iterator[dict[str, Any]]:

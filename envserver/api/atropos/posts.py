@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import structlog
@@ -19,7 +19,6 @@ from ...rollouts.estimates import scored
 from ...store import GroupPut, GroupStore, compression
 from ...store.groups import EncodedPut
 from .batching import Waiting
-from .encoded import EncodedGroups
 from .reading import PostedGroup
 from .state import WireState
 from .view import View
@@ -30,12 +29,17 @@ _INT64: Final = 2**63
 
 
 class Posts:
-    """Stores posts; `under_way` contains the ids of groups being stored right now."""
+    """Stores posts; `under_way` contains the ids of groups being stored right now.
 
-    def __init__(self, store: GroupStore, view: View, encoded: EncodedGroups) -> None:
+    Args:
+        version: returns the current policy version, which is that of groups that name none: their
+            tokens are not newer.
+    """
+
+    def __init__(self, store: GroupStore, view: View, version: Callable[[], int]) -> None:
+        self._version = version
         self._store = store
         self._view = view
-        self._encoded = encoded
         self.under_way: set[str] = set()
 
     def any_part(self, groups: Sequence[PostedGroup], state: WireState) -> bool:
@@ -46,7 +50,7 @@ class Posts:
         self, groups: Sequence[PostedGroup], key: str | None, state: WireState
     ) -> list[int | None]:
         """Stores and queues whole groups. Concurrent calls are allowed and share commits."""
-        for put in await self._put_new(_as_puts(groups, key, state)):
+        for put in await self._put_new(_as_puts(groups, key, state, self._version())):
             self._view.enqueue(self._waiting(put))
         return [None] * len(groups)
 
@@ -58,7 +62,7 @@ class Posts:
         Returns:
             The answers, as for `whole`, and whether all groups that became whole could be queued.
         """
-        encoded = _as_puts(groups, key, state)
+        encoded = _as_puts(groups, key, state, self._version())
         puts = [item.put for item in encoded]
         new = {put.group_id for put in await self._put_new(encoded)}
         ready: list[Waiting] = []
@@ -116,10 +120,7 @@ class Posts:
             stored = await self._store.put_encoded(encoded)
         finally:
             self.under_way -= mine
-        new = [put for put, is_new in zip(puts, stored, strict=True) if is_new]
-        for put in new:
-            self._encoded.keep(put.group_id, put.body)
-        return new
+        return [put for put, is_new in zip(puts, stored, strict=True) if is_new]
 
     def _waiting(self, put: GroupPut) -> Waiting:
         return Waiting(
@@ -145,20 +146,25 @@ def _group_id(key: str | None, index: int) -> str:
     return f"atropos-{digest[:40]}-{index}"
 
 
-def _as_puts(groups: Sequence[PostedGroup], key: str | None, state: WireState) -> list[EncodedPut]:
+def _as_puts(
+    groups: Sequence[PostedGroup], key: str | None, state: WireState, version: int
+) -> list[EncodedPut]:
     encoded: list[EncodedPut] = []
     for index, group in enumerate(groups):
-        put = _as_put(group, _group_id(key, index), state)
+        put = _as_put(group, _group_id(key, index), state, version)
         encoded.append(EncodedPut(put, *(group.encoded or compression.encode(put.body))))
     return encoded
 
 
-def _as_put(group: PostedGroup, group_id: str, state: WireState) -> GroupPut:
+def _as_put(group: PostedGroup, group_id: str, state: WireState, version: int) -> GroupPut:
     env_id = group.env_id
     lengths = group.lengths
     known = env_id is not None and state.knows(env_id)
-    env = state.environments[env_id].real_name if known and env_id is not None else "atropos"
+    # The name that it asked for, which is the same after its restart.
+    env = state.environments[env_id].desired_name if known and env_id is not None else "atropos"
     task_id = group.task_id
+    if group.policy_version is not None:
+        version = group.policy_version
     return GroupPut(
         group_id=group_id,
         env=env,
@@ -167,7 +173,8 @@ def _as_put(group: PostedGroup, group_id: str, state: WireState) -> GroupPut:
         size=len(lengths),
         tokens=sum(lengths),
         max_length=max(lengths),
+        policy_version=version,
         env_id=env_id if env_id is not None and -_INT64 <= env_id < _INT64 else None,
         state="buffered" if _is_part(group, state) else "queued",
-        scored=scored(group_id, env, "train", task_id, group.scores) if task_id else None,
+        scored=scored(group_id, env, "train", task_id, group.scores, version) if task_id else None,
     )

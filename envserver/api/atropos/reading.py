@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ...store import compression
 from ..bodies import Refused, parse_body
-from .models import Array, ScoredData, check_groups
+from .models import VERSION_KEY, Array, ScoredData, check_groups
 
 _GROUP: Final = TypeAdapter(ScoredData)
 _GROUPS: Final = TypeAdapter(Array[ScoredData])
@@ -50,6 +50,7 @@ class PostedGroup:
         lengths: number of tokens of each sequence.
         env_id: as posted.
         task_id: its task, if `group_overrides` names one; then `scores` is set as well.
+        policy_version: the version in `group_overrides`; None: the version when it arrives.
         encoded: the body as stored, see `compression`; None if not made yet.
     """
 
@@ -57,6 +58,7 @@ class PostedGroup:
     lengths: list[int]
     env_id: int | None
     task_id: str | None = None
+    policy_version: int | None = None
     scores: Sequence[float] = ()
     encoded: tuple[int, bytes] | None = None
 
@@ -96,11 +98,14 @@ def _posted(group: ScoredData) -> PostedGroup:
         body = orjson.dumps(vars(group))
     except TypeError:  # a number of more than 64 bits
         body = _GROUP.dump_json(group)
-    return _with_task(PostedGroup(body, [len(row) for row in group.tokens], group.env_id), group)
+    return _described(PostedGroup(body, [len(row) for row in group.tokens], group.env_id), group)
 
 
-def _with_task(posted: PostedGroup, group: ScoredData) -> PostedGroup:
-    task_id = (group.group_overrides or {}).get("task_id")
+def _described(posted: PostedGroup, group: ScoredData) -> PostedGroup:
+    """Adds what `group_overrides` says to the group."""
+    told = group.group_overrides or {}
+    posted = replace(posted, policy_version=told.get(VERSION_KEY))
+    task_id = told.get("task_id")
     if not isinstance(task_id, str):
         return posted
     return replace(posted, task_id=task_id, scores=group.scores)
@@ -176,7 +181,7 @@ def _group_quickly(columns: _Columns) -> PostedGroup:
         body = orjson.dumps(fields)
     except TypeError as error:  # a number of more than 64 bits
         raise _Unsure from error
-    return _with_task(PostedGroup(body, lengths or [], group.env_id), group)
+    return _described(PostedGroup(body, lengths or [], group.env_id), group)
 
 
 def _with_one_token(columns: _Columns, rows: int) -> bytes:

@@ -23,6 +23,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ..bodies import Refused, Unreadable, read_body, request_body
 from ..direct import Endpoint
+from ..native.answers import MEANINGS
 from .models import (
     EnvironmentIdentifier,
     EnvironmentRegistration,
@@ -91,7 +92,7 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
         queue_size = await service.queue_size()
         return _json({"current_step": service.state.step, "queue_size": queue_size})
 
-    @router.get("/batch")
+    @router.get("/batch", responses=_errors(507))
     async def batch(request: Request) -> Response:
         if not service.state.registered:
             return _not_registered()
@@ -102,12 +103,12 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
         headers = {"x-envserver-lease": found.lease_id} if found.lease_id else {}
         return _encoded(b'{"batch":[' + b",".join(found.groups) + b"]}", headers)
 
-    @router.post("/ack", openapi_extra=request_body(LeaseIdentifier))
+    @router.post("/ack", openapi_extra=request_body(LeaseIdentifier), responses=_errors(404, 409))
     async def ack(request: Request) -> Response:
         await service.acknowledge((await read_body(request, _LEASE)).lease_id)
         return _json({"status": "success"})
 
-    @router.get("/reset_data")
+    @router.get("/reset_data", response_class=PlainTextResponse)
     async def reset_data() -> Response:
         """Forgets the trainer, the environments and the waiting groups that only this trainer
         gets; groups that open shared runs under /v1/runs wait for stay.
@@ -143,7 +144,11 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
             return _json({"status": "success"})
         return _json({"status": "failure", "error": "list index out of range"})
 
-    @router.get("/status-env", openapi_extra=request_body(EnvironmentIdentifier))
+    @router.get(
+        "/status-env",
+        openapi_extra=request_body(EnvironmentIdentifier),
+        responses=_errors(404),
+    )
     async def status_env(request: Request) -> Response:
         identifier = await read_body(request, _IDENTIFIER)
         status = await service.environment_status(identifier.env_id)
@@ -184,6 +189,11 @@ def _add_group_routes(
     async def latest_example() -> Response:
         latest = await service.latest()
         return _json({key: [] for key in _NO_EXAMPLE}) if latest is None else _encoded(latest)
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Describes the errors of a route besides those of every route (`document.py`)."""
+    return {status: {"description": MEANINGS[status]} for status in statuses}
 
 
 def _one_group(raw: bytes) -> list[PostedGroup]:

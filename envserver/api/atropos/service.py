@@ -20,7 +20,7 @@ import structlog
 from envserver_records.errors import ConflictError, NotFoundError, StoreError, StoreFull
 
 from ...formats.atropos import ScoreRange
-from ...store import ATROPOS_RUN, GroupRow, GroupStore
+from ...store import ATROPOS_RUN, UNKNOWN_VERSION, GroupRow, GroupStore
 from ...store.damage import DamagedBodies
 from ..heartbeats import Heartbeats
 from .batching import Formed, Lane, form_batches
@@ -55,6 +55,7 @@ class AtroposService:
         include_messages, score_range: how native groups are encoded.
         silent_after_seconds: an environment silent for this long loses its minimum share.
         minimums: returns the minimum shares of the runners that are alive, by environment name.
+        version: returns the current policy version.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class AtroposService:
         score_range: ScoreRange = "unit",
         silent_after_seconds: float = 30.0,
         minimums: Callable[[], Mapping[str, float]] = dict,
+        version: Callable[[], int] = lambda: UNKNOWN_VERSION,
     ) -> None:
         self._store = store
         self._minimums = minimums
@@ -76,7 +78,7 @@ class AtroposService:
         self._encoded = EncodedGroups(
             store, include_messages=include_messages, score_range=score_range
         )
-        self._posts = Posts(store, self._view, self._encoded)
+        self._posts = Posts(store, self._view, version)
         self._lock = asyncio.Lock()
         self._stale = False
         self._undelivered: list[str] = []
@@ -365,6 +367,10 @@ class AtroposService:
             async with self._lock:
                 self._state.leases.pop(lease_id, None)
                 await self._save(self._state)
+
+    def environment_names(self) -> set[str]:
+        """Returns the names under which posted groups are stored."""
+        return {env.desired_name for env in self._state.environments}
 
     def count_refusal(self, kind: str) -> None:
         """Counts a refused post."""

@@ -17,6 +17,7 @@ from ...store import GroupStore
 from ..atropos.service import AtroposService
 from ..leasing import GroupEncoder
 from .estimates import add_estimate_routes
+from .filters import FilterWarnings
 from .groups import add_group_routes
 from .leases import add_lease_routes
 from .models import VERSION_LIMIT
@@ -27,7 +28,7 @@ from .status import add_status_routes
 from .streams import Streams
 from .waiting import Leasing
 
-__all__ = ["VERSION_LIMIT", "PolicyVersion", "native_routes"]
+__all__ = ["VERSION_LIMIT", "FilterWarnings", "PolicyVersion", "native_routes"]
 
 
 def native_routes(
@@ -37,6 +38,7 @@ def native_routes(
     *,
     settings: ServerConfig,
     joined: Callable[[], dict[str, int]],
+    filters: FilterWarnings,
     status: Callable[[], dict[str, Any]] | None,
     orders: Orders | None,
 ) -> APIRouter:
@@ -55,8 +57,8 @@ def native_routes(
         atropos.store_changed,
         settings.max_open_leases,
     )
-    add_run_routes(router, store, atropos, streams)
-    add_lease_routes(router, store, atropos, leasing, encoder, streams)
+    add_run_routes(router, store, atropos, streams, filters)
+    add_lease_routes(router, store, atropos, leasing, encoder, streams, filters)
     add_group_routes(router, store, encoder)
     add_estimate_routes(router, store)
     add_policy_routes(router, policy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
 import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -15,16 +16,21 @@ from starlette.responses import Response
 from ..problems import PROBLEM
 from .models import Problem
 
-_MEANINGS: Final = {
+MEANINGS: Final = {
     400: "The request cannot be read.",
     401: "A token is needed.",
     403: "This token, or a page of another site, may not do this.",
     404: "There is no such thing.",
+    408: "The request took too long to arrive.",
     409: "The request conflicts with the current state; the problem says how.",
     413: "The body is too large.",
+    414: "The URL is too long.",
     415: "The body is of another media type.",
     422: "The request has another form than asked for; `errors` say where.",
+    421: "The request names another host.",
     429: "Too much at a time; ask again later.",
+    431: "The headers are too large.",
+    500: "A fault of the server; its log has it.",
     503: "The store cannot do it just now; nothing was done.",
     507: "There is no room left; nothing was done.",
 }
@@ -34,10 +40,15 @@ _OF_BODIES: Final = (400, 413, 422, 507)
 Responses = dict[int | str, dict[str, Any]]
 
 
-def json_answer(value: Any, status: int = 200) -> Response:
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Encodes `value` as a JSON response; numpy scalars and arrays are allowed."""
-    body = orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(body, status, media_type="application/json")
+    try:
+        body = orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        # Older versions stored what orjson does not write: integers of more than 64 bits, and
+        # what is nested deeply. msgspec wrote it then, so it can now.
+        body = msgspec.json.encode(value, enc_hook=str)
+    return Response(body, status, headers, media_type="application/json")
 
 
 def answers(
@@ -66,7 +77,7 @@ def answers(
     found: Responses = {status: success}
     for problem in sorted({*errors, *_ALWAYS, *(_OF_BODIES if body else ())}):
         found[problem] = {
-            "description": _MEANINGS[problem],
+            "description": MEANINGS[problem],
             "content": {PROBLEM: {"schema": _PROBLEM}},
         }
     return found

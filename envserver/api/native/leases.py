@@ -26,6 +26,7 @@ from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
 from ..leasing import GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
+from .filters import FilterWarnings, warning_headers
 from .models import (
     Ack,
     ExtendedAnswer,
@@ -54,6 +55,7 @@ def add_lease_routes(
     leasing: Leasing,
     encoder: GroupEncoder,
     streams: Streams,
+    filters: FilterWarnings,
 ) -> None:
     @router.post(
         "/v1/runs/{run}/lease",
@@ -70,22 +72,26 @@ def add_lease_routes(
         waits for groups of one environment that are at most two policy versions old.
         MessagePack when `Accept` names `application/vnd.envserver.groups+msgpack`, else JSON.
         With an `Idempotency-Key`, repeating the request returns the same lease while it is open,
-        so a lost response can be fetched again.
+        so a lost response can be fetched again. The header `X-Envserver-Warning` says when a
+        filter cannot act: no such environment is known, or no policy version is published.
         """
         wanted = await read_body(request, _LEASE)
         lease_id = lease_id_of(run, request)
         deadline = time.monotonic() + wanted.wait_seconds
+        headers = warning_headers(filters.of_limits(wanted))
         async with Hangup(request.receive) as hangup:
             while True:
                 left = deadline - time.monotonic()
                 found = await leasing.wait(run, wanted, left, hangup, lease_id)
                 if found is None:
-                    return Response(status_code=204)
+                    return Response(status_code=204, headers=headers)
                 if hangup.gone and lease_id is None:
                     await leasing.give_back(found.lease_id)
                     return Response(status_code=204)
                 try:
-                    return await lease_answer(found, encoder, request.headers)
+                    answer = await lease_answer(found, encoder, request.headers)
+                    answer.headers.update(headers)
+                    return answer
                 except DamagedBodies as damaged:
                     await leasing.take_back(found.lease_id, damaged)
 

@@ -152,6 +152,8 @@ _GROUP_SUMMARY: Final = msgspec.json.schema_components([GroupSummary])[1]["Group
 
 
 class RunAnswer(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     name: str
     created_at: float
     batch_size: int
@@ -160,6 +162,8 @@ class RunAnswer(BaseModel):
     state: Literal["open", "closed"]
     delivery: Delivery
     environments: list[str]
+    warnings: list[str]
+    """What of the run's filter matches nothing so far; at a POST also in `X-Envserver-Warning`."""
 
 
 class RunsAnswer(BaseModel):
@@ -236,13 +240,28 @@ class PolicyVersionAnswer(BaseModel):
     version: int
 
 
+class RunBacklog(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    queued_groups: int
+    """Groups that the run may lease now; shared runs count the same groups."""
+    lag_seconds: float
+    """How long the oldest of them has waited; 0 if there is none."""
+    open_leases: int
+    """Leases that the run has neither acknowledged nor given back, and that have not expired."""
+    leased_groups: int
+    """Groups in these leases."""
+
+
 class StatusAnswer(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
     version: str
     policy_version: int
     groups: dict[str, int]
     """Groups in the shared queue, by state."""
+    runs: dict[str, RunBacklog]
+    """What waits for each open run, and what it has leased."""
     damaged: list[dict[str, Any]]
     """The latest groups whose stored bodies cannot be read: `group_id`, `reason`, `found_at`."""
     atropos: dict[str, Any]

@@ -15,7 +15,14 @@ from ...store import ATROPOS_RUN, GroupStore, Run
 from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
 from .answers import answers, json_answer
-from .models import CheckpointsAnswer, ResumedAnswer, RunAnswer, RunRequest, RunsAnswer
+from .filters import FilterWarnings, warning_headers
+from .models import (
+    CheckpointsAnswer,
+    ResumedAnswer,
+    RunAnswer,
+    RunRequest,
+    RunsAnswer,
+)
 from .streams import Streams
 
 _RUN: Final = TypeAdapter(RunRequest)
@@ -23,8 +30,15 @@ _BATCH_SIZE: Final = 8
 
 
 def add_run_routes(
-    router: APIRouter, store: GroupStore, atropos: AtroposService, streams: Streams
+    router: APIRouter,
+    store: GroupStore,
+    atropos: AtroposService,
+    streams: Streams,
+    filters: FilterWarnings,
 ) -> None:
+    def facts_of(run: Run) -> dict[str, Any]:
+        return msgspec.structs.asdict(run) | {"warnings": filters.of_names(run.environments)}
+
     @router.post(
         "/v1/runs",
         status_code=201,
@@ -44,27 +58,30 @@ def add_run_routes(
         `{"name": "my-run", "checkpoint": "step-40"}` goes back to a checkpoint that an ack named:
         groups acknowledged after it are delivered again, and the run's open leases are returned.
         With an `Idempotency-Key`, repeating the request does not go back a second time.
-        A closed run is reopened.
+        A closed run is reopened. `warnings` names environments of the filter that nobody knows.
         """
         wanted = await read_body(request, _RUN)
         _require_native(wanted.name)
         created, run = await _created(store, wanted)
+        facts = facts_of(run)
+        headers = warning_headers(facts["warnings"])
+        status = 201 if created else 200
         if wanted.checkpoint is None and not wanted.from_start:
-            return json_answer(_facts(run), 201 if created else 200)
+            return json_answer(facts, status, headers)
         again = await _go_back(store, wanted, request.headers.get("idempotency-key"))
         streams.run_rewound(run.name)
         atropos.store_changed()
-        return json_answer(_facts(run) | {"redelivered": again}, 201 if created else 200)
+        return json_answer(facts | {"redelivered": again}, status, headers)
 
     @router.get("/v1/runs", responses=answers(RunsAnswer, what="All runs."))
     async def list_runs() -> Response:
         """Lists all runs, oldest first: `{"runs": [{"name": "my-run", ...}]}`."""
-        return json_answer({"runs": [_facts(run) for run in await store.list_runs()]})
+        return json_answer({"runs": [facts_of(run) for run in await store.list_runs()]})
 
     @router.get("/v1/runs/{run}", responses=answers(RunAnswer, 404, 422, what="The run."))
     async def get_run(run: str) -> Response:
         """Returns one run with its settings."""
-        return json_answer(_facts(await store.get_run(run)))
+        return json_answer(facts_of(await store.get_run(run)))
 
     @router.post(
         "/v1/runs/{run}/close",
@@ -78,7 +95,7 @@ def add_run_routes(
         closed = await store.close_run(run)
         streams.run_rewound(run)
         atropos.store_changed()
-        return json_answer(_facts(closed))
+        return json_answer(facts_of(closed))
 
     @router.get(
         "/v1/runs/{run}/checkpoints",
@@ -146,7 +163,3 @@ async def _go_back(store: GroupStore, wanted: RunRequest, key: str | None) -> in
     if key is not None:
         await store.set_value(place, key)
     return len(again)
-
-
-def _facts(run: Run) -> dict[str, Any]:
-    return msgspec.structs.asdict(run)

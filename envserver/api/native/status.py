@@ -33,12 +33,18 @@ def add_status_routes(
 
     @router.get("/v1/status", responses=answers(StatusAnswer, what="The server's status."))
     async def get_status() -> Response:
-        """Returns groups by state, the state of the Atropos protocol, and the server's counters."""
+        """Returns groups by state, what waits for each open run, the state of the Atropos
+        protocol, and the server's counters.
+        """
         return json_answer(
             {
                 "version": __version__,
                 "policy_version": policy.version,
                 "groups": await store.counts(),
+                "runs": {
+                    name: msgspec.structs.asdict(backlog)
+                    for name, backlog in (await store.backlogs()).items()
+                },
                 "damaged": [msgspec.structs.asdict(one) for one in await damaged()],
                 "atropos": atropos.snapshot(),
                 "joined": joined(),

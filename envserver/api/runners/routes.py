@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-import orjson
 from envserver_records.errors import UsageError
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, TypeAdapter
@@ -37,7 +36,7 @@ from ...remote.messages import (
 )
 from ..bodies import read_body, request_body
 from ..direct import Endpoint
-from ..native.answers import answers
+from ..native.answers import answers, json_answer
 from .registry import RunnerRegistry
 
 _REGISTRATION: Final = TypeAdapter(Registration)
@@ -214,4 +213,4 @@ def _key(request: Request) -> str:
 
 def _json(value: BaseModel | dict[str, Any], status: int = 200) -> Response:
     facts = value.model_dump() if isinstance(value, BaseModel) else value
-    return Response(orjson.dumps(facts), status, media_type="application/json")
+    return json_answer(facts, status)

@@ -8,6 +8,7 @@ from envserver_records.errors import EnvserverError
 from envserver_records.records import Dialect
 
 from ..model_request import ModelRequest
+from .tables import FieldTable
 
 Memory = dict[str, Any]
 """State of a dialect for one attempt, such as stored responses (`previous_response_id`)."""
@@ -39,6 +40,8 @@ class DialectAdapter(Protocol):
     """Translates between one API and the common form (ModelRequest, chat answers)."""
 
     name: Dialect
+    table: FieldTable
+    """The fields of a request; `read` gets no others, and none that is null."""
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """Reads a decoded request body.

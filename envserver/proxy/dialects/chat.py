@@ -10,32 +10,21 @@ from envserver_records.records import Dialect
 from ..asgi import DONE, error_body, event
 from ..model_request import ModelRequest
 from .base import Memory
-from .reading import choices, count, mapping, objects, refuse_inexact
-
-_NOT_FIELDS = (
-    "model",
-    "messages",
-    "tools",
-    "max_tokens",
-    "max_completion_tokens",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "return_token_ids",
-)
+from .chat_messages import chat_messages, chat_tools
+from .reading import count
+from .tables import CHAT
 
 
 class ChatDialect:
     """See DialectAdapter."""
 
     name: Dialect = "chat"
+    table = CHAT
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """See DialectAdapter."""
-        messages = objects(body, "messages", needed=True)
-        tools = objects(body, "tools")
-        refuse_inexact(body)
-        mapping(body, "chat_template_kwargs")
+        messages = chat_messages(body)
+        tools = chat_tools(body)
         options = body.get("stream_options")
         wanted = [count(body, name) for name in ("max_completion_tokens", "max_tokens")]
         return ModelRequest(
@@ -43,8 +32,8 @@ class ChatDialect:
             body=body,
             messages=messages,
             tools=tools,
-            fields={name: value for name, value in body.items() if name not in _NOT_FIELDS},
-            choices=choices(body),
+            fields={name: value for name, value in body.items() if name in CHAT.engine},
+            choices=count(body, "n") or 1,
             wanted_tokens=min((n for n in wanted if n is not None), default=None),
             tokens_field="max_tokens" if wanted[0] is None else "max_completion_tokens",
             stream=bool(body.get("stream")),

@@ -10,18 +10,10 @@ from envserver_records.records import Dialect, Message
 from ..asgi import DONE, error_body, event
 from ..model_request import ModelRequest
 from .base import Memory
-from .reading import bad, choices, count, refuse_inexact
+from .checks import LARGEST_INT32
+from .reading import bad, count
+from .tables import COMPLETIONS
 
-_NOT_FIELDS = (
-    "model",
-    "prompt",
-    "max_tokens",
-    "stream",
-    "stream_options",
-    "echo",
-    "suffix",
-    "return_token_ids",
-)
 _DEFAULT_MAX_TOKENS = 16
 """The default of OpenAI's API and of engines."""
 _MAX_PROMPTS = 128
@@ -31,33 +23,26 @@ class CompletionsDialect:
     """See DialectAdapter."""
 
     name: Dialect = "completions"
+    table = COMPLETIONS
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """See DialectAdapter."""
-        refuse_inexact(body)
-        for name in ("echo", "suffix"):
-            if body.get(name):
-                raise bad(name, "is not supported")
         prompts = _prompts(body.get("prompt"))
         options = body.get("stream_options")
-        logprobs = body.get("logprobs")
-        if logprobs is not None and (not isinstance(logprobs, int) or logprobs < 0):
-            raise bad("logprobs", "must be a whole number of at least 0")
+        fields = {name: value for name, value in body.items() if name in COMPLETIONS.engine}
+        if fields.get("logprobs") is False:
+            del fields["logprobs"]
         return ModelRequest(
             dialect="completions",
             body=body,
             messages=_as_messages(prompts),
             prompt=prompts[0] if len(prompts) == 1 else prompts,
-            fields={
-                name: value
-                for name, value in body.items()
-                if name not in _NOT_FIELDS and value is not None
-            },
-            choices=choices(body) * len(prompts),
+            fields=fields,
+            choices=(count(body, "n") or 1) * len(prompts),
             wanted_tokens=count(body, "max_tokens") or _DEFAULT_MAX_TOKENS,
             stream=bool(body.get("stream")),
             wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-            wants_logprobs=logprobs is not None and logprobs is not False,
+            wants_logprobs="logprobs" in fields,
             wants_token_ids=bool(body.get("return_token_ids")),
         )
 
@@ -123,7 +108,7 @@ def _is_ids(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(type(token) is int and token >= 0 for token in value)
+        and all(type(token) is int and 0 <= token <= LARGEST_INT32 for token in value)
     )
 
 

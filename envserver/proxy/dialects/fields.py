@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .reading import bad, mapping
+from .reading import bad
 
-_PASSED = ("temperature", "top_p", "top_k", "seed", "chat_template_kwargs")
-"""Fields with the same name in every dialect, or an engine's own that agents may add."""
+_PASSED = ("seed", "chat_template_kwargs")
+"""An engine's own fields that agents may add in every dialect."""
 
 
 def engine_fields(body: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields that are passed on unchanged."""
-    mapping(body, "chat_template_kwargs")
     return {name: body[name] for name in _PASSED if body.get(name) is not None}
 
 

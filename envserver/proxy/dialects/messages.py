@@ -25,17 +25,18 @@ from .messages_errors import error_of
 from .messages_events import MessagesWriter
 from .messages_input import messages_of
 from .messages_request import fields_of, refuse_impossible, tools_of, wants_thinking
-from .reading import bad, boolean, count, refuse_inexact
+from .reading import bad, boolean, count
+from .tables import MESSAGES
 
 
 class MessagesDialect:
     """See DialectAdapter."""
 
     name: Dialect = "messages"
+    table = MESSAGES
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """See DialectAdapter."""
-        refuse_inexact(body)
         refuse_impossible(body)
         wanted_tokens = count(body, "max_tokens")
         if wanted_tokens is None:

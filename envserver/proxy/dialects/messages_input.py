@@ -13,6 +13,7 @@ from envserver_records.records import Message
 
 from .answers import ToolCall
 from .conversation import Conversation, Part, answer_message, image_part, text_part
+from .media import data_url
 from .messages_arguments import Arguments
 from .reading import bad, boolean, mapping, objects, string
 
@@ -145,10 +146,10 @@ def _part(block: dict[str, Any], place: str) -> Part:
 def _image_url(source: dict[str, Any], place: str) -> str:
     match source.get("type"):
         case "url":
-            return string(source, "url", place)
+            return data_url(source.get("url"), "image", f"{place}.url")
         case "base64":
             kind, data = (string(source, name, place) for name in ("media_type", "data"))
-            return f"data:{kind};base64,{data}"
+            return data_url(f"data:{kind};base64,{data}", "image", place)
         case kind:
             raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
 

@@ -1,8 +1,7 @@
 """Converts a request of Anthropic's messages API to the fields of the chat API. Pure.
 
-Unsupported fields are refused by name; fields without a meaning for a private engine (prices,
-caches, accounts) are left out. `budget_tokens` for thinking is not enforced, since tokens that an
-engine forces are not sampled.
+Values that are not supported are refused by name. `budget_tokens` for thinking is not enforced,
+since tokens that an engine forces are not sampled.
 """
 
 from __future__ import annotations
@@ -15,11 +14,6 @@ from envserver_records.records import Message
 from .fields import effort_fields, engine_fields
 from .reading import bad, boolean, mapping, objects, string
 
-_REFUSED = {
-    "container": "there are no containers",
-    "mcp_servers": "there are no tools but the agent's own",
-    "compaction": "there are no summaries but the agent's own",
-}
 _NO_THREADS = "thread_unsupported_request"
 """The error code on which Anthropic's client sends the whole conversation instead of a thread."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -31,9 +25,6 @@ def refuse_impossible(body: dict[str, Any]) -> None:
     Raises:
         InputError: the request asks for something unsupported.
     """
-    for name, reason in _REFUSED.items():
-        if body.get(name):
-            raise bad(name, f"is not supported: {reason}")
     if body.get("thread"):
         raise InputError(
             "thread is not supported: send the whole conversation.",

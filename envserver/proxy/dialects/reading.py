@@ -6,23 +6,6 @@ from typing import Any
 
 from envserver_records.errors import InputError
 
-MAX_CHOICES = 128
-_REFUSED = {
-    "truncate_prompt_tokens": "it would cut the prompt silently",
-    "use_beam_search": "beams are not samples",
-    "best_of": "discarded answers would be lost",
-}
-
-
-def refuse_inexact(body: dict[str, Any]) -> None:
-    """
-    Raises:
-        InputError: a field would make the record inexact.
-    """
-    for name, reason in _REFUSED.items():
-        if body.get(name) not in (None, False):
-            raise bad(name, f"is not supported: {reason}")
-
 
 def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[dict[str, Any]]:
     """Returns the list of objects in field `name`, or [].
@@ -38,14 +21,6 @@ def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[di
     if not all(isinstance(value, dict) for value in values):
         raise bad(name, "must only hold objects")
     return values
-
-
-def choices(body: dict[str, Any]) -> int:
-    """Returns field `n`, the number of choices."""
-    count_ = count(body, "n") or 1
-    if count_ > MAX_CHOICES:
-        raise bad("n", f"must be at most {MAX_CHOICES}")
-    return count_
 
 
 def count(body: dict[str, Any], name: str) -> int | None:

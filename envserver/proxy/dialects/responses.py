@@ -21,25 +21,24 @@ from ..asgi import error_body
 from ..model_request import ModelRequest
 from .answers import choice_of, ending_of, parts_of
 from .base import Memory
-from .reading import boolean, count, mapping, refuse_inexact, string
+from .reading import boolean, count, string
 from .responses_answer import Head, output_of, status_of
 from .responses_events import ResponsesWriter
 from .responses_input import messages_of
 from .responses_memory import earlier_messages, find_item, remember
 from .responses_request import fields_of, refuse_impossible, tools_of, wants_logprobs
+from .tables import RESPONSES
 
 
 class ResponsesDialect:
     """See DialectAdapter."""
 
     name: Dialect = "responses"
+    table = RESPONSES
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """See DialectAdapter."""
-        refuse_inexact(body)
         refuse_impossible(body)
-        mapping(body, "metadata")
-        boolean(body, "store")
         tools = tools_of(body)
         return ModelRequest(
             dialect="responses",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from envserver_records.errors import EnvserverError
+from envserver_records.http_errors import CONTEXT_IS_FULL
 
+from ..context_length import is_context_limit
 from ..model_request import ModelRequest
 from .answers import AnswerEnd, TextPart, ToolCall, choice_of, named_event, parts_of
 from .base import Memory
@@ -59,6 +61,8 @@ class ResponsesWriter:
         head, events = self._begun({})
         events += self._closed("incomplete")
         code = "server_error" if error.status >= 500 else "invalid_prompt"
+        if is_context_limit(error):
+            code = CONTEXT_IS_FULL
         said = {"code": code, "message": str(error)}
         response = head.response("failed", self._items, error=said)
         return events + self._tell({"type": "response.failed", "response": response})

@@ -14,6 +14,7 @@ from envserver_records.records import Message
 
 from .answers import ToolCall
 from .conversation import Conversation, Part, image_part, text_part
+from .media import data_url, detail
 from .reading import bad, objects, string
 
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -175,5 +176,6 @@ def _part(part: Any, place: str) -> Part:
         raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
     if part.get("image_url") is None:
         raise bad(place, "must hold its image as image_url: files are not stored here")
-    detail = part.get("detail")
-    return image_part(string(part, "image_url", place), detail if isinstance(detail, str) else None)
+    url = data_url(part["image_url"], "image", f"{place}.image_url")
+    given = part.get("detail")
+    return image_part(url, None if given is None else detail(given, f"{place}.detail"))

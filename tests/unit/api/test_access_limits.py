@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import resource
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -107,6 +108,13 @@ async def test_bodies_have_a_time(tmp_path: Path) -> None:
         await api.http.post("/v1/runs", json={"name": "run"})
         waiting = await api.http.post("/v1/runs/run/lease", json={"wait_seconds": 0.8})
         assert waiting.status_code == 204
+
+
+async def test_a_server_may_open_as_many_files_as_the_machine_lets_it(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    async with bounded(tmp_path):
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(65536, hard)
 
 
 async def test_connections_have_a_number(tmp_path: Path) -> None:

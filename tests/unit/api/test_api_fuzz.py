@@ -165,6 +165,16 @@ async def test_an_integer_that_no_answer_can_hold_is_refused_and_does_no_harm(
         assert (await api.http.get("/v1/environments")).status_code == 200
 
 
+async def test_what_an_older_version_stored_is_shown_with_the_rest(tmp_path: Path) -> None:
+    settings = {"seeds": [1, 2**64 + 1], "deep": json.loads("[" * 300 + "]" * 300)}
+    async with busy_api(tmp_path) as api:
+        # As it was done before such settings were refused.
+        await api.store.create_run("old", batch_size=1, settings=settings)
+        runs = {run["name"]: run for run in (await api.get("/v1/runs"))["runs"]}
+        assert {"run", "old"} <= set(runs)
+        assert runs["old"]["settings"] == settings == (await api.get("/v1/runs/old"))["settings"]
+
+
 # By a corpus
 
 

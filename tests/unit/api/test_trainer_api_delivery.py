@@ -61,6 +61,30 @@ async def close(api: Api, what: str, lease: Any, name: str = "run", **more: Any)
     return await api.http.post(f"/v1/runs/{name}/{what}", json=body)
 
 
+async def test_status_shows_how_far_each_run_is_behind(tmp_path: Path) -> None:
+    now = 1000.0
+    async with running_api(tmp_path / "s.db", clock=lambda: now) as api:
+        await run(api, "all", delivery="broadcast")
+        await run(api, "code", environments=["code"])
+        await put(api, "a")
+        now += 10
+        await put(api, "b")
+        now += 5
+
+        async def shown(name: str) -> tuple[float, ...]:
+            facts = (await api.get("/v1/status"))["runs"][name]
+            keys = ("queued_groups", "lag_seconds", "open_leases", "leased_groups")
+            return tuple(facts[key] for key in keys)
+
+        assert await shown("all") == (2, 15, 0, 0)
+        assert await shown("code") == (0, 0, 0, 0)
+        await api.http.post("/v1/runs/all/lease", json={"max_groups": 1})
+        assert await shown("all") == (1, 5, 1, 1)
+        assert await shown("atropos") == (2, 15, 0, 0)
+        await api.http.post("/v1/runs/all/close", json={})
+        assert "all" not in (await api.get("/v1/status"))["runs"]
+
+
 async def test_a_lease_ends_before_it_would_pass_a_limit(api: Api) -> None:
     await run(api, batch_size=1)
     await put(api, "a", "b", "c")

@@ -241,17 +241,17 @@ async def test_each_agent_has_its_own_engine_turns_and_versions() -> None:
     assert all(row.versions[row.mask == 1].min() == 7 for row in rows)
 
 
-async def test_who_says_nothing_is_the_first_and_strangers_are_counted_together() -> None:
+async def test_who_says_nothing_is_the_first_and_strangers_are_refused() -> None:
     async with house() as home:
         attempt = home.proxy.open(seats(judge=AgentRoute(model="tiny", sampling={}, trained=False)))
         await chat(home.client(attempt.key), messages=[USER])
         assert attempt.calls[0].agent == "solver"
-        undeclared, client = home.open(max_turns=2)
-        for name in ("a", "b"):
-            await chat(client, messages=[USER], extra_headers={"x-agent": name})
-        with pytest.raises(Exception, match="All 2 turns of this rollout"):
-            await chat(client, messages=[USER], extra_headers={"x-agent": "c"})
-        assert [call.agent for call in undeclared.calls] == ["a", "b"]
+        undeclared, client = home.open()
+        for one in (client, home.client(undeclared.key, "/a/ghost")):
+            with pytest.raises(Exception, match=r"There is no agent 'ghost'.*none is declared"):
+                await chat(one, messages=[USER], extra_headers={"x-agent": "ghost"})
+        await chat(client, messages=[USER])
+        assert [call.agent for call in undeclared.calls] == [None]
         await client.close()
 
 

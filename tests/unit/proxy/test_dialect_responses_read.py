@@ -12,6 +12,7 @@ from support.dialects import call, chat_answer, mangled
 from support.extent import examples
 
 from envserver.proxy import ResponsesDialect
+from envserver.proxy.admission import read_request
 
 API = ResponsesDialect()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -29,7 +30,7 @@ CHAT_TOOL = {
 
 
 def read(**request: Any) -> Any:
-    return API.read({"model": "any", "input": "hi", **request}, {})
+    return read_request(API, {"model": "any", "input": "hi", **request}, {})
 
 
 # Histories
@@ -58,7 +59,11 @@ def read(**request: Any) -> Any:
                     "role": "user",
                     "content": [
                         {"type": "input_text", "text": "See:"},
-                        {"type": "input_image", "image_url": "data:x", "detail": "low"},
+                        {
+                            "type": "input_image",
+                            "image_url": "data:image/png;base64,AAAA",
+                            "detail": "low",
+                        },
                     ],
                 }
             ],
@@ -67,7 +72,10 @@ def read(**request: Any) -> Any:
                     "role": "user",
                     "content": [
                         {"type": "text", "text": "See:"},
-                        {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}},
+                        {
+                            "type": "image_url",
+                            "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"},
+                        },
                     ],
                 }
             ],
@@ -101,7 +109,7 @@ def read(**request: Any) -> Any:
                     "call_id": "c1",
                     "output": [
                         {"type": "input_text", "text": "a"},
-                        {"type": "input_image", "image_url": "http://i"},
+                        {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
                         {"type": "input_text", "text": "b"},
                     ],
                 },
@@ -112,7 +120,9 @@ def read(**request: Any) -> Any:
                 {"role": "tool", "tool_call_id": "c2", "content": "c"},
                 {
                     "role": "user",
-                    "content": [{"type": "image_url", "image_url": {"url": "http://i"}}],
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+                    ],
                 },
             ],
         ),
@@ -145,8 +155,6 @@ def test_the_engine_is_sent_what_the_agent_asked_for() -> None:
     assert ask.tools == [CHAT_TOOL]
     assert ask.wanted_tokens == 9
     assert ask.fields == {
-        "temperature": 0.3,
-        "top_p": 0.9,
         "tool_choice": {"type": "function", "function": {"name": "add"}},
         "parallel_tool_calls": False,
         "response_format": {"type": "json_object"},
@@ -234,7 +242,7 @@ FULL: dict[str, Any] = {
 def test_whatever_is_sent_is_read_or_refused(request: dict[str, Any]) -> None:
     memory = {"items": {"x": {"type": "message", "role": "assistant", "content": "a"}}}
     try:
-        ask = API.read(request, memory)
+        ask = read_request(API, request, memory)
     except InputError as error:
         assert error.detail["place"]
     else:

@@ -83,7 +83,9 @@ class Agents(RuleBasedStateMachine):
             return capabilities
 
         self.proxy = Proxy(self.engine, endpoint=EngineEndpoint(self.engine, find=find))
-        self.attempt = self.proxy.open(attempt_spec(seconds=3600.0, max_turns=10_000))
+        self.attempt = self.proxy.open(
+            attempt_spec(seconds=3600.0, max_turns=10_000, agents=["main", "helper"])
+        )
         self.talks: list[Talk] = []
         self.asked: list[tuple[Talk, dict[str, Any]]] = []
 

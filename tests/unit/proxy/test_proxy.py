@@ -24,6 +24,9 @@ from support.proxy_house import (
 )
 from support.serving import attempt_spec
 
+from envserver import TokensConfig
+from envserver.tokens import build
+
 
 @pytest.fixture
 async def home() -> AsyncIterator[House]:
@@ -138,11 +141,11 @@ async def test_reasoning_that_the_agent_refuses_is_sampled_but_not_shown(home: H
 
 
 async def test_agents_of_one_attempt_have_names(home: House) -> None:
-    attempt, client = home.open()
+    attempt, client = home.open(agents=["solver", "critic", "judge"])
     await chat(client)
     await chat(home.client(attempt.key, "/a/critic"))
     await chat(client, extra_headers={"x-agent": "judge"})
-    assert [call.agent for call in attempt.calls] == [None, "critic", "judge"]
+    assert [call.agent for call in attempt.calls] == ["solver", "critic", "judge"]
 
 
 # What is asked of the engine
@@ -158,12 +161,12 @@ async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) 
         seed=3,
         frequency_penalty=1.5,
         max_tokens=20,
-        extra_body={"top_k": 1, "min_p": 0.5, "watermarking": True, "custom": 1},
+        extra_body={"top_k": 1, "min_p": 0.5, "watermarking": True},
     )
     sent = home.fake.requests[0]
     assert "watermarking" not in sent
     assert (sent["model"], sent["temperature"], sent["top_p"]) == ("tiny", 0.5, 0.9)
-    assert (sent["stop"], sent["seed"], sent["custom"], sent["max_tokens"]) == (["x"], 3, 1, 20)
+    assert (sent["stop"], sent["seed"], sent["max_tokens"]) == (["x"], 3, 20)
     assert (sent["top_k"], sent["min_p"], sent["frequency_penalty"]) == (-1, 0.0, 0.0)
     assert (sent["return_token_ids"], sent["logprobs"]) == (True, True)
     assert attempt.calls[0].sampling["temperature"] == 0.5
@@ -181,10 +184,20 @@ async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) 
         {"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]},
     ],
 )
-async def test_constrained_sampling_is_flagged(home: House, more: dict[str, Any]) -> None:
-    attempt, client = home.open()
-    await chat(client, **more)
-    assert attempt.calls[0].flags == ["structured_output_masked"]
+async def test_constrained_sampling_is_flagged(more: dict[str, Any]) -> None:
+    async with house(tokens=TokensConfig(constraints="all")) as home:
+        attempt, client = home.open()
+        await chat(client, **more)
+        assert attempt.calls[0].flags == ["structured_output_masked"]
+        assert "structured_output_masked" in build(attempt.calls)[0].flags
+
+
+async def test_what_a_run_passes_on_unchecked_is_flagged() -> None:
+    async with house(tokens=TokensConfig(extra_fields=["custom"])) as home:
+        attempt, client = home.open()
+        await chat(client, extra_body={"custom": 1})
+        assert home.fake.requests[0]["custom"] == 1
+        assert "unchecked_fields" in build(attempt.calls)[0].flags
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine, ProbeResult
 from envserver.proxy import Capabilities, EngineEndpoint, Proxy, ProxyAttempt
 
+CONTEXT_IS_FULL = "This model's maximum context length is 2048 tokens. However, you requested 4000."
+
 
 @pytest.fixture
 async def home() -> AsyncIterator[House]:
@@ -293,13 +295,25 @@ async def test_time_that_is_over_is_a_limit_and_no_failure_of_the_engine(home: H
 
 
 async def test_a_full_context_is_a_limit_and_no_failure_of_the_engine(home: House) -> None:
-    words = "This model's maximum context length is 2048 tokens. However, you requested 4000."
-    home.fake.faults.append((400, words))
+    home.fake.faults.append((400, CONTEXT_IS_FULL))
     attempt, client = home.open()
     with pytest.raises(openai.BadRequestError, match="context length"):
         await chat(client)
     assert attempt.limit == "context"
     assert attempt.engine_failure is None
+
+
+async def test_who_shortens_a_conversation_that_was_too_long_is_not_cut_off(home: House) -> None:
+    attempt, solver = home.open(agents=["solver", "critic"])
+    critic = home.client(attempt.key, "/a/critic")
+    for client in (solver, critic):
+        home.fake.faults.append((400, CONTEXT_IS_FULL))
+        with pytest.raises(openai.BadRequestError):
+            await chat(client)
+    await chat(solver)
+    assert attempt.limit == "context", "of the critic"
+    await chat(critic)
+    assert attempt.limit is None
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -100,7 +100,7 @@ async def test_other_endpoints_are_not_offered_to_an_attempt(home: House) -> Non
 async def test_refusals_have_the_form_of_the_api_that_was_meant(home: House) -> None:
     attempt, _ = home.open()
     for key in (attempt.key, "nonsense"):
-        for path in ("v1/messages/count_tokens", "a/planner/v1/messages/batches?beta=true"):
+        for path in ("v1/messages/files", "v1/messages/batches?beta=true"):
             _, answer = await home.post(key, path, {})
             assert (answer["type"], answer["error"]["type"]) == ("error", "not_found_error")
         for path in ("v1/responses/resp_1", "v1/messagesx", "v1/embeddings", "x"):

@@ -48,7 +48,7 @@ async def test_equal_requests_without_a_mark_are_new_samples(home: House) -> Non
 
 
 async def test_a_retry_that_says_something_else_is_a_new_sample(home: House) -> None:
-    attempt, _ = home.open()
+    attempt, _ = home.open(agents=["main", "other"])
     await home.post(attempt.key, PATH, bodies())
     await home.post(attempt.key, PATH, bodies(seed=1), **RETRY)
     await home.post(attempt.key, f"a/other/{PATH}", bodies(), **RETRY)

@@ -22,6 +22,7 @@ from envserver_records.errors import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from support.forests import call
 from support.serving import attempt_spec
 
 from envserver.models import Replica
@@ -42,7 +43,9 @@ def ended(
 ) -> ProxyAttempt:
     """An attempt whose worker posted a result, or `posted`."""
     failure = None if posted is None else posted.failure()
-    attempt = ProxyAttempt("key", attempt_spec(), posted=True, failure=failure, limit=limit)
+    attempt = ProxyAttempt("key", attempt_spec(), posted=True, failure=failure)
+    if limit is not None:
+        attempt.reached(limit, "")
     if engine is not None:
         attempt.engine_failed(engine, recorded=False)
     if sandbox is not None:
@@ -88,6 +91,32 @@ def test_what_is_not_the_models_is_never_scored(
     with pytest.raises(RolloutError) as caught:
         ending_limit(attempt)
     assert type(caught.value) is blamed
+
+
+def over_bound(attempt: ProxyAttempt, *, spoke: bool = True) -> ProxyAttempt:
+    attempt.flags.add("over_bound")
+    attempt.calls += [call(0, [1], [2])] if spoke else []
+    return attempt
+
+
+@pytest.mark.parametrize("posted", [RAISED, WorkerGarbage("?"), None])
+def test_who_asks_too_much_of_the_proxy_pays_for_what_came_of_it(
+    posted: RolloutError | None,
+) -> None:
+    def one() -> ProxyAttempt:
+        return ended(posted) if posted else ProxyAttempt("key", attempt_spec())
+
+    assert ending_limit(over_bound(one()), "sandboxed") == "crash"
+    for attempt, isolation in (
+        (over_bound(one(), spoke=False), "sandboxed"),
+        (over_bound(one()), "dedicated"),
+    ):
+        with pytest.raises((AgentError, WorkerGarbage)):
+            ending_limit(attempt, isolation)  # type: ignore[arg-type]
+    without_engine = over_bound(one())
+    without_engine.engine_failed(AWAY, recorded=False)
+    with pytest.raises(RolloutError):
+        ending_limit(without_engine, "sandboxed")
 
 
 def test_an_engine_that_came_back_is_not_blamed_for_what_the_agent_did_later() -> None:

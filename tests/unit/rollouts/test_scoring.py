@@ -15,6 +15,7 @@ import pytest
 from support.waiting import until
 
 from envserver import ConfigError, NotFoundError, Result, Score, ScorerError, StoreError, Task
+from envserver.cli import main
 from envserver.rollouts.scoring import ScorerPool
 from envserver.running.scoring import MAX_LINE_BYTES, Summary, run_score
 
@@ -27,10 +28,13 @@ from envserver import Environment, Score, Task
 class Moody(Environment):
     """Does what the response says."""
 
+    score_cpu_seconds = 0.2
     score_timeout_seconds = 600.0
+    prepared = 0
 
     class Config(Environment.Config):
         bonus: float = 0.0
+        cpu_seconds_to_load: float = 0.0
 
     def tasks(self, split):
         for i in range(3):
@@ -39,14 +43,37 @@ class Moody(Environment):
     async def rollout(self, task, run):
         return None
 
+    def prepare_scoring(self):
+        Moody.prepared += 1
+        while time.process_time() < self.config.cpu_seconds_to_load:
+            pass
+
     def task_from_row(self, row):
         return Task("row", row, row)
 
     def score(self, task, result):
+        while "burn" in task.hidden:
+            pass
         match result.output:
             case "hang":
                 Path(__file__).with_name("hanging").touch()
                 time.sleep(3600)
+            case "burn":
+                while True:
+                    pass
+            case "full memory":
+                os.kill(os.getpid(), 9)
+            case "wait":
+                time.sleep(3)
+                return Score(reward=1.0)
+            case "die once":
+                dead = Path(__file__).with_name("dead")
+                if not dead.exists():
+                    dead.touch()
+                    os._exit(7)
+                return Score(reward=1.0)
+            case "prepared":
+                return Score(reward=1.0, metrics={"times": self.prepared})
             case "die":
                 os._exit(7)
             case "exit":
@@ -112,7 +139,7 @@ async def test_scores_come_back_whatever_the_neighbours_do(hasty: str) -> None:
     async with ScorerPool(hasty, {"bonus": 0.25}, 2) as pool:
         got = await rewards_or_errors(pool, outputs)
         again = await rewards_or_errors(pool, ["right"] * 4)
-    rewards = [score.reward if isinstance(score, Score) else type(score) for score in got]
+    rewards = [ScorerError if isinstance(score, ScorerError) else score.reward for score in got]
     assert rewards == [
         1.0, ScorerError, ScorerError, ScorerError, 1.0, ScorerError, 0.75, 0.0, None,
     ]  # fmt: skip
@@ -121,6 +148,49 @@ async def test_scores_come_back_whatever_the_neighbours_do(hasty: str) -> None:
     assert "SystemExit" in str(got[3])
     assert "no idea" in str(got[5]) and "ValueError" in got[5].detail["traceback"]
     assert [score.reward for score in again] == [1.0] * 4
+
+
+async def test_the_limit_is_cpu_time_and_loading_and_waiting_are_not_in_it(moody: str) -> None:
+    """Loading uses five times the limit, and again after the process was killed."""
+    async with ScorerPool(moody, {"cpu_seconds_to_load": 1.0}, 1) as pool:
+        before, killed, waited, after = await rewards_or_errors(
+            pool, ["prepared", "burn", "wait", "prepared"]
+        )
+    assert killed == Score(reward=0.0, metrics={"scorer_killed": 1.0})
+    assert waited.reward == 1.0
+    assert before.metrics == after.metrics == {"times": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("output", "hidden"), [("full memory", {}), ("", {"burn": True}), ("x", {"burn": True})]
+)
+async def test_what_the_text_is_not_to_blame_for_is_no_zero(
+    moody: str, output: str, hidden: dict[str, Any]
+) -> None:
+    """A kill from outside, and a task that takes too long whatever the answer is."""
+    async with ScorerPool(moody, {}, 1) as pool:
+        with pytest.raises(ScorerError):
+            await pool.score(Task("t", {}, hidden), Result(output=output))
+
+
+async def test_a_rubric_loads_its_own_libraries_and_those_of_the_environment(
+    moody: str, tmp_path: Path
+) -> None:
+    rubric = tmp_path / "rubric.py"
+    rubric.write_text(
+        "from envserver import Result, Score\n"
+        "class Doubting:\n"
+        "    def __init__(self, environment):\n"
+        "        self.environment, self.ready = environment, 0\n"
+        "    def prepare_scoring(self):\n"
+        "        self.ready += 1\n"
+        "    def score(self, task, result):\n"
+        "        own = self.environment.score(task, result)\n"
+        "        return Score(reward=0.5, metrics={**own.metrics, 'ready': self.ready})\n"
+    )
+    async with ScorerPool(moody, {}, 1, rubric=str(rubric)) as pool:
+        score = await pool.score(TASK, Result(output="prepared"))
+    assert score == Score(reward=0.5, metrics={"times": 1.0, "ready": 1.0})
 
 
 @pytest.mark.parametrize("output", ["nan", "two", "text", "metric", "nothing", "judge"])
@@ -292,6 +362,23 @@ async def test_scorer_failures_are_error_rows(tmp_path: Path, hasty: str) -> Non
     assert [score["reward"] for score in scores] == [1.0, None, None, None, None, 1.0]
     assert [score["error"] is None for score in scores] == [True, False, False, False, True, True]
     assert (summary.scored, summary.errors, summary.unscorable) == (2, 3, 1)
+
+
+async def test_a_row_whose_scorer_died_is_scored_once_more(tmp_path: Path, moody: str) -> None:
+    rows = [{"task": {"answer": "right"}, "response": text} for text in ("die once", "right")]
+    summary, scores = await score_lines(tmp_path, list(rows), env=moody)
+    assert [score["reward"] for score in scores] == [1.0, 1.0] and summary.errors == 0
+
+
+@pytest.mark.parametrize(("response", "status"), [("right", 0), ("raise", 1)])
+def test_the_command_says_by_its_exit_status_that_rows_have_errors(
+    tmp_path: Path, moody: str, response: str, status: int
+) -> None:
+    source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    source.write_text(json.dumps({"task": {"answer": "right"}, "response": response}))
+    argv = ["score", "--env", moody, "--input", str(source), "--out", str(target)]
+    assert main(argv) == status
+    assert json.loads(target.read_text())["reward"] == (None if status else 1.0)
 
 
 ONE_SECOND = """

@@ -13,7 +13,8 @@ from support.forked import forked, words
 
 from envserver import SandboxConfig, SandboxSpec, registry
 from envserver.running.sandboxes import private_paths, sandboxes_of
-from envserver.sandbox import SandboxClient, hidden, landlock
+from envserver.sandbox import SandboxClient, hidden, landlock, selection
+from envserver.sandbox.service import probe
 
 ENVIRONMENT = """
 from pathlib import Path
@@ -47,14 +48,19 @@ def graders() -> Iterator[Path]:
     data.unlink()
 
 
-async def test_an_environment_given_by_path_is_hidden(graders: Path) -> None:
+@pytest.mark.parametrize("backend", selection.ORDER)
+async def test_an_environment_given_by_path_is_hidden(graders: Path, backend: str) -> None:
     data = graders.parents[1] / f"data-{graders.parent.name}.jsonl"
     kind = registry.find(str(graders))
     environment = kind(kind.Config(data_path=data))
     assert set(private_paths(environment)) >= {str(graders.parent), str(data)}
     assert "/usr/bin/gcc" not in private_paths(environment)
+    config = SandboxConfig.model_validate({"backend": backend})
+    report = await probe(backend, config)
+    if not report.works:
+        pytest.skip(f"{backend} does not work here: {report.failure}")
     async with (
-        sandboxes_of(environment, SandboxConfig(backend="namespace")) as service,
+        sandboxes_of(environment, config) as service,
         SandboxClient(service.address) as client,  # type: ignore[union-attr]
         client.open(SandboxSpec()) as sandbox,
     ):

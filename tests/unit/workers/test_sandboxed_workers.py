@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.waiting import until
 from support.worker_standin import StandIn, alive, serving
 
 from envserver import WorkersConfig
+from envserver.rollouts.policy import limit_of_death
 from envserver.workers import Assignment, LocalPool, WorkerSandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -97,6 +99,32 @@ async def test_memory_is_bounded_for_all_its_processes_together(
     with pytest.raises(WorkerDied) as caught:
         await pool.run(assign(proxy, do))
     assert "passed its 400 MB" in caught.value.detail["output"]
+
+
+async def test_it_may_hold_a_few_hundred_files(pool: LocalPool, proxy: StandIn) -> None:
+    assert 300 < await said(pool, proxy, "hold_files") < 512
+
+
+async def test_a_worker_that_used_up_its_descriptors_is_told_so(
+    pool: LocalPool, proxy: StandIn
+) -> None:
+    """It cannot post a result; without its exit code that would count as a failure of ours."""
+    with pytest.raises(WorkerDied) as caught:
+        await pool.run(assign(proxy, "hold_files_and_hang_up"))
+    assert "Too many open files" in caught.value.detail["output"]
+    assert limit_of_death(caught.value, "sandboxed", spoke=True, overdue=False) == "crash"
+
+
+async def test_a_server_without_descriptors_says_so(pool: LocalPool, proxy: StandIn) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(WorkerDied, match="Too many open files") as caught:
+            await pool.run(assign(proxy, "compute"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "ulimit -n" in caught.value.hint
+    assert await said(pool, proxy, "compute") == ["42", "kept here"]
 
 
 async def test_its_death_is_told_as_it_was(pool: LocalPool, proxy: StandIn) -> None:

@@ -9,9 +9,10 @@ from envserver_records.errors import WorkerError, WorkerGarbage, WorkerHung
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envserver.telemetry.log_budget import BURST_BYTES, BYTES_PER_SECOND
 from envserver.workers.deaths import KillReason, ProcessEnd, errors_by_rollout
 from envserver.workers.frames import FrameReader, encode
-from envserver.workers.output import BURST_BYTES, BYTES_PER_SECOND, TAIL_BYTES, OutputLimiter
+from envserver.workers.output import TAIL_BYTES, OutputLimiter
 
 
 @given(st.lists(st.lists(st.text(), min_size=1), max_size=5), st.integers(1, 7))

@@ -1,0 +1,175 @@
+"""Serves the proxy to agents, with bounds for each attempt's connections.
+
+    server = await serve_proxy(proxy)             # one socket for all workers without a network
+    await server.serve_worker(listener)           # a socket in the network of one sandboxed worker
+
+A connection belongs to nobody until the head of its first request has come, with the key of an
+attempt in its path; then it counts as that attempt's. What has sent no key yet is bounded for each
+socket. Heads and bodies have the sizes and times of the public server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from functools import partial
+from typing import Any, Final
+
+import orjson
+from envserver_records.errors import UsageError
+
+from ..config import ServerConfig
+from ..descriptors import raise_open_files
+from ..proxy.bounds import KEPT_CONNECTIONS, Connections, InFlight, OverBound
+from ..proxy.server import Proxy, error_answer
+from .access.connections import BoundedHttp, HttpBounds, TooSlow, last_answer
+from .server import RunningServer, serve_api
+
+_WITHOUT_KEY: Final = 1024
+"""Connections to the socket of all workers that have sent no key yet; honest ones send it at once.
+"""
+_SHORT_OF: Final = 0.75
+"""Share of all descriptors from which on they are few."""
+
+
+@dataclasses.dataclass
+class _Listener:
+    """One listening socket.
+
+    Args:
+        most, least: maximum connections without a key, always and with few descriptors.
+        owner: whose socket it is, once known; None for the socket of all workers.
+    """
+
+    proxy: Proxy
+    most: int
+    least: int
+    few_from: float
+    is_shared: bool = False
+    owner: InFlight | None = None
+    without_key: Connections = dataclasses.field(default_factory=Connections)
+
+    def came(self, connection: AgentHttp) -> None:
+        most = self.least if connection.number > self.few_from else self.most
+        closed = self.without_key.add(connection, most)
+        if self.owner is not None:
+            self.owner.refused("connections", closed)
+        else:
+            self.proxy.totals.refused["connections"] += closed
+
+    def claim(self, connection: AgentHttp, owner: InFlight) -> None:
+        self.without_key.discard(connection)
+        if not self.is_shared:
+            self.owner = owner
+        owner.claim(connection, is_short=connection.number > self.few_from)
+
+
+class AgentHttp(BoundedHttp):
+    """A connection of an agent or a worker; see `proxy.bounds.Connection`."""
+
+    most_discarded = 256 << 20
+    """A client that is still sending when the connection closes does not see why it was refused."""
+    number: int
+    """Its descriptor: the lowest free one, so that a high one says that few are left."""
+
+    def __init__(self, *args: Any, listener: _Listener, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._listener = listener
+        self._owner: InFlight | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return False
+        return cycle.response_started or not cycle.more_body
+
+    def drop(self, error: OverBound) -> None:
+        if self._phase == "idle" and not self.is_answered:  # an error would answer the next request
+            self.transport.close()
+        else:
+            self._refuse(error)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self.number = transport.get_extra_info("socket").fileno()
+        self._listener.proxy.totals.connections += 1
+        self._listener.came(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._listener.proxy.totals.connections -= 1
+        self._listener.without_key.discard(self)
+        if self._owner is not None:
+            self._owner.connections.discard(self)
+        super().connection_lost(exc)
+
+    def head_came(self) -> None:
+        owner = self._listener.proxy.in_flight(self.url.decode("latin-1"))
+        if owner is None:
+            return
+        if self._owner is not None and self._owner is not owner:
+            self._owner.connections.discard(self)
+        self._owner = owner
+        self._listener.claim(self, owner)
+
+    def answer_to(self, error: UsageError) -> bytes:
+        url = self.url.decode("latin-1") if self.scope is not None else ""
+        status, body, headers = error_answer(url, error)
+        content = orjson.dumps(body)
+        length = b"%d" % len(content)
+        about = ((b"content-type", b"application/json"), (b"content-length", length))
+        return last_answer(status, (*about, *headers), content)
+
+    def _refuse(self, error: UsageError) -> None:
+        if isinstance(error, TooSlow) and not self._refused:
+            self._listener.proxy.totals.refused["idle"] += 1
+        super()._refuse(error)
+
+
+class ProxyServer:
+    """The proxy on its sockets, made by `serve_proxy`."""
+
+    def __init__(self, running: RunningServer, proxy: Proxy, http: Any, few_from: float) -> None:
+        self._running = running
+        self._proxy = proxy
+        self._http = http
+        self._few_from = few_from
+
+    @property
+    def port(self) -> int:
+        return self._running.port
+
+    @property
+    def url(self) -> str:
+        return self._running.url
+
+    async def serve_worker(self, listener: socket.socket) -> asyncio.AbstractServer:
+        """Also serves on the socket of one sandboxed worker, until the returned server is closed.
+
+        At most `max_connections` of it may have sent no key.
+        """
+        most = self._proxy.bounds.max_connections
+        place = _Listener(self._proxy, most, min(most, KEPT_CONNECTIONS), self._few_from)
+        return await self._running.also_on(listener, partial(self._http, listener=place))
+
+    async def close(self) -> None:
+        """See `RunningServer.close`."""
+        await self._running.close()
+
+
+async def serve_proxy(proxy: Proxy, http: HttpBounds | None = None) -> ProxyServer:
+    """Serves `proxy` on a free port of the loopback address; raises like `serve_api`.
+
+    Args:
+        http: sizes and times of requests; default: those of `ServerConfig`.
+    """
+    descriptors = raise_open_files()
+    few_from = _SHORT_OF * descriptors
+    bounds = http or HttpBounds.of(ServerConfig())
+    # The number of connections is bounded here, for each attempt.
+    of_all = partial(AgentHttp, bounds=dataclasses.replace(bounds, max_connections=descriptors))
+    least = min(_WITHOUT_KEY, descriptors // 16)
+    shared = _Listener(proxy, _WITHOUT_KEY, least, few_from, is_shared=True)
+    running = await serve_api(proxy.asgi(), "127.0.0.1", 0, http=partial(of_all, listener=shared))
+    return ProxyServer(running, proxy, of_all, few_from)

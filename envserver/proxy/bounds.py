@@ -1,0 +1,238 @@
+"""How much one attempt may ask of the proxy at once: connections, bytes, requests a second.
+
+An agent may run code of a model, which has the attempt's key: without bounds, one rollout takes the
+descriptors, the memory or the time that all share. What is over a bound is refused to that attempt,
+counted, and told to the agent (status 429). While all attempts together are near a bound of the
+server, each may still have the small part that is always kept for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from itertools import islice
+from typing import Literal, Protocol, Self
+
+import msgspec
+import structlog
+from envserver_records.errors import UsageError
+
+from ..buckets import Bucket
+from ..config import WorkersConfig
+
+Bound = Literal["connections", "requests", "bytes", "idle"]
+
+KEPT_CONNECTIONS = 8
+"""Connections of an attempt while the server has few descriptors left."""
+OVER_BOUND = "over_bound"
+_KEPT_BYTES = 4_000_000
+_MEGABYTE = 1_000_000
+_SHARES = 8
+"""All attempts together may have so many times the bytes of one."""
+_BURST_SECONDS = 10
+_PATIENCE_SECONDS = 0.25
+"""How long a request waits for its turn, and how long a refusal is held back."""
+
+_log = structlog.get_logger("envserver.proxy")
+
+
+class OverBound(UsageError):
+    """The attempt asked for more at once than it may; `detail["bound"]` names the bound."""
+
+    kind, status = "over_bound", 429
+
+
+class AttemptBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """See the settings of the same names (`WorkersConfig`)."""
+
+    max_connections: int = 64
+    max_request_mb: float = 128
+    max_requests_per_second: float = 100
+
+    @property
+    def max_bytes(self) -> int:
+        return int(self.max_request_mb * _MEGABYTE)
+
+    @classmethod
+    def of(cls, settings: WorkersConfig) -> Self:
+        return cls(**{name: getattr(settings, name) for name in cls.__struct_fields__})
+
+
+class Connection(Protocol):
+    """A client's connection, as far as the bounds are concerned."""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether a whole request of it is being answered now."""
+
+    def drop(self, error: OverBound) -> None:
+        """Closes it; `error` says why."""
+
+
+class Connections:
+    """Open connections that share a bound.
+
+    If there are too many, those go that have waited for their clients for longest: a client that
+    holds connections without using them only loses these.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Connection, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, connection: Connection, most: int) -> int:
+        """Adds `connection`, or makes it the latest.
+
+        Returns:
+            How many were closed to keep within `most`.
+        """
+        self._open.pop(connection, None)
+        self._open[connection] = None
+        if (over := len(self._open) - most) <= 0:
+            return 0
+        # The newcomer itself must go if all others are being answered.
+        go = [*islice((one for one in self._open if not one.is_answered), over)] or [connection]
+        error = over_bound("connections", f"More than {most} connections of one rollout.")
+        for one in go:
+            del self._open[one]
+            one.drop(error)
+        return len(go)
+
+    def discard(self, connection: Connection) -> None:
+        self._open.pop(connection, None)
+
+
+class Totals:
+    """What all attempts together have in flight, and what was refused."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self.connections = 0
+        self.refused: Counter[Bound] = Counter()
+
+    @classmethod
+    def of(cls, bounds: AttemptBounds) -> Self:
+        return cls(bounds.max_bytes * _SHARES)
+
+
+class InFlight:
+    """What one attempt has in flight.
+
+    Args:
+        totals: those of all attempts; default: its own.
+        rollout_id, flags: whose it is; default: of all who have no valid key, together.
+    """
+
+    def __init__(
+        self,
+        bounds: AttemptBounds | None = None,
+        totals: Totals | None = None,
+        *,
+        rollout_id: str = "",
+        flags: set[str] | None = None,
+    ) -> None:
+        self.bounds = bounds or AttemptBounds()
+        self.connections = Connections()
+        self.bytes = 0
+        self._totals = totals or Totals.of(self.bounds)
+        self._rollout_id = rollout_id
+        # Not the attempt itself: a cycle would keep its record until the next collection.
+        self._flags = set() if flags is None else flags
+        rate = self.bounds.max_requests_per_second
+        self._requests = Bucket(rate, max(1.0, rate * _BURST_SECONDS), time.monotonic())
+
+    def refused(self, bound: Bound, times: int = 1) -> None:
+        """Counts refusals, and flags the attempt; its first one is logged."""
+        if not times:
+            return
+        self._totals.refused[bound] += times
+        if OVER_BOUND not in self._flags:
+            self._flags.add(OVER_BOUND)
+            _log.warning("rollout_over_bound", rollout_id=self._rollout_id, bound=bound)
+
+    def claim(self, connection: Connection, *, is_short: bool) -> None:
+        """Counts `connection` as this attempt's.
+
+        Args:
+            is_short: whether the server has few descriptors left.
+        """
+        most = self.bounds.max_connections
+        if is_short:
+            most = min(most, KEPT_CONNECTIONS)
+        self.refused("connections", self.connections.add(connection, most))
+
+    async def admit(self) -> None:
+        """Waits until one more request is within `max_requests_per_second`.
+
+        Raises:
+            OverBound: too many wait already.
+        """
+        now = time.monotonic()
+        wait = self._requests.wait_seconds(1, now)
+        if wait > _PATIENCE_SECONDS:
+            self.refused("requests")
+            await asyncio.sleep(_PATIENCE_SECONDS)  # asking again at once must not be free
+            rate = self.bounds.max_requests_per_second
+            raise over_bound("requests", f"More than {rate:g} requests a second of one rollout.")
+        self._requests.take(1, now)
+        if wait:
+            await asyncio.sleep(wait)
+
+    def take(self, size: int) -> None:
+        """Takes bytes (gives them back, if `size` is negative).
+
+        Raises:
+            OverBound: there are not so many left; none is taken.
+        """
+        mine, all_bytes = self.bytes + size, self._totals.bytes + size
+        is_full = all_bytes > self._totals.max_bytes and mine > _KEPT_BYTES
+        if size > 0 and (mine > self.bounds.max_bytes or is_full):
+            self.refused("bytes")
+            most = self.bounds.max_request_mb
+            raise over_bound("bytes", f"More than {most:g} MB of requests of one rollout at once.")
+        self.bytes = mine
+        self._totals.bytes = all_bytes
+
+
+class Hold:
+    """Bytes of one request; a context manager that gives them back.
+
+    Args:
+        in_flight: whose they are; None: nobody's, without a bound.
+    """
+
+    def __init__(self, in_flight: InFlight | None = None) -> None:
+        self._in_flight = in_flight
+        self._bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shrink(0)
+
+    def cover(self, size: int) -> None:
+        """Takes what is missing to `size` bytes.
+
+        Raises:
+            OverBound: the attempt may not have so many.
+        """
+        if self._in_flight is not None and size > self._bytes:
+            self._in_flight.take(size - self._bytes)
+            self._bytes = size
+
+    def shrink(self, size: int) -> None:
+        """Gives back what is over `size` bytes."""
+        if self._in_flight is not None and size < self._bytes:
+            self._in_flight.take(size - self._bytes)
+            self._bytes = size
+
+
+def over_bound(bound: Bound, message: str) -> OverBound:
+    """Returns the error for an attempt that is over `bound`."""
+    hint = "--workers.max_connections, max_request_mb and max_requests_per_second are the bounds."
+    return OverBound(message, hint=hint, bound=bound, retry_after_seconds=1)

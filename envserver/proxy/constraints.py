@@ -1,0 +1,179 @@
+"""Fields that constrain what is sampled: which the run allows, and within which bounds. Pure.
+
+The logprobs of a constrained call are not the model's alone: it is flagged
+(`structured_output_masked`), and its rows are never compared with the model's own logprobs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import orjson
+from envserver_records.errors import InputError
+
+from .dialects.checks import (
+    KIBIBYTE,
+    TOKEN_ID,
+    TOKENS,
+    Check,
+    either,
+    flag,
+    items,
+    mapping,
+    number,
+    text,
+    whole,
+)
+from .dialects.reading import bad
+from .engine_client.base import is_strict
+
+_GRAMMAR_BYTES = 256 * KIBIBYTE
+_REFERENCES = frozenset({"$ref", "$dynamicRef", "$recursiveRef"})
+_FORMS = (None, "text", "json_object", "json_schema")
+_LARGEST_COUNT = 10_000
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_REGEX_WORD = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{\d+,?\d*\}|\{,\d+\}|.", re.S)
+"""An escape, a class, a count or a single character. It always matches, so it takes linear time."""
+_WORDS = items(KIBIBYTE, text(KIBIBYTE))
+
+
+def _bias(value: Any, place: str) -> None:
+    mapping(64 * KIBIBYTE)(value, place)
+    for token, amount in value.items():
+        if not token.isdecimal():
+            raise bad(f"{place}.{token[:80]}", "must be a token id")
+        number(-100, 100)(amount, f"{place}.{token}")
+
+
+RAW: dict[str, Check] = {
+    "structured_outputs": mapping(_GRAMMAR_BYTES),
+    "guided_json": either(text(_GRAMMAR_BYTES), mapping(_GRAMMAR_BYTES)),
+    "guided_regex": text(_GRAMMAR_BYTES),
+    "guided_choice": _WORDS,
+    "guided_grammar": text(_GRAMMAR_BYTES),
+    "logit_bias": _bias,
+    "bad_words": _WORDS,
+    "allowed_token_ids": items(300_000, TOKEN_ID),
+    "min_tokens": whole(0, 2**31 - 1),
+    "ignore_eos": flag,
+    "thinking_token_budget": TOKENS,
+}
+"""Fields that only an engine knows, allowed with `tokens.constraints` all."""
+
+
+def constraints_of(fields: dict[str, Any], tools: list[dict[str, Any]]) -> list[str]:
+    """Returns the places in a chat request that mask the distribution which is sampled."""
+    places = [name for name in RAW if fields.get(name)]
+    places += [f"tools[{n}].function.strict" for n, tool in enumerate(tools) if is_strict(tool)]
+    choice = fields.get("tool_choice")
+    if choice == "required" or isinstance(choice, dict):
+        places.append("tool_choice")
+    form = fields.get("response_format")
+    if isinstance(form, dict) and form.get("type") not in (None, "text"):
+        places.append("response_format")
+    return places
+
+
+def check_constraints(
+    fields: dict[str, Any], tools: list[dict[str, Any]], allowed: Literal["none", "forms", "all"]
+) -> None:
+    """Checks what constrains a chat request; `RAW` fields were checked before.
+
+    Raises:
+        InputError: the run allows no constraint; or a schema is too large or too hard for the
+            engine, which builds an automaton from it.
+    """
+    places = constraints_of(fields, tools)
+    if not places:
+        return
+    if allowed == "none":
+        raise not_allowed(places[0], "forms")
+    form = fields.get("response_format") or {}
+    if allowed == "forms" and form.get("type") not in _FORMS:
+        raise not_allowed("response_format.type", "all")
+    size = 0
+    for schema, place in _schemas(fields, tools):
+        size += len(orjson.dumps(schema))
+        if size > _GRAMMAR_BYTES:
+            raise bad(place, f"makes the schemas larger than {_GRAMMAR_BYTES} bytes of JSON")
+        if allowed == "forms":
+            _check_schema(schema, place)
+
+
+def not_allowed(place: str, needed: str) -> InputError:
+    """Returns the error about a constraint that needs `tokens.constraints` to be `needed`."""
+    return InputError(
+        f"{place} is not allowed: it would constrain what is sampled. Leave it out; if this run's"
+        f" agents need it, run with --tokens.constraints {needed}.",
+        place=place,
+    )
+
+
+def _schemas(fields: dict[str, Any], tools: list[dict[str, Any]]) -> Iterator[tuple[Any, str]]:
+    """Yields what the engine makes grammars of, with its place."""
+    yield fields.get("response_format"), "response_format"
+    forced = fields.get("tool_choice") not in (None, "auto", "none")
+    for index, tool in enumerate(tools):
+        if forced or is_strict(tool):
+            yield tool.get("function"), f"tools[{index}].function"
+
+
+def _check_schema(schema: Any, place: str) -> None:
+    for name, value in schema.items() if isinstance(schema, dict) else ():
+        at = f"{place}.{name[:80]}"
+        if name in _COUNTS and isinstance(value, int | float) and value > _LARGEST_COUNT:
+            raise bad(at, f"must be at most {_LARGEST_COUNT} where a schema is enforced")
+        if name in _REFERENCES and isinstance(value, str) and not value.startswith("#"):
+            raise bad(at, "must begin with #: the engine loads no schema from elsewhere")
+        for pattern in _patterns(name, value):
+            if _is_hard(pattern):
+                raise bad(
+                    at,
+                    f"repeats what is repeated, or more than {_LARGEST_COUNT} times: write it"
+                    " otherwise; if this run's agents need it, run with --tokens.constraints all",
+                )
+        _check_schema(value, at)
+    for index, value in enumerate(schema if isinstance(schema, list) else ()):
+        _check_schema(value, f"{place}[{index}]")
+
+
+def _patterns(name: str, value: Any) -> list[str]:
+    if name == "pattern" and isinstance(value, str):
+        return [value]
+    return list(value) if name == "patternProperties" and isinstance(value, dict) else []
+
+
+def _is_hard(pattern: str) -> bool:
+    """Returns whether a group that repeats something is repeated, or a count is very large."""
+    repeats = [False]
+    """Whether each open group, the outermost first, holds a repetition."""
+    closed = False
+    """Whether the last atom is a group that holds one."""
+    for word in _REGEX_WORD.findall(pattern):
+        times = _times(word)
+        if times > 1:
+            if closed or _LARGEST_COUNT < times < math.inf:
+                return True
+            repeats[-1] = True
+        elif word == "(":
+            repeats.append(False)
+        elif word == ")" and len(repeats) > 1:
+            closed = repeats.pop()
+            repeats[-1] = repeats[-1] or closed
+            continue
+        closed = closed and word == "?"
+    return False
+
+
+def _times(word: str) -> float:
+    """Returns how often `word` repeats what is before it; 1 if it is not a quantifier."""
+    if word in ("*", "+"):
+        return math.inf
+    if not word.startswith("{") or word == "{":
+        return 1
+    least, comma, most = word[1:-1].partition(",")
+    return math.inf if comma and not most else min(float(most or least), sys.float_info.max)

@@ -1,0 +1,135 @@
+"""Images, audio and video of a request: only as `data:` addresses, within bounds. Pure.
+
+An engine fetches what another address names, from its own place in the network and from its own
+disk. An agent behind a wall must not reach either through it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from typing import Any
+
+from envserver_records.records import Message
+
+from .reading import bad
+
+MAX_MEDIA = 256
+"""Images, audio and videos of one request."""
+MAX_MEDIUM_BYTES = 20 * 1024 * 1024
+MAX_MEDIA_BYTES = 40 * 1024 * 1024
+"""Of all media of one request together."""
+_HEAD = re.compile(r"data:([a-z]+)/[\w.+-]{1,64}(?:;[\w.=+-]{1,64}){0,4};base64,", re.I)
+_SNIFFED = 64
+_FORMAT = re.compile(r"[a-z0-9]{1,16}")
+
+
+def media_part(part: dict[str, Any], place: str) -> dict[str, Any] | None:
+    """Returns the media part of a chat message with nothing in it that was not checked; None if
+    `part` is not one.
+
+    Raises:
+        InputError: its address is not a `data:` address; see `data_url`.
+    """
+    kind = part.get("type")
+    if kind == "input_audio":
+        return {"type": kind, "input_audio": _audio(part.get(kind), f"{place}.{kind}")}
+    if kind not in ("image_url", "audio_url", "video_url"):
+        return None
+    held = part.get(kind)
+    if not isinstance(held, dict):
+        raise bad(f"{place}.{kind}", "must be an object with its url")
+    checked = {"url": data_url(held.get("url"), kind.removesuffix("_url"), f"{place}.{kind}.url")}
+    if held.get("detail") is not None:
+        checked["detail"] = detail(held["detail"], f"{place}.{kind}.detail")
+    return {"type": kind, kind: checked}
+
+
+def detail(given: Any, place: str) -> str:
+    """Returns an image's detail.
+
+    Raises:
+        InputError: it is not one of OpenAI's.
+    """
+    if given not in ("auto", "low", "high", "original"):
+        raise bad(place, "must be auto, low, high or original")
+    return str(given)
+
+
+def data_url(url: Any, kind: str, place: str) -> str:
+    """Returns `url` if it is a `data:` address that holds an image, audio or video (`kind`).
+
+    Raises:
+        InputError: it is not; or it is too large; or it holds text, such as a playlist or an SVG
+            file, which can name other addresses.
+    """
+    if not isinstance(url, str):
+        raise bad(place, "must be a text")
+    head = _HEAD.match(url[:400])
+    if head is None or head[1].lower() != kind:
+        raise bad(
+            place,
+            f"must begin with data:{kind}/<type>;base64, and hold the bytes: the engine fetches"
+            " nothing for an agent. Let the environment fetch it and pass it as data:",
+        )
+    _check_bytes(url[head.end() : head.end() + _SNIFFED], len(url) - head.end(), place)
+    return url
+
+
+def _audio(given: Any, place: str) -> dict[str, str]:
+    """Returns the content of field `input_audio`.
+
+    Raises:
+        InputError: it is not {"data": base64, "format": "wav"}, or too large.
+    """
+    if not isinstance(given, dict) or not isinstance(given.get("data"), str):
+        raise bad(place, "must hold data: the bytes in base64")
+    form = given.get("format")
+    if not isinstance(form, str) or _FORMAT.fullmatch(form) is None:
+        raise bad(f"{place}.format", "must be the name of a format, such as wav")
+    _check_bytes(given["data"][:_SNIFFED], len(given["data"]), f"{place}.data")
+    return {"data": given["data"], "format": form}
+
+
+def check_media(messages: list[Message]) -> None:
+    """Checks the bounds for all media of a request together; each was checked before.
+
+    Raises:
+        InputError: they are too many or too large.
+    """
+    sizes = [_size(part) for message in messages for part in _media_parts(message)]
+    if len(sizes) > MAX_MEDIA:
+        raise bad("messages", f"hold {len(sizes)} images, audio and videos: {MAX_MEDIA} at most")
+    if sum(sizes) > MAX_MEDIA_BYTES:
+        raise bad(
+            "messages",
+            f"hold images, audio and videos of {sum(sizes) >> 20} MiB together:"
+            f" {MAX_MEDIA_BYTES >> 20} MiB at most",
+        )
+
+
+def _check_bytes(head: str, size: int, place: str) -> None:
+    if _bytes(size) > MAX_MEDIUM_BYTES:
+        raise bad(place, f"is larger than {MAX_MEDIUM_BYTES >> 20} MiB")
+    try:
+        first = base64.b64decode(head, validate=True)
+    except (binascii.Error, ValueError):
+        raise bad(place, "is not base64") from None
+    if first.isascii() and all(character.isprintable() for character in first.decode().split()):
+        raise bad(place, "holds text: an image, audio or video in a binary format is needed")
+
+
+def _media_parts(message: Message) -> list[dict[str, Any]]:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return [part for part in parts if part["type"].endswith(("_url", "_audio"))]
+
+
+def _size(part: dict[str, Any]) -> int:
+    held = part[part["type"]]
+    return _bytes(len(held.get("url") or held["data"]))
+
+
+def _bytes(characters: int) -> int:
+    return characters * 3 // 4

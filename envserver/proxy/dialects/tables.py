@@ -1,0 +1,229 @@
+"""The fields of each API: what an agent may send, with type and bounds, and what becomes of it.
+
+A field that is in no table is refused by name, unless the run passes it on (`tokens.extra_fields`).
+A field that is null counts as not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .checks import (
+    CHOICES,
+    KIBIBYTE,
+    SEED,
+    STOP,
+    STOP_TEXTS,
+    TOKEN_ID,
+    TOKENS,
+    TOP_LOGPROBS,
+    Check,
+    either,
+    flag,
+    items,
+    mapping,
+    number,
+    one_of,
+    template_variables,
+    text,
+    whole,
+)
+
+
+class FieldTable(NamedTuple):
+    """The fields of one API.
+
+    Args:
+        engine: sent to the engine under their own names.
+        read: read here: they are translated, or shape the answer that the agent gets.
+        dropped: of no effect. Clients send them by themselves; samplers are the run's.
+        refused: with the reason; allowed where they are off (false, 0 or empty).
+    """
+
+    engine: Mapping[str, Check]
+    read: Mapping[str, Check]
+    dropped: frozenset[str]
+    refused: Mapping[str, str]
+
+
+_SHORT = text(KIBIBYTE)
+_TEXT = text(64 * KIBIBYTE * KIBIBYTE)
+"""As long as a request may be."""
+_MESSAGES = items(100_000)
+_TOOLS = items(KIBIBYTE)
+_OPTIONS = mapping(64 * KIBIBYTE)
+_SCHEMA = mapping(256 * KIBIBYTE)
+
+_SAMPLERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "typical_p",
+    "tfs",
+    "top_a",
+    "mirostat",
+    "length_penalty",
+    "dry_multiplier",
+    "watermarking",
+)
+_ACCOUNTS = (
+    "metadata",
+    "moderation",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+_INEXACT = {
+    "truncate_prompt_tokens": "it would cut the prompt silently",
+    "use_beam_search": "beams are not samples",
+    "best_of": "discarded answers would be lost",
+}
+_ANY_DIALECT: dict[str, Check] = {"seed": SEED, "chat_template_kwargs": template_variables}
+_SAMPLED: dict[str, Check] = {
+    "n": CHOICES,
+    "seed": SEED,
+    "stop": STOP,
+    "stop_token_ids": items(64, TOKEN_ID),
+    "include_stop_str_in_output": flag,
+    "skip_special_tokens": flag,
+    "spaces_between_special_tokens": flag,
+    "add_special_tokens": flag,
+    "return_tokens_as_token_ids": flag,
+    "response_format": _SCHEMA,
+}
+_STREAMED: dict[str, Check] = {"model": _SHORT, "stream": flag, "stream_options": _OPTIONS}
+
+CHAT = FieldTable(
+    engine={
+        **_SAMPLED,
+        **_ANY_DIALECT,
+        "top_logprobs": TOP_LOGPROBS,
+        "tool_choice": either(one_of("auto", "none", "required"), _OPTIONS),
+        "parallel_tool_calls": flag,
+        "reasoning_effort": text(64),
+        "include_reasoning": flag,
+        "continue_final_message": flag,
+        "add_generation_prompt": flag,
+    },
+    read={
+        **_STREAMED,
+        "messages": _MESSAGES,
+        "tools": _TOOLS,
+        "max_tokens": TOKENS,
+        "max_completion_tokens": TOKENS,
+        "logprobs": flag,
+        "return_token_ids": flag,
+        "modalities": items(1, one_of("text")),
+    },
+    dropped=frozenset((*_SAMPLERS, *_ACCOUNTS, "prediction", "verbosity")),
+    refused={
+        **_INEXACT,
+        "functions": "send tools",
+        "function_call": "send tool_choice",
+        "audio": "answers are text",
+        "web_search_options": "there are no tools but the agent's own",
+    },
+)
+
+COMPLETIONS = FieldTable(
+    engine={**_SAMPLED, "logprobs": either(one_of(False), TOP_LOGPROBS)},
+    read={
+        **_STREAMED,
+        "prompt": either(_TEXT, items(64 * KIBIBYTE * KIBIBYTE)),
+        "max_tokens": TOKENS,
+        "return_token_ids": flag,
+    },
+    dropped=frozenset((*_SAMPLERS, *_ACCOUNTS)),
+    refused={**_INEXACT, "echo": "answers hold no prompt", "suffix": "there is no text behind it"},
+)
+
+RESPONSES = FieldTable(
+    engine=_ANY_DIALECT,
+    read={
+        **_STREAMED,
+        "input": either(_TEXT, _MESSAGES),
+        "instructions": _TEXT,
+        "previous_response_id": _SHORT,
+        "tools": _TOOLS,
+        "tool_choice": either(_SHORT, _OPTIONS),
+        "parallel_tool_calls": flag,
+        "max_tool_calls": whole(1, 2**31 - 1),
+        "max_output_tokens": TOKENS,
+        "text": _SCHEMA,
+        "reasoning": _OPTIONS,
+        "include": items(64, _SHORT),
+        "top_logprobs": TOP_LOGPROBS,
+        "truncation": _SHORT,
+        "n": CHOICES,
+        # Told again in the answer.
+        "metadata": _OPTIONS,
+        "store": flag,
+        "user": _SHORT,
+        "safety_identifier": _SHORT,
+        "prompt_cache_key": _SHORT,
+        "temperature": number(0, 100),
+        "top_p": number(0, 1),
+    },
+    dropped=frozenset(
+        (*_SAMPLERS, *_ACCOUNTS, "access_programs", "client_metadata", "return_token_ids")
+    ),
+    refused={
+        **_INEXACT,
+        "background": "responses are only returned directly",
+        "image": "answers are text",
+        "conversation": "conversations are not stored here; use previous_response_id",
+        "prompt": "prompts are not stored here",
+        "context_management": "it would cut the prompt silently",
+    },
+)
+
+MESSAGES = FieldTable(
+    engine=_ANY_DIALECT,
+    read={
+        **_STREAMED,
+        "messages": _MESSAGES,
+        "system": either(_TEXT, _MESSAGES),
+        "max_tokens": TOKENS,
+        "tools": _TOOLS,
+        "tool_choice": _OPTIONS,
+        "stop_sequences": STOP_TEXTS,
+        "thinking": _OPTIONS,
+        "thread": either(_SHORT, _OPTIONS),
+        "output_config": _SCHEMA,
+        "output_format": _SCHEMA,
+        "n": CHOICES,
+    },
+    dropped=frozenset(
+        (
+            *_SAMPLERS,
+            *_ACCOUNTS,
+            "billing_policy",
+            "betas",
+            "cache_control",
+            "context_management",
+            "diagnostics",
+            "fallback_credit_token",
+            "fallbacks",
+            "inference_geo",
+            "return_token_ids",
+            "speed",
+            "user_profile_id",
+            "workspace_id",
+        )
+    ),
+    refused={
+        **_INEXACT,
+        "container": "there are no containers",
+        "mcp_servers": "there are no tools but the agent's own",
+        "compaction": "there are no summaries but the agent's own",
+    },
+)

@@ -1,0 +1,471 @@
+"""What walled code asks of the engine with its own key: only listed fields arrive there.
+
+The engine keeps every request it gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.dialects import json_values, mangled
+from support.extent import examples
+from support.serving import attempt_spec
+
+from envserver import TokensConfig
+from envserver.proxy import EngineEndpoint, Proxy
+
+Json = dict[str, Any]
+
+CHAT, TEXT = "v1/chat/completions", "v1/completions"
+RESPONSES, MESSAGES = "v1/responses", "v1/messages"
+METADATA = "http://169.254.169.254/latest/meta-data"
+IMAGE = "data:image/png;base64,AAAA"
+ANSWER: Json = {
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hi."}, "text": "Hi."}],
+    "usage": {"completion_tokens": 1, "prompt_tokens": 1},
+}
+
+
+class RecordingEngine:
+    """Answers the same to everything, and keeps what it was asked."""
+
+    kind = "openai"
+    exact = False
+
+    def __init__(self) -> None:
+        self.asked: list[Json] = []
+
+    async def post(self, path: str, body: Json, **how: Any) -> Json:
+        self.asked.append(body)
+        return copy.deepcopy(ANSWER)
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: Json, **how: Any) -> AsyncIterator[AsyncIterator[Json]]:
+        raise AssertionError("Nothing here is streamed.")
+        yield
+
+
+def send(path: str, body: Json, **allowed: Any) -> tuple[int, Json, list[Json]]:
+    """Returns the status and the answer, and what the engine was asked.
+
+    Args:
+        allowed: settings of the run, as of TokensConfig.
+    """
+    engine = RecordingEngine()
+    endpoint = EngineEndpoint(engine, tokens=TokensConfig(**allowed))  # type: ignore[arg-type]
+
+    async def ask() -> tuple[int, Json]:
+        proxy = Proxy(engine, endpoint=endpoint)  # type: ignore[arg-type]
+        key = proxy.open(attempt_spec()).key
+        request = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return request.pop() if request else await asyncio.Event().wait()
+
+        async def take(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": f"/r/{key}/{path}", "headers": []}
+        await proxy.asgi()(scope, receive, take)
+        return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent))
+
+    return *asyncio.run(ask()), engine.asked
+
+
+def user(*parts: Json) -> Json:
+    return {"role": "user", "content": list(parts)}
+
+
+def chat(*parts: Json) -> tuple[str, Json]:
+    return CHAT, {"messages": [user(*parts)]}
+
+
+def part(url: Any, kind: str = "image_url") -> Json:
+    return {"type": kind, kind: {"url": url}}
+
+
+def shown(kind: str, url: str) -> tuple[str, Json]:
+    """A request of one dialect that shows the model what lies at `url`."""
+    source = {"type": "url", "url": url}
+    image = {"type": "image", "source": source}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [image]}
+    picture = {"type": "input_image", "image_url": url}
+    output = {"type": "function_call_output", "call_id": "c", "output": [picture]}
+    return {
+        "chat": chat({"type": "text", "text": "Look:"}, part(url)),
+        "chat's tool": (CHAT, {"messages": [{**user(part(url)), "role": "tool"}]}),
+        "responses": (RESPONSES, {"input": [user(picture)]}),
+        "responses' tool": (RESPONSES, {"input": [output]}),
+        "messages": (MESSAGES, {"max_tokens": 9, "messages": [user(image)]}),
+        "messages' tool": (MESSAGES, {"max_tokens": 9, "messages": [user(result)]}),
+    }[kind]
+
+
+WAYS = ("chat", "chat's tool", "responses", "responses' tool", "messages", "messages' tool")
+
+
+def refused(path: str, body: Json, *words: str, **allowed: Any) -> None:
+    """The request is refused in its dialect's form, and nothing arrives at the engine."""
+    status, answer, asked = send(path, body, **allowed)
+    assert (status, asked) == (400, [])
+    error = answer["error"]
+    assert error["type"] == "invalid_request_error" or error["code"] == "input"
+    for word in words:
+        assert word in error["message"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "url",
+    [
+        METADATA,
+        "file:///etc/passwd",
+        "https://example.com/a.png",
+        "FILE:///etc/passwd",
+        "//169.254.169.254/",
+        "data:text/plain;base64,AAAA",
+        "data:image/png,AAAA",
+        " data:image/png;base64,AAAA",
+    ],
+)
+def test_the_engine_fetches_nothing_for_an_agent(way: str, url: str) -> None:
+    refused(*shown(way, url), "url must begin with data:image/", "Let the environment fetch it")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_image_passes_by_value(way: str) -> None:
+    status, _, (asked,) = send(*shown(way, IMAGE))
+    assert status == 200
+    assert part(IMAGE) in asked["messages"][-1]["content"]
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        part(METADATA, "audio_url"),
+        part(METADATA, "video_url"),
+        {"type": "image_url", "image_url": METADATA},
+        {"type": "input_audio", "input_audio": {"data": METADATA, "format": "wav"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav;base64,AAAA#"}},
+        {"type": "image_embeds", "image_embeds": "gAN9cQAu"},
+        {"type": "prompt_embeds", "data": "gAN9cQAu"},
+        {"type": "file", "file": {"file_id": "f"}},
+        {"image_url": METADATA},
+        {"type": ["image_url"]},
+    ],
+)
+def test_no_other_part_of_a_message_names_what_the_engine_loads(hostile: Json) -> None:
+    refused(*chat(hostile), "messages[0].content[0]")
+
+
+def test_only_what_was_checked_in_a_part_goes_on() -> None:
+    extra = {"uuid": "another rollout's image", "image_embeds": "x", "url": METADATA}
+    held = {"type": "image_url", "image_url": {**extra, "url": IMAGE, "detail": "low"}, **extra}
+    message = {**user(held, {"type": "text", "text": "a", **extra}), **extra, "media": [METADATA]}
+    _, _, (asked,) = send(CHAT, {"messages": [message]})
+    image = {"type": "image_url", "image_url": {"url": IMAGE, "detail": "low"}}
+    assert asked["messages"] == [user(image, {"type": "text", "text": "a"})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#EXTM3U\n#EXTINF:1,\nhttp://169.254.169.254/latest/meta-data\n#EXT-X-ENDLIST\n",
+        "ffconcat version 1.0\nfile /etc/passwd\n",
+        '<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
+        "",
+    ],
+)
+def test_a_medium_that_is_text_could_name_what_is_fetched(text: str) -> None:
+    url = "data:video/mp4;base64," + base64.b64encode(text.encode()).decode()
+    refused(*chat(part(url, "video_url")), "video_url.url holds text")
+
+
+MULTIMODAL: Json = {
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "a"}], "name": "b"},
+        user({"type": "text", "text": "a"}, part(IMAGE), part(IMAGE)),
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {}}]},
+        {**user(part(IMAGE)), "role": "tool", "tool_call_id": "c"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "a", "parameters": {}}}],
+}
+hostile_parts = st.sampled_from(
+    [METADATA, "file:///etc/passwd", part(METADATA), [part(METADATA)], {"url": METADATA}]
+)
+
+
+@settings(deadline=None, max_examples=examples(150))
+@given(body=mangled(MULTIMODAL, json_values | hostile_parts))
+def test_whatever_stands_in_a_message_no_address_arrives(body: Json) -> None:
+    """As text it may: that is the prompt."""
+    status, _, asked = send(CHAT, body)
+    assert status in (200, 400)
+    for message in asked[0]["messages"] if asked else ():
+        for one in message["content"] if isinstance(message.get("content"), list) else ():
+            assert one["type"] in ("text", "input_text", "image_url")
+            assert one.get("image_url", {"url": IMAGE})["url"] == IMAGE
+
+
+def test_media_are_bounded_each_and_together() -> None:
+    megabytes = "AAAA" * (1024 * 1024 // 3)
+    head = IMAGE.removesuffix("AAAA")
+    refused(*chat(part(head + megabytes * 21)), "image_url.url is larger than 20 MiB")
+    fifteen = part(head + megabytes * 15)
+    refused(*chat(fifteen, fifteen, fifteen), "MiB together")
+    refused(*chat(*[part(IMAGE)] * 257), "hold 257 images")
+
+
+# Fields
+
+PLAIN: dict[str, Json] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hi."}]},
+    TEXT: {"prompt": "Hi."},
+    RESPONSES: {"input": "Hi."},
+    MESSAGES: {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}]},
+}
+DIALECTS = pytest.mark.parametrize("path", PLAIN)
+BACKTRACKS = "(a+)+$"
+CONTROL: Json = {
+    "chat_template": "{{ raise_exception('x') }}",
+    "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "169.254.169.254"},
+    "priority": -1_000_000,
+    "request_id": "other",
+    "cache_salt": "x",
+    "vllm_xargs": {"a": 1},
+    "mm_processor_kwargs": {"num_crops": 10**9},
+    "media_io_kwargs": {"video": {"num_frames": -1}},
+    "lora_request": {"lora_path": "/"},
+    "documents": [{"text": "x"}],
+    "prompt_logprobs": 20,
+    "prompt_embeds": "gAN9cQAu",
+    "logits_processors": ["os.system"],
+    "repetition_detection": {},
+}
+CONSTRAINTS: Json = {
+    "structured_outputs": {"regex": BACKTRACKS},
+    "guided_regex": BACKTRACKS,
+    "guided_json": {"type": "object"},
+    "guided_choice": ["a"],
+    "guided_grammar": 'root ::= "a"',
+    "logit_bias": {"5": 100},
+    "allowed_token_ids": [5],
+    "bad_words": ["wrong"],
+    "min_tokens": 10_000,
+    "ignore_eos": True,
+    "thinking_token_budget": 1,
+}
+FORCED = ("truncate_prompt_tokens", "use_beam_search", "best_of")
+
+
+@DIALECTS
+@pytest.mark.parametrize("name", [*CONTROL, *CONSTRAINTS, *FORCED])
+def test_what_steers_the_engine_is_refused_by_name(path: str, name: str) -> None:
+    value = (CONTROL | CONSTRAINTS).get(name, 5)
+    refused(path, {**PLAIN[path], name: value}, name)
+
+
+@DIALECTS
+def test_what_clients_send_by_themselves_is_dropped(path: str) -> None:
+    accounts = ("metadata", "prompt_cache_retention", "service_tier", "store", "user")
+    sent: Json = {name: {} if name == "metadata" else name == "store" or "x" for name in accounts}
+    samplers = {"temperature": 0.1, "top_p": 0.1, "top_k": 1, "min_p": 0.9, "length_penalty": 2}
+    status, _, (asked,) = send(path, {**PLAIN[path], **sent, **samplers})
+    _, _, (plain,) = send(path, PLAIN[path])
+    assert status == 200
+    assert asked == plain
+
+
+FORWARDED: Json = {
+    "n": 2,
+    "seed": 3,
+    "stop": ["x"],
+    "stop_sequences": ["x"],
+    "stop_token_ids": [5],
+    "parallel_tool_calls": True,
+    "top_logprobs": 2,
+    "reasoning_effort": "low",
+    "chat_template_kwargs": {"tone": 1},
+    "max_tokens": 9,
+    "max_completion_tokens": 9,
+    "max_output_tokens": 9,
+    "skip_special_tokens": False,
+    "logprobs": 2,
+}
+KNOWN = {
+    *("model", "messages", "prompt", "max_tokens", "temperature", "top_p", "logprobs"),
+    *(FORWARDED.keys() - {"stop_sequences", "max_output_tokens"}),
+}
+
+
+@settings(deadline=None, max_examples=examples(150))
+@given(
+    path=st.sampled_from(list(PLAIN)),
+    extra=st.dictionaries(
+        st.text(min_size=1, max_size=12) | st.sampled_from([*CONTROL, *CONSTRAINTS, *FORCED]),
+        json_values,
+        max_size=3,
+    ),
+    listed=st.dictionaries(st.sampled_from(list(FORWARDED)), json_values, max_size=2),
+    kept=st.lists(st.sampled_from(list(FORWARDED)), max_size=3),
+)
+def test_no_field_arrives_that_is_not_listed(
+    path: str, extra: Json, listed: Json, kept: list[str]
+) -> None:
+    """Listed fields may hold anything: they arrive as they should be, or the request is refused."""
+    asked_for = {name: FORWARDED[name] for name in kept} | listed | extra | PLAIN[path]
+    status, answer, asked = send(path, asked_for)
+    assert status in (200, 400)
+    assert bool(answer.get("error")) == (status == 400) == (not asked)
+    for body in asked:
+        assert body.keys() <= KNOWN
+
+
+@DIALECTS
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seed": 2**63},
+        {"seed": "1"},
+        {"n": 129},
+        {"n": True},
+        {"stop": ["x"] * 65},
+        {"stop": "x" * 1025},
+        {"stop_sequences": ["x"] * 65},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [5] * 65},
+        {"top_logprobs": 10**6},
+        {"max_tokens": 2**31},
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        {"chat_template_kwargs": {"tokenize": True}},
+        {"chat_template_kwargs": {"a": "x" * 20_000}},
+        {"reasoning_effort": "x" * 65},
+        {"tools": [{}] * 1025},
+        {"response_format": {"type": "json_object", "a": "x" * 300_000}},
+        {"stream": "yes"},
+    ],
+)
+def test_listed_fields_have_types_and_bounds(path: str, wrong: Json) -> None:
+    refused(path, {**PLAIN[path], **wrong}, next(iter(wrong)))
+
+
+@DIALECTS
+def test_a_run_may_pass_on_more_and_its_calls_say_so(path: str) -> None:
+    allowed: Any = {"constraints": "all", "extra_fields": ["priority", "best_of", "model"]}
+    _, _, (asked,) = send(path, {**PLAIN[path], "priority": 5, "logit_bias": {"5": 1}}, **allowed)
+    assert (asked["priority"], asked["logit_bias"], asked["model"]) == (5, {"5": 1}, "tiny")
+    refused(path, {**PLAIN[path], "request_id": "x"}, "request_id", **allowed)
+    refused(path, {**PLAIN[path], "best_of": 5}, "best_of", **allowed)
+    refused(path, {**PLAIN[path], "logit_bias": {"x": 1}}, "logit_bias.x", **allowed)
+    refused(path, {**PLAIN[path], "logit_bias": {"5": "x"}}, "logit_bias.5", **allowed)
+
+
+# Constraints
+
+FUNCTION: Json = {"name": "add", "parameters": {"type": "object"}}
+SCHEMA_FORM: Json = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+RESPONSES_FORM: Json = {"type": "json_schema", "name": "a", "schema": {}}
+FORMS: dict[str, tuple[str, Json]] = {
+    "response_format": (CHAT, {"response_format": SCHEMA_FORM}),
+    "text's response_format": (TEXT, {"response_format": {"type": "json_object"}}),
+    "strict": (CHAT, {"tools": [{"type": "function", "function": {**FUNCTION, "strict": True}}]}),
+    "tool_choice": (
+        CHAT,
+        {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"},
+    ),
+    "responses' text": (RESPONSES, {"text": {"format": RESPONSES_FORM}}),
+    "responses' strict": (RESPONSES, {"tools": [{"type": "function", **FUNCTION, "strict": True}]}),
+    "messages' output_config": (
+        MESSAGES,
+        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+    ),
+    "messages' any": (
+        MESSAGES,
+        {"tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "any"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_may_refuse_everything_that_constrains_what_is_sampled(form: str) -> None:
+    path, fields = FORMS[form]
+    body = {**PLAIN[path], **fields}
+    assert send(path, body)[0] == 200
+    refused(path, body, "--tokens.constraints forms", constraints="none")
+    assert send(path, PLAIN[path], constraints="none")[0] == 200
+
+
+def enforced(schema: Json) -> list[tuple[str, Json]]:
+    """Requests of three APIs whose answers the engine holds to `schema`."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    tool = {"type": "function", "name": "add", "parameters": schema, "strict": True}
+    output = {"format": {"type": "json_schema", "schema": schema}}
+    return [
+        (CHAT, {**PLAIN[CHAT], "response_format": form}),
+        (RESPONSES, {**PLAIN[RESPONSES], "tools": [tool]}),
+        (MESSAGES, {**PLAIN[MESSAGES], "output_config": output}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": BACKTRACKS},
+        {"properties": {"a": {"anyOf": [{"pattern": "^(([a-z])+.)+[A-Z]$"}]}}},
+        {"patternProperties": {BACKTRACKS: {}}},
+        {"pattern": "a{1,20000}"},
+        {"pattern": "(a{9}){9}"},
+        {"type": "array", "maxItems": 10**9},
+        {"enum": ["x" * 1000] * 280},
+    ],
+)
+def test_a_schema_that_is_hard_for_the_engine_is_refused(schema: Json) -> None:
+    for path, body in enforced(schema):
+        status, _, asked = send(path, body)
+        assert (status, asked) == (400, [])
+        assert send(path, body, constraints="all")[0] == (400 if "enum" in schema else 200)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"^\d{4}-\d{2}$", r"^\(a+\)+$", "^[(a+)+]+$", "^(ab|cd)+$", "^(a+)?b*$", "^a{1,200}$"],
+)
+def test_an_ordinary_pattern_passes(pattern: str) -> None:
+    for path, body in enforced({"type": "string", "pattern": pattern}):
+        assert send(path, body)[0] == 200
+
+
+def test_a_tool_that_nothing_enforces_may_have_any_schema() -> None:
+    tool = {"type": "function", "function": {"name": "a", "parameters": {"pattern": BACKTRACKS}}}
+    assert send(CHAT, {**PLAIN[CHAT], "tools": [tool]})[0] == 200
+    refused(CHAT, {**PLAIN[CHAT], "tools": [tool], "tool_choice": "required"}, "parameters.pattern")
+
+
+def test_a_grammar_in_another_form_is_a_raw_constraint() -> None:
+    tag = {"type": "structural_tag", "structures": [], "triggers": []}
+    refused(CHAT, {**PLAIN[CHAT], "response_format": tag}, "response_format.type")
+
+
+def test_a_run_may_pass_on_what_is_dropped_otherwise() -> None:
+    body = {**PLAIN[CHAT], "service_tier": "flex", "user": "me"}
+    _, _, (asked,) = send(CHAT, body, extra_fields=["service_tier"])
+    assert (asked["service_tier"], "user" in asked) == ("flex", False)
+
+
+def test_only_listed_fields_of_a_tool_go_on() -> None:
+    function = {"name": "a", "description": "A.", "parameters": {"type": "object"}}
+    extra = {"url": METADATA, "server_label": "x"}
+    tool = {"type": "function", "function": {**function, **extra}, **extra}
+    _, _, (asked,) = send(CHAT, {**PLAIN[CHAT], "tools": [tool]})
+    assert asked["tools"] == [{"type": "function", "function": function}]
+    refused(CHAT, {**PLAIN[CHAT], "tools": [{"type": "mcp", **extra}]}, "tools[0].type 'mcp'")

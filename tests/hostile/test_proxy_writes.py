@@ -1,0 +1,210 @@
+"""What one rollout may write is bounded, and its record says what was cut or replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from envserver_records.errors import WorkerGarbage
+from support.commands import ENVSERVER, environment_variables, envserver, read_jsonl
+from support.proxy_house import House, chat, house
+
+from envserver.rollouts import ending_limit
+from envserver.telemetry.log_budget import BURST_BYTES, BYTES_PER_SECOND
+
+CUT, REPLACED, LEFT_OUT = "result_cut_off", "result_text_replaced", "metrics_left_out"
+
+
+@pytest.fixture
+async def home() -> AsyncIterator[House]:
+    async with house(max_body_bytes=10_000_000) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "flags"),
+    [
+        ({"output": "an answer", "metrics": {"steps": 3}}, 204, set()),
+        ({"output": "x" * 20_000_000}, 413, {CUT}),
+        ({"output": "x" * 1_000_001}, 204, {CUT}),
+        ({"output": [["x"] * 2] * 600_000}, 204, {CUT}),
+        (b'{"output": ' + b"[" * 900 + b"]" * 900 + b"}", 204, {CUT}),
+        (b'{"output": ' + b"[" * 50_000, 204, {CUT}),
+        (b'{"output": "a\\ud800b"}', 204, {REPLACED}),
+        (b'{"output": "\xff"}', 204, {REPLACED}),
+        ({"output": "a\0b"}, 204, {REPLACED}),
+        ({"output": 10**30}, 204, {REPLACED}),
+        ({"output": "cleaned by the worker", "changes": ["replaced"]}, 204, {REPLACED}),
+        ({"output": 1, "metrics": {f"m{number}": 1 for number in range(20_000)}}, 204, {LEFT_OUT}),
+        ({"output": 1, "metrics": {"x" * 5000: 1, "\x1b[2J": 2}}, 204, {LEFT_OUT}),
+    ],
+)
+async def test_a_result_beyond_its_bounds_is_scored_with_a_flag(
+    home: House, body: Any, status: int, flags: set[str]
+) -> None:
+    attempt, _ = home.open()
+    assert (await home.post(attempt.key, "result", body))[0] == status
+    assert (await home.post(attempt.key, "result", {"output": "second"}))[0] == 409
+    assert ending_limit(attempt) is None  # neither a failure nor worth another try
+    assert attempt.flags == flags
+    assert len(json.dumps([attempt.output, attempt.metrics])) < 9_000_000
+
+
+async def test_a_malformed_result_is_the_models_where_its_code_can_post_one(home: House) -> None:
+    attempt, client = home.open()
+    await chat(client)
+    assert (await home.post(attempt.key, "result", {"output": 1, "metrics": {"a": "b"}}))[0] == 400
+    assert ending_limit(attempt, "sandboxed") == "crash"
+    with pytest.raises(WorkerGarbage):
+        ending_limit(attempt, "pooled")
+
+
+async def test_a_failure_is_bounded_and_can_be_stored(home: House) -> None:
+    attempt, _ = home.open()
+    detail = {"limit": "x" * 3_000_000, "deep": [[["\0"]]], **{f"k{n}": n for n in range(9999)}}
+    failure = {"kind": "limit_reached", "message": "m\0" * 100_000, "detail": detail}
+    assert (await home.post(attempt.key, "result", {"failure": failure}))[0] == 204
+    assert attempt.failure is not None
+    assert len(json.dumps([attempt.failure.message, attempt.failure.detail])) < 100_000
+    assert "\0" not in attempt.failure.message
+    assert ending_limit(attempt) == "time"
+
+
+WRITING = """
+from envserver import Environment, Score, Task
+
+OUTPUTS = ["an answer", "a\\ud800b", "x" * 2_000_000, "an answer"]
+
+class Writing(Environment):
+    def tasks(self, split):
+        yield Task("one", {}, {})
+
+    async def rollout(self, task, run):
+        await run.chat([{"role": "user", "content": "hi"}])
+        which = int(run.rollout_id[-1]) % 4
+        for number in range(300 if which == 3 else 3):
+            run.log_metric(f"metric {number}", 1)
+        return OUTPUTS[which]
+
+    def score(self, task, result):
+        return Score(reward=float("result_cut_off" in result.flags))
+"""
+
+
+def test_the_record_of_a_rollout_says_what_was_changed(tmp_path: Path) -> None:
+    (tmp_path / "writing.py").write_text(WRITING)
+    ran = envserver(
+        "process", "--env", "writing.py", "--model", "sim", "--sim.latency_seconds", 0,
+        "--workers.processes", 1, "--env.group_size", 4, "--env.total_steps", 1,
+        "--env.data_path_to_save_groups", "out.jsonl",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    (line,) = read_jsonl(tmp_path / "out.jsonl")
+    rollouts = line["envserver"]["rollouts"]
+    seen = [flag for one in rollouts for flag in one["flags"] if flag in (CUT, REPLACED, LEFT_OUT)]
+    assert sorted(seen) == sorted([CUT, REPLACED, LEFT_OUT])
+    assert sorted(line["scores"]) == [0.0, 0.0, 0.0, 1.0]
+
+
+async def test_a_rollout_cannot_fill_the_servers_log(home: House) -> None:
+    attempt, _ = home.open()
+    began = time.monotonic()
+    with structlog.testing.capture_logs() as logged:
+        for _ in range(200):
+            body = {"event": "a line", "facts": {"text": "x" * 60_000}}
+            assert (await home.post(attempt.key, "log", body))[0] == 204
+            assert (await home.post(attempt.key, "v1/embeddings", {}))[0] == 404
+        home.proxy.seal(attempt)
+        for _ in range(9):
+            assert (await home.post(attempt.key, "v1/messages", {}))[0] == 409
+    earned = (time.monotonic() - began) * BYTES_PER_SECOND
+    assert len(json.dumps(logged)) < BURST_BYTES + earned
+    events = [line["event"] for line in logged]
+    (dropped,) = (line["lines"] for line in logged if line["event"] == "log_lines_dropped")
+    assert events.count("a line") + dropped == 200
+    assert events.count("call_after_seal") == 1
+    assert attempt.late_calls == 9
+
+
+FORGING = r"""
+from envserver import Environment, Score, Task
+
+FORGED = "\x1b[2J\x1b]0;owned\x07\u202e\n2026-01-01 00:00:00 [error    ] FORGED reward=1.0"
+
+class Forging(Environment):
+    def tasks(self, split):
+        yield Task("task " + FORGED, {}, {})
+
+    def task_from_question(self, question):
+        return next(iter(self.tasks("train")))
+
+    async def rollout(self, task, run):
+        await run.chat([{"role": "user", "content": "hi"}])
+        run.log("event " + FORGED, fact="fact" + FORGED, facts=[FORGED])
+        print("printed " + FORGED.replace("\n", "\r"), flush=True)
+        if run.rollout_id.endswith("1") and run.attempt == 1:
+            raise ValueError("raised " + FORGED)
+        return "an answer " + FORGED
+
+    def score(self, task, result):
+        return Score(reward=0.0)
+"""
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_a_rollout_forges_no_line_on_a_terminal(tmp_path: Path, form: str) -> None:
+    (tmp_path / "forging.py").write_text(FORGING)
+    shown = shown_on_a_terminal(
+        tmp_path, "process", "--env", "forging.py", "--model", "sim", "--sim.latency_seconds", "0",
+        "--workers.processes", "1", "--env.group_size", "2", "--env.total_steps", "1",
+        "--log_format", form, "--env.data_path_to_save_groups", "out.jsonl",
+    )  # fmt: skip
+    assert_harmless(shown)
+    for place in ("event", "fact", "printed", "raised", "task"):
+        assert re.search(rf"{place}[ \\]", shown), place
+
+
+def test_an_answer_is_harmless_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "forging.py").write_text(FORGING)
+    shown = shown_on_a_terminal(
+        tmp_path, "run", "--env", "forging.py", "--model", "sim", "--question", "?"
+    )
+    assert "an answer" in shown
+    assert not re.search(r"\x1b\[2J|\x1b\]|\x07|\u202e", shown)
+
+
+def assert_harmless(shown: str) -> None:
+    assert not re.search(r"\x1b\[2J|\x1b\]|\x07|\u202e", shown)
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", shown)]
+    forged = [line for line in lines if line.lstrip().startswith("2026-01-01")]
+    assert not forged
+    assert any("FORGED" in line for line in lines)
+
+
+def shown_on_a_terminal(folder: Path, *words: str) -> str:
+    """What the command shows where its output is a terminal of 200 columns."""
+    ours, theirs = pty.openpty()
+    variables = environment_variables() | {"TERM": "xterm", "COLUMNS": "200"}
+    process = subprocess.Popen(
+        [ENVSERVER, *words], cwd=folder, env=variables, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    read = bytearray()
+    while True:
+        try:
+            read += os.read(ours, 65536)
+        except OSError:  # Linux says so when the last program at the terminal has ended
+            break
+    os.close(ours)
+    assert process.wait(60) == 0, read.decode(errors="replace")
+    return read.decode(errors="replace")

@@ -1,0 +1,78 @@
+"""The OpenAPI document and the page for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from support.api import running_api, wire_group
+
+from envserver.api.metrics import Metrics
+from envserver.proxy.gate import Gate
+
+
+def references(part: Any) -> Iterator[str]:
+    """Yields every `$ref` in `part`."""
+    if isinstance(part, list):
+        for each in part:
+            yield from references(each)
+    elif isinstance(part, dict):
+        if isinstance(part.get("$ref"), str):
+            yield part["$ref"]
+        for each in part.values():
+            yield from references(each)
+
+
+async def test_every_reference_of_the_document_leads_somewhere(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "s.db", metrics=Metrics(), gate=Gate()) as api:
+        document = await api.get("/openapi.json")
+    found = set(references(document))
+    assert {"#/components/schemas/News", "#/components/schemas/ScoredGroup"} <= found
+    for reference in found:
+        place = document
+        assert reference.startswith("#/")
+        for name in reference[2:].split("/"):
+            assert name in place, reference
+            place = place[name]
+
+
+async def test_the_document_has_the_errors_of_every_route(tmp_path: Path) -> None:
+    async with running_api(
+        tmp_path / "s.db", metrics=Metrics(), gate=Gate(), server={"max_waiting_groups": 1}
+    ) as api:
+        paths = (await api.get("/openapi.json"))["paths"]
+        sent = [
+            await api.http.post("/scored_data", content=b"{"),
+            await api.http.post("/scored_data", content=b'{"tokens": "\xff"}'),
+            await api.http.post("/scored_data", json=wire_group()),
+            await api.http.post("/scored_data", json=wire_group()),
+            await api.http.post("/ack", json={"lease_id": "none"}),
+            await api.http.request("GET", "/status-env", json={"env_id": 7}),
+            await api.http.get("/status", headers={"host": "evil.example"}),
+            await api.http.get("/reset_data", headers={"origin": "http://evil.example"}),
+            await api.http.get("/metrics"),
+            await api.http.get("/readyz"),
+        ]
+    assert [one.status_code for one in sent] == [422, 400, 200, 429, 404, 404, 421, 403, 200, 200]
+    for one in sent:
+        operation = paths[one.request.url.path][one.request.method.lower()]
+        answer = operation["responses"][str(one.status_code)]
+        kind = one.headers["content-type"].partition(";")[0]
+        assert kind in answer["content"], (one.request.url, one.status_code)
+    for path, operations in paths.items():
+        for operation in operations.values():
+            assert {"401", "403", "429", "503"} <= set(operation["responses"]), path
+
+
+async def test_the_page_needs_no_other_host(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "s.db") as api:
+        answer = await api.http.get("/docs")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "POST /v1/runs/{run}/lease" in answer.text
+    loaded = re.findall(r'(?:src|href|action)="([^"]*)"', answer.text)
+    assert all(place == "openapi.json" or place.startswith("#") for place in loaded)
+    anchors = set(re.findall(r'id="([^"]*)"', answer.text))
+    assert {place[1:] for place in loaded if place.startswith("#")} <= anchors
+    assert not re.search(r"<script|@import|url\(", answer.text)

@@ -1,0 +1,151 @@
+"""A full context, its size and its count, as the clients of each API know them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+from support.commands import envserver, read_jsonl
+from support.proxy_house import ASK, House, house
+
+from envserver.models import ProbeResult
+from envserver.proxy import Capabilities
+
+TOO_LONG = "prompt is too long: 4000 tokens > 2048 maximum"
+NO_ROOM = "input length and `max_tokens` exceed context limit: 2000 + 500 > 2048, decrease"
+MESSAGES = [
+    # vLLM, from old to new
+    ("This model's maximum context length is 2048 tokens. However, you requested 4500 tokens "
+     "(4000 in the messages, 500 in the completion). Please reduce the length.", TOO_LONG),
+    ("The decoder prompt (length 4000) is longer than the maximum model length of 2048.", TOO_LONG),
+    ("This model's maximum context length is 2048 tokens. However, you requested 0 output tokens "
+     "and your prompt contains at least 4000 input tokens.", TOO_LONG),
+    ("This model's maximum context length is 2048 tokens. However, your request has 2000 input "
+     "tokens plus 500 'max_tokens'.", NO_ROOM),
+    # SGLang
+    ("The input (4000 tokens) is longer than the model's context length (2048 tokens).", TOO_LONG),
+    ("Requested token count exceeds the model's maximum context length of 2048 tokens. You "
+     "requested a total of 2500 tokens: 2000 tokens from the input messages and 500 tokens for "
+     "the completion.", NO_ROOM),
+    # llama.cpp, OpenAI, the local engine, an engine that says no numbers
+    ("request (4000 tokens) exceeds the available context size (2048 tokens)", TOO_LONG),
+    ("This model's maximum context length is 2048 tokens. However, your messages resulted in 4000 "
+     "tokens.", TOO_LONG),
+    ("This model's maximum context length is 2048 tokens, and the prompt has 4000.", TOO_LONG),
+    ("The context window is full.", "prompt is too long: "),
+]  # fmt: skip
+
+
+@pytest.fixture
+async def home() -> AsyncIterator[House]:
+    async with house() as made:
+        yield made
+
+
+def claude(home: House, key: str) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=f"{home.url}/r/{key}", api_key=key, max_retries=0)
+
+
+@pytest.mark.parametrize(("words", "known"), MESSAGES)
+async def test_each_api_says_in_its_own_words_that_the_context_is_full(
+    home: House, words: str, known: str
+) -> None:
+    attempt, client = home.open()
+    home.fake.faults.extend([(400, words)] * 3)
+    asking = client.chat.completions.create(model="any", messages=ASK)
+    answering = client.responses.create(model="any", input="hi")
+    for asked in (asking, answering):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await asked
+        assert refused.value.code == "context_length_exceeded"
+        assert "This model's maximum context length is" in refused.value.message
+    with pytest.raises(anthropic.BadRequestError) as told:
+        await claude(home, attempt.key).messages.create(model="any", max_tokens=9, messages=ASK)
+    error = told.value.body["error"]  # type: ignore[index]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(known)
+    assert attempt.limit == "context"
+    assert attempt.engine_failure is None
+
+
+async def test_an_engine_that_cannot_count_says_so(home: House) -> None:
+    attempt, client = home.open()
+    with pytest.raises(anthropic.NotFoundError, match="does not count"):
+        await claude(home, attempt.key).messages.count_tokens(model="any", messages=ASK)
+    (model,) = (await client.models.list()).data
+    assert "max_model_len" not in model.model_dump()
+
+
+async def test_the_models_list_says_the_size_of_the_context() -> None:
+    async def find() -> Capabilities:
+        return Capabilities(probe_result=ProbeResult(mode="chat", model="tiny", max_model_len=2048))
+
+    async with house(find=find) as home:
+        _, client = home.open()
+        (model,) = (await client.models.list()).data
+        assert model.model_dump()["max_model_len"] == 2048
+
+
+COUNTING = '''
+import anthropic
+from envserver import Environment, LimitReached, Score, Task
+
+class Counting(Environment):
+    """Counts each prompt before it asks, fills the context, and shortens the conversation."""
+
+    def tasks(self, split):
+        yield Task("one", {}, {})
+
+    async def rollout(self, task, run):
+        client = anthropic.AsyncAnthropic(
+            base_url=run.base_url.removesuffix("/v1"), api_key=run.api_key, max_retries=0
+        )
+        tool = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
+        asked = {"model": run.model, "system": "Be brief.", "tools": [tool]}
+        talk = [{"role": "user", "content": "What is 1 + 1?"}]
+        counts = []
+        for _ in range(2):
+            counted = await client.messages.count_tokens(messages=talk, **asked)
+            answer = await client.messages.create(messages=talk, max_tokens=50, **asked)
+            counts.append((counted.input_tokens, answer.usage.input_tokens))
+            talk += [{"role": "assistant", "content": answer.content}]
+            talk += [{"role": "user", "content": "And 2 + 2?"}]
+        long = [{"role": "user", "content": "a b c d " * 20_000}]
+        counted = await client.messages.count_tokens(messages=long, **asked)
+        try:
+            await client.messages.create(messages=long, max_tokens=50, **asked)
+        except anthropic.BadRequestError as error:
+            message = error.body["error"]["message"]
+        try:
+            await run.chat(long)
+        except LimitReached as error:
+            limit = error.detail
+        await client.messages.create(messages=talk, max_tokens=50, **asked)
+        return {"counts": counts, "long": counted.input_tokens, "message": message, "limit": limit}
+
+    def score(self, task, result):
+        return Score(reward=1.0)
+'''
+
+
+def test_the_count_is_that_of_the_prompt_and_a_shortened_conversation_goes_on(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "counting.py").write_text(COUNTING)
+    ran = envserver(
+        "process", "--env", "counting.py", "--model", "sim", "--sim.latency_seconds", 0,
+        "--workers.processes", 1, "--env.group_size", 1, "--env.total_steps", 1,
+        "--env.data_path_to_save_groups", "out.jsonl",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    (rollout,) = read_jsonl(tmp_path / "out.jsonl")[0]["envserver"]["rollouts"]
+    output = rollout["output"]
+    assert [counted for counted, _ in output["counts"]] == [used for _, used in output["counts"]]
+    assert output["counts"][1][0] > output["counts"][0][0] > 0
+    assert output["message"] == f"prompt is too long: {output['long']} tokens > 32768 maximum"
+    assert output["limit"] == {"limit": "context"}
+    assert (rollout["limit"], rollout["truncated"], rollout["turns"]) == (None, False, 3)
