@@ -105,10 +105,10 @@ def _payloads(seen: str) -> list[str]:
     named = _json_answer(seen)
     if named is not None:
         return [named]
-    for line in reversed(seen.splitlines()):
-        anchors = list(islice(_ANCHOR.finditer(line), _ANCHORS_IN_A_LINE))
-        if anchors:
-            return [line[anchor.end() :] for anchor in anchors]
+    line = next(filter(_ANCHOR.search, reversed(seen.splitlines())), None)
+    if line is not None:
+        anchors = islice(_ANCHOR.finditer(line), _ANCHORS_IN_A_LINE)
+        return [line[anchor.end() :] for anchor in anchors]
     lone = _BARE.fullmatch(_plain(seen))
     return [lone.group()] if lone else []
 

@@ -57,7 +57,6 @@ class Code(Environment):
 
     name = "code"
     sandbox = SPEC
-    score_timeout_seconds = 60.0
 
     class Config(Environment.Config):
         """Selects the tasks, the way of solving them, and the scoring."""

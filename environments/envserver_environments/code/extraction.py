@@ -79,8 +79,11 @@ def _named_blocks(text: str) -> Iterator[tuple[str, str]]:
             place += 1
         if place == len(fences):
             return
-        ahead = [f for f in fences[place : place + _FENCES_AHEAD] if _closes(f, fence, start)]
-        end, position = _closing(text, start, ahead, alone, parser)
+        if parser.is_exhausted:
+            end, position = fences[place].span()
+        else:
+            ahead = [f for f in fences[place : place + _FENCES_AHEAD] if _closes(f, fence, start)]
+            end, position = _closing(text, start, ahead, alone, parser)
         inside = text[start:end]
         name = next(iter(opening[3].lower().split()), "")
         yield name, re.sub(f"(?m)^[ \t]{{1,{len(indent)}}}", "", inside) if indent else inside
@@ -114,6 +117,11 @@ class _LimitedParser:
 
     def __init__(self) -> None:
         self._left = MAX_PARSED_CHARACTERS
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether it parses nothing any more, however short."""
+        return self._left < _LEAST_COST
 
     def parse(self, code: str, *, dedented: bool = False) -> ast.Module | None:
         """Returns None if `code` is not Python, or beyond the limit."""

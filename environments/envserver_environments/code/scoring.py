@@ -89,6 +89,8 @@ async def score_rollout(
     }
     code = None if result.truncated else submitted(result, entry_point)
     metrics["answered"] = float(code is not None)
+    if code is not None and len(code) > MAX_CODE_CHARACTERS:
+        metrics["too_long"] = 1.0
     if code is None or len(code) > MAX_CODE_CHARACTERS:
         return _score([], len(task.public["tests"]), count, rules, None, metrics)
     if entry_point:

@@ -53,7 +53,6 @@ from .loading import (
     read_row,
 )
 from .rubric import Weights
-from .scoring import extract_answer
 from .verdict import Contaminated, Terms, Unfinished, judge
 
 _MB = 2**20
@@ -250,8 +249,7 @@ class Gaia(Environment):
         return _task(item, int(self.config.max_file_mb * _MB))
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
-        answer = extract_answer(response)
-        return Result(output={"answer": answer, "state": "answered", "steps": []})
+        return Result(output={"answer": response, "state": "answered", "steps": []})
 
     def _terms(self) -> Terms:
         config = self.config

@@ -37,18 +37,32 @@ def question_scorer(model_answer: Any, ground_truth: str) -> bool:
     return _normalised(answer) == _normalised(ground_truth)
 
 
+def leaderboard_verdict(submitted: Any, ground_truth: str) -> bool:
+    """Returns the verdict of GAIA's leaderboard, which compares the submitted text as it is.
+
+    So what `extract_answer` takes off makes an answer wrong here. A list is wrong, too: a line
+    of the leaderboard holds a text or a number.
+    """
+    return isinstance(submitted, str | int | float) and question_scorer(submitted, ground_truth)
+
+
 def extract_answer(output: Any) -> str | None:
     """Returns the answer in an agent's final text, or None if there is none.
 
     It is the text after the last "FINAL ANSWER:", or all of it, without one pair of brackets,
-    quotes
-    or double stars around it.
+    quotes or double stars around it.
     """
     text = as_text(output)
     if text is None:
         return None
     answer = _unwrapped(_MARKER.split(text)[-1].strip())
     return answer if answer and len(answer) <= MAX_ANSWER_CHARACTERS else None
+
+
+def is_too_long(output: Any) -> bool:
+    """Returns whether the answer in `output` has over MAX_ANSWER_CHARACTERS."""
+    text = as_text(output) or ""
+    return len(_unwrapped(_MARKER.split(text)[-1].strip())) > MAX_ANSWER_CHARACTERS
 
 
 def as_text(value: Any) -> str | None:

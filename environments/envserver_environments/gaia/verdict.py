@@ -11,7 +11,7 @@ from envserver_tools.web import LEAK_SEEN
 from envserver import Result, Score, Task
 
 from .rubric import Facts, Weights, fold, items
-from .scoring import extract_answer, question_scorer
+from .scoring import extract_answer, is_too_long, leaderboard_verdict, question_scorer
 from .trail import Trail, trail_of
 
 _TELLING_CHARACTERS = 16
@@ -42,19 +42,25 @@ class Terms:
 def judge(task: Task, result: Result, terms: Terms) -> Score:
     """Returns the score, from the usage and the observations that the proxy recorded."""
     output = result.output if isinstance(result.output, dict) else {}
-    answer = extract_answer(output.get("answer"))
+    submitted = output.get("answer")
+    answer, too_long = extract_answer(submitted), is_too_long(submitted)
+    answered = answer is not None or too_long
     trail = trail_of(result.messages, result.turns)
     facts = _facts(task, result, answer, trail, terms)
     found = items(facts, terms.weights)
     folded = fold(found, terms.weights)
     leaked = _was_leaked(task, result, trail)
     return Score(
-        reward=_reward(folded, terms, answered=answer is not None, leaked=leaked),
+        reward=_reward(folded, terms, answered=answered, leaked=leaked),
         components=dataclasses.asdict(found),
         metrics={
             "folded": folded,
+            "leaderboard_correct": float(
+                leaderboard_verdict(submitted, str(task.hidden["answer"]))
+            ),
             "level": float(task.hidden["level"]),
-            "answered": float(answer is not None),
+            "answered": float(answered),
+            "too_long": float(too_long),
             "agent_steps": float(facts.steps),
             "contaminated": float(leaked),
         },

@@ -29,6 +29,8 @@ from .prompts import question, system_prompt
 
 Mode = Literal["tools", "single", "seed0"]
 MAX_TOOL_ERRORS = 10
+MAX_COMMAND_CHARACTERS = 4_000
+"""Longer commands are refused unread."""
 
 FINISH: dict[str, Any] = {
     "type": "function",
@@ -114,6 +116,9 @@ def run_command(blocks: list[str]) -> ToolResult:
     """Returns the output of `python -c "print(EXPRESSION)"`. Executes nothing."""
     if len(blocks) != 1:
         return ToolResult("Error: write exactly one fenced command.", ok=False)
+    if len(blocks[0]) > MAX_COMMAND_CHARACTERS:
+        limit = f"over {MAX_COMMAND_CHARACTERS} characters"
+        return ToolResult(f"Error: the command is too long, {limit}.", ok=False)
     try:
         words = shlex.split(blocks[0])
     except ValueError as error:

@@ -32,7 +32,7 @@ from envserver import (
     Task,
 )
 
-from . import arithmetic, procedural
+from . import arithmetic, procedural, verification
 from .agent import Mode, solve
 from .data_sets import Kind, Problem, read_problem, why_unusable
 from .demonstrations import demonstrate
@@ -51,7 +51,6 @@ class Math(Environment):
     """Solve mathematics problems, with a calculator or without tools."""
 
     name = "math"
-    score_timeout_seconds = 120.0
 
     class Config(Environment.Config):
         """Selects the problems, the way of solving them, and the scoring."""
@@ -99,6 +98,9 @@ class Math(Environment):
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         return await solve(task, run, self.config.mode, self.config.system_prompt)
+
+    def prepare_scoring(self) -> None:
+        verification.prepare()
 
     def score(self, task: Task, result: Result) -> Score:
         rules = ScoringRules(

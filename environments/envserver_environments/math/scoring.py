@@ -100,6 +100,8 @@ def _correctness(
         return float(index == ord(task.hidden["answer"]) - ord("A"))
     answer = (given.answer or "").strip()
     metrics["answered"] = float(bool(answer))
+    if len(answer) > MAX_ANSWER_CHARACTERS:
+        metrics["too_long"] = 1.0
     if not answer or len(answer) > MAX_ANSWER_CHARACTERS:
         return 0.0
     if task.hidden["kind"] == "procedural":

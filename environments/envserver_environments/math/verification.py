@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
+import importlib.util
 import logging
 import os
 import re
@@ -31,7 +32,7 @@ from envserver_records.extras import install_command
 
 from envserver import ConfigError
 
-from .latex import forms_differ, readable
+from .latex import as_asked, forms_differ, readable
 from .literals import has_false_unit
 
 CPU_SECONDS = 3
@@ -44,6 +45,8 @@ MEMORY_BYTES = 1 << 30
 """Memory that one comparison may use beyond the scorer's."""
 
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
+_BLANK = re.compile(r"\s+(?!\w)|(?<!\w)\s+")
+"""Blanks that do not hold two words or numbers apart."""
 
 _WARM_UP = (
     ("12", "-7"),
@@ -79,7 +82,7 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
     Raises:
         ConfigError: math-verify is not installed.
     """
-    if _without_math_marks(answer) == _without_math_marks(gold):
+    if _words(answer) == _words(gold):
         return Verdict.EQUAL
     if has_false_unit(answer) or forms_differ(gold, answer):
         return Verdict.DIFFERENT
@@ -88,7 +91,14 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
         return Verdict.EQUAL if int(gold) == int(answer) else Verdict.DIFFERENT
     # Parsed here and not in the child, so that the parser's caches help the next answer.
     parsed_gold = _parsed_gold(gold)
-    return _in_child(lambda: _verdict(parsed_gold, answer, lenient))
+    asked = as_asked(gold, answer)
+    return _in_child(lambda: _verdict(parsed_gold, asked, lenient))
+
+
+def prepare() -> None:
+    """Loads math-verify if it is installed; without it only answers that need it are errors."""
+    if importlib.util.find_spec("math_verify") is not None:
+        _library()
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,10 @@ def _parsed_gold(gold: str) -> tuple[Any, ...]:
             boxed, library.gold, extraction_mode="first_match", parsing_timeout=TIMEOUT_SECONDS
         )
     )
+
+
+def _words(latex: str) -> str:
+    return _BLANK.sub("", _without_math_marks(latex))
 
 
 def _without_math_marks(gold: str) -> str:

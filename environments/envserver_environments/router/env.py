@@ -59,7 +59,6 @@ class Router(Environment):
     """Plan which agents answer a query, in strict JSON, and run the plan."""
 
     name = "router"
-    score_timeout_seconds = 60.0
 
     class Config(Environment.Config):
         """Selects the queries, the form of the plans, and whether plans are executed."""

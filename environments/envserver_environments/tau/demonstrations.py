@@ -84,8 +84,8 @@ def expected_actions(world: World, task: TauTask) -> list[Action]:
 
 def opening(task: TauTask) -> str:
     """The first words of a customer who has no script."""
-    told = task.user_scenario.get("instructions")
-    reason = told.get("reason_for_call") if isinstance(told, dict) else told
+    instructions = task.user_scenario.get("instructions")
+    reason = instructions.get("reason_for_call") if isinstance(instructions, dict) else instructions
     return str(reason or task.ticket or "Hello, I need help.")
 
 

@@ -61,7 +61,6 @@ class Tau(Environment):
     """Serve a customer with tools, by a policy, in a conversation."""
 
     name = "tau"
-    score_timeout_seconds = 60.0
 
     class Config(Environment.Config):
         """Selects the tasks, the customer, and the scoring."""

@@ -23,6 +23,7 @@ from envserver_environments.code.running import SPEC
 from envserver_environments.rows import Division
 from support.code_house import code
 from support.commands import envserver, read_jsonl
+from support.extent import first_of
 
 from envserver import (
     ConfigError,
@@ -452,7 +453,7 @@ async def test_demonstrations_solve_their_tasks_and_no_request_holds_what_is_hid
                     assert json.dumps(part)[1:-1] not in asked or part in str(task.public)
 
 
-@pytest.mark.parametrize("mode", ["single", "tools"])
+@pytest.mark.parametrize("mode", first_of("tools", "single"))
 def test_the_command_makes_groups_with_the_simulated_engine(mode: str, tmp_path: Path) -> None:
     ran = envserver(
         "process", "--env", "code", "--model", "sim", "--sim.latency_seconds", 0,

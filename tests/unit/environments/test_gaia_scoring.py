@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_environments.gaia.env import Gaia
 from envserver_environments.gaia.rubric import Facts, Items, Weights, fold, items
 from envserver_environments.gaia.scoring import extract_answer, is_usable_truth, question_scorer
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+
+import envserver
+from envserver import Result
 
 VERDICTS: list[tuple[Any, str, bool]] = [
     # Numbers: no tolerance, no units; only $, % and commas are removed.
@@ -64,6 +69,48 @@ def test_the_official_rules_hold(answer: Any, truth: str, expected: bool) -> Non
 )
 def test_the_answer_is_what_follows_the_last_marker(output: Any, answer: str | None) -> None:
     assert extract_answer(output) == answer
+
+
+@pytest.mark.parametrize(
+    ("submitted", "truth", "verdicts"),
+    [
+        ("Paris", "Paris", (1, 1)),
+        ("paris.", "Paris", (1, 1)),
+        ("**Paris**", "Paris", (1, 1)),
+        ("So it is clear. FINAL ANSWER: Paris", "Paris", (1, 0)),
+        ("“Paris”", "Paris", (1, 0)),
+        ("[5]", "5", (1, 0)),
+        ('"5"', "5", (1, 0)),
+        ("**5**", "5", (1, 0)),
+        ("$5", "5", (1, 1)),
+        (5, "5", (1, 1)),
+        ("[red, 2]", "red, 2", (1, 0)),
+        (["red", 2], "red, 2", (1, 0)),
+        ("Rome", "Paris", (0, 0)),
+        (None, "None", (0, 0)),
+    ],
+)
+def test_the_score_has_our_verdict_and_the_leaderboards(
+    submitted: Any, truth: str, verdicts: tuple[int, int]
+) -> None:
+    env = Gaia()
+    task = env.task_from_row({"Question": "q", "Final answer": truth})
+    score = env.score(task, Result(output={"answer": submitted}))
+    assert (score.components["correct"], score.metrics["leaderboard_correct"]) == verdicts
+
+
+def test_score_and_evaluate_show_both_verdicts(tmp_path: Path) -> None:
+    row = {"task": {"Question": "q", "Final answer": "5"}, "response": "FINAL ANSWER: 5"}
+    (scored,) = envserver.score("gaia", [row], processes=1).rows
+    assert scored["reward"] == 1.0
+    assert scored["metrics"]["leaderboard_correct"] == 0.0
+    envserver.evaluate(
+        "gaia", model="sim", workers={"processes": 1},
+        sim={"latency_seconds": 0}, out=tmp_path / "run",
+        env={"agent": "plain", "total_steps": 1, "group_size": 1},
+    )  # fmt: skip
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "| component correct |" in report and "| metric leaderboard_correct |" in report
 
 
 def test_truths_that_anything_or_nothing_equals_are_of_no_use() -> None:

@@ -411,6 +411,7 @@ def test_every_known_result_is_scored_as_it_should_be(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.thorough
 def test_the_earlier_names_still_work(tmp_path: Path) -> None:
     ran = subprocess.run(
         [

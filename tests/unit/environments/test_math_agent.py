@@ -130,6 +130,7 @@ async def test_single_mode_asks_once_without_tools() -> None:
         ('```bash\npython -c "print(1)\n```', "Error: "),
         ("```bash\na\n```\n```bash\nb\n```", "Error: "),
         ("```python\nprint(6*7)\n```", "Error: "),
+        ("```bash\n" + "a " * 500_000 + "\n```", "Error: the command is too long"),
     ],
 )
 async def test_seed0_commands_are_calculated_never_run(text: str, output: str) -> None:

@@ -46,11 +46,15 @@ def scenario_text(scenario: Mapping[str, Any]) -> str:
     parts = []
     if scenario.get("persona"):
         parts.append(f"Who you are:\n{scenario['persona']}")
-    told = scenario.get("instructions")
-    if isinstance(told, Mapping):
-        parts += [f"{title}:\n{told[name]}" for name, title in _SCENARIO.items() if told.get(name)]
-    elif told:
-        parts.append(str(told))
+    instructions = scenario.get("instructions")
+    if isinstance(instructions, Mapping):
+        parts += [
+            f"{title}:\n{instructions[name]}"
+            for name, title in _SCENARIO.items()
+            if instructions.get(name)
+        ]
+    elif instructions:
+        parts.append(str(instructions))
     return "\n\n".join(parts)
 
 

@@ -1,0 +1,170 @@
+"""Texts of a megabyte through the scorer of every environment, as users score them.
+
+Each text costs less than one CPU second of the scorer and gives a score, never an error. `make
+test-all` tries all texts in every place; without TEST_EXTENT=whole only the worst are tried, once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.adversarial_texts import adversarial_texts
+from support.extent import WHOLE
+
+import envserver
+
+CPU_SECONDS = 1.0
+
+SAMPLE = {"opened boxes", "boxed blanks", "fences", "answers", "opened answers"}
+
+TIMED = """
+import inspect
+import resource
+
+from envserver.registry import find
+
+
+def cpu_seconds():
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+class Timed(find("{name}")):
+    def response_from_row(self, response, messages):
+        self.before = cpu_seconds()
+        return super().response_from_row(response, messages)
+
+    async def score(self, task, result):
+        score = super().score(task, result)
+        if inspect.isawaitable(score):
+            score = await score
+        score.metrics["cpu_seconds"] = cpu_seconds() - self.before
+        return score
+"""
+"""The environment `name`, whose scores say how long reading and scoring the text took."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """An environment, tasks of every kind that it reads answers for, and the tool that takes one.
+
+    Args:
+        only_messages: it reads conversations, not bare responses.
+    """
+
+    tasks: tuple[str | dict[str, Any], ...]
+    tool: str = "finish"
+    argument: str = "answer"
+    only_messages: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+COURSE = {
+    "user_query": "What is asked?",
+    "task_summary": "A query.",
+    "route_plan": ['/general-search(query="What is asked", mode=rag)', "/math(What is asked)"],
+    "route_rationale": "It is needed.",
+    "expected_artifacts": ["- what /general-search found"],
+    "thinking_outline": ["1. What is asked"],
+    "handoff_plan": "/general-search -> /math -> router QA (verify: it fits)",
+    "todo_list": ["- [ ] /math: What is asked"],
+    "difficulty": "intermediate",
+    "tags": ["query"],
+    "acceptance_criteria": ["- the answer is what the query asks for"],
+    "metrics": {"primary": ["the answer is right"], "secondary": ["number of steps"]},
+}
+
+SCORERS = {
+    "math": Scorer(
+        (
+            {"problem": "p", "solution": "s", "answer": r"\frac{1}{2}"},
+            {"question": "q", "answer": "#### 42"},
+            {"question": "q", "options": ["A)1", "B)2"], "correct": "B"},
+        )
+    ),
+    "code": Scorer(
+        (
+            {"instruction": "i", "entry_point": "f", "code": "def f(x):\n    return x",
+             "testcase": ["assert f(1) == 1", "assert f(2) == 2"]},
+            {"instruction": "i", "tests": [{"input": "1", "output": "1"},
+                                           {"input": "2", "output": "2"}]},
+        ),
+        tool="submit",
+        argument="code",
+    ),
+    "gaia": Scorer(
+        tuple({"Question": "q", "Final answer": gold} for gold in ("17", "a, 17", "one word")),
+        tool="final_answer",
+    ),
+    "mhqa": Scorer(({"question": "q", "answer": "Paris"},)),
+    "tau": Scorer(("mini_retail/ordered_by_mistake",), tool="get_order", only_messages=True),
+    "video": Scorer(
+        (
+            {"question": "q", "options": ["a dog", "blue sky"], "answer": 1},
+            {"question": "q", "answer": "a dog"},
+        )
+    ),
+    "swe": Scorer(("swe-wordcount-slow",), settings={"check_gold": False}),
+    "router": Scorer(("sample-three-02", COURSE)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_no_text_keeps_a_scorer_busy_or_makes_it_fail(tmp_path: Path, name: str) -> None:
+    scorer = SCORERS[name]
+    environment = tmp_path / "timed.py"
+    environment.write_text(TIMED.format(name=name))
+    names = []
+    with (tmp_path / "rows.jsonl").open("w", encoding="utf-8") as rows:
+        for text_name, text in adversarial_texts():
+            if WHOLE or text_name in SAMPLE:
+                for answer in islice(answers_of(scorer, text), None if WHOLE else 1):
+                    for task in scorer.tasks:
+                        row = {"task": task, **answer}
+                        rows.write(json.dumps(row) + "\n")
+                        names.append(text_name)
+    scored = envserver.score(
+        f"{environment}:Timed", tmp_path / "rows.jsonl", env=scorer.settings, processes=1
+    )
+    assert {
+        n: row["error"] for n, row in zip(names, scored.rows, strict=True) if row["error"]
+    } == {}
+    seconds = [
+        (row["metrics"]["cpu_seconds"], n) for n, row in zip(names, scored.rows, strict=True)
+    ]
+    assert [one for one in sorted(seconds, reverse=True) if one[0] >= CPU_SECONDS] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "settings"),
+    [
+        ("math", "\\boxed{" + "9" * 301 + "}", {}),
+        ("code", "```python\nf = " + "1" * 50_000 + "\n```", {}),
+        ("gaia", "9" * 10_001, {"unfinished": "drop"}),
+    ],
+)
+def test_an_answer_that_is_too_long_scores_zero_and_says_so(
+    name: str, response: str, settings: dict[str, Any]
+) -> None:
+    row = {"task": SCORERS[name].tasks[0], "response": response}
+    (scored,) = envserver.score(name, [row], env=settings, processes=1).rows
+    assert (scored["reward"], scored["metrics"]["too_long"]) == (0.0, 1.0)
+
+
+def answers_of(scorer: Scorer, text: str) -> Iterator[dict[str, Any]]:
+    """Yields the text as a response, as the last message, and as what a tool was called with."""
+    asked = {"role": "user", "content": "q"}
+    arguments = json.dumps({scorer.argument: text}, ensure_ascii=False)
+    functions = ({"name": scorer.tool, "arguments": said} for said in (arguments, text))
+    calls = ({"id": "call_1", "type": "function", "function": function} for function in functions)
+    if not scorer.only_messages:
+        yield {"response": text}
+    yield {"messages": [asked, {"role": "assistant", "content": text}]}
+    for call in calls:
+        yield {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]}
