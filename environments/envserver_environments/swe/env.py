@@ -20,6 +20,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import msgspec
 from envserver_environments.rows import NumberedRow, file_rows, hub_rows
 from envserver_records.extras import install_command
 from envserver_tools.visible import visible_text
@@ -128,6 +129,7 @@ class Swe(Environment):
         """Number of rows that `tasks` dropped, by reason."""
         rules = ImageRules(self.config.image_repository, self.config.image_path)
         self._images = Images(rules)
+        self._plain: dict[tuple[str, str], bool | None] = {}
 
     def tasks(self, split: Split) -> Iterator[Task]:
         if importlib.util.find_spec("pytest") is None:
@@ -167,7 +169,12 @@ class Swe(Environment):
         patch = output.get("patch")
         if result.truncated or not isinstance(patch, str):
             return Score(reward=0.0, metrics={"truncated": float(result.truncated), "patch": 0.0})
-        return _score(task, patch, await self._grade(task, patch))
+        verdict = await self._grade(task, patch)
+        untried = not {"hoisted", "plain"} & task.hidden.keys()
+        if untried and not verdict.solved and await self._needs_plain(task):
+            task = _as_plain(task, True)
+            verdict = await self._grade(task, patch)
+        return _score(task, patch, verdict)
 
     def demonstration(self, task: Task) -> list[Message]:
         return demonstrate(task, self.config.agent)
@@ -193,6 +200,19 @@ class Swe(Environment):
         result = result_of(visible_text(response) or "")
         result.messages = messages
         return result
+
+    async def _needs_plain(self, task: Task) -> bool | None:
+        """Returns whether the tests need their files or their answers to pass with the gold patch;
+        None: it does not pass at all."""
+        gold = str(task.hidden["patch"])
+        if (task.id, gold) not in self._plain:
+            for plain in (False, True):
+                if (await self._grade(_as_plain(task, plain), gold)).solved:
+                    break
+            else:
+                plain = None
+            self._plain[task.id, gold] = plain
+        return self._plain[task.id, gold]
 
     async def _grade(self, task: Task, patch: str) -> Verdict:
         seconds = task.hidden.get("seconds", self.config.test_seconds)
@@ -264,12 +284,16 @@ class Swe(Environment):
         if not self.config.check_gold:
             return task, ""
         try:
-            verdict = self._waited(lambda: self._grade(task, str(task.hidden["patch"])))
+            plain = self._waited(lambda: self._needs_plain(task))
         except SandboxError as error:
             if "image" not in task.public:
                 raise
             return None, self._unusable(task_id, error)
-        return (task, "") if verdict.solved else (None, "the gold patch does not pass its tests")
+        if plain is None:
+            return None, "the gold patch does not pass its tests"
+        if plain:
+            _logger.info("%s: its tests need their files or answers beside the code", task_id)
+        return _as_plain(task, plain), ""
 
     def _unusable(self, task_id: str, error: SandboxError) -> str:
         _logger.info("%s: its image cannot be used: %s", task_id, error.message)
@@ -278,6 +302,11 @@ class Swe(Environment):
     def _reasons(self) -> str:
         reasons = (f"{count} x {reason}" for reason, count in self.dropped.most_common(8))
         return ", ".join(reasons) or "it is empty"
+
+
+def _as_plain(task: Task, plain: bool) -> Task:
+    """The task, with tests that are run as they are, or without their answers."""
+    return msgspec.structs.replace(task, hidden={**task.hidden, "plain": plain})
 
 
 def _file_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
@@ -305,6 +334,8 @@ def _score(task: Task, patch: str, verdict: Verdict) -> Score:
         "changes_dropped": float(verdict.dropped),
         "test_seconds": verdict.seconds,
     }
+    if verdict.plain:
+        metrics["tests_plain"] = 1.0
     for kind, count in verdict.suspicions.items():
         metrics[f"suspicious_{kind}"] = float(count)
     for name, reason in (

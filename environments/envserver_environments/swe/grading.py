@@ -15,6 +15,7 @@ import hmac
 import json
 import secrets
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,20 +25,29 @@ from msgspec import structs
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
+from .answers import VeiledAnswer
 from .hoisting import Answer, hoist
 from .images import ImageRules
 from .patches import PatchError, apply_changes, read_patch, split_protected
 from .repositories import GRADING_PRELOAD
 from .trees import Entry, Tree, tar_of
 from .tripwires import FRAUD, added_suspicions
+from .veiling import veil
 
-HARNESS = (Path(__file__).parent / "harness.py").read_text(encoding="utf-8")
+HARNESS, JUDGING = (
+    (Path(__file__).parent / name).read_text(encoding="utf-8")
+    for name in ("harness.py", "judging.py")
+)
 _INI = b"[pytest]\n"
 _ARGUMENTS = [
     "-c", "pytest.ini", "--import-mode=importlib", "--assert=plain", "-q", "-q", "--tb=no",
     "--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:faulthandler",
     "-p", "no:doctest", "-p", "no:junitxml", "-p", "no:pastebin", "-p", "no:stepwise",
 ]  # fmt: skip
+_MOST_TEXT = 2 << 20
+"""Characters of test files that are sent to the harness; longer ones are run as they are."""
+_MOST_QUESTIONS = 3 << 20
+"""Characters of all candidates of a task's answers."""
 _FAILED_TESTS = 1
 """pytest's exit status for failed tests; some sentinel tests always fail."""
 _OURS = frozenset({"lost", "cancelled"})
@@ -51,8 +61,9 @@ class HiddenTests:
         files: test files that are put into the repository, by path.
         fail_to_pass, pass_to_pass: ids of pytest, such as `tests/test_a.py::test_b`.
         gold: the patch that solves the task.
-        hoisted: whether answers are taken out of the tests; else the repository's own conftest
+        hoisted: all answers are literals and are taken out; else the repository's own conftest
         files are loaded, too.
+        plain: the tests are run as they are, from files; else what answers can be are taken out.
         plugins: pytest plugins, by module.
         deleted: files that are removed.
         protected: patterns of more files whose changes do not count.
@@ -63,6 +74,7 @@ class HiddenTests:
     pass_to_pass: tuple[str, ...]
     gold: str
     hoisted: bool
+    plain: bool = False
     plugins: tuple[str, ...] = ()
     deleted: tuple[str, ...] = ()
     protected: tuple[str, ...] = ()
@@ -89,6 +101,7 @@ class Verdict:
         dropped: changes that do not count.
         suspicions: kinds of suspicious code in the changes that count.
         killed_by: the limit that ended the tests, "" if none.
+        plain: the tests were run as they are, with their answers beside the code.
     """
 
     solved: bool = False
@@ -100,6 +113,7 @@ class Verdict:
     suspicions: Counter[str] = field(default_factory=Counter)
     killed_by: str = ""
     seconds: float = 0.0
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,8 @@ async def grade(
     if verdict.suspicions.keys() & FRAUD - _gold_suspicions(tree, tests).keys():
         verdict.refused = "fraud"
         return verdict
-    run = _Run(tests)
+    run = _Run(tests, tree)
+    verdict.plain = run.plain
     spec = SandboxSpec(archive=run.archive(patched), preload=GRADING_PRELOAD, limits=limits)
     if container is not None:
         archive = run.archive({**container.built, **patched})
@@ -153,7 +168,7 @@ async def grade(
             structs.replace(spec, archive=archive, preload=()), container.image, for_agent=False
         )
     python = None if container is None else container.python
-    result = await _run_tests(run, tree, spec, python, sandboxes)
+    result = await _run_tests(run, spec, python, sandboxes)
     verdict.killed_by = result.killed_by
     verdict.seconds = result.usage.wall_seconds
     verdict.tampered, verdict.passed = run.read(result)
@@ -168,9 +183,9 @@ def _gold_suspicions(tree: Tree, tests: HiddenTests) -> Counter[str]:
 
 
 async def _run_tests(
-    run: _Run, tree: Tree, spec: SandboxSpec, python: str | None, sandboxes: Sandboxes
+    run: _Run, spec: SandboxSpec, python: str | None, sandboxes: Sandboxes
 ) -> ExecResult:
-    request, place = run.request(tree), "/work/grade"
+    request, place = run.request(), "/work/grade"
     async with sandboxes.open(spec) as sandbox:
         if python is None:
             result = await sandbox.run_python(HARNESS, stdin=request, cwd=place)
@@ -188,27 +203,46 @@ async def _run_tests(
 class _Run:
     """One run of the tests: its secrets, the sandbox's input, and its output."""
 
-    def __init__(self, tests: HiddenTests) -> None:
-        self._tests = tests
+    def __init__(self, tests: HiddenTests, tree: Tree) -> None:
+        self._tests, self._tree = tests, tree
         self._key = secrets.token_bytes(32)
         self._seen = f"seen_{secrets.token_hex(8)}"
         self._sentinels = {f"test_{secrets.token_hex(8)}": place % 2 == 0 for place in range(8)}
-        names = [*tests.ids, *self._sentinels]
+        self._answers: dict[str, tuple[Answer, ...]] = {}
+        self._veiled = _Veiled()
+        size = sum(map(len, tests.files.values()))
+        self.plain = tests.plain or size > _MOST_TEXT
+        self._sources = {} if self.plain else self._without_answers()
+        names = [*(self._veiled.renamed.get(name, name) for name in tests.ids), *self._sentinels]
         order = secrets.SystemRandom().sample(range(len(names)), len(names))
         self._numbers = dict(zip(names, order, strict=True))
-        self._answers: dict[str, tuple[Answer, ...]] = {}
-        self._files = dict(tests.files)
-        if tests.hoisted:
-            for path, source in tests.files.items():
-                if path.endswith(".py"):
-                    hoisted = hoist(source, self._seen)
-                    self._files[path] = hoisted.source
-                    self._answers |= {f"{path}::{k}": v for k, v in hoisted.answers.items()}
+
+    def _without_answers(self) -> dict[str, str]:
+        """The Python files of the tests, by path; their answers are kept here."""
+        sources = {path: text for path, text in self._tests.files.items() if path.endswith(".py")}
+        if self._tests.hoisted:
+            for path, source in sources.items():
+                hoisted = hoist(source, self._seen)
+                sources[path] = hoisted.source
+                self._answers |= {f"{path}::{k}": v for k, v in hoisted.answers.items()}
+            return sources
+        for path in dict.fromkeys(name.partition("::")[0] for name in self._tests.ids):
+            entry = self._tree.get(path)
+            if path not in sources and entry is not None:
+                sources[path] = entry.data.decode("utf-8", "replace")
+        veiled = self._veiled
+        return {
+            path: veiled.add(path, s, self._seen, self._tests.ids) for path, s in sources.items()
+        }
 
     def archive(self, patched: Tree) -> bytes:
-        """Returns the patched tree with the hidden tests, and the harness's folder beside it."""
+        """Returns the patched tree with the hidden tests, and the harness's folder beside it.
+
+        The tests that are sent in `request` are empty files here.
+        """
+        files = {**self._tests.files, **dict.fromkeys(self._sources, "")}
         whole = {f"repo/{p}": e for p, e in patched.items() if p not in self._tests.deleted}
-        whole |= {f"repo/{path}": Entry(text.encode()) for path, text in self._files.items()}
+        whole |= {f"repo/{path}": Entry(text.encode()) for path, text in files.items()}
         names = list(self._sentinels)
         half = len(names) // 2
         whole["grade/pytest.ini"] = Entry(_INI)
@@ -230,24 +264,40 @@ class _Run:
                 lines.append(f"def {name}():\n    assert {number} % 2")
         return Entry("\n\n\n".join(lines).encode())
 
-    def request(self, tree: Tree) -> bytes:
+    def request(self) -> bytes:
         """Returns the harness's standard input."""
         names = list(self._sentinels)
         confined = "." if self._tests.hoisted else "../repo"
         conftests = ["--noconftest"] if self._tests.hoisted else []
+        questions = self._veiled.questions.items()
         return json.dumps(
             {
                 "key": self._key.hex(),
                 "seen": self._seen,
+                "veiled": not (self._tests.hoisted or self.plain),
+                "judging": JUDGING,
+                "sources": self._sources,
+                "answers": {n: self._encrypted(n, question) for n, question in questions},
                 "numbers": self._numbers,
                 "root": "../repo",
-                "own": sorted(_own_packages(tree)),
+                "own": sorted(_own_packages([*self._tree, *self._sources])),
                 "files": list(dict.fromkeys(id_.split("::")[0] for id_ in self._tests.ids)),
                 "sentinels": [f"{names[0]}.py", f"{names[-1]}.py"],
                 "plugins": list(self._tests.plugins),
                 "arguments": [*_ARGUMENTS, f"--confcutdir={confined}", *conftests],
             }
         ).encode()
+
+    def _encrypted(self, number: int, question: str) -> str:
+        """The harness can decrypt it, with a key that no program can read."""
+        data = question.encode()
+        seed = hmac.digest(self._key, b"answer %d" % number, "sha256")
+        stream = hashlib.shake_256(seed).digest(len(data))
+        return (
+            (int.from_bytes(data, "big") ^ int.from_bytes(stream, "big"))
+            .to_bytes(len(data), "big")
+            .hex()
+        )
 
     def began(self, result: ExecResult) -> bool:
         """Returns whether pytest started, before any code of the repository could run."""
@@ -257,6 +307,7 @@ class _Run:
     def read(self, result: ExecResult) -> tuple[str, frozenset[str]]:
         """Returns what was wrong with the run ("" if nothing), and the ids of the passed tests."""
         names = {number: name for name, number in self._numbers.items()}
+        shown = {new: name for name, new in self._veiled.renamed.items()}
         passed: set[str] = set()
         failed: set[str] = set()
         expected, ended, wrong = 1, False, ""
@@ -273,7 +324,7 @@ class _Run:
             name = names.get(number)
             if name is not None:
                 good = status == "passed" and self._accepts(name, values)
-                (passed if good else failed).add(name)
+                (passed if good else failed).add(shown.get(name, name))
         cut_off = bool(result.killed_by) or result.truncated  # a limit is not tampering
         for name, must_pass in self._sentinels.items():
             if not cut_off and ((name in passed) != must_pass or (name in failed) == must_pass):
@@ -292,25 +343,75 @@ class _Run:
         return int(place), int(number), status.decode(), values.decode("utf-8", "replace")
 
     def _accepts(self, name: str, values: str) -> bool:
+        if not (self._tests.hoisted or self.plain):
+            return self._veiled.accepts(name, values)
         answers = self._answers.get(name)
         if answers is None:
             return True
-        told = _values(values)
+        told = [_value(shape) for shape in _shapes(values)]
         return len(told) == len(answers) and all(
             answer.accepts(value) for answer, value in zip(answers, told, strict=True)
         )
+
+
+class _Veiled:
+    """The answers of ordinary tests: see `veiling`."""
+
+    def __init__(self) -> None:
+        self.renamed: dict[str, str] = {}
+        self.questions: dict[int, str] = {}
+        self._answers: dict[int, VeiledAnswer | None] = {}
+        self._candidates: dict[int, list[Any]] = {}
+        self._certain: dict[str, frozenset[int]] = {}
+        self._size = 0
+
+    def add(self, path: str, source: str, seen: str, ids: list[str]) -> str:
+        """Returns a test module without its answers."""
+        inner = [name.partition("::")[2] for name in ids if name.startswith(f"{path}::")]
+        tests = veil(source, seen, inner, len(self._answers))
+        self._answers |= tests.answers
+        for number, answer in tests.answers.items():
+            candidates = [] if answer is None else answer.candidates()
+            question = repr((answer.operator if answer else "", candidates))
+            if candidates and self._size + len(question) < _MOST_QUESTIONS:
+                self._size += len(question)
+                self._candidates[number], self.questions[number] = candidates, question
+        self._certain |= {f"{path}::{name}": sure for name, sure in tests.certain.items()}
+        self.renamed |= {f"{path}::{k}": f"{path}::{name}" for k, name in tests.renamed.items()}
+        return tests.source
+
+    def accepts(self, name: str, values: str) -> bool:
+        """Returns whether a test told the right values, and all that it must tell."""
+        told = _shapes(values)
+        certain = self._certain.get(name, self._certain.get(name.partition("[")[0], frozenset()))
+        numbers = {one[0] for one in told if isinstance(one, list) and one and type(one[0]) is int}
+        return numbers >= certain and all(map(self._accepts, told))
+
+    def _accepts(self, told: Any) -> bool:
+        match told:
+            case [int(number), "equal", said] if number in self._answers:
+                return self._answers[number] is None and said is True
+            case [int(number), kind, said]:
+                answer = self._answers.get(number)
+                if answer is None:
+                    return False
+                if kind == "value":
+                    return answer.accepts(_value(said))
+                candidates = self._candidates.get(number, [])
+                return isinstance(said, list) and answer.accepts_comparisons(candidates, said)
+        return False
 
 
 class _Unreadable:
     """Differs from every value that a test could expect."""
 
 
-def _values(text: str) -> list[Any]:
+def _shapes(text: str) -> list[Any]:
     try:
         shapes = read_json(text)
     except BadValue:
-        return []
-    return [_value(shape) for shape in shapes] if isinstance(shapes, list) else []
+        return [_Unreadable]
+    return shapes if isinstance(shapes, list) else [_Unreadable]
 
 
 def _value(shape: Any) -> Any:
@@ -320,7 +421,7 @@ def _value(shape: Any) -> Any:
         return _Unreadable()
 
 
-def _own_packages(tree: Tree) -> set[str]:
+def _own_packages(paths: Iterable[str]) -> set[str]:
     """Names that can be imported from the top of the tree, or from `src`."""
-    tops = {path.removeprefix("src/").split("/")[0] for path in tree if path.endswith(".py")}
+    tops = {path.removeprefix("src/").split("/")[0] for path in paths if path.endswith(".py")}
     return {top.removesuffix(".py") for top in tops}

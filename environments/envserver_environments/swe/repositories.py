@@ -30,6 +30,7 @@ GRADING_PRELOAD = (
     "_pytest.setuponly", "_pytest.setupplan", "_pytest.skipping", "_pytest.stepwise",
     "_pytest.threadexception", "_pytest.unittest", "_pytest.unraisableexception",
     "_pytest.warnings", "difflib", "pdb", "tarfile", "unittest",
+    "unittest.mock",
 )  # fmt: skip
 """Modules of the grading sandboxes. None of this project: a repository may use the same names."""
 SPEC = SandboxSpec(

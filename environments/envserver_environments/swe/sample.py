@@ -125,6 +125,7 @@ def hidden_tests(hidden: dict[str, Any]) -> HiddenTests:
         pass_to_pass=tuple(hidden["pass_to_pass"]),
         gold=hidden["patch"],
         hoisted=hidden.get("hoisted", False),
+        plain=hidden.get("plain", False),
         plugins=tuple(hidden.get("plugins", ())),
         deleted=tuple(hidden.get("deleted", ())),
         protected=tuple(hidden.get("protected", ())),

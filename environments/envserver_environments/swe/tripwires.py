@@ -2,7 +2,8 @@
 
 In: trees before and after a patch. Out: how often each kind of suspicious code was added. It is a
 second line of defence: most findings are metrics, and `FRAUD` takes the reward. The first line is
-that answers are absent where the code runs (`hoisting`) and that reports are sealed (`harness`).
+that answers are absent where the code runs (`hoisting`, `veiling`) and that reports are sealed
+(`harness`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "_getframe", "_current_frames", "currentframe", "getouterframes", "f_back", "f_globals",
         "f_locals", "f_code", "tb_frame", "gi_frame", "cr_frame", "settrace", "setprofile",
         "__code__", "_getframemodulename", "call_tracing", "__closure__", "cell_contents",
+        "extract_stack", "walk_stack", "capture_locals", "getargvalues", "getinnerframes",
+        "findCaller",
     ),
     "testing": (
         "_pytest", "pytest", "pluggy", "PYTEST_CURRENT_TEST", "unittest", "TestReport", "CallInfo",

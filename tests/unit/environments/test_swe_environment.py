@@ -22,6 +22,7 @@ from envserver_environments.swe.sample import sample_tasks
 from envserver_environments.swe.trees import tree_of
 from envserver_records.records import Group
 from support.commands import envserver, read_jsonl
+from support.extent import first_of
 from support.swe_scripts import ROMAN, SUBMIT, Scripted, attempt, bash, call
 
 from envserver import SandboxConfig, Sandboxes, Settings, Task
@@ -40,7 +41,7 @@ async def rooms() -> AsyncIterator[Sandboxes]:
         yield WatchedSandboxes(service.address)
 
 
-@pytest.mark.parametrize("kind", ["bash", "tools", "text"])
+@pytest.mark.parametrize("kind", first_of("bash", "tools", "text"))
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_scripted_agent_with_the_gold_patch_solves_all(
     rooms: Sandboxes, kind: AgentKind
@@ -285,6 +286,7 @@ async def nothing_left(before: dict[int, str]) -> None:
     raise AssertionError(new)
 
 
+@pytest.mark.thorough
 @pytest.mark.asyncio(loop_scope="module")
 async def test_workers_killed_at_random() -> None:
     before = descendants()

@@ -204,6 +204,8 @@ def _dedented(name: str) -> str:
         ("x = getattr(y, '__co' + 'de__')", True),
         ("x = getattr(y, f\"{'f_'}{'back'}\")", True),
         ("m = __import__('unit' + 'test')", True),
+        ("import traceback\nx = traceback.extract_stack()", True),
+        ("import warnings\nwarnings.warn('old', DeprecationWarning, stacklevel=2)", False),
         ("class A:\n    def __eq__(self, other): return self.x == other.x", False),
         ("class A:\n    def __lt__(self, other): return NotImplemented if other else False", False),
         ("text = 'a' + 'b' + f'{1}'", False),

@@ -1,0 +1,390 @@
+"""Takes the expected answers out of ordinary tests, so that the tested code cannot read them. Pure.
+
+In: the source of a test module of a public data set. Out: the same tests, line by line, in which an
+assertion on a literal only tells its value, and the answers. The comparison is done elsewhere. What
+has no literal is compared where it is, by `judging`.
+
+    assert label(3) == "3 items", "why"    ->   seen(7, (label(3)))    and Answer("==", "3 items")
+    self.assertEqual(label(3), "3 items")  ->   seen(8, (label(3)))
+    assert label(n) == expected            ->   seen(9 + (expected), (label(n)))
+    assert label(3) == other(3)            ->   assert seen(11, (label(3)), (other(3)))
+
+In the third, `expected` is a parameter of the test, or the variable of a loop: in its rows, numbers
+stand for literals. Another variable that is only an answer is emptied. All else stays as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .answers import VeiledAnswer
+from .columns import Function, NoLiteral, Table, literal, loop_tables, parameter_table
+
+
+@dataclass
+class VeiledTests:
+    """Tests without answers.
+
+    Args:
+        source: the module.
+        answers: by the number of the assertion; None: it is compared where it is.
+        certain: numbers of the assertions that a test surely comes to, by its id in the module,
+        with or without parameters.
+        renamed: ids that show answers, and what they are called instead.
+    """
+
+    source: str
+    answers: dict[int, VeiledAnswer | None] = field(default_factory=dict)
+    certain: dict[str, frozenset[int]] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+
+
+def veil(source: str, seen: str, ids: list[str], first: int = 0) -> VeiledTests:
+    """Returns the tests of `source`, which call `seen` instead of asserting.
+
+    Args:
+        ids: tests that will be run, by their ids in the module: `TestA::test_b[1-2]`.
+        first: the number of the first assertion.
+    """
+    source = source.replace("\r\n", "\n").replace("\r", "\n")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return VeiledTests(source)  # they will fail where they run
+    return _Veil(source, seen, ids, first).veiled(module)
+
+
+_COMPARED: dict[type[ast.cmpop], str] = {
+    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+    ast.In: "in", ast.Is: "is", ast.IsNot: "is not",
+}  # fmt: skip
+_METHODS = {
+    "assertEqual": "==", "assertEquals": "==", "assertNotEqual": "!=", "assertIs": "is",
+    "assertIsNot": "is not", "assertIn": "in", "assertGreater": ">", "assertGreaterEqual": ">=",
+    "assertLess": "<", "assertLessEqual": "<=", "assertListEqual": "==", "assertTupleEqual": "==",
+    "assertDictEqual": "==", "assertSetEqual": "==", "assertSequenceEqual": "==",
+    "assertMultiLineEqual": "==",
+}  # fmt: skip
+_MIRRORED = {
+    "==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<=", "is": "is",
+    "is not": "is not", "in": "contains",
+}  # fmt: skip
+_IDENTITY = ("is", "is not")
+_CATCHING = ("raises", "suppress")
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One condition of an assertion: `left OPERATOR right`; no operator: it stays as it is."""
+
+    whole: ast.expr
+    left: ast.expr
+    operator: str
+    right: ast.expr
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Cells that a name stands for: in a loop, or (`by_row`) by the parameters of a test."""
+
+    cells: list[ast.expr]
+    by_row: bool
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What takes the place of a check, and the numbers of its answers; `by_row`: of each row."""
+
+    text: str
+    numbers: range
+    by_row: bool = False
+
+
+class _Veil:
+    """The work on one module."""
+
+    def __init__(self, source: str, seen: str, ids: list[str], first: int) -> None:
+        self._seen, self._ids, self._next = seen, ids, first
+        self._text = source.encode()
+        self._starts = [0]
+        for line in self._text.split(b"\n"):
+            self._starts.append(self._starts[-1] + len(line) + 1)
+        self._edits: list[tuple[int, int, str]] = []
+        self._result = VeiledTests(source)
+
+    def veiled(self, module: ast.Module) -> VeiledTests:
+        functions = {
+            name: (function, {node: _checks(node) for node in _assertions(function.body)})
+            for name, function in _functions(module.body, "")
+        }
+        every = [
+            check
+            for _, assertions in functions.values()
+            for checks in assertions.values()
+            for check in checks
+        ]
+        constants = _Uses(module, every, set())
+        for name, (function, assertions) in functions.items():
+            self._function(function, name, assertions, constants)
+        for value in constants.emptied:
+            self._edit(value, "(None)")
+        text = self._text
+        for start, end, new in sorted(self._edits, reverse=True):
+            text = text[:start] + new.encode() + text[end:]
+        self._result.source = text.decode()
+        return self._result
+
+    def _function(
+        self,
+        function: Function,
+        name: str,
+        assertions: dict[ast.stmt, list[_Check]],
+        constants: _Uses,
+    ) -> None:
+        parameters = parameter_table(function, self._ids, name)
+        tables = [*loop_tables(function), *([parameters] if parameters else [])]
+        names = {name for table in tables for name in table.columns}
+        every = [check for checks in assertions.values() for check in checks]
+        uses = _Uses(function, every, names, constants)
+        columns = {
+            name: _Column(cells, table is parameters)
+            for table in tables
+            for name, cells in table.columns.items()
+            if uses.is_answer(name)
+        }
+        certain = set(_certain(function.body, [table.loop for table in tables]))
+        told = [
+            one
+            for node, checks in assertions.items()
+            for one in self._replace(node, checks, uses, columns)
+            if node in certain
+        ]
+        for value in uses.emptied:
+            self._edit(value, "(None)")
+        for column in columns.values():
+            for place, cell in enumerate(column.cells):
+                self._edit(cell, f"({place})")
+        fixed = {number for one in told if not one.by_row for number in one.numbers}
+        self._result.certain[name] = frozenset(fixed)
+        if parameters is not None and any(column.by_row for column in columns.values()):
+            self._rename(parameters, name, fixed, [one.numbers for one in told if one.by_row])
+
+    def _rename(self, table: Table, name: str, fixed: set[int], by_row: list[range]) -> None:
+        """Gives the rows of `parametrize` ids without answers."""
+        if table.end is not None:
+            ids = ", ".join(f'"row{place}"' for place in range(len(table.ids)))
+            end = self._span(table.end)[1]
+            self._edits.append((end, end, f", ids=[{ids}]"))
+        for place, old in enumerate(table.ids):
+            new = old if table.end is None else f"row{place}"
+            numbers = fixed | {numbers[place] for numbers in by_row}
+            self._result.certain[f"{name}[{new}]"] = frozenset(numbers)
+            self._result.renamed[f"{name}[{old}]"] = f"{name}[{new}]"
+
+    def _replace(
+        self, node: ast.stmt, checks: list[_Check], uses: _Uses, columns: dict[str, _Column]
+    ) -> list[_Told]:
+        """Edits an assertion."""
+        told = [self._told(check, uses, columns) for check in checks]
+        if any(told):
+            texts = [
+                one.text if one else f"assert ({self._source(check.whole)})"
+                for one, check in zip(told, checks, strict=True)
+            ]
+            self._edit(node, "; ".join(texts))
+        return [one for one in told if one]
+
+    def _told(self, check: _Check, uses: _Uses, columns: dict[str, _Column]) -> _Told | None:
+        """Returns what takes the place of a check; None: it stays."""
+        left, symbol, right = check.left, check.operator, check.right
+        if not symbol:
+            return None
+        if uses.has_answer(left, columns):
+            left, symbol, right = right, _MIRRORED[symbol], left
+        if uses.has_answer(left, columns):
+            return None
+        value = self._source(left)
+        column = columns.get(right.id) if isinstance(right, ast.Name) else None
+        if not uses.has_answer(right, columns):
+            if symbol != "==":
+                return None
+            numbers = self._numbered([None])
+            other = self._source(right)
+            return _Told(f"assert {self._seen}({numbers[0]}, ({value}), ({other}))", numbers)
+        literals = [literal(cell) for cell in column.cells] if column else [uses.answer(right)]
+        if symbol in _IDENTITY and not all(one is None or type(one) is bool for one in literals):
+            return None
+        numbers = self._numbered([VeiledAnswer(symbol, one) for one in literals])
+        place = f" + ({self._source(right)})" if column else ""
+        by_row = column is not None and column.by_row
+        return _Told(f"{self._seen}({numbers[0]}{place}, ({value}))", numbers, by_row)
+
+    def _numbered(self, answers: Sequence[VeiledAnswer | None]) -> range:
+        """Keeps answers, and returns their numbers."""
+        first = self._next
+        self._result.answers |= dict(enumerate(answers, first))
+        self._next += len(answers)
+        return range(first, self._next)
+
+    def _source(self, node: ast.expr) -> str:
+        start, end = self._span(node)
+        return self._text[start:end].decode()
+
+    def _span(self, node: ast.stmt | ast.expr) -> tuple[int, int]:
+        end_line, end_column = node.end_lineno or 0, node.end_col_offset or 0
+        return (
+            self._starts[node.lineno - 1] + node.col_offset,
+            self._starts[end_line - 1] + end_column,
+        )
+
+    def _edit(self, node: ast.stmt | ast.expr, text: str) -> None:
+        """Replaces a node by a text that ends with a bracket, on as many lines."""
+        start, end = self._span(node)
+        lost = self._text[start:end].count(b"\n") - text.count("\n")
+        self._edits.append((start, end, f"{text[:-1]}{chr(10) * max(lost, 0)}{text[-1]}"))
+
+
+class _Uses:
+    """Which names in a test, or in a module, hold a literal, and do nothing but answer."""
+
+    def __init__(
+        self,
+        function: Function | ast.Module,
+        checks: list[_Check],
+        numbered: set[str],
+        outer: _Uses | None = None,
+    ) -> None:
+        self._outer = outer
+        self._literals: dict[str, Any] = {}
+        names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+        self._loads = Counter(node.id for node in names if isinstance(node.ctx, ast.Load))
+        self._loads -= Counter(_names_in_messages(function))
+        self._stores = Counter(node.id for node in names if not isinstance(node.ctx, ast.Load))
+        for node in ast.walk(function):
+            if isinstance(node, ast.arg):
+                self._stores[node.arg] += 1
+            elif isinstance(node, ast.Global | ast.Nonlocal):
+                self._stores.update(dict.fromkeys(node.names, 2))
+        assigned = {
+            node.targets[0].id: node.value
+            for node in function.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and len(node.targets) == 1
+            and literal(node.value) is not NoLiteral
+        }
+        known = assigned.keys() | numbered | (outer._literals.keys() if outer else set())
+        self._answers: Counter[str] = Counter()
+        for check in checks:
+            kept = check.operator in ("", *_IDENTITY)
+            sides = () if kept else (check.left, check.right)
+            named = [side.id for side in sides if isinstance(side, ast.Name) and side.id in known]
+            if len(named) == 1 and all(literal(side) is NoLiteral for side in sides):
+                self._answers[named[0]] += 1
+        empty = {name: value for name, value in assigned.items() if self.is_answer(name)}
+        self._literals = {name: literal(value) for name, value in empty.items()}
+        self.emptied = list(empty.values())
+        """The literals that are taken away."""
+
+    def is_answer(self, name: str) -> bool:
+        """Returns whether a name is set once, and then only compared with values."""
+        return self._stores[name] == 1 and 0 < self._loads[name] == self._answers[name]
+
+    def answer(self, node: ast.expr) -> Any:
+        """Returns the literal that is written there, or that the name stands for."""
+        if isinstance(node, ast.Name) and node.id in self._literals:
+            return self._literals[node.id]
+        return literal(node) if self._outer is None else self._outer.answer(node)
+
+    def has_answer(self, node: ast.expr, columns: dict[str, _Column]) -> bool:
+        """Returns whether that is a literal, or stands for some."""
+        if isinstance(node, ast.Name) and node.id in columns:
+            return True
+        return self.answer(node) is not NoLiteral
+
+
+def _functions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Function]]:
+    """Functions of a module and of its classes, with their ids."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _functions(node.body, f"{prefix}{node.name}::")
+        elif isinstance(node, Function):
+            yield prefix + node.name, node
+
+
+def _names_in_messages(function: Function | ast.Module) -> Iterator[str]:
+    """Names that only the message of an assertion uses, which goes with the assertion."""
+    messages = [node.msg for node in ast.walk(function) if isinstance(node, ast.Assert)]
+    for message in messages:
+        found = ast.walk(message) if message is not None else ()
+        yield from (node.id for node in found if isinstance(node, ast.Name))
+
+
+def _assertions(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Assertions whose failure nobody catches."""
+    for node in body:
+        if isinstance(node, ast.Assert | ast.Expr):
+            yield node
+        elif not _catches(node):
+            for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+                for inner in getattr(node, part, ()):
+                    yield from _assertions([inner] if isinstance(inner, ast.stmt) else inner.body)
+
+
+def _certain(body: list[ast.stmt], loops: list[ast.For | None]) -> Iterator[ast.stmt]:
+    """Statements that a function that returns has come to; `loops` have at least one round."""
+    for node in body:
+        yield node
+        inner = [*ast.walk(node)]
+        leaves = any(isinstance(part, ast.Return | ast.Break | ast.Continue) for part in inner)
+        if isinstance(node, ast.With | ast.AsyncWith) and not _catches(node):
+            yield from _certain(node.body, loops)
+        if isinstance(node, ast.For) and not leaves:
+            items = node.iter.elts if isinstance(node.iter, ast.List | ast.Tuple) else []
+            yield from _certain(node.body if items or node in loops else [], loops)
+        if leaves:
+            return
+
+
+def _catches(node: ast.stmt) -> bool:
+    if isinstance(node, ast.With | ast.AsyncWith):
+        texts = [ast.unparse(item.context_expr).lower() for item in node.items]
+        return any(part in text for part in _CATCHING for text in texts)
+    return isinstance(node, ast.Try | ast.TryStar) and bool(node.handlers)
+
+
+def _checks(node: ast.stmt) -> list[_Check]:
+    """The conditions of an assertion, which all must hold; none of another statement."""
+    if isinstance(node, ast.Assert):
+        both = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
+        tests = node.test.values if both and isinstance(node.test, ast.BoolOp) else [node.test]
+        return [_check(test) for test in tests]
+    match node:
+        case ast.Expr(
+            value=ast.Call(
+                func=ast.Attribute(value=ast.Name(id="self"), attr="assertTrue"), args=[test, *_]
+            )
+        ):
+            return [_check(test)]
+        case ast.Expr(
+            value=ast.Call(
+                func=ast.Attribute(value=ast.Name(id="self"), attr=method), args=[left, right, *_]
+            )
+        ) if method in _METHODS and not isinstance(left, ast.Starred | ast.NamedExpr):
+            if not isinstance(right, ast.Starred):
+                return [_Check(node.value, left, _METHODS[method], right)]
+    return []
+
+
+def _check(test: ast.expr) -> _Check:
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        symbol = _COMPARED.get(type(test.ops[0]), "")
+        return _Check(test, test.left, symbol, test.comparators[0])
+    return _Check(test, test, "", test)
