@@ -27,6 +27,8 @@ PYTEST_FLAGS ?=
 # make test ROOM=store: one folder of tests/unit
 ROOM ?=
 BIN := .venv/bin
+# Hundreds of short programs run in the tests: some images forbid Python to keep what it compiled for the next one.
+export PYTHONDONTWRITEBYTECODE :=
 # What learns: the versions that the tests ran with.
 LEARN := transformers==5.19.0 trl==1.16.0 peft==0.21.2 accelerate datasets matplotlib tensorboard trackio requests \
   lm-eval==0.4.13 tenacity==9.2.1 sentence-transformers==6.2.0 \
@@ -51,7 +53,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 demo: .venv/.installed
 	@rm -rf .demo
 	@$(BIN)/envserver process --env math --model sim --env.total_steps 8 \
-	  --env.data_path_to_save_groups .demo/math.jsonl
+	  --out .demo/math.jsonl
 
 learn: learner
 	@.venv-learn/bin/python -m envserver_clients.learn --output out/learn

@@ -13,6 +13,7 @@ import pytest
 from envserver_clients.http import SyncEnvClient
 from envserver_records.errors import ConfigError, NotFoundError
 from support.commands import envserver, free_port, read_jsonl, running
+from support.extent import first_of
 
 from envserver.registry import absolute, find
 
@@ -58,11 +59,22 @@ def rollouts_of(path: Path) -> list[dict[str, Any]]:
     return [rollout for group in read_jsonl(path) for rollout in group["envserver"]["rollouts"]]
 
 
-@pytest.mark.parametrize("reference", ["absolute/my_env.py", "relative/my_env.py", "riddles"])
-@pytest.mark.parametrize("isolation", ["Pooled", "Dedicated", "Sandboxed"])
+ABSOLUTE, RELATIVE, RIDDLES = "absolute/my_env.py", "relative/my_env.py", "riddles"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *first_of(("Pooled", ABSOLUTE), ("Pooled", RELATIVE), ("Pooled", RIDDLES)),
+        *first_of(("Dedicated", RELATIVE), ("Dedicated", RIDDLES), ("Dedicated", ABSOLUTE)),
+        *first_of(("Sandboxed", RIDDLES), ("Sandboxed", ABSOLUTE), ("Sandboxed", RELATIVE)),
+    ],
+    ids="-".join,
+)
 def test_it_runs_in_every_isolation_and_only_pooled_and_dedicated_agents_can_read_the_grader(
-    reference: str, isolation: str, tmp_path: Path
+    given: tuple[str, str], tmp_path: Path
 ) -> None:
+    isolation, reference = given
     done = envserver(
         *("process", "--env", f"{FOLDERS / reference}:{isolation}", *QUICK),
         *("--env.total_steps", 2, "--env.data_path_to_save_groups", "groups.jsonl"),

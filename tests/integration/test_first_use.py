@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import ENVSERVER, envserver, read_jsonl, running, until
+from support.extent import first_of
 
 from envserver import main
 
@@ -174,7 +175,7 @@ def test_a_long_path_for_temporary_files_does_no_harm(
     assert len(read_jsonl(tmp_path / "data" / f"{environment}.jsonl")) == 1
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", first_of("<&- >&- 2>&-", "<&-", ">&-", "2>&-"))
 def test_closed_streams_do_no_harm(closed: str, tmp_path: Path) -> None:
     words = f"process --env math --model sim --sim.latency_seconds 0 --env.total_steps 1 {closed}"
     done = subprocess.run(

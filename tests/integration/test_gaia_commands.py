@@ -67,6 +67,7 @@ async def test_process_as_it_was_typed(tmp_path: Path) -> None:
     assert all(messages[0]["role"] == "system" for messages in group["messages"])
 
 
+@pytest.mark.thorough
 def test_sft_rows_of_conversations(tmp_path: Path) -> None:
     words = ["sft-gen", "rows.jsonl", "--tokenizer", "no/such", "--save-messages", "--env", "gaia"]
     words += ["--env.agent", "plain", "--num-seqs-to-save", "5", "--group-size", "3"]

@@ -10,6 +10,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 from support.commands import ENVSERVER, environment_variables, read_jsonl
+from support.extent import first_of
 
 BUILT_INS = {"code", "gaia", "math", "mhqa", "router", "scenarios", "swe", "tau", "video"}
 PROJECT = Path(__file__).parents[2]
@@ -79,7 +80,7 @@ def run_in(folder: Path, *words: object, path: str = "") -> subprocess.Completed
 
 
 @pytest.mark.parametrize("program", [(ENVSERVER,), (sys.executable, "-m", "envserver")])
-@pytest.mark.parametrize("path", ["", "."])
+@pytest.mark.parametrize("path", first_of(".", ""))
 def test_all_built_ins_are_listed(program: tuple[object, ...], path: str, folder: Path) -> None:
     done = run_in(folder, *program, "list", path=path)
     assert done.returncode == 0, done.stderr
@@ -88,7 +89,7 @@ def test_all_built_ins_are_listed(program: tuple[object, ...], path: str, folder
     assert "cannot be" not in output
 
 
-@pytest.mark.parametrize("program", [(ENVSERVER,), (sys.executable, "-m", "envserver")])
+@pytest.mark.parametrize("program", first_of((sys.executable, "-m", "envserver"), (ENVSERVER,)))
 def test_a_built_in_runs(program: tuple[object, ...], folder: Path) -> None:
     done = run_in(
         folder, *program, "process", "--env", "math", "--model", "sim", "--env.total_steps", 1,
@@ -100,9 +101,10 @@ def test_a_built_in_runs(program: tuple[object, ...], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "path"), [("mine.py", ""), ("mine.py", "."), ("environments/mine.py", "")]
+    "place", first_of(("environments/mine.py", ""), ("mine.py", ""), ("mine.py", "."))
 )
-def test_an_environment_gets_the_users_packages(file: str, path: str, folder: Path) -> None:
+def test_an_environment_gets_the_users_packages(place: tuple[str, str], folder: Path) -> None:
+    file, path = place
     done = run_in(
         folder, ENVSERVER, "process", "--env", file, "--model", "sim",
         "--env.ensure_scores_are_not_same", "false", "--env.data_path_to_save_groups", "out.jsonl",

@@ -98,6 +98,7 @@ def test_each_side_is_one_exact_sequence(
             "process", "--env", f"{path}:HeldTau", "--env.domain", "mock",
             "--env.tau2_data", data, "--env.agents.user.trained", str(user_trained).lower(),
             "--openai.base_url", url, "--openai.model_name", vllm_server.model,
+            "--tokens.constraints", "all",
             "--sampling.max_tokens", 200, "--env.group_size", 2,
             "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
         )  # fmt: skip

@@ -193,6 +193,7 @@ def test_a_failed_check_shows_where(zoo: Path) -> None:
     assert "Checks FAILED" in ran.stdout
 
 
+@pytest.mark.thorough
 def test_math_passes(tmp_path: Path) -> None:
     ran = check("--env", "math", "--json", folder=tmp_path)
     found = json.loads(ran.stdout)

@@ -1,0 +1,338 @@
+"""A third round: walled programs, patches, answers, raw HTTP, web pages and a runner that lies.
+
+All of it meets the real parts. Nothing may be paid, end what others use, or get an answer of 500.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from envserver_environments.swe.cheats import result_of
+from envserver_environments.swe.env import Swe
+from envserver_records.records import SandboxSpec, Score, pack
+from support.api import REGISTRATION, Api, native_group, running_api, sequence
+from support.proxy_house import ASK, House, chat, house
+from support.sandboxes import sandboxes
+
+import envserver
+from envserver import SandboxLimits
+from envserver.rollouts.stream import group_id, stream_prefix
+
+from .test_proxy_fields import CHAT, RESPONSES, TEXT, send
+from .test_swe_public_cheats import GOLD, patch, public_task
+from .third_round_programs import MATH, PATCHES, SANDBOXED, SOLUTIONS, TEXTS
+
+GROUP = "application/vnd.envserver.group+msgpack"
+GROUPS = "application/vnd.envserver.group-list+msgpack"
+ZEROS = b"0" * 5000
+NINES = b"9" * 5000
+
+
+async def exchange(url: str, sent: bytes) -> bytes:
+    """Returns what comes back for these bytes until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(30):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+def request(path: str, body: bytes, *headers: bytes, method: str = "POST") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1".encode(), b"connection: close", *headers]
+    return b"\r\n".join([*lines, b"", b""]) + body
+
+
+def status(answer: bytes) -> int:
+    return int(answer.partition(b" ")[2][:3])
+
+
+BODY = json.dumps({"messages": ASK}).encode()
+CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+HOST, LENGTH = b"host: 127.0.0.1", b"content-length: %d" % len(BODY)
+FRAMES: dict[str, tuple[bytes, tuple[bytes, ...], int]] = {
+    "a length after 5,000 zeros": (BODY, (b"content-length: " + ZEROS + LENGTH[16:],), 200),
+    "a length of 5,000 digits": (BODY, (b"content-length: " + NINES,), 400),
+    "a retry of 5,000 digits": (BODY, (LENGTH, b"x-stainless-retry-count: " + NINES), 200),
+    "two lengths": (BODY, (LENGTH, b"content-length: 3"), 400),
+    "a negative length": (BODY, (b"content-length: -3",), 400),
+    "a length with a sign": (BODY, (b"content-length: +9",), 400),
+    "a length and chunks": (CHUNKED, (LENGTH, b"transfer-encoding: chunked"), 400),
+    "chunks of another name": (CHUNKED, (b"transfer-encoding: xchunked",), 400),
+    "a chunk of 2^72": (b"f" * 18 + b"\r\n" + BODY, (b"transfer-encoding: chunked",), 400),
+    "a zero byte in a header": (BODY, (LENGTH, b"x: a\0b"), 400),
+    "a folded header": (BODY, (LENGTH, b"x: a\r\n b"), 400),
+    "a space before the colon": (BODY, (LENGTH, b"content-length : 1"), 400),
+    "no gzip": (BODY, (LENGTH, b"content-encoding: gzip"), 400),
+    "gzip twice": (BODY, (LENGTH, b"content-encoding: gzip, gzip"), 400),
+    "an agent of no text": (BODY, (LENGTH, b"x-agent: \xff\xfe"), 400),
+    "another's key": (BODY, (LENGTH, b"authorization: Bearer OTHER"), 401),
+}
+
+
+@pytest.fixture
+async def home() -> AsyncIterator[House]:
+    async with house() as made:
+        yield made
+
+
+async def test_no_frame_of_http_reaches_another_rollout(home: House) -> None:
+    (victim, client), (attempt, _) = home.open(), home.open()
+    told = {}
+    for name, (body, headers, expected) in FRAMES.items():
+        sent = request(f"/r/{attempt.key}/v1/chat/completions", body, HOST, *headers)
+        answer = await exchange(home.url, sent.replace(b"OTHER", victim.key.encode()))
+        assert answer.count(b"HTTP/1.1 ") == 1, name
+        told[name] = (status(answer), expected)
+    assert {name: both for name, both in told.items() if both[0] != both[1]} == {}
+    assert not victim.calls
+    assert (await chat(client)).message.content
+
+
+async def test_no_path_leads_to_another_rollout(home: House) -> None:
+    (victim, client), (attempt, _) = home.open(), home.open()
+    key = victim.key
+    paths = [f"../{key}/v1/models", f"%2e%2e/{key}/v1/models", f"..%2f{key}/result"]
+    paths += ["v1//models", "v1/models%00", "V1/MODELS", "tokenize", "load_lora_adapter", "pause"]
+    for path in paths:
+        for method in ("GET", "POST"):
+            sent = request(f"/r/{attempt.key}/{path}", b"", HOST, method=method)
+            assert status(await exchange(home.url, sent)) == 404, path
+    for stranger in (key[:-1], key + "x", key.swapcase(), "", "%00", "*", "a" * 5000):
+        sent = request(f"/r/{stranger}/v1/models", b"", HOST, method="GET")
+        assert status(await exchange(home.url, sent)) == 404, stranger
+    assert (await chat(client)).message.content
+
+
+async def test_pipelined_calls_and_kept_connections_pass_no_limit(home: House) -> None:
+    attempt, _ = home.open(max_turns=2)
+    path = f"/r/{attempt.key}/v1/chat/completions"
+    one = request(path, BODY, HOST, LENGTH)
+    kept = one.replace(b"connection: close", b"connection: keep-alive")
+    answer = await exchange(home.url, kept * 11 + one)
+    assert answer.count(b"HTTP/1.1 200") == len(attempt.calls) == 2
+    home.proxy.seal(attempt)
+    assert status(await exchange(home.url, one)) == 409
+
+
+def schema(reference: str) -> dict[str, Any]:
+    inner = {"type": "object", "properties": {"a": {"$ref": reference}}}
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": inner}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": [2**31]}),
+        (TEXT, {"prompt": [[1], [2**63]]}),
+        (TEXT, {"prompt": [-1]}),
+        (CHAT, {"messages": ASK, "response_format": schema("http://169.254.169.254/x")}),
+        (CHAT, {"messages": ASK, "response_format": schema("file:///etc/passwd")}),
+        (CHAT, {"messages": ASK, "\uff50riority": 1}),
+        (CHAT, {"messages": ASK, "n": True}),
+        (CHAT, {"messages": [[]]}),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}),
+        (RESPONSES, {"input": "x", "previous_response_id": "resp_0"}),
+    ],
+)
+def test_no_such_field_reaches_the_engine(path: str, body: dict[str, Any]) -> None:
+    answered, _, asked = send(path, body)
+    assert (answered, asked) == (400, [])
+
+
+def test_a_schema_may_refer_to_itself() -> None:
+    answered, _, asked = send(CHAT, {"messages": ASK, "response_format": schema("#/properties")})
+    assert answered == 200
+    assert len(asked) == 1
+
+
+async def test_no_program_leaves_its_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLOVER", "plover-77")
+    (tmp_path / "secret").write_text("plover-77")
+    limits = SandboxLimits(
+        wall_seconds=4, cpu_seconds=1, memory_mb=128, disk_mb=16, inodes=512, processes=16,
+        open_files=64, output_kb=16,
+    )  # fmt: skip
+    async with sandboxes("namespace") as opened:
+
+        async def said(source: str) -> bytes:
+            async with opened.open(SandboxSpec(limits=limits)) as box:
+                program = f"SECRET = {str(tmp_path / 'secret')!r}\n{source}"
+                ran = await box.run_python(program, limits=limits)
+                after = await box.run_python("print('fine')", limits=limits)
+                assert after.stdout == b"fine\n" or ran.killed_by, source
+                return ran.stdout + after.stdout
+
+        outputs = await asyncio.gather(*map(said, SANDBOXED.values()))
+    through = [
+        name
+        for name, text in zip(SANDBOXED, outputs, strict=True)
+        if b"GOT" in text or b"plover" in text
+    ]
+    assert through == []
+
+
+@pytest.mark.parametrize("kind", ["literals", "methods", "variables"])
+async def test_no_patch_is_paid_for_less_than_a_repair(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Without the search for suspicious code."""
+    monkeypatch.setattr("envserver_environments.swe.grading.FRAUD", frozenset())
+    programs = {name: dedent(text) for name, text in PATCHES.items()} | {"a repair": GOLD}
+    async with sandboxes() as opened:
+        swe = Swe()
+        swe.sandboxes = opened
+        task = public_task(kind)
+        scores = await asyncio.gather(
+            *(swe.score(task, result_of(patch(text))) for text in programs.values())
+        )
+    paid = [name for name, score in zip(programs, scores, strict=True) if score.reward != 0.0]
+    assert paid == ["a repair"]
+
+
+def unpaid(environment: str, rows: list[dict[str, Any]]) -> None:
+    scored = envserver.score(environment, rows, processes=1).rows
+    assert [
+        (row.get("response", "")[:60], one["reward"], one["error"])
+        for row, one in zip(rows, scored, strict=True)
+        if one["reward"] or one["error"]
+    ] == []
+
+
+def test_no_solution_is_paid_that_computes_nothing() -> None:
+    function = {
+        "instruction": "i",
+        "entry_point": "f",
+        "code": "def f(x):\n    return [x, x + 1]",
+        "testcase": ["assert f(1) == [1, 2]", "assert f(2) == [2, 3]", "assert len(f(3)) == 2"],
+    }
+    pairs = [{"input": "1", "output": "17"}, {"input": "2", "output": "34"}]
+    tasks = (function, {"instruction": "i", "tests": pairs})
+    unpaid(
+        "code",
+        [
+            {"task": task, "response": f"```python\n{source}\n```"}
+            for source in SOLUTIONS.values()
+            for task in tasks
+        ],
+    )
+
+
+def test_no_formula_is_paid_that_is_not_the_answer() -> None:
+    unpaid("math", [{"task": {"question": "q", "answer": "#### 42"}, "response": t} for t in MATH])
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_text_is_paid_that_names_several_answers(name: str) -> None:
+    task, texts = TEXTS[name]
+    unpaid(name, [{"task": task, "response": text} for text in texts])
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Api]:
+    async with running_api(folder / "store.db") as api:
+        yield api
+
+
+@pytest.mark.parametrize("path", ["/register", "/v1/environments/x/groups", "/v1/runs"])
+async def test_no_header_makes_the_api_fail(tmp_path: Path, path: str) -> None:
+    headers = [
+        b"content-length: " + ZEROS + b"2",
+        b"content-length: 2\r\nlast-event-id: " + NINES,
+        b"content-length: 2\r\nrange: bytes=" + b"0-," * 5000,
+        b"content-length: 2\r\naccept-encoding: gzip;q=" + NINES,
+        b"content-length: 2\r\nauthorization: Bearer \xff\xfe",
+        b"content-length: 2\r\nauthorization: Basic " + b"=" * 5000,
+    ]
+    async with serving(tmp_path) as api:
+        for header in headers:
+            assert 200 <= status(await exchange(api.url, request(path, b"{}", HOST, header))) < 500
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"origin: null",
+        b"origin: http://127.0.0.1:9999",
+        b"origin: http://127.0.0.1.evil.example",
+        b"origin: file://",
+        b"sec-fetch-site: same-site",
+        b"sec-fetch-site: cross-site",
+        b"content-type: text/plain\r\norigin: http://evil.example",
+    ],
+)
+async def test_no_page_of_another_origin_changes_anything(tmp_path: Path, header: bytes) -> None:
+    body = json.dumps(REGISTRATION).encode()
+    length = b"content-length: %d" % len(body)
+    async with serving(tmp_path) as api:
+        answer = await exchange(api.url, request("/register", body, HOST, length, header))
+        assert status(answer) == 403
+        assert b"allow-origin" not in answer
+        assert (await api.get("/info"))["batch_size"] == -1
+
+
+async def test_a_runner_that_lies_stores_nothing_and_harms_nobody(tmp_path: Path) -> None:
+    def registration(name: str) -> dict[str, Any]:
+        facts = {"instance": f"instance-of-{name}", "env": "math", "split": "train", "seed": 0}
+        return {"name": name, "group_size": 2, **facts}
+
+    async with serving(tmp_path) as api:
+        liar, honest = [
+            (await api.http.post("/v1/environments", json=registration(name))).json()
+            for name in ("liar", "honest")
+        ]
+
+        async def post(content: bytes, key: str = liar["key"], kind: str = GROUP) -> Any:
+            place = f"/v1/environments/{liar['id']}/groups"
+            headers = {"x-environment-key": key, "content-type": kind}
+            return await api.http.post(place, content=content, headers=headers)
+
+        good = native_group(ID)
+        lies = [
+            lie(tokens=np.array([-1, 2, 3, 4, 5], np.int32)),
+            lie(tokens=np.array([1], np.int32)),
+            *(lie(logprobs=row(value)) for value in (np.nan, np.inf, -np.inf, 5.0)),
+            lie(mask=np.array([0, 7, 1, 1, 1], np.uint8)),
+            lie(versions=np.full(5, 2**31 - 1, np.int32)),
+            lie(calls=np.full(5, 10**6, np.int32)),
+            *(native_group(ID, score=Score(reward=value)) for value in (float("nan"), 1e308, -1.0)),
+            native_group(ID, trajectories=0),
+            native_group(ID, env="gaia"),
+            native_group("../../etc/passwd\0"),
+        ]
+        wrong = [msgspec.structs.replace(good, index=2**62), msgspec.structs.replace(good, seed=1)]
+        wrong.append(msgspec.structs.replace(good, created_at=float("nan")))
+        sent = [*map(pack, lies + wrong), b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 5000]
+        for number, content in enumerate(sent):
+            alone = await post(content)
+            listed = await post(msgspec.msgpack.encode([content]), kind=GROUPS)
+            assert (alone.status_code, listed.status_code) == (422, 200), (number, alone.text)
+            assert len(listed.json()["refused"]) == 1, number
+        assert (await post(pack(good), key=honest["key"])).status_code == 401
+        assert (await api.get("/v1/status"))["groups"]["queued"] == 0
+        assert (await post(pack(good))).status_code == 200
+        assert (await api.get("/v1/status"))["groups"]["queued"] == 1
+
+
+ID = group_id(stream_prefix("math", "train", 0), 0, "task-1")
+
+
+def row(value: float) -> Any:
+    return np.array([0, 0, value, value, value], np.float32)
+
+
+def lie(**changes: Any) -> Any:
+    """A group whose rows are wrong."""
+    return native_group(ID, sequences=[msgspec.structs.replace(sequence(), **changes)])
