@@ -85,14 +85,16 @@ class Caller:
 
     Args:
         group_id: the group whose rollouts are compared with this one.
-        task: the public part of the task.
+        task: with its hidden part; the agent sees only what the service returns.
         flag: adds a flag to the trajectory, such as "web_leak_dropped".
+        state: what `Services.state` made for this attempt; None without it.
     """
 
     rollout_id: str
     group_id: str
-    task: PublicTask
+    task: Task
     flag: Callable[[str], object]
+    state: Any = None
 
 
 Service = Callable[[dict[str, Any], Caller], Awaitable[Any]]
@@ -101,9 +103,17 @@ ServiceError, or any other exception, is the server's failure, and the rollout i
 
 
 class Services(dict[str, Service]):
-    """Services by name, with their counters and what they showed.
+    """Services by name, with the state of each rollout, their counters and what they showed.
+
+        def services(self):
+            return nullcontext(Services({"guess": guess}, state=lambda task: Game(task.hidden)))
 
     Args:
+        state: makes what one attempt at a task keeps on the server: a game, a simulated user. It is
+            called at the attempt's first request to a service, which finds the state, as all later
+            ones do, in `caller.state`. If it is an async context manager, it is entered then, left
+            when the attempt has ended and none of its requests runs any more, and `caller.state` is
+            what it returns. It must not block the server's event loop.
         counts: returns the number of requests since the start, by name, for `/metrics`.
         shown: returns what the rollouts of a group (by id) were shown, JSON-like. It is stored
             with the group so that a later run can be compared. Called once a group, at its end.
@@ -113,10 +123,12 @@ class Services(dict[str, Service]):
         self,
         services: Mapping[str, Service],
         *,
+        state: Callable[[Task], Any] | None = None,
         counts: Callable[[], Mapping[str, float]] = dict,
         shown: Callable[[str], dict[str, Any]] = lambda group_id: {},
     ) -> None:
         super().__init__(services)
+        self.state = state
         self.counts = counts
         self.shown = shown
 
@@ -336,10 +348,12 @@ class Environment(abc.ABC):
         return {}
 
     def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
-        """Runs services on the server for its agents: network access, API keys, large indexes.
+        """Runs services on the server for its agents: network access, API keys, large indexes, and
+        whatever needs the hidden part of a task during a rollout (a game's secret, a simulated
+        user). A service gets the hidden part as `caller.task.hidden`; the worker never does.
 
-        Names may contain slashes ("tavily/search"). If the mapping is a `Services`, its counters
-        are in `/metrics` and groups record what agents were shown.
+        Names may contain slashes ("tavily/search"). If the mapping is a `Services`, each rollout
+        can have its own state, counters are in `/metrics` and groups record what agents were shown.
 
         The server enters the block once at its start and leaves it at its end. A service runs on
         the server's event loop and must not block it. It is cancelled when the attempt that called

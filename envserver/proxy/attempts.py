@@ -29,7 +29,7 @@ from envserver_records.errors import (
     SandboxUnavailable,
     ServiceError,
 )
-from envserver_records.records import Call, PublicTask, ServiceCall
+from envserver_records.records import Call, ServiceCall, Task
 
 from ..actions import Steps
 from ..telemetry.log_budget import LogBudget
@@ -78,6 +78,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         env_reference: what a worker loads the environment from.
+        task: with its hidden part, for services; `worker.rollout_body` leaves that out.
         deadline: seconds, as `time.time()`.
         group_id: the group of rollouts that this one is compared with; "" for none.
         sampling: `temperature`, `top_p` (both forced) and `max_tokens` (a cap).
@@ -90,7 +91,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     env: str
     env_reference: str
     env_config: dict[str, Any]
-    task: PublicTask
+    task: Task
     model: str
     deadline: float
     limits: Limits

@@ -172,6 +172,7 @@ class Proxy:
         """Ends an attempt: requests in flight are stopped, later ones get 409 (404 after a
         minute)."""
         attempt.seal()
+        self._services.seal(attempt)
         if self._sandboxes is not None:
             self._sandboxes.seal(attempt)
         if self._attempts.pop(attempt.key, None) is not None:
@@ -186,6 +187,7 @@ class Proxy:
         """Waits until nothing of a sealed attempt runs; returns its sandbox usage, None without
         any.
         """
+        await self._services.settle(attempt)
         return await self._sandboxes.settle(attempt) if self._sandboxes is not None else None
 
     def open_guest(self) -> str:

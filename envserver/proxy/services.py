@@ -2,13 +2,15 @@
 
 `POST tools/{name}` takes and returns a JSON object; errors look as everywhere. Only the environment
 knows what a service does (`Environment.services`). A failure that is not the agent's fault is
-recorded before the agent sees it, since the agent may hide it.
+recorded before the agent sees it, since the agent may hide it. What a service keeps for one attempt
+is `service_state.AttemptState`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +22,7 @@ from envserver_records.records import ServiceCall
 from ..environment import Caller, Service, Services
 from .asgi import Interrupted, Interrupts, Receive, Scope, Send, parse_object, read_body, send_bytes
 from .attempts import ProxyAttempt, ended
+from .service_state import AttemptState
 
 TOOLS_PREFIX = "tools/"
 MOST_CALLS = 2000
@@ -40,6 +43,7 @@ class ServiceRouter:
         self._services = services
         self._known = services if isinstance(services, Services) else Services(services)
         self._places: WeakKeyDictionary[ProxyAttempt, asyncio.Semaphore] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[ProxyAttempt, AttemptState] = WeakKeyDictionary()
 
     def counts(self) -> Mapping[str, float]:
         """Returns what the services counted since the start, by name."""
@@ -48,6 +52,23 @@ class ServiceRouter:
     def shown(self, group_id: str) -> dict[str, Any]:
         """Returns what the services showed to the rollouts of a finished group."""
         return self._known.shown(group_id)
+
+    def seal(self, attempt: ProxyAttempt) -> None:
+        """Lets the attempt's state go: its requests are stopped, or are about to be."""
+        if (state := self._states.get(attempt)) is not None:
+            state.seal()
+
+    async def settle(self, attempt: ProxyAttempt) -> None:
+        """Waits until the state of a sealed attempt is left."""
+        if (state := self._states.get(attempt)) is not None:
+            await state.settle()
+
+    async def close(self) -> None:
+        """Leaves the states that are still open, at the end of the server."""
+        states = list(self._states.values())
+        for state in states:
+            state.seal()
+        await asyncio.gather(*(state.settle() for state in states))
 
     async def answer(
         self, attempt: ProxyAttempt, name: str, scope: Scope, receive: Receive, send: Send
@@ -100,28 +121,48 @@ class ServiceRouter:
         attempt.working(interrupts)
         try:
             async with interrupts, places:
-                return await _asked(attempt, name, service, arguments)
+                return await _asked(attempt, name, service, arguments, self._state(attempt))
         finally:
             attempt.done(interrupts)
 
+    def _state(self, attempt: ProxyAttempt) -> AbstractAsyncContextManager[Any]:
+        """Returns a block in which the attempt's state is open."""
+        make = self._known.state
+        if make is None:
+            return nullcontext()
+        state = self._states.get(attempt)
+        if state is None:
+            if attempt.sealed:
+                raise ended()
+            task = attempt.spec.task
+            state = AttemptState(lambda: make(task), attempt.spec.rollout_id)
+            self._states[attempt] = state
+        return state.used()
+
 
 async def _asked(
-    attempt: ProxyAttempt, name: str, service: Service, arguments: dict[str, Any]
+    attempt: ProxyAttempt,
+    name: str,
+    service: Service,
+    arguments: dict[str, Any],
+    opened: AbstractAsyncContextManager[Any],
 ) -> bytes:
     """
     Raises:
         UsageError, LimitReached: the request is at fault.
-            ServiceError: the service is at fault.
+        ServiceError: the service, or the state that it needs, is at fault.
     """
     spec = attempt.spec
-    caller = Caller(
-        rollout_id=spec.rollout_id,
-        group_id=spec.group_id,
-        task=spec.task,
-        flag=lambda word: _flag(attempt, word),
-    )
     try:
-        body = orjson.dumps(await service(arguments, caller))
+        async with opened as state:
+            caller = Caller(
+                rollout_id=spec.rollout_id,
+                group_id=spec.group_id,
+                task=spec.task,
+                flag=lambda word: _flag(attempt, word),
+                state=state,
+            )
+            body = orjson.dumps(await service(arguments, caller))
     except (UsageError, LimitReached, ServiceError):
         raise
     except Exception as error:

@@ -22,7 +22,7 @@ from envserver_records.errors import (
     ScorerError,
     Straggler,
 )
-from envserver_records.records import Group, Message, PublicTask, Result, Score, Task, Trajectory
+from envserver_records.records import Group, Message, Result, Score, Task, Trajectory
 from structlog.contextvars import bind_contextvars
 
 from ..config import EnvironmentConfig, RolloutsConfig, SamplingConfig
@@ -319,7 +319,7 @@ async def run_once(
     """Runs one attempt of a rollout, without scoring it."""
     with _demonstrated(context, request.task, rollout_id):
         return await run_attempt(
-            attempt_spec(context, request.task.without_hidden(), rollout_id, attempt),
+            attempt_spec(context, request.task, rollout_id, attempt),
             proxy=context.proxy,
             proxy_url=context.proxy_url,
             pool=context.pool,
@@ -361,9 +361,7 @@ def _solution(
         ) from error
 
 
-def attempt_spec(
-    context: RolloutContext, task: PublicTask, rollout_id: str, attempt: int
-) -> AttemptSpec:
+def attempt_spec(context: RolloutContext, task: Task, rollout_id: str, attempt: int) -> AttemptSpec:
     """Describes an attempt that starts now, for the proxy and the worker."""
     config = context.environment.config
     return AttemptSpec(

@@ -132,6 +132,7 @@ async def rollout_context(
             services=services,
             bounds=AttemptBounds.of(settings.workers),
         )
+        stack.push_async_callback(proxy.services.close)
         server = await serve_proxy(proxy)
         stack.push_async_callback(server.close)
         scorer = ScorerPool(

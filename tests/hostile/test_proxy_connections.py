@@ -26,7 +26,7 @@ from support.commands import ENVSERVER, environment_variables, read_jsonl
 from support.serving import attempt_spec as small_spec
 from support.waiting import until
 
-from envserver import PublicTask, ServerConfig, Settings, SimConfig, WorkersConfig
+from envserver import ServerConfig, Settings, SimConfig, Task, WorkersConfig
 from envserver.api.access.connections import HttpBounds
 from envserver.api.proxy_server import serve_proxy
 from envserver.models import SimEngine
@@ -67,7 +67,7 @@ async def server() -> AsyncIterator[RolloutContext]:
 
 
 async def run(parts: RolloutContext, do: str, seconds: float = 300) -> Finished:
-    spec = attempt_spec(parts, PublicTask("t", {"do": do}), f"{do}-{next(_numbers)}", 1)
+    spec = attempt_spec(parts, Task("t", {"do": do}), f"{do}-{next(_numbers)}", 1)
     return await run_attempt(
         msgspec.structs.replace(spec, deadline=time.time() + seconds),
         proxy=parts.proxy,
@@ -179,7 +179,7 @@ async def test_heads_and_bodies_that_stop_are_closed() -> None:
         server = await serve_proxy(proxy, short)
         sandbox = WorkerSandbox(backend="namespace", port=server.port, memory_mb=400, disk_mb=32)
         pool = LocalPool(WorkersConfig(), [ZOO], sandbox=sandbox, listen=server.serve_worker)
-        task = PublicTask("t", {"do": "slow"})
+        task = Task("t", {"do": "slow"})
         spec = msgspec.structs.replace(
             small_spec(), env_reference=ZOO, env_config={}, task=task, model="sim"
         )

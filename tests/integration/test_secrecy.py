@@ -71,3 +71,75 @@ def test_no_answer_and_no_secret_is_anywhere_in_a_workers_memory(tmp_path: Path)
             assert hidden.encode() not in memory
     assert SECRET not in (tmp_path / "out.jsonl").read_text() + ran.stdout + ran.stderr
     assert len(read_jsonl(tmp_path / "out.jsonl")) == 3
+
+
+GUESSER = '''
+import re
+from contextlib import nullcontext
+from hashlib import sha256
+from envserver import Environment, Score, Services, Task
+
+CANARY = re.compile(rb"canary-[0-9a-f]{16}")
+
+class Guesser(Environment):
+    """Asks about a secret that only the server has, and looks for it in all of its own memory."""
+
+    isolation = "sandboxed"
+
+    def tasks(self, split):
+        for n in range(2):
+            secret = sha256(b"secret %d" % n).hexdigest()[:16]
+            yield Task(f"guess-{n}", {"question": "Which?"}, {"secret": f"canary-{secret}"})
+
+    def demonstration(self, task):
+        return [{"role": "assistant", "content": "a"}]
+
+    def services(self):
+        return nullcontext(Services({"has": self.has}, state=lambda task: {"asked": 0}))
+
+    async def has(self, arguments, caller):
+        caller.state["asked"] += 1
+        return {"yes": arguments["text"] in caller.task.hidden["secret"], **caller.state}
+
+    async def rollout(self, task, run):
+        planted = bytearray(b"canary-") + b"0" * 16
+        reply = await run.chat([{"role": "user", "content": task.public["question"]}])
+        texts = ("canary-", reply.content)
+        answers = [await run.call_tool("has", {"text": text}) for text in texts]
+        found = set()
+        with open("/proc/self/mem", "rb") as memory:
+            for line in open("/proc/self/maps"):
+                place = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", line)
+                if place and "[v" not in line:
+                    start, end = (int(part, 16) for part in place.groups())
+                    memory.seek(start)
+                    try:
+                        found.update(CANARY.findall(memory.read(end - start)))
+                    except OSError:
+                        pass
+        return {"found": sorted(one.decode() for one in found), "answers": answers}
+
+    def score(self, task, result):
+        return Score(reward=float(result.output["answers"][0]["yes"]))
+'''
+
+
+def test_a_service_knows_the_secret_and_a_sandboxed_worker_never_holds_it(tmp_path: Path) -> None:
+    (tmp_path / "guesser.py").write_text(GUESSER)
+    ran = envserver(
+        "process", "--env", "guesser.py", "--model", "sim", "--env.group_size", 2,
+        "--workers.heartbeat_seconds", 60,  # reading all memory holds the worker up
+        "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 2
+    for group in groups:
+        for rollout in group["envserver"]["rollouts"]:
+            output = rollout["output"]
+            assert [answer["asked"] for answer in output["answers"]] == [1, 2]
+            # All of its memory was read: what it planted itself is found, and nothing else.
+            assert output["found"] == ["canary-" + "0" * 16]
+    for n in range(2):
+        secret = hashlib.sha256(b"secret %d" % n).hexdigest()[:16]
+        assert secret not in (tmp_path / "out.jsonl").read_text()

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
-from envserver_records.records import PublicTask
+from envserver_records.records import Task
 
 from envserver.proxy import AttemptSpec, Limits
 from envserver.proxy.attempts import AgentRoute
@@ -50,7 +50,7 @@ def attempt_spec(
         env="addition",
         env_reference="addition",
         env_config={"digits": 3},
-        task=PublicTask("add-1", {"question": "1+1?"}),
+        task=Task("add-1", {"question": "1+1?"}),
         model="tiny",
         deadline=time.time() + seconds,
         limits=Limits(max_turns, max_completion_tokens),

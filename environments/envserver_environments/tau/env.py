@@ -307,7 +307,7 @@ class Tau(Environment):
         changed = criteria.model_copy(update={"reward_basis": basis})
         return task.model_copy(update={"evaluation_criteria": changed})
 
-    def _assertions(self, task: PublicTask) -> Sequence[str]:
+    def _assertions(self, task: Task) -> Sequence[str]:
         known = _task_of(self._domain(task.public["domain"]), task.public["task"]["id"])
         criteria = known.evaluation_criteria
         return (criteria.nl_assertions if criteria else None) or ()

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from envserver import Caller, InputError, PublicTask, Service, ServiceError
+from envserver import Caller, InputError, Service, ServiceError, Task
 
 from .agent import JUDGE
 from .prompts import judge_messages
@@ -56,7 +56,7 @@ class _Verdicts(BaseModel):
 
 @contextlib.asynccontextmanager
 async def judge_services(
-    model: JudgeModel, assertions_of: Callable[[PublicTask], Sequence[str]]
+    model: JudgeModel, assertions_of: Callable[[Task], Sequence[str]]
 ) -> AsyncIterator[Mapping[str, Service]]:
     """Returns the service `judge`, which calls `model`.
 

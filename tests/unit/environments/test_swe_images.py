@@ -22,11 +22,11 @@ from support.serving import attempt_spec
 from envserver import (
     ConfigError,
     InputError,
-    PublicTask,
     Reply,
     SandboxConfig,
     Sandboxes,
     SandboxSpec,
+    Task,
 )
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.sandbox import Open, SandboxService, WatchedSandboxes, service
@@ -185,7 +185,7 @@ async def test_nothing_but_names_reaches_the_command_line(
 
 
 async def test_an_attempt_gets_the_image_of_its_own_task_only(containers: Sandboxes) -> None:
-    spec = msgspec.structs.replace(attempt_spec(), task=PublicTask("t", {"image": IMAGE}))
+    spec = msgspec.structs.replace(attempt_spec(), task=Task("t", {"image": IMAGE}))
     for images, image, allowed in (
         (True, IMAGE, True),
         (True, "", True),

@@ -361,7 +361,7 @@ async def test_the_judge_is_asked_by_the_server_only(tau2: Path, met: bool) -> N
         )
         environment = Tau(config)
         task = next(task for task in environment.tasks("train") if task.id == "mock/kind")
-        caller = Caller("r", "g", task.without_hidden(), lambda word: None)
+        caller = Caller("r", "g", task, lambda word: None)
         async with environment.services() as services:
 
             async def judged(messages: list[Message]) -> Any:

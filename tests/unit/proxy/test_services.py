@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from envserver_records.errors import ConflictError
 from envserver_tools.web import WebSettings, services_of
@@ -17,7 +18,15 @@ from support.serving import attempt_spec, serving
 from support.waiting import until
 from support.websites import KEY, websites
 
-from envserver import Caller, InputError, LimitReached, OpenAIConfig, PublicTask, ServiceError
+from envserver import (
+    Caller,
+    InputError,
+    LimitReached,
+    OpenAIConfig,
+    PublicTask,
+    ServiceError,
+    Task,
+)
 from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt
 from envserver.rollouts import ending_limit
@@ -34,9 +43,11 @@ class Desk:
         self.url = url
         self.http = http
 
-    def open(self, seconds: float = 30.0) -> tuple[ProxyAttempt, AttemptRun]:
-        attempt = self.proxy.open(attempt_spec(seconds=seconds))
-        spec = attempt.spec
+    def open(
+        self, seconds: float = 30.0, task: Task | None = None
+    ) -> tuple[ProxyAttempt, AttemptRun]:
+        spec = attempt_spec(seconds=seconds)
+        attempt = self.proxy.open(msgspec.structs.replace(spec, task=task or spec.task))
         job = Job(
             rollout_id=spec.rollout_id,
             attempt=1,

@@ -28,7 +28,6 @@ from support.worker_standin import alive
 
 from envserver import (
     Group,
-    PublicTask,
     Result,
     SandboxError,
     SandboxSpec,
@@ -87,7 +86,7 @@ async def run(
     isolation: Any = None,
     seconds: float = 600.0,
 ) -> Finished:
-    task = PublicTask("t", {"do": do, "marker": marker})
+    task = Task("t", {"do": do, "marker": marker})
     spec = attempt_spec(parts, task, f"{do}-{next(_numbers)}", 1)
     return await run_attempt(
         msgspec.structs.replace(spec, deadline=time.time() + seconds),
@@ -382,7 +381,7 @@ async def post(url: str, body: bytes) -> tuple[int, bytes]:
 
 async def test_a_hostile_worker_is_refused(zoo: RolloutContext) -> None:
     encode = msgspec.msgpack.encode
-    task = PublicTask("t", {})
+    task = Task("t", {})
     mine, other = (zoo.proxy.open(attempt_spec(zoo, task, name, 1)) for name in ("a", "b"))
     my_url, other_url = (f"{zoo.proxy_url}/r/{one.key}/sandbox" for one in (mine, other))
     command = encode(Exec(argv=["id"], stdin=b"", cwd="/", env=None, limits=None))
@@ -425,7 +424,7 @@ async def test_a_hostile_worker_is_refused(zoo: RolloutContext) -> None:
 
 async def test_an_attempt_that_is_sealed_interrupts_what_it_asks(zoo: RolloutContext) -> None:
     marker = marked()
-    attempt = zoo.proxy.open(attempt_spec(zoo, PublicTask("t", {}), "sealed", 1))
+    attempt = zoo.proxy.open(attempt_spec(zoo, Task("t", {}), "sealed", 1))
     url = f"{zoo.proxy_url}/r/{attempt.key}/sandbox"
     _, body = await post(f"{url}/open", msgspec.msgpack.encode(Open()))
     name = msgspec.msgpack.decode(body, type=Opened).id
@@ -458,7 +457,7 @@ async def test_limits_are_cut_down_one_by_one() -> None:
 
 
 async def test_a_spec_may_say_less_than_the_environments(zoo: RolloutContext) -> None:
-    attempt = zoo.proxy.open(attempt_spec(zoo, PublicTask("t", {}), "less", 1))
+    attempt = zoo.proxy.open(attempt_spec(zoo, Task("t", {}), "less", 1))
     try:
         url = f"{zoo.proxy_url}/r/{attempt.key}/sandbox"
         wanted = SandboxSpec(limits=SandboxLimits(wall_seconds=0.3))

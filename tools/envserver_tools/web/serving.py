@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from envserver import Caller, ConfigError, InputError, PublicTask, Service, ServiceError, Services
+from envserver import Caller, ConfigError, InputError, Service, ServiceError, Services, Task
 
 from ..calling import Tool, ToolError, use_tool
 from .fetching import ProviderFailed
@@ -30,7 +30,7 @@ Asking = Callable[[str, dict[str, Any]], Awaitable[Any]]
 """`run.call_tool`."""
 
 
-def question_of(task: PublicTask) -> str:
+def question_of(task: Task) -> str:
     """The task's question, where it has one."""
     return str(task.public.get("question", ""))
 
@@ -40,7 +40,7 @@ async def services_of(
     settings: WebSettings,
     *,
     key: str | None = None,
-    question: Callable[[PublicTask], str] = question_of,
+    question: Callable[[Task], str] = question_of,
 ) -> AsyncIterator[Services]:
     """Returns services for `Environment.services`.
 
