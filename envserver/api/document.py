@@ -89,7 +89,7 @@ def _lift(part: Any, schemas: Json) -> None:
 _STYLE: Final = (
     "body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
     "pre{background:#f4f4f4;padding:.6rem;overflow:auto}summary{cursor:pointer;padding:.2rem 0}"
-    "code{font-size:14px}td{padding:.1rem .8rem .1rem 0;vertical-align:top}"
+    "code{font-size:14px;margin-right:.6rem}td{padding:.1rem .8rem .1rem 0;vertical-align:top}"
 )
 _LINK: Final = r'<a href="#\1">\1</a>'
 _REFERENCE: Final = re.compile(r"&quot;#/components/schemas/([^&]+)&quot;")
@@ -119,7 +119,9 @@ def docs_page(document: Json) -> str:
 
 
 def _operation(method: str, path: str, operation: Json) -> str:
-    description = html.escape(operation.get("description", "")).replace("\n\n", "<p>")
+    words = operation.get("description", "")
+    description = html.escape(words).replace("\n\n", "<p>")
+    sentence = html.escape(words.partition("\n\n")[0].partition(". ")[0].rstrip("."))
     parts = [f"<p>{description}</p>"]
     if parameters := operation.get("parameters"):
         parts.append(f"<h4>Parameters</h4>{_json(parameters)}")
@@ -134,7 +136,8 @@ def _operation(method: str, path: str, operation: Json) -> str:
         text = html.escape(f"{answer['description']} {f'({kinds})' if kinds else ''}")
         parts.append(f"<div><b>{status}</b> {text}{shown}</div>")
     name = html.escape(f"{method} {path}")
-    return f"<details><summary><code>{name}</code></summary>{''.join(parts)}</details>"
+    summary = f"<summary><code>{name}</code> {sentence}</summary>"
+    return f"<details>{summary}{''.join(parts)}</details>"
 
 
 def _json(value: Any) -> str:

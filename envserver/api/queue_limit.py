@@ -47,6 +47,7 @@ class QueueLimit:
             await self._check()
             return await endpoint(request)
 
+        answer.__doc__ = endpoint.__doc__  # for the OpenAPI document
         return answer
 
     async def _check(self) -> None:

@@ -70,30 +70,36 @@ def atropos_routes(service: AtroposService, posts: Mapping[str, Endpoint]) -> AP
 def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
     @router.get("/")
     async def root() -> Response:
+        """Identifies the protocol to its clients."""
         return _json({"message": "AtroposLib API"})
 
     @router.post("/register", openapi_extra=request_body(Registration))
     async def register(request: Request) -> Response:
+        """Registers the trainer; environments may register from then on."""
         number = await service.register(await read_body(request, _REGISTRATION))
         # 128 bits: more than orjson can write.
         return _encoded(json.dumps({"uuid": number}).encode())
 
     @router.get("/info")
     async def info() -> Response:
+        """Returns the trainer's batch size and maximum number of tokens, -1 before it registers."""
         state = service.state
         return _json({"batch_size": state.batch_size, "max_token_len": state.max_token_len})
 
     @router.get("/wandb_info")
     async def wandb_info() -> Response:
+        """Returns the trainer's W&B group and project."""
         return _json({"group": service.state.wandb_group, "project": service.state.wandb_project})
 
     @router.get("/status")
     async def status() -> Response:
+        """Returns the trainer's step, and how many groups wait."""
         queue_size = await service.queue_size()
         return _json({"current_step": service.state.step, "queue_size": queue_size})
 
     @router.get("/batch", responses=_errors(507))
     async def batch(request: Request) -> Response:
+        """Returns a batch of groups, or null if too few wait."""
         if not service.state.registered:
             return _not_registered()
         leased = request.headers.get("x-envserver-ack", "").strip().lower() == "lease"
@@ -105,13 +111,15 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
 
     @router.post("/ack", openapi_extra=request_body(LeaseIdentifier), responses=_errors(404, 409))
     async def ack(request: Request) -> Response:
+        """Acknowledges a batch that was leased with `X-Envserver-Ack: lease`."""
         await service.acknowledge((await read_body(request, _LEASE)).lease_id)
         return _json({"status": "success"})
 
     @router.get("/reset_data", response_class=PlainTextResponse)
     async def reset_data() -> Response:
-        """Forgets the trainer, the environments and the waiting groups that only this trainer
-        gets; groups that open shared runs under /v1/runs wait for stay.
+        """Forgets the trainer, the environments and the groups that wait for this trainer only.
+
+        Groups for which shared runs of `/v1/runs` wait, too, stay.
         """
         await service.reset()
         return PlainTextResponse("Reset successful")
@@ -120,6 +128,7 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
 def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
     @router.post("/register-env", openapi_extra=request_body(EnvironmentRegistration))
     async def register_env(request: Request) -> Response:
+        """Registers an environment, once a trainer is registered."""
         wanted = await read_body(request, _ENVIRONMENT)
         env_id = await service.register_environment(wanted)
         if env_id is None:
@@ -139,6 +148,7 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
 
     @router.post("/disconnect-env", openapi_extra=request_body(EnvironmentIdentifier))
     async def disconnect_env(request: Request) -> Response:
+        """Deregisters an environment."""
         identifier = await read_body(request, _IDENTIFIER)
         if await service.disconnect(identifier.env_id):
             return _json({"status": "success"})
@@ -150,6 +160,7 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
         responses=_errors(404),
     )
     async def status_env(request: Request) -> Response:
+        """Returns the step, how many groups wait, and an environment's share of the batches."""
         identifier = await read_body(request, _IDENTIFIER)
         status = await service.environment_status(identifier.env_id)
         return _json(msgspec.structs.asdict(status))
@@ -160,6 +171,7 @@ def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
     threads = ThreadPoolExecutor(_READERS, "posts")
 
     async def scored_data(request: Request) -> Response:
+        """Stores one group."""
         groups = await _groups(request, _one_group, service, threads)
         buffered = (await service.post(groups, _key(request)))[0]
         if buffered is None:
@@ -167,6 +179,7 @@ def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
         return _json({"status": "buffered", "buffer_size": buffered})
 
     async def scored_data_list(request: Request) -> Response:
+        """Stores several groups."""
         groups = await _groups(request, read_groups, service, threads)
         answers = await service.post(groups, _key(request))
         buffered = [answer for answer in answers if answer is not None]
@@ -187,6 +200,7 @@ def _add_group_routes(
 
     @router.get("/latest_example")
     async def latest_example() -> Response:
+        """Returns the group that was posted last."""
         latest = await service.latest()
         return _json({key: [] for key in _NO_EXAMPLE}) if latest is None else _encoded(latest)
 

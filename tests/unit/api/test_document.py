@@ -64,6 +64,7 @@ async def test_the_document_has_the_errors_of_every_route(tmp_path: Path) -> Non
     for path, operations in paths.items():
         for operation in operations.values():
             assert {"401", "403", "429", "503"} <= set(operation["responses"]), path
+            assert operation.get("description"), path
 
 
 async def test_the_page_needs_no_other_host(tmp_path: Path) -> None:
