@@ -142,6 +142,9 @@ class OpenAIConfig(Section):
     """vllm: requests token ids and logprobs; openai: text only, unsuitable for RL."""
     mode: Mode = "auto"
     """Request mode; auto: the first supported of tokens, completions, chat, opaque."""
+    default_template_kwargs: dict[str, Any] | None = None
+    """Variables that the engine gives to every chat template (vLLM's
+    `--default-chat-template-kwargs`); unset: found by comparing prompts."""
 
     @field_validator("base_url")
     @classmethod

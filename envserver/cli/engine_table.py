@@ -40,12 +40,14 @@ class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         tokenizer: the folder of the model's tokenizer and chat template.
+        template_kwargs: variables that the engine gives to every chat template, as told or found.
         not_stitched: why conversations cannot be continued from recorded tokens.
     """
 
     url: str
     probe_result: ProbeResult
     tokenizer: Path | None
+    template_kwargs: dict[str, Any]
     not_stitched: str | None
 
 
@@ -82,6 +84,7 @@ def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None
             "url": one.url,
             **msgspec.to_builtins(one.probe_result),
             "tokenizer": str(one.tokenizer) if one.tokenizer else None,
+            "template_kwargs": one.template_kwargs,
             "stitching": one.not_stitched is None,
             "not_stitched": one.not_stitched,
         }
@@ -138,6 +141,8 @@ def _rows(probed: ProbedEngine) -> Iterator[tuple[str, str]]:
     yield "pause, resume", _yes(probe_result.pausable)
     yield "metrics", _yes(probe_result.metrics)
     yield "tokenizer", str(probed.tokenizer) if probed.tokenizer else "not found"
+    if probed.template_kwargs:
+        yield "template variables", orjson.dumps(probed.template_kwargs).decode()
     yield "stitching", _stitching(probed)
 
 

@@ -61,10 +61,12 @@ async def _probe(url: str, settings: ProbeSettings) -> ProbedEngine:
     async with OpenAIEngine(config, tries=_TRIES) as engine:
         model = await engine.model_name()
         probe_result = await probe(engine, wanted=config.mode, model=model)
-    capabilities = await asyncio.to_thread(capabilities_of, probe_result, settings.tokens)
+    told = config.default_template_kwargs
+    capabilities = await asyncio.to_thread(capabilities_of, probe_result, settings.tokens, told)
     return ProbedEngine(
         url=url,
         probe_result=probe_result,
         tokenizer=capabilities.folder,
+        template_kwargs=capabilities.format.defaults if capabilities.format else {},
         not_stitched=capabilities.why_not or None,
     )

@@ -50,6 +50,8 @@ class ModelEntry(Section):
     """Price of a million prompt tokens, for the costs that `evaluate` shows."""
     completion_price: float | None = Field(default=None, ge=0)
     """Price of a million completion tokens."""
+    default_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the engine gives to every chat template: `{enable_thinking: false}`."""
     vllm_args: tuple[str, ...] = ()
     """Further arguments for vLLM's command line."""
     local_args: tuple[str, ...] = ()

@@ -47,6 +47,8 @@ TOOLS = [
     }
 ]
 _THINKING = [{"role": "user", "content": "<think>\nOne and one.\n</think>\n\nTwo."}]
+_THINKS = {"enable_thinking": True, "thinking": True}
+"""Template variables that switch reasoning on, by the names of several families."""
 _PLAIN: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 4}
 _EXACT: dict[str, Any] = {**_PLAIN, "return_token_ids": True, "logprobs": True}
 _EXACT_WITH_TOP: dict[str, Any] = {**_EXACT, "top_logprobs": 5}
@@ -204,14 +206,21 @@ async def _try_derender(ask: ProbeClient, chat: ChatProbe) -> tuple[bool, bool]:
         message, *_ = await _derender(ask, [spoken], None)
     except NotSupported:
         # A configured parser needs the request.
-        rendered = await _scale_out(ask, RENDER, {**chat.body, "messages": _THINKING})
-        thought_ids = convert(rendered.get("token_ids"), list[int], RENDER)
-        message, thought, *_ = await _derender(ask, [spoken, thought_ids], chat.body)
-        has_parser, has_reasoning = True, thought.has_reasoning
+        message, *_ = await _derender(ask, [spoken], chat.body)
+        has_parser, has_reasoning = True, await _finds_reasoning(ask, chat)
     only_end = ended and len(ids) == 1
     if not only_end and not message.same(chat.choice.message or ProbeMessage()):
         raise NotSupported(f"{DERENDER} makes another message of the same ids than a chat call.")
     return has_parser, has_reasoning
+
+
+async def _finds_reasoning(ask: ProbeClient, chat: ChatProbe) -> bool:
+    """Returns whether the engine separates reasoning, also if its template's default is none."""
+    rendered = await _scale_out(ask, RENDER, {**chat.body, "messages": _THINKING})
+    thought_ids = convert(rendered.get("token_ids"), list[int], RENDER)
+    request = {**chat.body, "chat_template_kwargs": _THINKS}
+    (message,) = await _derender(ask, [thought_ids], request)
+    return message.has_reasoning
 
 
 async def _derender(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from envserver_records.errors import ConfigError
 
 from ..models.model_files import find_model_files
 from ..models.probe import ProbeResult
-from ..tokens.agreement import disagreement
+from ..tokens.agreement import agreeing
 from ..tokens.chat_format import ChatFormat
 from ..tokens_config import TokensConfig
 
@@ -33,8 +35,15 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     why_not: str = ""
 
 
-def capabilities_of(probe_result: ProbeResult, tokens: TokensConfig) -> Capabilities:
+def capabilities_of(
+    probe_result: ProbeResult,
+    tokens: TokensConfig,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Capabilities:
     """Returns the capabilities of an engine. Reads the model's files; may wait for the network.
+
+    Args:
+        template_kwargs: the engine's default template variables; None: they are found.
 
     Raises:
         ConfigError: `tokens.tokenizer` lacks something.
@@ -51,7 +60,5 @@ def capabilities_of(probe_result: ProbeResult, tokens: TokensConfig) -> Capabili
         format = ChatFormat.load(files.folder)
     except ConfigError as error:
         return Capabilities(probe_result=probe_result, folder=files.folder, why_not=str(error))
-    why = disagreement(format, probe_result.echoes) or ""
-    return Capabilities(
-        probe_result=probe_result, format=None if why else format, folder=files.folder, why_not=why
-    )
+    agreed, why = agreeing(format, probe_result.echoes, template_kwargs)
+    return Capabilities(probe_result=probe_result, format=agreed, folder=files.folder, why_not=why)

@@ -82,6 +82,7 @@ class ReadyEngine:
         return {
             **told,
             "think": self._tokens.think,
+            **({"template_kwargs": self._format.defaults} if self._format.defaults else {}),
             "template": self._format.template_digest,
             "tokenizer": self._format.tokenizer_digest,
         }

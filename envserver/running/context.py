@@ -68,7 +68,8 @@ async def shared_engine(
         _check_exact(sampling.exact, need_exact)
         engine = await stack.enter_async_context(MeasuredEngine(sampling))
         tracer = await stack.enter_async_context(tracer_of(settings.telemetry))
-        endpoint = make_endpoint(settings, engine, gate=gate)
+        as_started = settings.model_copy(update={"openai": openai})
+        endpoint = make_endpoint(as_started, engine, gate=gate)
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await endpoint.ready()).exact, need_exact)
         yield SharedEngine(engine, endpoint, await engine.model_name(), demonstrator, tracer)

@@ -42,9 +42,17 @@ async def started(
     from ..models.manager import engine_spec, running_engine
 
     entry = find_model(model, read_catalogue(config.models_file), config.models_file)
+    variables = openai.default_template_kwargs
+    if variables is not None:
+        entry = entry.model_copy(update={"default_template_kwargs": variables})
     async with running_engine(engine_spec(entry, config), tell=_tell) as engine:
         yield openai.model_copy(
-            update={"base_url": engine.base_url, "model_name": engine.model, "server_type": "vllm"}
+            update={
+                "base_url": engine.base_url,
+                "model_name": engine.model,
+                "server_type": "vllm",
+                "default_template_kwargs": entry.default_template_kwargs or None,
+            }
         )
 
 
@@ -89,7 +97,8 @@ def make_endpoint(
         asked = await _any_model(engine) if VERSION_PLACEHOLDER in name else name
         mode = "auto" if is_elsewhere else settings.openai.mode
         probe_result = await probe(engine, wanted=mode, model=asked)
-        capabilities = await asyncio.to_thread(capabilities_of, probe_result, tokens)
+        told = None if is_elsewhere else settings.openai.default_template_kwargs
+        capabilities = await asyncio.to_thread(capabilities_of, probe_result, tokens, told)
         _say(capabilities)
         return capabilities
 

@@ -14,7 +14,7 @@ from typing import Any
 from envserver_records.errors import ConfigError
 from envserver_records.records import Message
 
-from .prepare import prepare, prepare_tools
+from .prepare import RESERVED, prepare, prepare_tools, with_defaults
 from .template import ChatTemplate
 from .vocabulary import CONFIG, Vocabulary, read_json
 
@@ -31,17 +31,24 @@ class ChatFormat:
         templates: the model's chat templates by name: `default`, and `tool_use` for conversations
             with tools where the model has one.
         stop_ids: ids that end the model's turn by its own configuration.
+        defaults: template variables of every conversation; a request's own take precedence.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, templates: Mapping[str, str], stop_ids: frozenset[int]
+        self,
+        vocabulary: Vocabulary,
+        templates: Mapping[str, str],
+        stop_ids: frozenset[int],
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.vocabulary = vocabulary
         self.stop_ids = stop_ids
+        self.defaults = dict(defaults or {})
         self.distrusted: str | None = None
         """Why prompts must not be rendered here, None while they may be."""
         self.shapes: dict[bytes, str] = {}
         """Results of the checks in `shape`, by the shape of a conversation."""
+        self._sources = dict(templates)
         self._templates = {
             name: ChatTemplate(source, vocabulary.variables) for name, source in templates.items()
         }
@@ -56,6 +63,17 @@ class ChatFormat:
         """
         vocabulary = Vocabulary.load(folder)
         return cls(vocabulary, _read_templates(folder), _read_stop_ids(folder, vocabulary))
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ChatFormat:
+        """Returns this format with other default variables."""
+        return ChatFormat(self.vocabulary, self._sources, self.stop_ids, defaults)
+
+    @property
+    def own_variables(self) -> list[str]:
+        """Names of variables by which a request or the engine can change what is rendered."""
+        read = {name for template in self._templates.values() for name in template.names}
+        given = {*RESERVED, *self.vocabulary.variables, "documents", "add_generation_prompt"}
+        return sorted(read - given)
 
     @property
     def trusted(self) -> bool:
@@ -99,7 +117,7 @@ class ChatFormat:
 
         Args:
             messages, tools: in OpenAI's chat shape, as an agent sends them.
-            kwargs: further template variables (see `prepare.template_kwargs`).
+            kwargs: template variables of the request (see `prepare.template_kwargs`).
             generation_prompt: end with what opens the model's next turn.
 
         Raises:
@@ -111,7 +129,7 @@ class ChatFormat:
             prepare(messages, parts=template.parts, developer=template.developer),
             prepare_tools(tools),
             generation_prompt=generation_prompt,
-            kwargs=kwargs,
+            kwargs=with_defaults(self.defaults, kwargs),
         )
 
     def prompt_text(

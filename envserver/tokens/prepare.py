@@ -64,6 +64,17 @@ def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
+def with_defaults(defaults: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `defaults` with a request's variables over them, merged as vLLM does: a null and
+    "auto" leave the default."""
+    own = {
+        name: value
+        for name, value in kwargs.items()
+        if name not in defaults or (value is not None and value != "auto")
+    }
+    return {**defaults, **own}
+
+
 def prepare_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """Tools with the fields and the order in which templates get them.
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from envserver_records.errors import ConfigError, TemplateRefused
 from envserver_records.records import Message
 from jinja2 import nodes
@@ -40,8 +41,9 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        self._compiled, self.parts = _compile(source)
-        """`parts`: it loops over a content's parts; else a content is given to it as one text."""
+        self._compiled, self.parts, self.names = _compile(source)
+        """`parts`: it loops over a content's parts; else a content is given to it as one text.
+        `names`: the variables that it reads."""
         self.variables = dict(variables)
         self.developer = '"developer"' in source or "'developer'" in source
         """It knows the role `developer`; else such messages are given to it as system messages."""
@@ -77,13 +79,15 @@ class ChatTemplate:
 
 
 @lru_cache(maxsize=16)
-def _compile(source: str) -> tuple[jinja2.Template, bool]:
-    """The compiled template, which models of a family share, and whether it reads parts."""
+def _compile(source: str) -> tuple[jinja2.Template, bool, frozenset[str]]:
+    """The compiled template, which models of a family share; whether it reads parts; the variables
+    that it reads."""
     environment = _Environment()
     try:
         tree = environment.parse(source)
         parts = _reads_parts(tree)
-        return environment.from_string(tree), parts
+        names = jinja2.meta.find_undeclared_variables(tree) - set(environment.globals)
+        return environment.from_string(tree), parts, frozenset(names)
     except (jinja2.TemplateError, RecursionError) as error:
         raise ConfigError(f"The chat template does not compile: {error}.") from error
 

@@ -216,11 +216,11 @@ def sim_house() -> Iterator[SdkHouse]:
 
 
 @contextmanager
-def vllm_house(base_url: str, model: str) -> Iterator[SdkHouse]:
-    """Before a real vLLM, in the best way in which it can be asked."""
+def vllm_house(base_url: str, model: str, **tokens: Any) -> Iterator[SdkHouse]:
+    """Before a real vLLM, in the best way in which it can be asked; `tokens` are settings."""
     config = OpenAIConfig(base_url=base_url, model_name=model)
     # Its random model says nothing that a client could parse, unless it is held to a form.
-    settings = Settings(openai=config, tokens=TokensConfig(constraints="all"))
+    settings = Settings(openai=config, tokens=TokensConfig(constraints="all", **tokens))
     with _house(settings, OpenAIEngine(config), model, None) as house:
         yield house
 

@@ -42,7 +42,13 @@ Call one as <tool_call>{"name": NAME, "arguments": {...}}</tool_call><|im_end|>
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 <|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking -%}
+<think>
+
+</think>
+
 {% endif -%}
+{%- endif -%}
 """
 
 WORDS = (

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,7 @@ def running_vllm(
     developing: bool = False,
     learning: bool = False,
     tied: bool = False,
+    more: Sequence[str] = (),
 ) -> Iterator[VllmServer]:
     """Makes the model in `folder` and serves it on a free port.
 
@@ -70,6 +71,7 @@ def running_vllm(
         developing: sampling can be paused, and the version of the weights be named.
         learning: that, and it takes new weights and LoRA adapters.
         tied: the model's output layer is its embedding.
+        more: further words of its command line.
 
     Raises:
         RuntimeError: it did not come up; its last words are in the message.
@@ -100,6 +102,7 @@ def running_vllm(
         # A prompt that is worked on in parts ends vLLM on a CPU if its request has a seed.
         *("--max-num-batched-tokens", "32768"),
         *("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *more,
     ]
     if learning:
         command += [*vllm_extension.ARGUMENTS, "--enable-lora", "--max-lora-rank", "16"]

@@ -72,7 +72,11 @@ def load(options: Options) -> Loaded:
     longest = getattr(text_config, "max_position_embeddings", None) or _MOST_TOKENS
     return Loaded(
         model=model,
-        text=Text(tokenizer, _stop_ids(tokenizer, generation, text_config)),
+        text=Text(
+            tokenizer,
+            _stop_ids(tokenizer, generation, text_config),
+            options.default_chat_template_kwargs,
+        ),
         most_tokens=min(longest, options.max_model_len or _MOST_TOKENS),
         defaults={name: said[name] for name in _SAMPLING if said.get(name) is not None},
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Literal
+import json
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,6 +27,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     enable_lora: bool = False
     threads: int = 0
     trust_remote_code: bool = False
+    default_chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -52,4 +54,10 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--enable-lora", action="store_true", help="adapters may be loaded while it runs")
     add("--threads", type=int, default=0, help="of torch (default: its own choice)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add(
+        "--default-chat-template-kwargs",
+        type=json.loads,
+        default={},
+        help="template variables of every request, as JSON",
+    )
     return Options(**vars(parser.parse_args(arguments)))

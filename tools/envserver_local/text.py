@@ -6,7 +6,7 @@ It also finds where an answer's text ends.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,11 +25,18 @@ class Text:
 
     Args:
         stop_ids: ids that end the model's turn; the first is its regular end.
+        defaults: template variables of every conversation.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self.stop_ids = list(stop_ids)
+        self._defaults = {"add_generation_prompt": True, **(defaults or {})}
         self.name = lru_cache(maxsize=1 << 16)(self._name)
 
     @property
@@ -48,12 +55,14 @@ class Text:
         Raises:
             EngineRefused: there is no template, or it does not accept the conversation.
         """
+        # As in vLLM, a null or "auto" leaves the default.
+        own = {name: value for name, value in kwargs.items() if value not in (None, "auto")}
         try:
             text = self._tokenizer.apply_chat_template(
                 [_plain(message) for message in messages],
                 tools=tools or None,
                 tokenize=False,
-                **{"add_generation_prompt": True, **kwargs},
+                **{**self._defaults, **own},
             )
         except EngineRefused:
             raise

@@ -119,6 +119,8 @@ def _vllm(spec: EngineSpec, vllm: Vllm, port: int) -> list[str]:
 def _common(spec: EngineSpec, port: int) -> list[str]:
     words = ["--model", spec.model, "--served-model-name", spec.name, "--dtype", spec.dtype]
     words += ["--host", spec.host, "--port", str(port)]
+    if spec.template_kwargs:
+        words += ["--default-chat-template-kwargs", json.dumps(spec.template_kwargs)]
     return words + (["--max-model-len", str(spec.max_model_len)] if spec.max_model_len else [])
 
 

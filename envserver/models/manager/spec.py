@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         model: a folder, or a name on the hub.
         name: the model's name in requests.
+        template_kwargs: default variables of the chat template.
         port: 0 for a free one.
         vllm_python: the Python that has vLLM; None: this one.
         restarts: maximum number in a row.
@@ -29,6 +31,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     max_model_len: int | None = None
     load_in_4bit: bool = False
+    template_kwargs: dict[str, Any] = {}
     vllm_args: tuple[str, ...] = ()
     local_args: tuple[str, ...] = ()
     host: str = "127.0.0.1"
@@ -49,6 +52,7 @@ def engine_spec(entry: ModelEntry, config: EngineConfig) -> EngineSpec:
         dtype=entry.dtype,
         max_model_len=entry.max_model_len,
         load_in_4bit=entry.load_in_4bit,
+        template_kwargs=entry.default_template_kwargs,
         vllm_args=(*entry.vllm_args, *config.vllm_args),
         local_args=(*entry.local_args, *config.local_args),
         port=config.port,
