@@ -57,6 +57,16 @@ _HOMES = {
     "ScorerError": "envserver_records",
     "SandboxError": "envserver_records",
     "ServiceError": "envserver_records",
+    "JudgeError": "envserver_records",
+    "Judge": "envserver.judge_interface",
+    "JudgeReply": "envserver.judge_interface",
+    "rubric_marks": "envserver.judges.rubric",
+    "pairwise_ranking": "envserver.judges.pairwise",
+    "Ranking": "envserver.judges.pairwise",
+    "judge_bias": "envserver.judges.bias",
+    "rubric_bias": "envserver.judges.bias",
+    "JudgeBias": "envserver.judges.bias",
+    "JudgeCase": "envserver.judges.bias",
     "pass_at_k": "envserver.evaluation",
     "pass_hat_k": "envserver.evaluation",
     "main": "envserver.cli",
@@ -102,6 +112,7 @@ if TYPE_CHECKING:
         EnvserverError,
         Failure,
         InputError,
+        JudgeError,
         LimitReached,
         NotFoundError,
         SandboxError,
@@ -154,6 +165,10 @@ if TYPE_CHECKING:
         Services,
     )
     from .evaluation import pass_at_k, pass_hat_k
+    from .judge_interface import Judge, JudgeReply
+    from .judges.bias import JudgeBias, JudgeCase, judge_bias, rubric_bias
+    from .judges.pairwise import Ranking, pairwise_ranking
+    from .judges.rubric import rubric_marks
     from .running.blocking import (
         evaluate,
         groups,
@@ -223,6 +238,16 @@ __all__ = [
     "ScorerError",
     "SandboxError",
     "ServiceError",
+    "JudgeError",
+    "Judge",
+    "JudgeReply",
+    "rubric_marks",
+    "pairwise_ranking",
+    "Ranking",
+    "judge_bias",
+    "rubric_bias",
+    "JudgeBias",
+    "JudgeCase",
     "pass_at_k",
     "pass_hat_k",
     "main",

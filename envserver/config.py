@@ -25,6 +25,7 @@ from pydantic import (
 
 from .curriculum_config import SECTION, CurriculumConfig
 from .delivery_config import DeliveryConfig
+from .judge_config import JudgeConfig
 from .tokens_config import TokensConfig
 
 StorePlace = Annotated[str, Field(min_length=1)]
@@ -300,7 +301,7 @@ class RolloutsConfig(DeliveryConfig):
     stop_after_dropped_groups: int = Field(default=200, ge=1)
     """Consecutive filtered or failed groups before `process` stops with an error."""
     scorer_processes: int = Field(default=1, ge=1)
-    """Number of scorer processes."""
+    """Number of scorer processes; with a judge at least 8, each of which may wait for an answer."""
 
     @model_validator(mode="after")
     def _grace_needs_a_least_size(self) -> RolloutsConfig:
@@ -446,6 +447,7 @@ class Settings(EnvironmentSettings):
     tokens: TokensConfig = TokensConfig()
     workers: WorkersConfig = WorkersConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    judge: JudgeConfig = JudgeConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     server: ServerConfig = ServerConfig()

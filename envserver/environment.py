@@ -46,6 +46,7 @@ from envserver_records.records import (
 )
 
 from .config import EnvironmentConfig, Section
+from .judge_interface import Judge
 from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
 
 Isolation = Literal["pooled", "dedicated", "sandboxed"]
@@ -307,6 +308,8 @@ class Environment(abc.ABC):
     config: Any
     sandboxes: Sandboxes
     """For `score` and `tasks` if `sandbox` is declared (agents use `run.open_sandbox`)."""
+    judge: Judge
+    """For `score` and `score_group`: the model that `--judge.*` names (`envserver/judges`)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -335,8 +338,13 @@ class Environment(abc.ABC):
     def score(self, task: Task, result: Result) -> Score | Awaitable[Score]:
         """Scores one rollout, in a scorer process; may be `async def`."""
 
-    def score_group(self, task: Task, results: list[Result], scores: list[Score]) -> list[Score]:
-        """Adjusts the scores of a whole group, for relative rewards; keeps length and order."""
+    def score_group(
+        self, task: Task, results: list[Result], scores: list[Score]
+    ) -> list[Score] | Awaitable[list[Score]]:
+        """Adjusts the scores of a whole group, for relative rewards; keeps length and order.
+
+        May be `async def`, like `score`.
+        """
         return scores
 
     def agents(self) -> Mapping[str, AgentRole]:

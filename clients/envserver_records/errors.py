@@ -25,6 +25,7 @@
     │   │   └── SandboxLost    it ended during a program, not because of it       retry, then drop
     │   ├── ServiceError       a service of the environment failed                retry, then drop
     │   ├── ScorerError        scoring raised, died or timed out                  retry, then drop
+    │   ├── JudgeError         the judge that scoring asked gave no usable answer retry, then drop
     │   ├── Unscorable         the score has no reward                            drop
     │   ├── Straggler          its group's time ended first                       drop
     │   ├── Stale              the policy moved too far since its first token     drop
@@ -207,6 +208,10 @@ class ServiceError(RolloutError):
 
 class ScorerError(RolloutError):
     kind, blame, outcome = "scorer_error", Blame.ENVIRONMENT, Outcome.RETRY
+
+
+class JudgeError(RolloutError):
+    kind, blame, outcome, status = "judge_error", Blame.ENGINE, Outcome.RETRY, 502
 
 
 class Unscorable(RolloutError):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import msgspec
 import orjson
@@ -16,6 +17,7 @@ from ..registry import absolute
 from ..rollouts.checking import EnvironmentReport, Kind, check
 from ..rollouts.checking import Progress as OnProgress
 from ..rollouts.scoring import ScorerPool
+from ..running.judging import judge_of, scorer_processes
 from ..running.sandboxes import sandboxes_of
 from ..running.spec import RunSpec
 from ..running.tally import counted
@@ -60,7 +62,10 @@ async def check_environment(
     """
     settings = line.settings
     config = settings.env.model_dump(mode="json")
-    async with sandboxes_of(line.make_environment(), settings.sandbox) as service:
+    async with (
+        sandboxes_of(line.make_environment(), settings.sandbox) as service,
+        judge_of(settings.judge, Path("data")) as judge,
+    ):
         address = service.address if service is not None else None
 
         def fresh() -> Environment:
@@ -70,7 +75,11 @@ async def check_environment(
             return environment
 
         async with ScorerPool(
-            absolute(line.reference), config, settings.processes, sandbox_address=address
+            absolute(line.reference),
+            config,
+            scorer_processes(settings.processes, settings.judge),
+            sandbox_address=address,
+            judge=judge,
         ) as scorer:
             return await check(fresh, scorer, most_tasks=settings.tasks, progress=progress)
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from ..config import OpenAIConfig, Settings
 from ..running.engines import SIMULATED
 from ..running.group_run import GroupRun
+from ..running.judging import judge_line
 from ..running.mix import Member, alone
 from ..running.processing import process_run
 from ..running.run_settings import ProcessSettings
@@ -73,6 +74,8 @@ def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
     tokens = settings.tokens
     actions = chosen(tokens.train, tokens.mask, tokens.drop)
     show_notes(console, run.tally, list(run.written().items()), settings, actions)
+    if run.judge is not None:
+        console.print(judge_line(run.judge), highlight=False, markup=False, soft_wrap=True)
     for file in run.files.values():
         if file.failures.lines:
             path = file.failures.path

@@ -61,6 +61,7 @@ def _rescored(line: RunSpec[RescoreSettings], console: Console, bad: list[InputE
                 overwrite=settings.overwrite,
                 processes=settings.processes,
                 sandbox=settings.sandbox,
+                judge=settings.judge,
                 without_messages=settings.without_messages,
                 on_bad=bad.append if settings.skip_bad else None,
                 on_progress=tell,
@@ -101,6 +102,8 @@ def _show(console: Console, tally: Tally, bad: list[InputError], out: Path) -> N
         lines.append(f"Left out: {number} {LEFT_OUT[reason]}. First: {tally.first[reason]}")
     if bad:
         lines.append(f"Skipped: {counted(len(bad), 'bad line')}. First: {bad[0]}")
+    if tally.judge:
+        lines.append(tally.judge)
     lines.append(f"Groups in {out}" if tally.groups else "No group was written.")
     for text in lines:
         console.print(text, markup=False)

@@ -36,6 +36,7 @@ def run(argv: list[str]) -> int:
                 settings.out,
                 processes=settings.processes,
                 sandbox=settings.sandbox,
+                judge=settings.judge,
                 progress=lambda rows, share: bar.update(shown, completed=share, rows=rows),
             )
             summary = run_loop(scoring)
@@ -64,6 +65,8 @@ def _show(console: Console, summary: Summary, output: Path) -> None:
     ]
     if summary.first_error:
         lines.append(f"First error: {summary.first_error}")
+    if summary.judge:
+        lines.append(summary.judge)
     lines.append(f"Scores in {output}")
     for text in lines:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

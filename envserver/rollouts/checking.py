@@ -15,11 +15,12 @@ from typing import Any, Protocol
 
 import msgspec
 import orjson
-from envserver_records.errors import EnvserverError, SandboxError, ScorerError
+from envserver_records.errors import EnvserverError
 from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult
 from .absurd import MAY_RAISE, absurd_results, strings_in
+from .scoring import SCORING_FAILURES
 from .stream import group_requests
 
 SHORTEST_SECRET = 20
@@ -241,7 +242,7 @@ async def _verdict(scorer: Scorer, task: Task, known: KnownResult) -> Wrong | fl
     """Returns the reward if it is as expected, else what is wrong."""
     try:
         score = await _score(scorer, task, known.result)
-    except (ScorerError, SandboxError) as error:
+    except SCORING_FAILURES as error:
         return Wrong(task_id=task.id, reward=None, error=f"{_cause(error)}: {error}", raised=True)
     reward = score.reward
     if reward is None:
@@ -255,7 +256,7 @@ async def _score(scorer: Scorer, task: Task, result: Result) -> Score:
     """Scores as for rollouts: a scorer that failed is asked once more."""
     try:
         return await scorer.score(task, result)
-    except (ScorerError, SandboxError):
+    except SCORING_FAILURES:
         return await scorer.score(task, result)
 
 

@@ -18,8 +18,6 @@ from envserver_records.errors import (
     ConfigError,
     Failure,
     RolloutError,
-    SandboxError,
-    ScorerError,
     Straggler,
 )
 from envserver_records.records import Group, Message, Result, Score, Task, Trajectory
@@ -50,7 +48,7 @@ from .policy import (
     retry_delay_seconds,
     rules_of,
 )
-from .scoring import SCORER_KILLED, ScorerPool
+from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool
 from .staleness import StalenessMonitor
 from .stream import GroupRequest
 
@@ -144,7 +142,7 @@ async def make_group(
         scores = await _group_scores(
             context.environment, context.scorer, request.task, list(members.values())
         )
-    except (ScorerError, SandboxError) as error:
+    except SCORING_FAILURES as error:
         return Drop("unscorable", str(error), True)
     trajectories = {
         number: trajectory_of(context, request, number, member, score)
@@ -387,7 +385,7 @@ async def score_once(scorer: ScorerPool, task: Task, result: Result) -> Score:
     """Scores a rollout; retries a failed scorer once before the rollout fails."""
     try:
         return await scorer.score(task, result)
-    except (ScorerError, SandboxError) as error:
+    except SCORING_FAILURES as error:
         if is_bug(error):
             raise
         return await scorer.score(task, result)

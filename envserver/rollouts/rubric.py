@@ -9,9 +9,9 @@
             return Score(reward=score.reward * (0.5 if result.turns > 4 else 1.0))
 
 `score` is as of `Environment` and may be `async`; `score_group`, where there is one, has the last
-word on a group; `prepare_scoring` loads libraries before the first score. The constructor takes the
-environment, or nothing. A subclass of Environment is a rubric, too: it is made with the
-environment's settings.
+word on a group; `environment.judge` asks a model (`--judge.*`); `prepare_scoring` loads libraries
+before the first score. The constructor takes the environment, or nothing. A subclass of Environment
+is a rubric, too: it is made with the environment's settings.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def with_rubric(environment: Environment, reference: str) -> Environment:
     if isinstance(made, Environment):
         if hasattr(environment, "sandboxes"):
             made.sandboxes = environment.sandboxes
+        if hasattr(environment, "judge"):
+            made.judge = environment.judge
         return made
     scorer = copy.copy(environment)  # the rubric's own goes on scoring as it did
     for name in ("score", "score_group", "prepare_scoring"):

@@ -37,6 +37,7 @@ from envserver_records.records import Result, Score, Task
 from pydantic import ValidationError
 
 from ..environment import Environment
+from ..judges.client import JudgeAddress, ScorerJudge
 from ..registry import find
 from ..sandbox.watched import WatchedSandboxes
 from ..workers.failures import bug_of
@@ -77,6 +78,7 @@ class RowToScore(msgspec.Struct, frozen=True, kw_only=True):
 
 _loaded: Environment | Failure | None = None
 _sandboxes: WatchedSandboxes | None = None
+_judge = ScorerJudge(None)
 
 
 def load(
@@ -84,19 +86,27 @@ def load(
     env_config: dict[str, Any],
     sandbox_address: str | None,
     rubric: str | None = None,
+    judge: JudgeAddress | None = None,
 ) -> None:
     """Runs first in each process. A failure is kept and returned to every request for a score.
 
     Args:
         rubric: scores instead of the environment (see `rubric`).
+        judge: where the server answers for the judge.
     """
-    global _loaded, _sandboxes
+    global _loaded, _sandboxes, _judge
+    _judge = ScorerJudge(judge)
     if sandbox_address is not None:
         _sandboxes = WatchedSandboxes(sandbox_address)
     # A process that is killed at its CPU limit needs no core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     outcome = _guarded(lambda: _make_scorer(env_reference, env_config, rubric))
     _loaded = outcome.failure or outcome.value
+
+
+def is_loaded() -> bool:
+    """Returns True, after `load`: what is called next counts no time of it."""
+    return True
 
 
 def answer(request: bytes) -> ScorerAnswer:
@@ -126,7 +136,8 @@ def score(task: Task, result: Result) -> Score:
 
 def score_group(task: Task, results: list[Result], scores: list[Score]) -> list[Score]:
     """Returns the scores of a group, after the environment's group scoring."""
-    final = _environment().score_group(task, results, scores)
+    with _nothing_failed_meanwhile():
+        final = _awaited(_environment().score_group(task, results, scores))
     if not isinstance(final, list) or len(final) != len(scores):
         raise ScorerError(f"score_group must return a list of {len(scores)} scores.")
     return [checked_score(score) for score in final]
@@ -208,6 +219,7 @@ def _make_scorer(env_reference: str, env_config: dict[str, Any], rubric: str | N
     environment = _make_environment(env_reference, env_config)
     if _sandboxes is not None:
         environment.sandboxes = _sandboxes
+    environment.judge = _judge
     environment.prepare_scoring()  # also with a rubric, which may ask the environment
     if rubric is None:
         return environment
@@ -238,19 +250,33 @@ def _checked_score_of(environment: Environment, task: Task, result: Result) -> S
     """Returns the environment's score of one rollout, checked.
 
     Raises:
-        SandboxError: a sandbox failed meanwhile; the scorer may have blamed the model for it.
+        SandboxError, JudgeError: a sandbox or the judge failed meanwhile; the scorer may have
+            blamed the model for it.
     """
-    if _sandboxes is not None:
-        _sandboxes.failure = None
-    score = environment.score(task, result)
-    if inspect.isawaitable(score):
-        score = _runner().run(_awaited(score))
-    if _sandboxes is not None and _sandboxes.failure is not None:
-        raise _sandboxes.failure
+    with _nothing_failed_meanwhile():
+        score = _awaited(environment.score(task, result))
     return checked_score(score)
 
 
-async def _awaited(awaitable: Any) -> Any:
+@contextmanager
+def _nothing_failed_meanwhile() -> Iterator[None]:
+    """Raises, at the end of the block, what a sandbox or the judge failed with, whatever the
+    scorer made of it."""
+    watched = [one for one in (_sandboxes, _judge) if one is not None]
+    for one in watched:
+        one.failure = None
+    yield
+    for one in watched:
+        if one.failure is not None:
+            raise one.failure
+
+
+def _awaited(value: Any) -> Any:
+    """Returns `value`, or what it is awaited for."""
+    return _runner().run(_result_of(value)) if inspect.isawaitable(value) else value
+
+
+async def _result_of(awaitable: Any) -> Any:
     return await awaitable
 
 

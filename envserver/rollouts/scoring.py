@@ -4,43 +4,60 @@ In: a task with its hidden part, and a result. Out: a valid Score, or a ScorerEr
 the scorer did. A scorer that exceeds its environment's `score_cpu_seconds` or, behind that,
 `score_timeout_seconds` by the clock, or whose caller is cancelled, is killed; a dead one is
 replaced before the next score. Processes are warm: the environment and its libraries are loaded
-before the first request, and before either limit applies.
+before the first request, and before either limit applies. While a scorer waits for the judge, its
+clock stands still (the judge has a timeout of its own).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import pickle
 import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import msgspec
-from envserver_records.errors import ConfigError, Failure, SandboxError, ScorerError, by_kind
+from envserver_records.errors import (
+    ConfigError,
+    Failure,
+    JudgeError,
+    SandboxError,
+    ScorerError,
+    by_kind,
+)
 from envserver_records.records import Result, Score, Task
 from pebble import ProcessExpired, ProcessPool
 from pebble.common.types import CONSTS
 
+from ..judges.client import JudgeAddress
+from ..judges.server import JudgeServer
 from ..sandbox.places import folder_for_sockets
 from . import scorer_process
 from .scorer_process import RowToScore, ScoreLimits, ScorerAnswer
 
+SETTINGS = "ENVSERVER_"
+"""What the names of the server's variables begin with; scorers need none of them."""
 START_TIMEOUT_SECONDS = 120.0
 KILL_GRACE_SECONDS = 0.5
 """Seconds between SIGTERM and SIGKILL of a scorer past its timeout."""
 
 CONSTS.term_timeout = KILL_GRACE_SECONDS
 
-_SANDBOX_ERRORS = by_kind(SandboxError)
-
+SCORING_FAILURES = ScorerError, SandboxError, JudgeError
+"""What scoring raises through no fault of the model: it is tried again."""
+_THEIR_ERRORS: dict[str, type[SandboxError | JudgeError]] = {
+    **by_kind(SandboxError),
+    **by_kind(JudgeError),
+}
 
 SCORER_KILLED = "scorer_killed"
 """Metric of a score, and flag of a rollout, whose text used up the scorer's CPU seconds."""
@@ -72,6 +89,7 @@ class ScorerPool:
         processes: number of scorer processes.
         sandbox_address: where the environment's `sandboxes` are made; unset: it has none.
         rubric: scores instead of the environment (see `rubric`); its file should be absolute.
+        judge: what `self.judge` asks; it stays open for as long as this pool.
     """
 
     def __init__(
@@ -82,9 +100,10 @@ class ScorerPool:
         *,
         sandbox_address: str | None = None,
         rubric: str | None = None,
+        judge: JudgeServer | None = None,
     ) -> None:
         arguments = (env_reference, env_config, sandbox_address, rubric)
-        self._scorers = [_Scorer(arguments) for _ in range(processes)]
+        self._scorers = [_Scorer(arguments, judge) for _ in range(processes)]
         self._free: asyncio.LifoQueue[_Scorer] = asyncio.LifoQueue()
         self._limits = ScoreLimits(
             cpu_seconds=math.inf, timeout_seconds=START_TIMEOUT_SECONDS
@@ -124,7 +143,7 @@ class ScorerPool:
 
         Raises:
             ScorerError: the scorer raised, died, took too long, or gave an invalid score.
-            SandboxError: a sandbox failed, whatever the scorer made of it.
+            SandboxError, JudgeError: a sandbox or the judge failed, whatever the scorer made of it.
             ConfigError: the environment cannot score as it is set up.
         """
         return await self._score(scorer_process.score, (task, result), (task, Result(output="")))
@@ -146,7 +165,7 @@ class ScorerPool:
                 score = await self._score_row(row)
             except ScorerDied:
                 score = await self._score_row(row)
-        except (ScorerError, SandboxError, ConfigError) as error:
+        except (*SCORING_FAILURES, ConfigError) as error:
             return ScoredRow(error=f"{error.detail.get('cause', error.kind)}: {error}")
         return ScoredRow(reward=score.reward, components=score.components, metrics=score.metrics)
 
@@ -210,8 +229,15 @@ class ScorerPool:
 class _Scorer:
     """One scorer process, in its own pool, so that its failure cannot affect the others."""
 
-    def __init__(self, arguments: tuple[str, dict[str, Any], str | None, str | None]) -> None:
+    def __init__(
+        self,
+        arguments: tuple[str, dict[str, Any], str | None, str | None],
+        judge: JudgeServer | None,
+    ) -> None:
         self._arguments = arguments
+        self._judge = judge
+        self._address: JudgeAddress | None = None
+        self._timer = _Timer(math.inf)
         self._pool: ProcessPool | None = None
 
     async def call(
@@ -237,12 +263,11 @@ class _Scorer:
 
     async def _call_once(self, request: bytes, limits: ScoreLimits) -> ScorerAnswer:
         if self._pool is None:
+            if self._judge is not None and self._address is None:
+                self._address = self._judge.register(lambda: self._timer.stopped())
             self._pool = await asyncio.to_thread(self._start)
-        future = self._pool.schedule(
-            scorer_process.answer, args=(request,), timeout=limits.timeout_seconds
-        )
         try:
-            outcome: ScorerAnswer = await asyncio.wrap_future(future)
+            outcome = await self._outcome(self._pool, request, limits.timeout_seconds)
         except TimeoutError as error:
             raise ScorerDied(
                 f"Scoring took longer than {limits.timeout_seconds:g} seconds and was killed."
@@ -257,13 +282,27 @@ class _Scorer:
             ) from error
         return outcome
 
+    async def _outcome(self, pool: ProcessPool, request: bytes, seconds: float) -> ScorerAnswer:
+        """Raises TimeoutError after `seconds` in which the process worked; loading is not work."""
+        if self._judge is None:
+            future = pool.schedule(scorer_process.answer, args=(request,), timeout=seconds)
+            return cast(ScorerAnswer, await asyncio.wrap_future(future))
+        await asyncio.wrap_future(pool.schedule(scorer_process.is_loaded))
+        self._timer = _Timer(seconds)
+        future = pool.schedule(scorer_process.answer, args=(request,))
+        async with self._timer.running:  # cancelled at the end of its time, it kills the process
+            return cast(ScorerAnswer, await asyncio.wrap_future(future))
+
     def _start(self) -> ProcessPool:
         # Not fork: the server has threads, and scorers must not see its memory.
         context = _ScorerContext()
         context.set_forkserver_preload([scorer_process.__name__])
         _start_forkserver()
         pool = ProcessPool(
-            1, initializer=scorer_process.load, initargs=self._arguments, context=context
+            1,
+            initializer=scorer_process.load,
+            initargs=(*self._arguments, self._address),
+            context=context,
         )
         _ = pool.active  # starts the process now, in this thread, not at the first request
         return pool
@@ -274,6 +313,37 @@ class _Scorer:
         if pool is not None:
             pool.stop()  # type: ignore[no-untyped-call]
             await asyncio.to_thread(pool.join)
+
+
+class _Timer:
+    """Seconds by the clock, without those in which the judge is asked.
+
+    Args:
+        seconds: after which `running`, a context, raises TimeoutError.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.running = asyncio.timeout(None if math.isinf(seconds) else seconds)
+        self._stops = 0
+        self._left: float | None = None
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stops the clock within the block."""
+        now = asyncio.get_running_loop().time
+        self._stops += 1
+        ends = self.running.when()
+        if self._stops == 1 and ends is not None and not self.running.expired():
+            self._left = ends - now()
+            self.running.reschedule(None)
+        try:
+            yield
+        finally:
+            self._stops -= 1
+            if not self._stops and self._left is not None:
+                with suppress(RuntimeError):  # the score has ended meanwhile
+                    self.running.reschedule(now() + self._left)
+                self._left = None
 
 
 class _Popen(popen_forkserver.Popen):
@@ -328,9 +398,20 @@ def _start_forkserver() -> None:
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        with _without_settings():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _without_settings() -> Iterator[None]:
+    """Hides the server's own variables, its keys among them, from a process that starts within."""
+    ours = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(SETTINGS)}
+    try:
+        yield
+    finally:
+        os.environ.update(ours)
 
 
 def _place_its_socket() -> None:
@@ -350,8 +431,8 @@ def _raise(failure: Failure) -> NoReturn:
     """
     if failure.kind == ConfigError.kind:
         raise ConfigError(failure.message, hint=failure.hint, **failure.detail)
-    if failure.kind in _SANDBOX_ERRORS:
-        raise _SANDBOX_ERRORS[failure.kind](failure.message, hint=failure.hint)
+    if failure.kind in _THEIR_ERRORS:
+        raise _THEIR_ERRORS[failure.kind](failure.message, hint=failure.hint)
     raise ScorerError(
         failure.message, hint=failure.hint, **{**failure.detail, "cause": failure.kind}
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from envserver_records.errors import ConfigError, EngineError
 from ..api.proxy_server import serve_proxy
 from ..config import RolloutsConfig, Settings, WorkersConfig
 from ..environment import AgentRole, Environment, Isolation
+from ..judges.server import JudgeServer
 from ..models.measured import MeasuredEngine
 from ..proxy.bounds import AttemptBounds
 from ..proxy.endpoint import EngineEndpoint
@@ -33,6 +35,7 @@ from ..workers.local import LocalPool
 from ..workers.sandboxed import WorkerSandbox
 from .agent_engines import OwnEndpoint, own_endpoints
 from .engines import look_at, make_endpoint, make_engine, started
+from .judging import folder_of, judge_of, scorer_processes
 from .sandboxes import sandboxes_of, try_sandbox
 from .tracing import tracer_of
 
@@ -43,6 +46,7 @@ class SharedEngine(msgspec.Struct, frozen=True):
     Args:
         model: name of the model at the engine.
         demonstrator, tracer: see RolloutContext.
+        judge: what scorers may ask, if one is set.
     """
 
     engine: MeasuredEngine
@@ -50,13 +54,22 @@ class SharedEngine(msgspec.Struct, frozen=True):
     model: str
     demonstrator: Demonstrator | None
     tracer: Tracer
+    judge: JudgeServer | None = None
 
 
 @contextlib.asynccontextmanager
 async def shared_engine(
-    settings: Settings, *, need_engine: bool, need_exact: bool, gate: Gate | None = None
+    settings: Settings,
+    *,
+    need_engine: bool,
+    need_exact: bool,
+    gate: Gate | None = None,
+    folder: Path | None = None,
 ) -> AsyncIterator[SharedEngine]:
-    """Opens the engine that `settings` name, behind `gate` (default: a new gate).
+    """Opens the engine that `settings` name, behind `gate` (default: a new gate), and the judge.
+
+    Args:
+        folder: where the judge's cache is; default: the store's folder.
 
     Other arguments and errors: see `rollout_context`.
     """
@@ -72,7 +85,11 @@ async def shared_engine(
         endpoint = make_endpoint(as_started, engine, gate=gate)
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await endpoint.ready()).exact, need_exact)
-        yield SharedEngine(engine, endpoint, await engine.model_name(), demonstrator, tracer)
+        judge = await stack.enter_async_context(
+            judge_of(settings.judge, folder or folder_of(settings.store))
+        )
+        model = await engine.model_name()
+        yield SharedEngine(engine, endpoint, model, demonstrator, tracer, judge)
 
 
 def _ignore(event: Event) -> None:
@@ -139,8 +156,9 @@ async def rollout_context(
         scorer = ScorerPool(
             reference,
             environment.config.model_dump(mode="json"),
-            settings.rollouts.scorer_processes,
+            scorer_processes(settings.rollouts.scorer_processes, settings.judge),
             sandbox_address=address,
+            judge=shared.judge,
         )
         scorer_is_up = await stack.enter_async_context(_coming_up(scorer))
         workers = LocalPool(

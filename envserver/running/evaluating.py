@@ -37,6 +37,7 @@ from .context import SharedEngine, shared_engine
 from .engines import SIMULATED
 from .evaluation_folder import claim, write_report, write_run_file, write_tasks
 from .group_run import GroupRun, Part, Show, show_nothing
+from .judging import judge_line
 from .spec import RunSpec
 from .stopping import Stop
 
@@ -189,7 +190,9 @@ async def evaluate_members(
     folder = choice.folder or _new_folder(members)
     parts = _claimed(members, folder, choice)
     failures: list[EnvserverError] = []
-    async with shared_engine(members[0].settings, need_engine=True, need_exact=False) as shared:
+    async with shared_engine(
+        members[0].settings, need_engine=True, need_exact=False, folder=folder
+    ) as shared:
         for number, part in enumerate(parts, 1):
             if len(parts) > 1:
                 view.say(f"{part.member.name} ({number} of {len(parts)})")
@@ -200,6 +203,8 @@ async def evaluate_members(
                     view.say(f"{part.member.name}: {failure.message}")
             if stop.asked:
                 break
+        if shared.judge is not None:
+            view.say(judge_line(shared.judge))
     return _reported(folder, parts, failures, view, stopped=stop.asked)
 
 

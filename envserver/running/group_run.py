@@ -21,6 +21,7 @@ from envserver_records.records import Group
 from ..config import Settings
 from ..environment import Environment
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
+from ..judges.server import JudgeServer
 from ..rollouts.estimates import Scored
 from ..rollouts.events import Event, GroupDelivered, Observer
 from ..rollouts.mixing import Share, Shares, Turns, targets
@@ -143,6 +144,11 @@ class GroupRun:
         """The share of all groups that each environment should have."""
         return targets(part.share for part in self._parts)
 
+    @property
+    def judge(self) -> JudgeServer | None:
+        """The judge that its scorers asked, if one is set; its counts can be read afterwards."""
+        return None if self._shared is None else self._shared.judge
+
     def written(self) -> dict[Path, int]:
         """Number of groups in each file."""
         found = Counter({path: file.sink.already for path, file in self.files.items()})
@@ -168,7 +174,12 @@ class GroupRun:
             await self._open_files(stack)
             if self._shared is None:
                 self._shared = await stack.enter_async_context(
-                    shared_engine(self._settings, need_engine=True, need_exact=False)
+                    shared_engine(
+                        self._settings,
+                        need_engine=True,
+                        need_exact=False,
+                        folder=next((part.path.parent for part in self._parts if part.path), None),
+                    )
                 )
             already = {part.share.name: self._already(part) for part in self._parts}
             view = stack.enter_context(

@@ -30,6 +30,7 @@ from ..store.sink import StoreOrderSink
 from .bootstrap import BootstrapServer, beside
 from .context import SharedEngine, rollout_context, shared_engine
 from .curricula import curriculum_of_store, stream_of
+from .judging import JudgeNumbers
 from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
 from .mix import Member, Several
 from .tally import Tally
@@ -138,6 +139,8 @@ async def hosted(members: Members, server: BootstrapServer) -> AsyncIterator[Hos
             CurriculumNumbers(curricula),
         ):
             server.metrics.add(source.families)
+        if room.judge is not None:
+            server.metrics.add(JudgeNumbers(room.judge).families)
         await stack.enter_async_context(beside("stale-groups", host.staleness.run()))
         await stack.enter_async_context(beside("silent-runs", demand.close_silent_runs()))
         yield host

@@ -32,6 +32,7 @@ from .api_settings import AnyEnvironment, Mix, checked_settings, members_of, spe
 from .evaluating import Choice, Evaluation, evaluate_members
 from .evaluating import Member as EvaluatedMember
 from .group_run import Give, GroupRun
+from .judging import kept_answers
 from .prices import pricing_of
 from .processing import process_run
 from .run_settings import (
@@ -293,6 +294,7 @@ async def score(
             target,
             processes=spec.settings.processes,
             sandbox=spec.settings.sandbox,
+            judge=kept_answers(spec.settings.judge),
         )
         scored = await asyncio.to_thread(_json_lines, target)
     return ScoreResult(scored, summary)
@@ -330,6 +332,7 @@ async def rescore(
         overwrite=own.overwrite,
         processes=own.processes,
         sandbox=own.sandbox,
+        judge=own.judge,
         without_messages=own.without_messages,
     )
 

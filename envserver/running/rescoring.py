@@ -1,10 +1,10 @@
 """The work of `envserver rescore`: delivered groups in, the same groups with new scores out.
 
-No model is called. A group's task, with its hidden part, is found by split, seed and id; its
-rollouts are scored in scorer processes, and the group is appended to the output, which is synced to
-disk before the next group counts. A group that cannot be scored because of an infrastructure
-failure never gets a 0: it is not written, it is counted, and it is tried again when the command
-resumes.
+No policy is called; scorers may ask a judge. A group's task, with its hidden part, is found by
+split, seed and id; its rollouts are scored in scorer processes, and the group is appended to the
+output, which is synced to disk before the next group counts. A group that cannot be scored because
+of an infrastructure failure never gets a 0: it is not written, it is counted, and it is tried again
+when the command resumes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from envserver_records.errors import (
     InputError,
     NotFoundError,
     RolloutError,
-    SandboxError,
-    ScorerError,
 )
 from envserver_records.records import Result, Score, Task
 
@@ -33,8 +31,10 @@ from ..config import SandboxConfig
 from ..export.output_file import OutputFile, cut_torn_line, lock, open_appending
 from ..export.rescored import old_reward, rescored_line
 from ..export.stored import StoredGroup, StoredRollout, read_groups
+from ..judge_config import JudgeConfig
 from ..registry import absolute
-from ..rollouts.scoring import ScorerPool
+from ..rollouts.scoring import SCORING_FAILURES, ScorerPool
+from .judging import judge_line, judge_of, scorer_processes
 from .sandboxes import sandboxes_of
 from .task_finder import TaskFinder, environment_of
 
@@ -89,6 +89,7 @@ class Tally:
     left_out: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
     examples: list[Example] = field(default_factory=list)
+    judge: str | None = None
 
     @property
     def changed(self) -> int:
@@ -133,6 +134,7 @@ async def rescore(
     overwrite: bool = False,
     processes: int = 2,
     sandbox: SandboxConfig | None = None,
+    judge: JudgeConfig | None = None,
     without_messages: bool = False,
     on_bad: Callable[[InputError], None] | None = None,
     on_progress: OnProgress = lambda tally: None,
@@ -144,6 +146,7 @@ async def rescore(
         env_reference, env_config: the environment and its settings; split and seed come from each
             group.
         rubric: scores instead of the environment (see `rollouts.rubric`).
+        judge: the model that scorers may ask; its cache is beside the first source.
         processes: number of parallel scorers.
         without_messages: score groups that were written without their conversations.
         on_bad: called for each line that is not a group; default: the first such line is an error.
@@ -160,10 +163,19 @@ async def rescore(
     rubric = absolute(rubric) if rubric is not None else None
     tally = Tally()
     with _output(out, tally, resume=resume, overwrite=overwrite) as (output, done):
-        async with sandboxes_of(environment, sandbox or SandboxConfig()) as service:
+        judge = judge or JudgeConfig()
+        async with (
+            sandboxes_of(environment, sandbox or SandboxConfig()) as service,
+            judge_of(judge, _beside(sources, out)) as asked,
+        ):
             address = service.address if service is not None else None
             async with ScorerPool(
-                reference, env_config, processes, sandbox_address=address, rubric=rubric
+                reference,
+                env_config,
+                scorer_processes(processes, judge),
+                sandbox_address=address,
+                rubric=rubric,
+                judge=asked,
             ) as scorers:
                 work = _Rescoring(
                     scorers=scorers,
@@ -180,7 +192,16 @@ async def rescore(
                             await asyncio.to_thread(output.append, _encoded(line))
                             tally.count(line)
                         on_progress(tally)
+            tally.judge = judge_line(asked) if asked is not None else None
     return tally
+
+
+def _beside(sources: Sequence[str], out: Path) -> Path:
+    """Returns the folder of the judge's cache: the first source's, where `process` had it."""
+    first = Path(sources[0])
+    if first.is_dir():
+        return first
+    return first.parent if first.exists() else out.parent
 
 
 class _Unseen:
@@ -281,7 +302,7 @@ class _Rescoring:
         """Scores the results of a task's rollouts.
 
         Raises:
-            ScorerError, SandboxError: scoring failed twice.
+            ScorerError, SandboxError, JudgeError: scoring failed twice.
         """
         scores = list(await asyncio.gather(*(self._score(task, each) for each in results)))
         return await self.scorers.score_group(task, results, scores)
@@ -289,7 +310,7 @@ class _Rescoring:
     async def _score(self, task: Task, result: Result) -> Score:
         try:
             return await self.scorers.score(task, result)
-        except (ScorerError, SandboxError):
+        except SCORING_FAILURES:
             return await self.scorers.score(task, result)
 
 

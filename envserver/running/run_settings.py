@@ -29,6 +29,7 @@ from ..config import (
 )
 from ..delivery_config import DeliveryConfig
 from ..evaluation_config import Failures, Truncated
+from ..judge_config import JudgeConfig
 from ..remote.messages import NAME_PATTERN
 
 
@@ -88,6 +89,7 @@ class ScoreSettings(EnvironmentSettings):
     processes: int = Field(default=2, ge=1)
     """Number of rows scored in parallel, each in a process."""
     sandbox: SandboxConfig = SandboxConfig()
+    judge: JudgeConfig = JudgeConfig()
 
 
 class RescoreSettings(EnvironmentSettings):
@@ -112,6 +114,7 @@ class RescoreSettings(EnvironmentSettings):
     processes: int = Field(default=2, ge=1)
     """Number of rollouts scored in parallel, each in a process."""
     sandbox: SandboxConfig = SandboxConfig()
+    judge: JudgeConfig = JudgeConfig()
 
 
 class ReplaySettings(Settings):

@@ -29,9 +29,11 @@ from envserver_records.errors import (
 from envserver_records.files import replacing, storing
 
 from ..config import SandboxConfig
+from ..judge_config import JudgeConfig
 from ..registry import absolute
 from ..rollouts.scorer_process import RowToScore
 from ..rollouts.scoring import ScoredRow, ScorerPool
+from .judging import judge_line, judge_of, scorer_processes
 from .sandboxes import sandboxes_of
 from .task_finder import TaskFinder, environment_of
 
@@ -53,6 +55,7 @@ class Summary(msgspec.Struct, kw_only=True):
         errors: rows with an error.
         mean_reward: mean over the scored rows, None if there are none.
         first_error: place and text of the first error.
+        judge: what the judge was asked and what it cost, if there is one.
     """
 
     rows: int = 0
@@ -61,6 +64,7 @@ class Summary(msgspec.Struct, kw_only=True):
     errors: int = 0
     mean_reward: float | None = None
     first_error: str | None = None
+    judge: str | None = None
     seconds: float = 0.0
 
 
@@ -72,6 +76,7 @@ async def run_score(
     *,
     processes: int = 2,
     sandbox: SandboxConfig | None = None,
+    judge: JudgeConfig | None = None,
     progress: Progress = lambda rows, share: None,
 ) -> Summary:
     """Scores every row of `input` into `output` (both JSONL).
@@ -79,6 +84,7 @@ async def run_score(
     Args:
         env_reference, env_config: the environment and its settings.
         processes: number of parallel scorers.
+        judge: the model that scorers may ask; its cache is beside the output.
         sandbox: sandbox in which scorers run programs, if the environment does that.
         progress: called after each row that is written.
 
@@ -100,13 +106,22 @@ async def run_score(
             progress(summary.rows, min(1.0, line.end / size))
 
         environment = environment_of(reference, env_config)
-        async with sandboxes_of(environment, sandbox or SandboxConfig()) as service:
+        judge = judge or JudgeConfig()
+        async with (
+            sandboxes_of(environment, sandbox or SandboxConfig()) as service,
+            judge_of(judge, output.parent) as asked,
+        ):
             address = service.address if service is not None else None
             finder = TaskFinder(reference, env_config, address)
             async with ScorerPool(
-                reference, env_config, processes, sandbox_address=address
+                reference,
+                env_config,
+                scorer_processes(processes, judge),
+                sandbox_address=address,
+                judge=asked,
             ) as scorers:
                 await _Scoring(scorers, finder).run(source, deliver)
+        summary.judge = judge_line(asked) if asked is not None else None
     summary.seconds = time.monotonic() - started
     return summary
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from ...config import EnvironmentSettings, SandboxConfig
+from ...judge_config import JudgeConfig
 from ..command_line import CommandSpec
 
 SUMMARY = """Checks an environment without a model: correct results get the expected score;
@@ -23,6 +24,7 @@ class CheckSettings(EnvironmentSettings):
     as_json: bool = False
     """Print the report as one JSON object."""
     sandbox: SandboxConfig = SandboxConfig()
+    judge: JudgeConfig = JudgeConfig()
 
 
 COMMAND = CommandSpec(

@@ -1,0 +1,249 @@
+"""The server's side of the judge: answers scorers over a Unix socket; only it has the engine's key.
+
+In: a scorer's messages. Out: an answer of the judge's engine, from the cache where it is there.
+What holds: equal calls are made once, also side by side; no more than `max_concurrent` are at the
+engine; a failed call is tried again by the engine's client, then it is a JudgeError; nothing here
+is recorded as a call of a rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import msgspec
+from envserver_records.errors import (
+    ConfigError,
+    EngineError,
+    EngineRefused,
+    EnvserverError,
+    JudgeError,
+)
+
+from ..judge_config import JudgeConfig
+from ..judge_interface import JudgeReply
+from ..models.engine import Engine
+from ..sandbox.places import folder_for_sockets
+from .cache import AnswerCache
+from .client import LENGTH_BYTES, MOST_BYTES, JudgeAddress, JudgeAnswer, JudgeRequest, framed
+
+_NOT_SAMPLING = {"messages", "model", "n", "stream"}
+_request = msgspec.json.Decoder(JudgeRequest)
+
+Pause = Callable[[], AbstractContextManager[None]]
+"""Stops a scorer's clock while the judge is asked."""
+
+
+class JudgeCounts(msgspec.Struct):
+    """What the judge was asked since the start.
+
+    Args:
+        calls: answered calls, from the engine or the cache.
+        cached: those from the cache.
+        again: those that were asked because an earlier answer could not be read.
+        failed: calls without an answer.
+        prompt_tokens, completion_tokens: of the engine's answers (the cache's cost nothing).
+    """
+
+    calls: int = 0
+    cached: int = 0
+    again: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class JudgeServer:
+    """Answers while its async context is entered.
+
+    Args:
+        engine: the judge's, open.
+        cache_path: file of the cache.
+
+    Raises:
+        ConfigError: the cache cannot be opened.
+    """
+
+    def __init__(self, engine: Engine, config: JudgeConfig, cache_path: Path) -> None:
+        self.counts = JudgeCounts()
+        self.config = config
+        self.cache_path = cache_path
+        self._engine = engine
+        self._cache: AnswerCache | None = None
+        self._folder = ""
+        self._listener: asyncio.Server | None = None
+        self._places = asyncio.Semaphore(config.max_concurrent)
+        self._scorers: dict[str, Pause] = {}
+        self._asking: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._cache = await asyncio.to_thread(
+            AnswerCache, self.cache_path, self.config.cache_mb << 20
+        )
+        self._folder = tempfile.mkdtemp(prefix="envserver-judge-", dir=folder_for_sockets())
+        self._listener = await asyncio.start_unix_server(self._connected, self._socket)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._listener is not None and self._cache is not None
+        self._listener.close()
+        for task in self._answering:
+            task.cancel()
+        await asyncio.gather(*self._answering, return_exceptions=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        await asyncio.to_thread(self._cache.close)
+
+    def register(self, pause: Pause) -> JudgeAddress:
+        """Returns the address for one scorer; `pause` is entered while it waits for an answer."""
+        key = secrets.token_urlsafe(24)
+        self._scorers[key] = pause
+        return JudgeAddress(self._socket, key)
+
+    @property
+    def _socket(self) -> str:
+        return f"{self._folder}/socket"
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
+        try:
+            length = int.from_bytes(await reader.readexactly(LENGTH_BYTES))
+            if length > MOST_BYTES:
+                return
+            request = _request.decode(await reader.readexactly(length))
+            pause = self._scorers.get(request.key)
+            if pause is None:
+                return
+            with pause():
+                answer = await _unless_closed(reader, self._answer(request))
+            if answer is not None:
+                writer.write(framed(msgspec.json.encode(answer)))
+                await writer.drain()
+        except (OSError, EOFError, msgspec.MsgspecError):
+            return  # the scorer is gone, or it is not one
+        finally:
+            self._answering.discard(task)
+            writer.close()
+
+    async def _answer(self, request: JudgeRequest) -> JudgeAnswer:
+        try:
+            return JudgeAnswer(reply=await self.chat(request))
+        except EnvserverError as error:
+            return JudgeAnswer(failure=error.failure())
+
+    async def chat(self, request: JudgeRequest) -> JudgeReply:
+        """Answers one call.
+
+        Raises:
+            JudgeError: the engine failed, also when it was tried again.
+            ConfigError: the scorer's arguments are wrong.
+        """
+        assert self._cache is not None
+        try:
+            body = await self._body(request)
+            key = _key(body, request.attempt)
+            lock = self._asking.setdefault(key, asyncio.Lock())
+            async with lock:  # an equal call that runs already answers this one, too
+                reply = await asyncio.to_thread(self._cache.get, key)
+                if reply is None:
+                    reply = await self._asked(body)
+                    await asyncio.to_thread(self._cache.put, key, reply)
+                    self.counts.prompt_tokens += reply.prompt_tokens
+                    self.counts.completion_tokens += reply.completion_tokens
+                else:
+                    reply = msgspec.structs.replace(reply, cached=True)
+                    self.counts.cached += 1
+        except EnvserverError:
+            self.counts.failed += 1
+            raise
+        self.counts.calls += 1
+        self.counts.again += request.attempt > 0
+        return reply
+
+    async def _body(self, request: JudgeRequest) -> dict[str, Any]:
+        if wrong := _NOT_SAMPLING & set(request.sampling):
+            raise ConfigError(f"A judge takes no argument {min(wrong)!r}.")
+        with _typed():
+            model = await self._engine.model_name()
+        return {
+            "model": model,
+            "messages": request.messages,
+            "temperature": self.config.temperature,
+            "max_tokens": self.config.max_tokens,
+            **request.sampling,
+        }
+
+    async def _asked(self, body: dict[str, Any]) -> JudgeReply:
+        async with self._places:
+            with _typed():
+                answer = await self._engine.post(
+                    "/v1/chat/completions",
+                    body,
+                    rollout_id="judge",
+                    timeout_seconds=self.config.timeout,
+                )
+        return _read(answer, str(body["model"]))
+
+
+async def _unless_closed(reader: asyncio.StreamReader, work: Any) -> JudgeAnswer | None:
+    """Returns the result of `work`; None, and cancels it, if the scorer closes its connection."""
+    working: asyncio.Task[JudgeAnswer] = asyncio.ensure_future(work)
+    closing = asyncio.ensure_future(reader.read(1))
+    try:
+        await asyncio.wait({working, closing}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, closing):
+            task.cancel()
+        await asyncio.gather(working, closing, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _typed() -> Any:
+    """Turns failures of the judge's engine into ours: the policy's engine is not to blame."""
+    try:
+        yield
+    except EngineError as error:
+        refused = isinstance(error, EngineRefused)
+        hint = "See --judge.base_url, --judge.model_name and --judge.api_key." if refused else ""
+        raise JudgeError(f"The judge's engine: {error.message}", hint=hint or error.hint) from error
+
+
+def _key(body: dict[str, Any], attempt: int) -> bytes:
+    """Returns the digest of all that an answer depends on."""
+    content = msgspec.json.encode([body, attempt], order="deterministic")
+    return hashlib.blake2b(content, digest_size=32).digest()
+
+
+def _read(answer: dict[str, Any], model: str) -> JudgeReply:
+    try:
+        content = answer["choices"][0]["message"].get("content") or ""
+        usage = answer.get("usage") or {}
+        return msgspec.convert(
+            {
+                "content": content,
+                "model": model,
+                "prompt_tokens": usage.get("prompt_tokens") or 0,
+                "completion_tokens": usage.get("completion_tokens") or 0,
+            },
+            JudgeReply,
+        )
+    except (LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
+        raise JudgeError(f"The judge's engine gave no chat answer: {error}.") from error

@@ -1,0 +1,128 @@
+"""Opens the judge that `--judge.*` names, and says what it cost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+from prometheus_client.core import Metric
+
+from ..config import OpenAIConfig
+from ..evaluation.prices import Prices
+from ..judge_config import JudgeConfig
+from ..judges.server import JudgeServer
+from ..telemetry.families import by_key, counter
+from .tally import counted
+
+CACHE_NAME = "judge.db"
+_SCORERS = 8
+"""Scorer processes with a judge, at least: each waits while it is asked."""
+
+
+@contextlib.asynccontextmanager
+async def judge_of(config: JudgeConfig, folder: Path) -> AsyncIterator[JudgeServer | None]:
+    """Opens the judge for the block; None if none is set.
+
+    Args:
+        folder: where its cache is, unless `config` names it.
+
+    Raises:
+        ConfigError: the cache cannot be opened.
+    """
+    if config.base_url is None:
+        yield None
+        return
+    from ..models.openai import OpenAIEngine
+
+    engine = OpenAIEngine(
+        OpenAIConfig(
+            base_url=config.base_url,
+            model_name=config.model_name,
+            api_key=config.api_key,
+            timeout=config.timeout,
+            num_max_requests_at_once=config.max_concurrent,
+            server_type="openai",
+        )
+    )
+    async with engine, JudgeServer(engine, config, config.cache or folder / CACHE_NAME) as judge:
+        yield judge
+
+
+def kept_answers(config: JudgeConfig) -> JudgeConfig:
+    """Returns `config` with a cache in `data`, for an output that is not kept."""
+    return config.model_copy(update={"cache": config.cache or Path("data", CACHE_NAME)})
+
+
+def folder_of(place: str) -> Path:
+    """Returns the folder of a file, or of a store; `data` for a database on another machine."""
+    return Path("data") if "://" in place else Path(place).parent
+
+
+def scorer_processes(wanted: int, config: JudgeConfig) -> int:
+    """Returns how many scorers to start: more with a judge, since each waits for its answers."""
+    if config.base_url is None:
+        return wanted
+    return max(wanted, min(_SCORERS, config.max_concurrent))
+
+
+def judge_line(judge: JudgeServer) -> str:
+    """Returns what the judge was asked and what it cost, in one line."""
+    counts = judge.counts
+    parts = [
+        f"Judge: {counted(counts.calls, 'call')} ({counts.cached} from {judge.cache_path}"
+        + (f", {counts.again} asked again" if counts.again else "")
+        + (f", {counts.failed} failed" if counts.failed else "")
+        + ")",
+        f"{counts.prompt_tokens:,} + {counts.completion_tokens:,} tokens",
+    ]
+    if (cost := _cost(judge)) is not None:
+        parts.append(f"{cost:.4f} {judge.config.currency}")
+    return ", ".join(parts)
+
+
+class JudgeNumbers:
+    """Metrics of the judge."""
+
+    def __init__(self, judge: JudgeServer) -> None:
+        self._judge = judge
+
+    async def families(self) -> Iterable[Metric]:
+        """See `api.metrics.Source`."""
+        counts = self._judge.counts
+        asked = {
+            "engine": counts.calls - counts.cached,
+            "cache": counts.cached,
+            "failed": counts.failed,
+        }
+        tokens = {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens}
+        found = [
+            counter(
+                "envserver_judge_calls", "Calls to the judge by what answered them", ("end",),
+                by_key(asked),
+            ),
+            counter(
+                "envserver_judge_again", "Calls repeated because an answer could not be read", (),
+                [((), float(counts.again))],
+            ),
+            counter(
+                "envserver_judge_tokens", "Tokens of the judge's engine", ("kind",), by_key(tokens)
+            ),
+        ]  # fmt: skip
+        if (cost := _cost(self._judge)) is not None:
+            currency = self._judge.config.currency
+            found.append(
+                counter(
+                    "envserver_judge_cost", "Cost of the judge's tokens", ("currency",),
+                    [((currency,), cost)],
+                )
+            )  # fmt: skip
+        return found
+
+
+def _cost(judge: JudgeServer) -> float | None:
+    config, counts = judge.config, judge.counts
+    if config.prompt_price is None or config.completion_price is None:
+        return None
+    prices = Prices(prompt=config.prompt_price, completion=config.completion_price)
+    return prices.cost(counts.prompt_tokens, counts.completion_tokens)

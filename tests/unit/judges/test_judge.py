@@ -1,0 +1,308 @@
+"""`self.judge` in scorers: asked through the server, cached, bounded; its failures are ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.core import CollectorRegistry
+from support.commands import envserver, read_jsonl
+from support.judging import JudgeEngine, judge_engine
+
+from envserver import ConfigError, JudgeError, Result, ScorerError, Task
+from envserver.judge_config import JudgeConfig
+from envserver.judges.server import JudgeServer
+from envserver.rollouts.scoring import ScorerPool
+from envserver.running.judging import JudgeNumbers, judge_line, judge_of
+
+KEY = "sk-judge-7d1f0c"
+
+ENVIRONMENT = '''
+import asyncio, os
+from pathlib import Path
+from envserver import Environment, JudgeError, Score, Task
+
+
+class Judged(Environment):
+    """Scores as its judge says; the answer says how the judge is asked."""
+
+    score_timeout_seconds = 2.0
+
+    def tasks(self, split):
+        for n in range(2):
+            yield Task(f"t{n}", {"question": f"Question {n}"}, {"answer": "yes"})
+
+    def demonstration(self, task):
+        return [{"role": "assistant", "content": "yes"}]
+
+    async def rollout(self, task, run):
+        reply = await run.chat([{"role": "user", "content": task.public["question"]}])
+        return reply.content
+
+    def score(self, task, result):
+        how, _, text = str(result.output).partition(":")
+        asked = [{"role": "user", "content": text or how}]
+        if how == "blocking":
+            return Score(reward=float(self.judge.chat_blocking(asked).content))
+        if how == "number":
+            return Score(reward=self.judge.ask_blocking(asked, float))
+        if how == "environ":
+            shown = Path("/proc/self/environ").read_text() + str(dict(os.environ))
+            return Score(reward=float("ENVSERVER_" in shown))
+        if how == "swallows":
+            try:
+                self.judge.chat_blocking(asked)
+            except JudgeError:
+                return Score(reward=0.0)
+        return self.later(asked, text)
+
+    async def later(self, asked, text):
+        replies = await asyncio.gather(*(
+            self.judge.chat([{"role": "user", "content": f"{asked[0]['content']} {n}"}])
+            for n in range(4)
+        ))
+        return Score(reward=sum(float(reply.content) for reply in replies) / 4)
+
+    async def score_group(self, task, results, scores):
+        await self.judge.chat([{"role": "user", "content": "group"}])
+        return [Score(reward=1.0 - score.reward) for score in scores]
+'''
+
+TASK = Task("t", {}, {})
+
+
+@pytest.fixture
+def judged(tmp_path: Path) -> str:
+    path = tmp_path / "judged.py"
+    path.write_text(ENVIRONMENT)
+    return str(path)
+
+
+def says_half(messages: list[dict[str, Any]]) -> str:
+    return "0.5"
+
+
+@contextlib.asynccontextmanager
+async def house(
+    environment: str, engine: JudgeEngine | None, folder: Path, scorers: int = 2, **settings: Any
+) -> AsyncIterator[tuple[ScorerPool, JudgeServer]]:
+    """Scorers with a judge."""
+    url = engine.url if engine else "http://127.0.0.1:9/v1"
+    config = JudgeConfig(base_url=url, **settings)
+    async with judge_of(config, folder) as judge:
+        assert judge is not None
+        async with ScorerPool(environment, {}, scorers, judge=judge) as pool:
+            yield pool, judge
+
+
+async def reward(pool: ScorerPool, output: str) -> float | None:
+    return (await pool.score(TASK, Result(output=output))).reward
+
+
+async def test_equal_questions_are_paid_once(judged: str, tmp_path: Path) -> None:
+    with judge_engine(says_half) as engine:
+        async with house(judged, engine, tmp_path, prompt_price=1.0, completion_price=2.0) as (
+            pool,
+            judge,
+        ):
+            wanted = ["blocking:a", "blocking:a", "async:b", "async:b", "async:b"]
+            assert await asyncio.gather(*(reward(pool, one) for one in wanted)) == [0.5] * 5
+            assert len(engine.asked) == 5  # a, and b 0 to b 3
+            assert engine.asked[0]["temperature"] == 0 and engine.asked[0]["model"] == "judge-1"
+            scores = [await pool.score(TASK, Result(output="blocking:a"))]
+            (changed,) = await pool.score_group(TASK, [Result(output="")], scores)
+            assert changed.reward == 0.5
+            counts = judge.counts
+            assert (counts.calls, counts.cached, counts.failed) == (16, 10, 0)
+            assert (counts.prompt_tokens, counts.completion_tokens) == (600, 60)
+            assert judge_line(judge) == (
+                f"Judge: 16 calls (10 from {tmp_path / 'judge.db'}), 600 + 60 tokens, 0.0007 USD"
+            )
+            registry = CollectorRegistry()
+            registry.register(_Families(list(await JudgeNumbers(judge).families())))
+            shown = generate_latest(registry).decode()
+            assert 'envserver_judge_calls_total{end="engine"} 6.0' in shown
+            assert 'envserver_judge_tokens_total{kind="prompt"} 600.0' in shown
+            assert 'envserver_judge_cost_total{currency="USD"} 0.00072' in shown
+        async with house(judged, engine, tmp_path) as (pool, judge):  # as after a restart
+            assert await reward(pool, "async:b") == 0.5
+            assert (len(engine.asked), judge.counts.cached) == (6, 4)
+
+
+class _Families:
+    def __init__(self, families: list[Any]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Any]:
+        return self._families
+
+
+async def test_a_judge_that_fails_is_our_failure(judged: str, tmp_path: Path) -> None:
+    with judge_engine(says_half) as engine:
+        async with house(judged, engine, tmp_path) as (pool, judge):
+            engine.failing = [500, 429]
+            assert await reward(pool, "blocking:a") == 0.5  # tried again
+            engine.failing = [401]
+            with pytest.raises(JudgeError, match=r"judge's engine.*--judge.api_key"):
+                await reward(pool, "blocking:b")
+            engine.failing = [400] * 2
+            with pytest.raises(JudgeError):
+                await reward(pool, "swallows:c")  # it wanted to give 0
+            assert judge.counts.failed == 2
+    async with house(judged, None, tmp_path, timeout=1.0) as (pool, judge):
+        with pytest.raises(JudgeError, match="judge's engine"):
+            await reward(pool, "blocking:a new question")
+    async with ScorerPool(judged, {}, 1) as pool:
+        with pytest.raises(ConfigError, match=r"--judge\.base_url"):
+            await reward(pool, "blocking:a")
+
+
+async def test_an_answer_that_cannot_be_read_is_asked_for_again(
+    judged: str, tmp_path: Path
+) -> None:
+    answers = iter(["well", "hm"])
+    with judge_engine(lambda messages: next(answers, "0.25")) as engine:
+        async with house(judged, engine, tmp_path) as (pool, judge):
+            assert await reward(pool, "number:a") == 0.25
+            assert judge.counts.again == 2
+            assert await reward(pool, "number:a") == 0.25
+            assert len(engine.asked) == 3  # the unreadable ones are in the cache as well
+        engine.say = lambda messages: "no number"
+        async with house(judged, engine, tmp_path) as (pool, judge):
+            with pytest.raises(JudgeError, match=r"could be read, 3 times.*'no number'"):
+                await reward(pool, "number:b")
+            assert len(engine.asked) == 6
+
+
+async def test_calls_at_the_engine_are_bounded(judged: str, tmp_path: Path) -> None:
+    many = threading.Semaphore(0)
+
+    def slow(messages: list[dict[str, Any]]) -> str:
+        many.release()
+        time.sleep(0.05)
+        return "1"
+
+    with judge_engine(slow) as engine:
+        async with house(judged, engine, tmp_path, scorers=3, max_concurrent=2) as (pool, _):
+            wanted = [reward(pool, f"async:{n}") for n in range(3)]
+            assert await asyncio.gather(*wanted) == [1.0] * 3
+            assert len(engine.asked) == 12 and engine.most_at_once <= 2
+
+
+async def test_a_scorers_clock_stands_still_while_it_waits(judged: str, tmp_path: Path) -> None:
+    def slow(messages: list[dict[str, Any]]) -> str:
+        time.sleep(3)  # more than the environment's score_timeout_seconds
+        return "1"
+
+    with judge_engine(slow) as engine:
+        async with house(judged, engine, tmp_path, scorers=1) as (pool, _):
+            assert await reward(pool, "blocking:a") == 1.0
+            Path(judged).write_text(ENVIRONMENT.replace('if how == "blocking":', "while True:"))
+        engine.say = says_half
+        hanging = ENVIRONMENT.replace(
+            'if how == "blocking":', 'if how == "hang":\n            import time; time.sleep(99)'
+        )
+        Path(judged).write_text(hanging)
+        async with house(judged, engine, tmp_path, scorers=1) as (pool, _):
+            with pytest.raises(ScorerError, match="longer than 2 seconds"):
+                await reward(pool, "hang:")
+            assert await reward(pool, "async:b") == 0.5  # a new process
+
+
+async def test_a_scorer_that_is_killed_ends_its_call(judged: str, tmp_path: Path) -> None:
+    """And nobody without a scorer's key gets an answer."""
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def slow(messages: list[dict[str, Any]]) -> str:
+        waiting.set()
+        go_on.wait(60)
+        return "1"
+
+    with judge_engine(slow) as engine:
+        async with house(judged, engine, tmp_path, scorers=1, max_concurrent=1) as (pool, judge):
+            scoring = asyncio.create_task(reward(pool, "blocking:a"))
+            await asyncio.to_thread(waiting.wait, 60)
+            scoring.cancel()
+            await asyncio.gather(scoring, return_exceptions=True)
+            engine.say = says_half
+            assert await reward(pool, "blocking:b") == 0.5  # its place was given back
+            reader, writer = await asyncio.open_unix_connection(judge.register(_no_pause).path)
+            body = b'{"key": "guessed", "messages": [{"role": "user", "content": "x"}]}'
+            writer.write(len(body).to_bytes(4) + body)
+            assert await reader.read() == b""
+            writer.close()
+            go_on.set()
+
+
+def _no_pause() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def test_commands_ask_it_and_show_its_cost_and_never_its_key(tmp_path: Path) -> None:
+    """`process` pays, `rescore` finds the answers beside its source; no call is a training row."""
+    (tmp_path / "judged.py").write_text(ENVIRONMENT)
+    out = tmp_path / "data" / "judged.jsonl"
+    with judge_engine(lambda messages: "0.25") as engine:
+        judge = ("--judge.base_url", engine.url, "--judge.prompt_price", 1)
+        judge = (*judge, "--judge.completion_price", 1)
+        (tmp_path / ".env").write_text(f"ENVSERVER_JUDGE__API_KEY={KEY}\n")
+        ran = envserver(
+            *("process", "--env", "judged.py", "--model", "sim", "--env.group_size", 2, *judge),
+            folder=tmp_path,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert engine.keys == {f"Bearer {KEY}"}
+        asked = len(engine.asked)
+        assert "Judge: " in ran.stderr + ran.stdout and "USD" in ran.stderr + ran.stdout
+        groups = read_jsonl(out)
+        assert [group["scores"] for group in groups] == [[0.75, 0.75]] * 2
+        again = envserver(
+            *("rescore", "data/judged.jsonl", "--env", "judged.py", "--out", "new.jsonl", *judge),
+            folder=tmp_path,
+        )
+        assert again.returncode == 0, again.stderr
+        assert len(engine.asked) == asked, "rescore paid again"
+        assert "0 + 0 tokens" in again.stderr
+        assert [group["scores"] for group in read_jsonl(tmp_path / "new.jsonl")] == [
+            [0.75, 0.75]
+        ] * 2
+    shown = ran.stdout + ran.stderr + again.stdout + again.stderr + out.read_text()
+    assert KEY not in shown
+    for group in groups:
+        assert [rollout["turns"] for rollout in group["envserver"]["rollouts"]] == [1, 1]
+        assert [len(messages) for messages in group["messages"]] == [2, 2]
+    assert KEY.encode() not in (tmp_path / "data" / "judge.db").read_bytes()
+
+
+IN_A_NEW_PROCESS = """
+import asyncio, sys
+from envserver import Result, Task
+from envserver.rollouts.scoring import ScorerPool
+
+async def main():
+    async with ScorerPool(sys.argv[1], {}, 1) as pool:
+        print((await pool.score(Task("t", {}, {}), Result(output="environ:"))).reward)
+
+asyncio.run(main())
+"""
+
+
+def test_scorers_do_not_have_the_servers_variables(judged: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_A_NEW_PROCESS, judged],
+        env={**os.environ, "ENVSERVER_JUDGE__API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "0.0\n"
