@@ -32,11 +32,12 @@ from envserver_records import EnvserverError
 from rich.console import Console
 
 from envserver_clients.records import Batch
+from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
 from envserver_clients.training.curves import draw
 from envserver_clients.training.examples import BatchExamples, ExampleSettings, examples_of
-from envserver_clients.training.learner import Learner, StepSettings
-from envserver_clients.training.loss import LossSettings
+from envserver_clients.training.guard import Guard, GuardSettings
+from envserver_clients.training.learner import Learner, Numbers, StepSettings
 from envserver_clients.training.metrics import (
     ConsoleLines,
     JsonLines,
@@ -77,11 +78,15 @@ def train(settings: TrainerSettings, console: Console) -> None:
         source.resume(saved)
         now = replace(saved, version=publisher.first_version(saved.version))
         publisher.publish(now.version)
+        guard = Guard(
+            GuardSettings(settings.warn_mismatch, settings.most_mismatch, settings.patience)
+        )
         for batch, timer in _batches_until_limit(settings, now.step, metrics, source):
-            learned = _examples(settings, batch, now)
+            learned = _examples(settings, batch, now, learner.policy.vocabulary)
             numbers = learner.step(learned.examples)
             timer.add_phase("learning")
-            metrics.write(_line(now, learned, numbers, timer))
+            line = _line(now, learned, numbers, timer)
+            metrics.write(line)
             now = CheckpointInfo(
                 now.step + 1, now.version + 1, batch.lease_id, tuple(learned.group_ids)
             )
@@ -89,6 +94,7 @@ def train(settings: TrainerSettings, console: Console) -> None:
             if kept:
                 checkpoints.save(now, learner.state())
             source.done(batch, now.name if kept else None)
+            guard.judge(line)
             timer.add_phase("keeping")
             if now.step % settings.publish_every == 0:
                 publisher.publish(now.version, learned.examples)
@@ -96,9 +102,7 @@ def train(settings: TrainerSettings, console: Console) -> None:
     learner.policy.save(settings.output / "model")
 
 
-def _line(
-    before: CheckpointInfo, learned: BatchExamples, numbers: dict[str, float], timer: _Timer
-) -> Line:
+def _line(before: CheckpointInfo, learned: BatchExamples, numbers: Numbers, timer: _Timer) -> Line:
     """Returns the metrics of the step after `before`."""
     about = {"step": before.step + 1, "version": before.version, "group_ids": learned.group_ids}
     return {**about, **learned.numbers, **numbers, **timer.seconds}
@@ -115,8 +119,13 @@ def _learner(settings: TrainerSettings) -> Learner:
     bounds = LossSettings(
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
-        kl_weight=settings.kl_weight,
+        dual_clip=settings.dual_clip,
+        decoupled=settings.decoupled,
+        correction=settings.correction,
+        least_correction=settings.least_correction,
         most_correction=settings.most_correction,
+        kl_weight=settings.kl_weight,
+        kl_form=settings.kl_form,
     )
     rules = StepSettings(
         learning_rate=settings.learning_rate,
@@ -125,19 +134,23 @@ def _learner(settings: TrainerSettings) -> Learner:
         most_gradient=settings.most_gradient,
         micro_batch_tokens=settings.micro_batch_tokens,
         updates=settings.updates,
-        decoupled=settings.decoupled,
+        most_mismatch=settings.most_mismatch,
         loss=bounds,
     )
     return Learner(policy, rules)
 
 
-def _examples(settings: TrainerSettings, batch: Batch, now: CheckpointInfo) -> BatchExamples:
+def _examples(
+    settings: TrainerSettings, batch: Batch, now: CheckpointInfo, vocabulary: int
+) -> BatchExamples:
     rules = ExampleSettings(
         scaling=settings.advantage,
         denominator=settings.denominator,
         constant_tokens=settings.constant_tokens,
         max_staleness=settings.max_staleness,
         learn_truncated=settings.learn_truncated,
+        has_reference=settings.kl_weight > 0,
+        vocabulary=vocabulary,
     )
     rng = np.random.default_rng([settings.seed, now.step])
     shuffle = rng if settings.shuffle_rewards else None

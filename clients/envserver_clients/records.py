@@ -59,9 +59,9 @@ class ClientGroup(WireGroup, dict=True):
         """
         try:
             if self.format == "group":
-                return list(_rows_of_group(self.group_id, unpack(self.body, Group)))
+                return _checked(_rows_of_group(self.group_id, unpack(self.body, Group)))
             if self.format == "atropos":
-                return list(_rows_of_post(self.group_id, self.policy_version, self.body))
+                return _checked(_rows_of_post(self.group_id, self.policy_version, self.body))
         except (msgspec.DecodeError, OverflowError, ValueError) as error:
             raise InputError(
                 f"Group {self.group_id} cannot be read: {error}.", place=self.group_id
@@ -122,6 +122,20 @@ def decode_page(answer: bytes) -> list[GroupSummary]:
         raise InputError(
             f"The server's answer is not a page of groups: {error}.", place="body"
         ) from error
+
+
+def _checked(rows: Iterator[Row]) -> list[Row]:
+    """Returns the rows.
+
+    Raises:
+        ValueError: the arrays of a row have different lengths.
+    """
+    found = list(rows)
+    for row in found:
+        lengths = {len(row.tokens), len(row.mask), len(row.versions)}
+        if len(lengths) > 1 or (row.logprobs is not None and len(row.logprobs) not in lengths):
+            raise ValueError("the arrays of a row have different lengths")
+    return found
 
 
 def _rows_of_group(group_id: str, group: Group) -> Iterator[Row]:

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import numpy as np
 from envserver_records.records import Call, Dialect, Message, VersionSpan
+from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from numpy.typing import NDArray
 
-from ..tokens.invariants import LOGPROB_ROUNDING
 from ..tokens.prompts import PromptPlan
 from .endpoint import VERSION_PLACEHOLDER
 from .engine_answer import EngineAnswer, SampledChoice
 
 _INT32_MAX = 2**31 - 1
-_LEAST_LOGPROB = float(np.finfo(np.float32).min)
+_LEAST_NUMBER = float(np.finfo(np.float32).min)
 _CALL_OPENERS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call>")
 """Markers that stay in the text when an engine could not parse a tool call."""
 _NUMBER_AT_END = re.compile(r"(?<![\d.])(\d{1,9})$")
@@ -106,6 +106,7 @@ def _call(
     flags = [
         *shared,
         *_token_flags(prompt_ids, ids, logprobs, broken),
+        *(["extreme_logprob"] if logprobs is not None and _is_extreme(logprobs) else []),
         *_finish_flags(finish, choice, context),
         *_version_flags(versions, context, told is not None),
     ]
@@ -314,9 +315,14 @@ def _logprobs(values: list[Any] | None) -> NDArray[np.float32] | None:
     """Returns `values` as logprobs, or None if one is not a finite number of at most 0."""
     if values is None or not set(map(type, values)) <= {int, float}:
         return None
-    if values and not _LEAST_LOGPROB <= min(values) <= max(values) <= LOGPROB_ROUNDING:
+    if values and not _LEAST_NUMBER <= min(values) <= max(values) <= LOGPROB_ROUNDING:
         return None
     return np.asarray(values, dtype=np.float32)
+
+
+def _is_extreme(logprobs: NDArray[np.float32]) -> bool:
+    """Returns whether a logprob stands for minus infinity: no token is sampled with it."""
+    return bool((logprobs < LEAST_LOGPROB).any())
 
 
 def _distinct(flags: list[str]) -> list[str]:

@@ -14,11 +14,11 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from envserver_records.records import Group, Sequence, Tokens, Trajectory, unpack
+from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from numpy.typing import NDArray
 
 from ..formats.atropos import NO_LOGPROB, NOT_TRAINED
 from ..rollouts.audit import AuditedRow, is_altered
-from ..tokens.invariants import LOGPROB_ROUNDING
 
 _LARGEST_ID: Final = 2**31 - 1
 
@@ -302,7 +302,7 @@ def _wrong_numbers(
     wrong = np.flatnonzero((ids < 0) | (ids > _LARGEST_ID))
     if len(wrong):
         yield "token_id", f"{ids[wrong[0]]} is not a token id{_more(wrong)}", int(wrong[0])
-    fine = np.isfinite(logprobs) & (logprobs <= LOGPROB_ROUNDING)
+    fine = (logprobs >= LEAST_LOGPROB) & (logprobs <= LOGPROB_ROUNDING)
     wrong = np.flatnonzero(trained & ~fine)
     if len(wrong):
         words = f"a trained token has the logprob {logprobs[wrong[0]]}{_more(wrong)}"

@@ -36,6 +36,7 @@ FLAGS: dict[str, Flag] = {
     "finish_abort": Flag("mask", "the engine broke the answer off"),
     "truncated_length": Flag("train", "cut off at the token limit"),
     "truncated_in_tool_call": Flag("train", "cut off in the middle of a tool call"),
+    "extreme_logprob": Flag("mask", "a sampled token has a logprob below -1000"),
     "stop_string_tail": Flag("train", "ended by a stop string: the tokens say more than the text"),
     "client_retry_replayed": Flag("train", "sent again to a retry of the same request"),
     "call_after_seal": Flag("train", "the agent sent calls after its rollout had ended"),

@@ -22,13 +22,11 @@ from __future__ import annotations
 import numpy as np
 from envserver_records.errors import TokensError
 from envserver_records.records import Call, Sequence
+from envserver_records.sampling import LOGPROB_ROUNDING
 from numpy.typing import NDArray
 
 from .flags import DEFAULT, Actions
 from .versions import flags_of, token_versions
-
-LOGPROB_ROUNDING = 1e-6
-"""A sampled token's logprob may be this much above 0."""
 
 Positions = NDArray[np.int64]
 

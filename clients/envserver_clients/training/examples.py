@@ -7,17 +7,19 @@ batch in advance, so the sums over any parts of it add up to the same loss.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from envserver_records import InputError
+from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from numpy.typing import NDArray
 
 from envserver_clients.records import ClientGroup, Row
 
 from .advantages import Scaling, advantages, shuffled
+from .guard import SKIPPED
 
 Denominator = Literal["trajectory", "token", "constant"]
 """The denominator of the sum over tokens.
@@ -41,6 +43,7 @@ class Example:
         logprobs: float32[T], those of the sampling policy where mask is 1.
         advantage: its trajectory's.
         weight: weight of each of its trained tokens in the loss.
+        fresh: uint8[T], 1 where the learning policy's own version sampled it; None: unknown.
     """
 
     tokens: NDArray[np.int32]
@@ -48,17 +51,25 @@ class Example:
     logprobs: NDArray[np.float32]
     advantage: float
     weight: float
+    fresh: NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True)
 class ExampleSettings:
-    """How rows become examples; see the settings."""
+    """How rows become examples; see the settings.
+
+    Args:
+        has_reference: a distance to a reference policy is part of the loss.
+        vocabulary: number of tokens that the model knows; None: unknown.
+    """
 
     scaling: Scaling = "std"
     denominator: Denominator = "trajectory"
     constant_tokens: int = 512
     max_staleness: int | None = None
     learn_truncated: bool = False
+    has_reference: bool = False
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,12 +77,13 @@ class BatchExamples:
     """The examples of a batch, with statistics of the batch.
 
     Args:
-        numbers: rewards, sizes and staleness for the metrics.
+        numbers: rewards, sizes and staleness for the metrics; `skipped` says why there are no
+            examples, if data were refused.
         group_ids: ids of all groups, in order.
     """
 
     examples: list[Example]
-    numbers: dict[str, float]
+    numbers: dict[str, float | str]
     group_ids: list[str] = field(default_factory=list)
 
 
@@ -84,17 +96,20 @@ def examples_of(
 ) -> BatchExamples:
     """Returns the examples of a batch.
 
-    Rows with advantage 0 do not change the gradient and are left out; their trajectories and tokens
-    count in the denominators. Groups older than `max_staleness` are left out and counted.
+    Rows with advantage 0 are left out, because they do not change the gradient, unless there is a
+    reference; their trajectories and tokens count in the denominators. Left out and counted are
+    also groups older than `max_staleness` or newer than the policy, and rows that cannot be learned
+    from rightly (see `refusal`). Their rewards count.
 
     Args:
         version: version of the learning policy.
         shuffle: shuffles the rewards within each group (for control experiments).
-
-    Raises:
-        InputError: a trained row has no logprobs.
     """
-    fresh = [group for group in groups if not _is_stale(group.rows, version, rules.max_staleness)]
+    own_or_older = [group for group in groups if _newest(group.rows) <= version]
+    newer = len(groups) - len(own_or_older)
+    fresh = [
+        group for group in own_or_older if not _is_stale(group.rows, version, rules.max_staleness)
+    ]
     rows: list[tuple[Row, float]] = []
     rewards: list[float] = []
     equal = 0
@@ -105,21 +120,50 @@ def examples_of(
         values = dict(zip(own, advantages(given, rules.scaling), strict=True)) if own else {}
         equal += not any(values.values())
         rows += [(row, float(values[row.trajectory])) for row in group.rows]
-    examples = _weighed(rows, len(rewards), rules)
-    numbers = {
+    refused = Counter(why for row, _ in rows if (why := refusal(row, rules.vocabulary)))
+    examples = _weighed(rows, len(rewards), version, rules)
+    numbers: dict[str, float | str] = {
         **_spread("reward", rewards),
         "groups": len(groups),
-        "groups_stale": len(groups) - len(fresh),
+        "groups_stale": len(own_or_older) - len(fresh),
+        "groups_newer": newer,
         "groups_equal": equal,
         "trajectories": len(rewards),
         "rows": len(rows),
         "rows_learned": len(examples),
+        "rows_refused": refused.total(),
+        **{f"rows_{why}": count for why, count in refused.items()},
         "tokens": sum(len(row.tokens) for row, _ in rows),
         "tokens_trained": sum(int(row.mask.sum()) for row, _ in rows),
         "truncated": _share([not row.learn for row, _ in rows]),
         **_staleness([row for row, _ in rows], version),
     }
+    if not examples and (refused or newer):
+        numbers[SKIPPED] = refused.most_common(1)[0][0] if refused else "newer"
     return BatchExamples(examples, numbers, [group.group_id for group in groups])
+
+
+def refusal(row: Row, vocabulary: int | None = None) -> str:
+    """Returns why nothing can be learned rightly from the trained tokens of a row, or "".
+
+    `bad_tokens`: the model does not know some ids. `no_logprobs`: there are none. `bad_logprobs`:
+    some are not finite, positive, or below LEAST_LOGPROB.
+    """
+    trained = row.mask == 1
+    if not trained.any():
+        return ""
+    if row.tokens.min() < 0 or (vocabulary is not None and row.tokens.max() >= vocabulary):
+        return "bad_tokens"
+    if row.logprobs is None:
+        return "no_logprobs"
+    logprobs = row.logprobs[trained]
+    usable = (logprobs >= LEAST_LOGPROB) & (logprobs <= LOGPROB_ROUNDING)  # False for NaN
+    return "" if usable.all() else "bad_logprobs"
+
+
+def _newest(rows: Sequence[Row]) -> int:
+    """Returns the newest version of any trained token, -1 if unknown."""
+    return max((int(row.versions[row.mask == 1].max(initial=-1)) for row in rows), default=-1)
 
 
 def _is_stale(rows: Sequence[Row], version: int, most: int | None) -> bool:
@@ -136,7 +180,7 @@ def _rewards(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def _weighed(
-    rows: list[tuple[Row, float]], trajectories: int, rules: ExampleSettings
+    rows: list[tuple[Row, float]], trajectories: int, version: int, rules: ExampleSettings
 ) -> list[Example]:
     sizes: dict[tuple[str, int], int] = {}
     for row, _ in rows:
@@ -146,14 +190,10 @@ def _weighed(
     examples = []
     for row, advantage in rows:
         own = sizes[row.group_id, row.trajectory]
-        if not advantage or not row.mask.any() or not (row.learn or rules.learn_truncated):
+        if not (advantage or rules.has_reference) or not (row.learn or rules.learn_truncated):
             continue
-        if row.logprobs is None:
-            raise InputError(
-                f"Group {row.group_id} has no logprobs, which the importance weights need.",
-                hint="Use an engine that returns token logprobs (envserver models probe URL).",
-                place=row.group_id,
-            )
+        if not row.mask[1:].any() or row.logprobs is None or refusal(row, rules.vocabulary):
+            continue
         match rules.denominator:
             case "trajectory":
                 weight = 1 / (trajectories * own)
@@ -163,7 +203,8 @@ def _weighed(
                 weight = 1 / (trajectories * rules.constant_tokens)
         mask = row.mask.copy()
         mask[0] = 0  # the first token has no context to be predicted from
-        examples.append(Example(row.tokens, mask, row.logprobs, advantage, weight))
+        fresh = (row.versions == version).astype(np.uint8)
+        examples.append(Example(row.tokens, mask, row.logprobs, advantage, weight, fresh))
     return examples
 
 

@@ -1,8 +1,9 @@
 """Makes one optimizer step from one batch.
 
 In: examples. Out: a policy that learned from them, and statistics of the step. What always holds:
-the gradient is that of the whole batch, whatever the micro-batches; `state()` returns everything
-that later steps depend on.
+the gradient is that of the whole batch, whatever the micro-batches; a step whose logprobs differ
+too much from the delivered ones, or whose gradient is not finite, changes nothing; `state()`
+returns everything that later steps depend on.
 """
 
 from __future__ import annotations
@@ -10,14 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from .bounds import LossSettings
 from .examples import Example
-from .loss import LossSettings, policy_loss
+from .guard import SKIPPED
+from .loss import LARGEST_LOG_RATIO, policy_loss
 from .padding import Padded, micro_batches
 from .policy import Policy, tensors
+
+Numbers = dict[str, float | str]
+
+_ENOUGH_TOKENS: Final = 256
+"""So many tokens of the policy's own version are judged without those of earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class StepSettings:
     most_gradient: float = 1.0
     micro_batch_tokens: int = 16384
     updates: int = 1
-    decoupled: bool = False
+    most_mismatch: float | None = None
     loss: LossSettings = field(default_factory=LossSettings)
 
 
@@ -48,60 +58,50 @@ class Learner:
         )
         self._updates = 0
 
-    def step(self, examples: Sequence[Example]) -> dict[str, float]:
+    def step(self, examples: Sequence[Example]) -> Numbers:
         """Learns from `examples`; without examples the optimizer stays unchanged.
 
         Returns:
-            loss, clip_fraction, ratio_mean, ratio_max, kl_sampling, kl (with a reference),
-            gradient_norm (before clipping), learning_rate; empty without examples.
+            loss, clip_fraction, corrected_fraction, ratio_mean, ratio_max, kl_sampling, kl (with a
+            reference), gradient_norm (before clipping), learning_rate, mismatch_mean, mismatch_max,
+            mismatch_kl; and why the step changed nothing as `skipped`. Empty without examples.
         """
         if not examples:
             return {}
         parts = list(micro_batches(examples, self._rules.micro_batch_tokens))
-        before = [self._before(part) for part in parts]
-        for _ in range(self._rules.updates):
-            numbers = self._update(parts, before)
+        before: list[Tensor | None] = [None for _ in parts]
+        differences: Numbers = {}
+        for update in range(self._rules.updates):
+            sums, own = self._gradient(parts, before)
+            if update == 0:
+                differences = _mismatch(parts, own)
+                before = list(own)
+            numbers = self._stepped(sums, differences) | differences
+            if SKIPPED in numbers:
+                break
         return numbers
 
-    def _before(self, part: Padded) -> torch.Tensor | None:
-        """Returns the logprobs of the policy before the step, if bounds are relative to it."""
-        if not self._rules.decoupled:
-            return None
-        with torch.no_grad():
-            return self.policy.logprobs(part)
-
-    def _update(
-        self, parts: Sequence[Padded], before: Sequence[torch.Tensor | None]
-    ) -> dict[str, float]:
+    def _gradient(
+        self, parts: Sequence[Padded], before: Sequence[Tensor | None]
+    ) -> tuple[list[dict[str, float]], list[Tensor]]:
+        """Adds up the gradient of all parts; returns their sums, and the policy's logprobs."""
         self._optimizer.zero_grad(set_to_none=True)
-        losses, sums = 0.0, list[dict[str, float]]()
+        sums, own = [], []
         for part, proximal in zip(parts, before, strict=True):
-            loss, numbers = self._loss(part, proximal)
+            logprobs = self.policy.logprobs(part)
+            loss, numbers = self._loss(part, logprobs, proximal)
             loss.backward()
-            losses += float(loss.detach())
-            sums.append(numbers)
-        rate = self._rate()
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.policy.trained.values(), self._rules.most_gradient, error_if_nonfinite=True
-        )
-        self._optimizer.step()
-        self._updates += 1
-        return {
-            "loss": losses,
-            **_means(sums),
-            "gradient_norm": float(norm),
-            "learning_rate": rate,
-        }
+            sums.append({**numbers, "loss": float(loss.detach())})
+            own.append(logprobs.detach())
+        return sums, own
 
     def _loss(
-        self, part: Padded, proximal: torch.Tensor | None
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+        self, part: Padded, logprobs: Tensor, proximal: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
         delivered, mask, advantages, weights = tensors(part, self.policy.device)
         has_reference = self._rules.loss.kl_weight > 0
         return policy_loss(
-            self.policy.logprobs(part),
+            logprobs,
             delivered,
             mask,
             advantages,
@@ -110,6 +110,29 @@ class Learner:
             proximal=proximal,
             reference=self.policy.reference_logprobs(part) if has_reference else None,
         )
+
+    def _stepped(self, sums: Sequence[dict[str, float]], differences: Numbers) -> Numbers:
+        """Makes the optimizer's step, unless the data or the gradient forbid it."""
+        rate = self._rate()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(self.policy.trained.values(), self._rules.most_gradient)
+        )
+        numbers: Numbers = {
+            "loss": math.fsum(part["loss"] for part in sums),
+            **_means(sums),
+            "gradient_norm": norm,
+            "learning_rate": rate,
+        }
+        most = self._rules.most_mismatch
+        if most is not None and float(differences["mismatch_mean"]) > most:
+            return {**numbers, SKIPPED: "mismatch"}
+        if not math.isfinite(norm):
+            return {**numbers, SKIPPED: "gradient"}
+        self._optimizer.step()
+        self._updates += 1
+        return numbers
 
     def _rate(self) -> float:
         """Returns the learning rate: linear warm-up, then constant."""
@@ -142,8 +165,33 @@ def _means(sums: Sequence[dict[str, float]]) -> dict[str, float]:
 
     return {
         "clip_fraction": mean("clipped"),
+        "corrected_fraction": mean("corrected"),
         "ratio_mean": mean("ratio"),
         "ratio_max": max(part["ratio_max"] for part in sums),
         "kl_sampling": mean("kl_sampling"),
         "kl": mean("kl"),
+    }
+
+
+def _mismatch(parts: Sequence[Padded], own: Sequence[Tensor]) -> Numbers:
+    """Compares the policy's logprobs before the step with the delivered ones.
+
+    Tokens of the policy's own version count, if there are enough; else all tokens. Differences d =
+    own - delivered are bounded as in the loss, except for the maximum. `mismatch_kl` is the mean of
+    exp(d) - d - 1, an estimate of KL(engine || trainer).
+    """
+    fresh, rest = list[np.ndarray[Any, Any]](), list[np.ndarray[Any, Any]]()
+    for part, logprobs in zip(parts, own, strict=True):
+        away = logprobs.cpu().double().numpy() - part.logprobs[:, part.first :]
+        trained, new = part.mask[:, part.first :] == 1, part.fresh[:, part.first :] == 1
+        fresh.append(away[trained & new])
+        rest.append(away[trained & ~new])
+    judged = np.concatenate(fresh)
+    if len(judged) < _ENOUGH_TOKENS:
+        judged = np.concatenate([*fresh, *rest])
+    bounded = np.clip(judged, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return {
+        "mismatch_mean": float(np.abs(bounded).mean()),
+        "mismatch_max": float(np.abs(judged).max()),
+        "mismatch_kl": float((np.expm1(bounded) - bounded).mean()),
     }

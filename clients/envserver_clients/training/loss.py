@@ -1,10 +1,14 @@
 """The loss: policy gradient with clipped importance weights, token by token.
 
-In: logprobs of the learning policy (with gradient) and of the sampling policy (as delivered with
-each token, whatever its version), advantages and weights. Out: the loss, which adds up over
-micro-batches, and statistics.
+In: logprobs of the learning policy (with gradient), of the policy before this step (`proximal`) and
+of the sampling policy (as delivered with each token, whatever its version), advantages and weights.
+Out: the loss, which adds up over micro-batches, and statistics. What always holds: whatever was
+delivered, the loss and its gradient are finite, because log-ratios are clamped to ±20.
 
-With r = exp(logprob - delivered logprob) of a token and A its trajectory's advantage, the loss is
+Two ratios are kept apart. u = exp(logprob - proximal) is what this step changed. w = exp(proximal -
+delivered) is how the policy before the step differs from the one that sampled: that one is some
+versions older, and the engine computes slightly different numbers. w has no gradient, and it is
+corrected first (`bounds.Correction`). With r = u * w and A the trajectory's advantage, the loss is
 
     - sum over tokens of  weight * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
 
@@ -12,32 +16,23 @@ With r = exp(logprob - delivered logprob) of a token and A its trajectory's adva
 "clip-higher", arXiv 2503.14476, equation 10). The gradient of a token is 0 where r has left the
 bounds in the direction of A.
 
-If the sampling policy is some versions behind, or the engine computes slightly different numbers,
-the two purposes of r can be separated ("decoupled", arXiv 2110.00641): the size of the update is
-bounded relative to the policy before the update (`proximal`), and the different origin of the
-tokens is corrected by a weight, exp(proximal - delivered), limited to `most_correction` (truncated
-importance sampling).
+"Decoupled" (arXiv 2110.00641) bounds only what this step changes: w * min(u A, clip(u) A). This is
+TRL's objective with `vllm_importance_sampling_correction`.
 
-The distance to a reference policy is `exp(d) - d - 1` with d = reference - logprob: it is never
-negative, and its mean is the KL divergence (arXiv 2402.03300, equation 4).
+The distance to a reference policy is added for every trained token, also where A is 0; see
+`bounds.KlForm`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from .bounds import MOST_CORRECTION, KlForm, LossSettings
 
-@dataclass(frozen=True)
-class LossSettings:
-    """The bounds of an update; see the trainer's settings."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    kl_weight: float = 0.0
-    most_correction: float = 2.0
+LARGEST_LOG_RATIO: Final = 20.0
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
@@ -73,44 +68,81 @@ def policy_loss(
         delivered: [B, N], those of the sampling policy; any value where mask is 0.
         mask: [B, N], 1 where the token is trained.
         advantages, weights: [B], a row's advantage, and the weight of each of its tokens.
-        proximal: [B, N], those of the policy before this update; None: not decoupled.
+        proximal: [B, N], those of the policy before this step; None: `logprobs` are.
         reference: [B, N], those of the reference policy; None: no such term.
 
     Returns:
-        The loss, and sums over its tokens: `tokens`, `clipped`, `ratio`, `kl_sampling` (from the
-        sampling to the learning policy), `kl` (from the learning policy to the reference), and
-        `ratio_max`.
+        The loss, and sums over its tokens: `tokens`, `clipped`, `corrected` (w was masked or
+        truncated), `ratio`, `kl_sampling` (from the sampling to the learning policy), `kl` (from
+        the learning policy to the reference), and `ratio_max`.
     """
     trained = mask.bool()
-    base = delivered if proximal is None else proximal
-    # 0 at untrained tokens: a large difference there would overflow, and inf * 0 is nan.
-    ratio = torch.where(trained, logprobs - base, 0.0).exp()
+    before = logprobs.detach() if proximal is None else proximal
+    change = _ratio(logprobs - before, trained)
+    origin = _ratio(before - delivered, trained)
+    limited, kept = _corrected(origin, rules)
+    ratio = change if rules.decoupled else change * limited
     advantage = advantages.unsqueeze(-1)
     bounded = ratio.clamp(1 - rules.clip_low, 1 + rules.clip_high)
     gain = torch.minimum(ratio * advantage, bounded * advantage)
-    if proximal is not None:
-        correction = torch.where(trained, proximal - delivered, 0.0).exp()
-        gain = gain * correction.clamp(max=rules.most_correction)
-    cost = -gain
+    if rules.dual_clip is not None:
+        # A bad token that has become much likelier would decide the whole step (arXiv 1912.09729).
+        gain = torch.where(advantage < 0, gain.maximum(rules.dual_clip * advantage), gain)
+    cost = -gain * kept * (limited if rules.decoupled else 1.0)
     away = torch.zeros_like(ratio)
     if reference is not None:
-        away = _distance(torch.where(trained, reference - logprobs, 0.0))
+        away = _distance(_bounded(reference - logprobs, trained), ratio, rules.kl_form)
         cost = cost + rules.kl_weight * away
     loss = (cost * mask * weights.unsqueeze(-1)).sum()
     with torch.no_grad():
         clipped = (ratio * advantage > bounded * advantage) & trained
-        behind = _distance(torch.where(trained, logprobs - delivered, 0.0))
+        behind = _k3(_bounded(logprobs - delivered, trained))
         numbers = {
             "tokens": float(mask.sum()),
             "clipped": float(clipped.sum()),
-            "ratio": float((ratio * mask).sum()),
-            "ratio_max": float((ratio * mask).max()),
+            "corrected": float((((kept == 0) | (limited < origin)) & trained).sum()),
+            "ratio": float((change * origin * mask).sum()),
+            "ratio_max": float((change * origin * mask).max()),
             "kl_sampling": float((behind * mask).sum()),
             "kl": float((away * mask).sum()),
         }
     return loss, numbers
 
 
-def _distance(difference: Tensor) -> Tensor:
+def _bounded(difference: Tensor, trained: Tensor) -> Tensor:
+    """Returns a log-ratio within bounds, 0 where the token is not trained."""
+    found = torch.where(trained, difference, 0.0)
+    return found.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def _ratio(difference: Tensor, trained: Tensor) -> Tensor:
+    return _bounded(difference, trained).exp()
+
+
+def _corrected(origin: Tensor, rules: LossSettings) -> tuple[Tensor, Tensor]:
+    """Returns w as it is used, and 1 where the token is kept (0: masked)."""
+    kept = torch.ones_like(origin)
+    if rules.correction == "none":
+        return origin, kept
+    most = rules.most_correction or MOST_CORRECTION[rules.correction]
+    if rules.correction == "truncate":
+        return origin.clamp(max=most), kept
+    return origin, ((origin >= rules.least_correction) & (origin <= most)).to(origin.dtype)
+
+
+def _distance(difference: Tensor, ratio: Tensor, form: KlForm) -> Tensor:
+    """Returns the distance to the reference per token; see `KlForm`."""
+    match form:
+        case "k1":
+            return -difference
+        case "k2":
+            return difference.square() / 2
+        case "k3":
+            return _k3(difference)
+        case "k3_ratio":
+            return _k3(difference) * ratio
+
+
+def _k3(difference: Tensor) -> Tensor:
     """Returns `exp(d) - d - 1`."""
     return difference.exp() - difference - 1

@@ -119,6 +119,7 @@ class ConsoleLines:
         ("|grad|", "gradient_norm", "{:.3f}"),
         ("clipped", "clip_fraction", "{:.1%}"),
         ("KL", "kl_sampling", "{:.4f}"),
+        ("differ", "mismatch_mean", "{:.4f}"),
         ("stale", "staleness_mean", "{:.1f}"),
         ("tokens", "tokens_trained", "{:.0f}"),
         ("wait s", "seconds_waiting", "{:.1f}"),

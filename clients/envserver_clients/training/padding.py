@@ -24,6 +24,7 @@ class Padded:
         attention: int64[B, T], 0 in the padding.
         mask: float32[B, T-1], 1 where the target is trained.
         logprobs: float32[B, T-1], those of the targets where mask is 1, else 0.
+        fresh: uint8[B, T-1], 1 where the learning policy's own version sampled the target.
         advantages, weights: float32[B].
         first: index of the first trained target in any row; earlier ones need no logits.
     """
@@ -32,6 +33,7 @@ class Padded:
     attention: NDArray[np.int64]
     mask: NDArray[np.float32]
     logprobs: NDArray[np.float32]
+    fresh: NDArray[np.uint8]
     advantages: NDArray[np.float32]
     weights: NDArray[np.float32]
     first: int
@@ -57,18 +59,22 @@ def padded(examples: Sequence[Example]) -> Padded:
     shape = (len(examples), max(len(example.tokens) for example in examples))
     tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     mask, logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    fresh = np.zeros(shape, np.uint8)
     for row, example in enumerate(examples):
         length = len(example.tokens)
         tokens[row, :length] = example.tokens
         attention[row, :length] = 1
         mask[row, :length] = example.mask
         logprobs[row, :length] = np.where(example.mask, example.logprobs, 0.0)
+        if example.fresh is not None:
+            fresh[row, :length] = example.fresh
     trained = np.flatnonzero(mask[:, 1:].any(axis=0))
     return Padded(
         tokens=tokens,
         attention=attention,
         mask=mask[:, 1:],
         logprobs=logprobs[:, 1:],
+        fresh=fresh[:, 1:],
         advantages=np.array([example.advantage for example in examples], np.float32),
         weights=np.array([example.weight for example in examples], np.float32),
         first=int(trained[0]) if trained.size else 0,

@@ -61,6 +61,11 @@ class Policy:
         named = self.model.named_parameters()
         return {name: value for name, value in named if value.requires_grad}
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model knows."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
     def logprobs(self, batch: Padded) -> Tensor:
         """Returns float32[B, N] for the targets from `batch.first` on, with gradient."""
         return self._logprobs(self.model, batch)

@@ -16,6 +16,7 @@ from envserver_records import ConfigError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .advantages import Scaling
+from .bounds import Correction, KlForm
 from .examples import Denominator
 
 S = TypeVar("S", bound=BaseModel)
@@ -77,13 +78,28 @@ class TrainerSettings(BaseModel):
     """Maximum decrease of a token's importance weight below 1."""
     clip_high: float = Field(default=0.28, ge=0)
     """Maximum increase of it above 1."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Maximum weight of a token whose advantage is negative (dual-clip PPO: 3). Default: none."""
     decoupled: bool = False
     """Bound each update relative to the policy before it, and correct by a weight for tokens that
     an older policy sampled."""
-    most_correction: float = Field(default=2.0, gt=0)
-    """With `decoupled`: maximum of that weight (truncated importance sampling)."""
+    correction: Correction = "mask"
+    """Tokens whose logprob before the step is far from the delivered one are left out (mask,
+    IcePop), weigh at most `most_correction` (truncate), or weigh what they weigh (none)."""
+    least_correction: float = Field(default=0.5, ge=0)
+    """With `mask`: minimum of that weight."""
+    most_correction: float | None = Field(default=None, gt=0)
+    """Maximum of that weight. Default: 5 (mask) or 2 (truncate)."""
+    warn_mismatch: float = Field(default=0.1, gt=0)
+    """Warn if the logprobs of engine and trainer differ by more nats per token on average."""
+    most_mismatch: float = Field(default=0.5, gt=0)
+    """Do not learn from a batch if they differ by more than this."""
+    patience: int = Field(default=3, ge=1)
+    """Stop with an error after so many batches in a row that cannot be learned from."""
     kl_weight: float = Field(default=0.0, ge=0)
     """Weight of the distance to the initial model; 0: keep no reference."""
+    kl_form: KlForm = "k3"
+    """Estimate of that distance: k1, k2, k3, or k3 times the importance ratio (k3_ratio, TRL's)."""
     learn_truncated: bool = False
     """Also take a gradient from trajectories that were cut off."""
     shuffle_rewards: bool = False

@@ -90,15 +90,20 @@ class NativeSource:
 
     def _is_usable(self, batch: Batch) -> bool:
         """Sets groups aside that cannot be read; returns whether any are left."""
-        unread = {group.group_id: error for group in batch.groups if (error := _unreadable(group))}
-        if unread:
+        if unread := _unread(batch):
             log.error("groups are set aside: %s", "; ".join(unread.values()))
             self._client.set_aside(batch, list(unread), reason="unreadable")
-            batch.groups = [group for group in batch.groups if group.group_id not in unread]
         return bool(batch.groups)
 
     def done(self, batch: Batch, checkpoint: str | None) -> None:
         self._client.ack(batch, checkpoint=checkpoint)
+
+
+def _unread(batch: Batch) -> dict[str, str]:
+    """Removes groups that cannot be read; returns why, by their ids."""
+    unread = {group.group_id: error for group in batch.groups if (error := _unreadable(group))}
+    batch.groups = [group for group in batch.groups if group.group_id not in unread]
+    return unread
 
 
 def _unreadable(group: ClientGroup) -> str:
@@ -129,7 +134,10 @@ class AtroposSource:
                 log.warning("lease %s is not acknowledged again: %s", saved.lease_id, error)
 
     def batches(self) -> Iterator[Batch]:
-        return self._client.batches(idle_seconds=self._idle_seconds)
+        for batch in self._client.batches(idle_seconds=self._idle_seconds):
+            if unread := _unread(batch):
+                log.error("groups are left out: %s", "; ".join(unread.values()))
+            yield batch
 
     def done(self, batch: Batch, checkpoint: str | None) -> None:
         self._client.ack(batch)

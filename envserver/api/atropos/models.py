@@ -3,8 +3,8 @@
 In: raw JSON. Out: validated models, or `Refused` with errors in FastAPI's form. Types are as lax
 as in the original protocol (1.0, "7" and true are valid token ids). In addition, these are refused,
 each with its place: NaN and infinities, mismatched lengths, groups without a token, token ids that
-are negative or have more than 31 bits, logprobs beyond float32, and masks that name another token
-than their row.
+are negative or have more than 31 bits, logprobs beyond float32 or of trained tokens below -1000,
+and masks that name another token than their row.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
+from envserver_records.sampling import LEAST_LOGPROB
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...formats.atropos import NOT_TRAINED
@@ -129,6 +130,7 @@ def _faults(group: ScoredData) -> Iterator[dict[str, Any]]:
     lengths = [len(row) for row in group.tokens]
     yield from _unlike_tokens("masks", group.masks, lengths)
     yield from _wrong_labels(group)
+    yield from _extreme_logprobs(group)
     yield from _row_count("scores", len(group.scores), rows)
     for field in _PER_TOKEN:
         # Environments send an empty list to mean "none".
@@ -170,6 +172,19 @@ def _wrong_labels(group: ScoredData) -> Iterator[dict[str, Any]]:
             if label not in (token, NOT_TRAINED):
                 message = f"A mask has the token of its place, {token}, or {NOT_TRAINED}"
                 yield refusal("wrong_mask", ["masks", row, index], message, label)
+                break
+
+
+def _extreme_logprobs(group: ScoredData) -> Iterator[dict[str, Any]]:
+    """Yields the first trained token of each row whose logprob no sampled token has."""
+    rows = zip(group.tokens, group.masks, group.inference_logprobs or (), strict=False)
+    for row, (tokens, labels, logprobs) in enumerate(rows):
+        untrained = NOT_TRAINED if tokens == labels or not {0, 1}.issuperset(labels) else 0
+        for index, (label, logprob) in enumerate(zip(labels, logprobs, strict=False)):
+            if logprob < LEAST_LOGPROB and label != untrained:
+                message = f"No sampled token has a logprob below {LEAST_LOGPROB:g}"
+                place: list[str | int] = ["inference_logprobs", row, index]
+                yield refusal("extreme_logprob", place, message, logprob)
                 break
 
 

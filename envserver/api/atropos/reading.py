@@ -35,6 +35,7 @@ _WHOLE: Final = b"0123456789-, \t\r\n"
 _FRACTIONAL: Final = _WHOLE + b".e"
 _SPACES: Final = b" \t\r\n"
 _MASKED: Final = re.compile(rb"-100,(?:-100,)*")
+_LARGE_NEGATIVE: Final = re.compile(rb"-\d{4}")
 _DIGITS: Final = 9
 """Token ids with more digits may exceed int32."""
 _QUICK_BYTES: Final = 32 * 1024 * 1024
@@ -169,7 +170,7 @@ def _group_quickly(columns: _Columns) -> PostedGroup:
         if name in ("tokens", "masks") or text not in _NONE:
             found = _row_lengths(text, letters)
             lengths = lengths or found
-            if found != lengths:
+            if found != lengths or (letters is _FRACTIONAL and _LARGE_NEGATIVE.search(text)):
                 raise _Unsure
         texts[name] = text
     group = _GROUP.validate_json(_with_one_token(columns, len(lengths or ())))

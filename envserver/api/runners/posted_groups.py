@@ -20,13 +20,13 @@ import orjson
 from envserver_records.errors import InputError, TooLargeError
 from envserver_records.records import Group, Tokens, Trajectory
 from envserver_records.records import Sequence as Row
+from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from numpy.typing import NDArray
 
 from ...remote.batch import MOST_GROUPS
 from ...store import compression
 from ...store.groups import EncodedPut, encode_puts
 from ...store.sink import put_of
-from ...tokens.invariants import LOGPROB_ROUNDING
 from .validation import COLUMNS, Stream, check_group, check_names, decoded
 
 ReadGroup = EncodedPut | InputError
@@ -233,7 +233,7 @@ def _are_trainable(rows: Sequence[Row], begins: Sequence[int], groups: Sequence[
         return False
     logprobs = np.concatenate([row.logprobs for row in rows])
     # Comparisons with NaN are false.
-    if not (logprobs.max() <= LOGPROB_ROUNDING and logprobs.min() > -np.inf):
+    if not (logprobs.max() <= LOGPROB_ROUNDING and logprobs.min() >= LEAST_LOGPROB):
         return False
     if np.any(logprobs * (mask ^ 1)):
         return False

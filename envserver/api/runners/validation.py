@@ -15,9 +15,9 @@ import numpy as np
 import orjson
 from envserver_records.errors import InputError
 from envserver_records.records import Group, Sequence, Split, Trajectory, unpack
+from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 
 from ...rollouts.stream import again_prefix, group_id
-from ...tokens.invariants import LOGPROB_ROUNDING
 
 _PLACE: Final = re.compile(r"`(\$[^`]*)`")
 COLUMNS: Final = {
@@ -132,7 +132,7 @@ def _check_row(row: Sequence, place: str) -> None:
         "mask": np.any(row.mask > 1) or not np.any(trained),
         # Written so that NaN fails, too.
         "logprobs": np.any(row.logprobs[~trained] != 0)
-        or not np.all((logprobs <= LOGPROB_ROUNDING) & (logprobs > -np.inf)),
+        or not np.all((logprobs <= LOGPROB_ROUNDING) & (logprobs >= LEAST_LOGPROB)),
         "calls": np.any(row.calls[trained] < 0) or not np.all(np.isin(row.calls, [-1, *row.path])),
         "versions": np.any(row.versions < -1) or np.any(row.versions[row.calls < 0] != -1),
     }

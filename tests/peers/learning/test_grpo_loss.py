@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,13 +10,20 @@ import pytest
 import torch
 from envserver_clients.records import ClientGroup, Row
 from envserver_clients.training.advantages import advantages, shuffled
+from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.examples import Example, ExampleSettings, examples_of
-from envserver_clients.training.loss import LossSettings, policy_loss, token_logprobs
+from envserver_clients.training.guard import (
+    Guard,
+    GuardSettings,
+    MismatchError,
+    NothingLearned,
+)
+from envserver_clients.training.loss import policy_loss, token_logprobs
 from envserver_clients.training.padding import micro_batches, padded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envserver import InputError
+UNUSABLE = (-9999.0, float("-inf"), float("nan"), 0.5)
 
 torch.set_num_threads(1)
 
@@ -42,10 +50,15 @@ def group(*rows: Row, group_id: str = "g") -> ClientGroup:
     return made
 
 
-def one_token(logprob: float, delivered: float, advantage: float, **more: float) -> float:
+def one_token(
+    logprob: float,
+    delivered: float,
+    advantage: float,
+    proximal: float | None = None,
+    **how: object,
+) -> float:
     """The loss of a single token of weight 1."""
-    rules = LossSettings(clip_low=0.2, clip_high=0.3)
-    named = {name: torch.tensor([[value]]) for name, value in more.items()}
+    rules = LossSettings(clip_low=0.2, clip_high=0.3, **{"correction": "none", **how})  # type: ignore[arg-type]
     loss, _ = policy_loss(
         torch.tensor([[logprob]]),
         torch.tensor([[delivered]]),
@@ -53,7 +66,7 @@ def one_token(logprob: float, delivered: float, advantage: float, **more: float)
         torch.tensor([advantage]),
         torch.ones(1),
         rules,
-        **named,  # type: ignore[arg-type]
+        proximal=None if proximal is None else torch.tensor([[proximal]]),
     )
     return float(loss)
 
@@ -85,16 +98,61 @@ def test_the_loss_of_a_token_by_hand() -> None:
     assert one_token(half, half, 2.0) == pytest.approx(-2.0)  # r = 1
     assert one_token(half, half - 0.1, 2.0) == pytest.approx(-2 * math.exp(0.1))
     assert one_token(half, half - 1.0, 2.0) == pytest.approx(-2 * 1.3)  # bounded above
-    assert one_token(half, half + 1.0, 2.0) == pytest.approx(-2 * math.exp(-1))  # it may rise again
+    assert one_token(half, half + 1.0, 2.0) == pytest.approx(-2 * math.exp(-1))  # it may rise
     assert one_token(half, half + 1.0, -2.0) == pytest.approx(2 * 0.8)  # bounded below
     assert one_token(half, half - 1.0, -2.0) == pytest.approx(2 * math.exp(1))
 
 
 def test_bounds_may_be_relative_to_the_policy_before_the_update() -> None:
     # r = 1 relative to the policy before; that one made the token e^0.5 times likelier.
-    assert one_token(-1.0, -1.5, 1.0, proximal=-1.0) == pytest.approx(-math.exp(0.5))
+    how = {"decoupled": True, "correction": "truncate"}
+    assert one_token(-1.0, -1.5, 1.0, -1.0, **how) == pytest.approx(-math.exp(0.5))
     # The correction is cut off at 2.
-    assert one_token(-1.0, -3.0, 1.0, proximal=-1.0) == pytest.approx(-2.0)
+    assert one_token(-1.0, -3.0, 1.0, -1.0, **how) == pytest.approx(-2.0)
+
+
+def test_tokens_far_from_what_was_delivered_are_left_out_or_weigh_less() -> None:
+    assert one_token(-1.0, -3.0, -1.0, correction="none") == pytest.approx(math.exp(2))
+    assert one_token(-1.0, -3.0, -1.0, correction="truncate") == pytest.approx(2.0)
+    assert one_token(-1.0, -3.0, -1.0, correction="mask") == 0.0  # e² is more than 5
+    assert one_token(-1.0, -2.0, -1.0, correction="mask") == pytest.approx(math.e)
+    assert one_token(-1.0, -0.1, 1.0, correction="mask") == 0.0  # e^-0.9 is less than a half
+    assert one_token(-1.0, -3.0, -1.0, dual_clip=3.0) == pytest.approx(3.0)
+    assert one_token(-1.0, -3.0, 1.0, dual_clip=3.0) == pytest.approx(-1.3)
+
+
+@settings(deadline=None)
+@given(
+    st.floats(-1e4, 0, width=32),
+    st.floats(-1e4, 0, width=32),
+    st.floats(-5, 5, width=32),
+    st.sampled_from(["mask", "truncate", "none"]),
+    st.sampled_from(["k1", "k2", "k3", "k3_ratio"]),
+    st.booleans(),
+)
+def test_loss_and_gradient_are_finite_whatever_was_delivered(
+    own: float, delivered: float, advantage: float, correction: str, form: str, decoupled: bool
+) -> None:
+    logprobs = torch.tensor([[own]], requires_grad=True)
+    loss, numbers = policy_loss(
+        logprobs,
+        torch.tensor([[delivered]]),
+        torch.ones(1, 1),
+        torch.tensor([advantage]),
+        torch.ones(1),
+        LossSettings(
+            correction=correction,  # type: ignore[arg-type]
+            kl_form=form,  # type: ignore[arg-type]
+            kl_weight=0.1,
+            decoupled=decoupled,
+        ),
+        reference=torch.tensor([[delivered]]),
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    assert math.isfinite(float(loss))
+    assert math.isfinite(float(logprobs.grad))
+    assert all(math.isfinite(value) for value in numbers.values())
 
 
 def test_the_distance_to_the_reference_costs() -> None:
@@ -179,11 +237,60 @@ def test_what_teaches_nothing_is_counted_and_left_out() -> None:
     assert len(examples_of(batch, 3, ExampleSettings(learn_truncated=True)).examples) == 4
 
 
-def test_rows_without_logprobs_are_refused() -> None:
-    bare = row(0, 1.0)
-    object.__setattr__(bare, "logprobs", None)
-    with pytest.raises(InputError, match="no logprobs"):
-        examples_of([group(bare, row(1, 0.0))], 3, ExampleSettings())
+def changed(one: Row, **what: object) -> Row:
+    return dataclasses.replace(one, **what)  # type: ignore[arg-type]
+
+
+def with_logprob(one: Row, logprob: float) -> Row:
+    assert one.logprobs is not None
+    return changed(one, logprobs=np.where(np.arange(4) == 3, np.float32(logprob), one.logprobs))
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (changed(row(0, 1.0), logprobs=None), "no_logprobs"),
+        *((with_logprob(row(0, 1.0), value), "bad_logprobs") for value in UNUSABLE),
+        (changed(row(0, 1.0), tokens=np.array([1, 2, 3, 100], np.int32)), "bad_tokens"),
+    ],
+)
+def test_rows_that_cannot_be_learned_from_are_left_out_and_counted(bad: Row, why: str) -> None:
+    rules = ExampleSettings(vocabulary=100)
+    learned = examples_of([group(bad, row(1, 0.0))], 3, rules)
+    assert [one.advantage < 0 for one in learned.examples] == [True]  # its reward still counts
+    assert (learned.numbers["rows_refused"], learned.numbers[f"rows_{why}"]) == (1, 1)
+    assert "skipped" not in learned.numbers
+    assert examples_of([group(bad, bad)], 3, rules).examples == []
+
+
+def test_groups_of_a_later_version_are_refused() -> None:
+    """As from an engine that another trainer has published to."""
+    batch = [group(row(0, 1.0, version=4), row(1, 0.0, version=3))]
+    learned = examples_of(batch, 3, ExampleSettings())
+    assert learned.examples == []
+    assert (learned.numbers["groups_newer"], learned.numbers["groups_stale"]) == (1, 0)
+    assert learned.numbers["skipped"] == "newer"
+    assert len(examples_of(batch, 4, ExampleSettings()).examples) == 2
+
+
+def test_a_reference_is_for_rows_without_an_advantage_too() -> None:
+    batch = [group(row(0, 1.0), row(1, 1.0))]
+    assert examples_of(batch, 3, ExampleSettings()).examples == []
+    held = examples_of(batch, 3, ExampleSettings(has_reference=True)).examples
+    assert [one.advantage for one in held] == [0.0, 0.0]
+
+
+def test_a_run_ends_after_several_batches_in_a_row_that_teach_nothing() -> None:
+    guard = Guard(GuardSettings(patience=2))
+    refused = {"step": 1, "skipped": "mismatch", "mismatch_mean": 0.8}
+    guard.judge(refused)
+    guard.judge({"step": 2, "mismatch_mean": 0.01})
+    guard.judge(refused)
+    with pytest.raises(MismatchError, match=r"differ .* by 0\.80 nats") as raised:
+        guard.judge(refused)
+    assert raised.value.detail["reason"] == "mismatch"
+    with pytest.raises(NothingLearned, match="later policy version"):
+        guard.judge({"step": 5, "skipped": "newer"})
 
 
 examples = st.lists(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sqlite3
@@ -10,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
 from envserver_clients.training.curves import draw
 from envserver_clients.training.examples import Example
 from envserver_clients.training.learner import Learner, StepSettings
-from envserver_clients.training.loss import LossSettings
 from envserver_clients.training.metrics import JsonLines, Metrics, TensorBoard, Tracker, read_lines
 from envserver_clients.training.padding import padded
 from envserver_clients.training.policy import Policy
@@ -43,9 +44,11 @@ def batch(policy: Policy, seed: int) -> list[Example]:
     return made
 
 
-def learner(model: Path, **more: int) -> Learner:
+def learner(model: Path, *, most_mismatch: float | None = None, **more: int) -> Learner:
     torch.manual_seed(0)
-    rules = StepSettings(learning_rate=1e-3, warmup_steps=2, micro_batch_tokens=24)
+    rules = StepSettings(
+        learning_rate=1e-3, warmup_steps=2, micro_batch_tokens=24, most_mismatch=most_mismatch
+    )
     return Learner(Policy(str(model), **more), rules)
 
 
@@ -62,6 +65,38 @@ def test_a_step_makes_what_was_good_likelier(model: Path) -> None:
     assert numbers["learning_rate"] == pytest.approx(5e-4)  # half way up
     assert numbers["clip_fraction"] == 0.0
     assert one.step([]) == {}
+
+
+def test_logprobs_that_are_not_the_policys_teach_nothing(model: Path) -> None:
+    """Noise of 0 to 2 nats: the step is measured, and changes nothing."""
+    one = learner(model, most_mismatch=0.5)
+    rng = np.random.default_rng(0)
+    rows = [
+        dataclasses.replace(
+            row, logprobs=(row.logprobs - rng.uniform(0, 2, len(row.tokens)) * row.mask)
+        )
+        for row in batch(one.policy, 0)
+    ]
+    before = {name: value.clone() for name, value in one.policy.state().items()}
+    numbers = one.step(rows)
+    assert numbers["skipped"] == "mismatch"
+    assert 0.7 < float(numbers["mismatch_mean"]) < 1.3
+    assert 1.5 < float(numbers["mismatch_max"]) < 2.1
+    assert float(numbers["mismatch_kl"]) > 0.3
+    assert all(torch.equal(value, before[name]) for name, value in one.policy.state().items())
+    numbers = one.step(batch(one.policy, 0))
+    assert float(numbers["mismatch_mean"]) < 1e-4
+    assert "skipped" not in numbers
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(model: Path) -> None:
+    one = learner(model)
+    rows = batch(one.policy, 0)
+    broken = [dataclasses.replace(rows[0], weight=float("inf")), *rows[1:]]
+    before = {name: value.clone() for name, value in one.policy.state().items()}
+    assert one.step(broken)["skipped"] == "gradient"
+    assert all(torch.equal(value, before[name]) for name, value in one.policy.state().items())
+    assert "skipped" not in one.step(rows)
 
 
 def test_rows_are_the_same_alone_and_padded(model: Path) -> None:

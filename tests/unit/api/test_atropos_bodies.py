@@ -86,6 +86,7 @@ UNUSABLE: list[tuple[dict[str, Any], list[str | int]]] = [
     ({"masks": [[0, 56, 6], [-100, 5, 6]]}, ["masks", 0, 1]),
     ({"inference_logprobs": [[1.0, -1.0, -1e39]] * 2}, ["inference_logprobs", 0, 2]),
     ({"inference_logprobs": [[1.0, -1.0, math.nan]] * 2}, ["inference_logprobs", 0, 2]),
+    ({"inference_logprobs": [[1.0, -1.0, -9999.0]] * 2}, ["inference_logprobs", 0, 2]),
     ({"inference_logprobs": [[1.0, -1.0]] * 2}, ["inference_logprobs", 0]),
     ({"inference_logprobs": [[1.0, -1.0, -1.0]]}, ["inference_logprobs"]),
     ({"advantages": [[1.0, 2.0, 3.0]]}, ["advantages"]),

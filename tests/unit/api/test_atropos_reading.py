@@ -22,7 +22,24 @@ KEYS = list(ScoredData.model_fields)
 numbers = st.one_of(
     st.integers(-100, 200_000),
     st.floats(-20, 1, width=32),
-    st.sampled_from([1.0, 0, -0.0, 1e-05, 1e300, 2**31, 2**70, 10**400, True, "7", None]),
+    st.sampled_from(
+        [
+            1.0,
+            0,
+            -0.0,
+            1e-05,
+            -999.5,
+            -1000.5,
+            -9999.0,
+            1e300,
+            2**31,
+            2**70,
+            10**400,
+            True,
+            "7",
+            None,
+        ]
+    ),
 )
 
 

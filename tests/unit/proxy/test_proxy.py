@@ -289,6 +289,25 @@ async def test_what_the_engine_leaves_out_is_flagged_and_not_exact(
         assert not attempt.calls[0].exact
 
 
+async def test_a_logprob_that_stands_for_minus_infinity_is_flagged_and_not_trained(
+    home: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = home.fake.answer
+
+    def extreme(body: Any) -> Any:
+        made = answer(body)
+        made["choices"][0]["logprobs"]["content"][-1]["logprob"] = -9999.0  # vLLM's stand-in
+        return made
+
+    monkeypatch.setattr(home.fake, "answer", extreme)
+    attempt, client = home.open()
+    await chat(client)
+    (call,) = attempt.calls
+    assert call.exact
+    assert call.flags == ["extreme_logprob"]
+    assert build(attempt.calls) == []
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("told", [[], None])
 async def test_nothing_is_missing_where_nothing_was_sampled(

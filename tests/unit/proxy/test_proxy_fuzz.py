@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 from envserver_records.errors import EngineGarbage
+from envserver_records.sampling import LOGPROB_ROUNDING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
@@ -19,7 +20,7 @@ from support.fake_vllm import FakeVllm
 from support.serving import attempt_spec
 
 from envserver.proxy import Proxy, ProxyAttempt
-from envserver.tokens.invariants import LOGPROB_ROUNDING, check_calls
+from envserver.tokens.invariants import check_calls
 
 Json = dict[str, Any]
 

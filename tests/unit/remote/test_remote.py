@@ -147,6 +147,7 @@ REFUSED = {
         spoiled(logprobs=[0, 0, 1, -1, -1]),
         spoiled(logprobs=[-1, 0, -1, -1, -1]),
         spoiled(logprobs=[0, 0, -1, -1, -float("inf")]),
+        spoiled(logprobs=[0, 0, -1, -1, -9999]),
     ],
     "$.trajectories[0].sequences[0].calls": [
         spoiled(calls=[-1, -1, -1, 0, 0]), spoiled(calls=[-1, -1, 0, 3, 3]),

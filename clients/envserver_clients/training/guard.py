@@ -1,0 +1,106 @@
+"""Judges each step: did it learn, and from data that the engine and the trainer agree about?
+
+In: the numbers of a step. Out: warnings, and a typed error after several batches in a row from
+which nothing could be learned. What always holds: a batch is acknowledged before it ends a run, so
+no batch can stop a trainer for good.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from envserver_records import EnvserverError
+
+log = logging.getLogger(__name__)
+
+SKIPPED: Final = "skipped"
+"""The name of the number that says why a step did not change the weights: a key of `_REASONS`."""
+
+
+class NothingLearned(EnvserverError):
+    """Several batches in a row could not be learned from; `detail["reason"]` is a key below."""
+
+    kind = "nothing_learned"
+
+
+class MismatchError(NothingLearned):
+    """The delivered logprobs are not those of the policy."""
+
+    kind = "mismatch"
+
+
+_REASONS: Final = {
+    "mismatch": (
+        "The engine's logprobs differ from the trainer's by {mismatch_mean:.2f} nats per token on "
+        "average (at most {most:g} is allowed).",
+        "Compare the model, its revision, its chat template and its dtype on both sides; "
+        "`envserver verify` shows where they differ. Nothing was learned from these batches.",
+    ),
+    "gradient": (
+        "The gradient is not finite.",
+        "Lower the learning rate, or compute in float32; go back to an earlier checkpoint.",
+    ),
+    "no_logprobs": (
+        "Rows have no logprobs, which the importance weights need.",
+        "Use an engine that returns token logprobs (envserver models probe URL).",
+    ),
+    "bad_logprobs": (
+        "Rows have logprobs that are not finite or below -1000: no token is sampled with these.",
+        "See what the engine returns; vLLM writes -9999 for minus infinity.",
+    ),
+    "bad_tokens": (
+        "Rows have token ids that the model does not know.",
+        "The engine serves another model than the trainer's.",
+    ),
+    "newer": (
+        "Groups were sampled by a later policy version than the trainer's own.",
+        "Another trainer published to this engine or server. Start the engine with this trainer's "
+        "weights.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """The bounds of a step; see the trainer's settings."""
+
+    warn_mismatch: float = 0.1
+    most_mismatch: float = 0.5
+    patience: int = 3
+
+
+class Guard:
+    """Counts steps in a row that learned nothing because their data were refused."""
+
+    def __init__(self, rules: GuardSettings) -> None:
+        self._rules = rules
+        self._in_a_row = 0
+
+    def judge(self, line: Mapping[str, Any]) -> None:
+        """Judges the metrics of a step whose batch is acknowledged.
+
+        Raises:
+            MismatchError: the logprobs of the last `patience` batches differed too much.
+            NothingLearned: nothing could be learned from them for another reason.
+        """
+        reason = str(line.get(SKIPPED, ""))
+        step = line.get("step", "?")
+        if not reason:
+            self._in_a_row = 0
+            if line.get("mismatch_mean", 0.0) > self._rules.warn_mismatch:
+                log.warning(
+                    "step %s: engine and trainer differ by %.3f nats per token",
+                    step,
+                    line["mismatch_mean"],
+                )
+            return
+        what, hint = _REASONS[reason]
+        message = what.format_map({**line, "most": self._rules.most_mismatch})
+        log.warning("step %s learned nothing: %s", step, message)
+        self._in_a_row += 1
+        if self._in_a_row >= self._rules.patience:
+            kind = MismatchError if reason == "mismatch" else NothingLearned
+            raise kind(f"{message} So it was {self._in_a_row} times.", hint=hint, reason=reason)

@@ -1,0 +1,294 @@
+"""The gradient is TRL's: one batch, our learner and TRL's own `_compute_loss`, all parameters.
+
+Twelve rows in three groups, of uneven lengths, with a tool's tokens in between that are not
+trained. One group has equal rewards. The delivered logprobs differ from the policy's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from envserver_clients.records import ClientGroup, Row
+from envserver_clients.training.bounds import LossSettings
+from envserver_clients.training.examples import Example, ExampleSettings, examples_of
+from envserver_clients.training.learner import Learner, StepSettings
+from envserver_clients.training.policy import Policy
+from support.tiny_model import main as make_tiny
+
+torch.set_num_threads(1)
+
+PROMPT = 6
+LONGEST = 20
+NOISE = 0.3
+MOST_DIFFERENCE = 5e-6
+"""Relative difference of the gradients in float32; both sums have other orders."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trl(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """TRL's trainer, whose loss alone is used; `compute` sets what a case changes."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_trainer import add_fused_lm_head
+
+    config = GRPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("trl")),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=LONGEST,
+    )
+    trainer = GRPOTrainer(
+        model=Policy(str(model)).model,
+        reward_funcs=lambda completions, **_: [0.0 for _ in completions],
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": "a"}]),
+        processing_class=Policy(str(model)).tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.args.steps_per_generation = 1
+    trainer.model.train()  # the tiny model has no dropout
+    trainer.reference = Policy(str(model)).model
+    add_fused_lm_head(trainer.reference, temperature=trainer.temperature)
+    return trainer
+
+
+def moved(model: Path) -> Policy:
+    """The policy after some training; its reference is the model before it."""
+    policy = Policy(str(model), keep_reference=True)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for value in policy.trained.values():
+            value.add_(torch.randn_like(value) * 0.01)
+    return policy
+
+
+def rows_of(policy: Policy) -> list[ClientGroup]:
+    rng = np.random.default_rng(0)
+    groups = []
+    for number in range(3):
+        rows = []
+        for trajectory in range(4):
+            length = PROMPT + int(rng.integers(6, LONGEST + 1))
+            tokens = rng.integers(10, 4000, length).astype(np.int32)
+            mask = np.r_[[0] * PROMPT, [1] * (length - PROMPT)].astype(np.uint8)
+            mask[PROMPT + 2 : PROMPT + 4] = 0
+            own = np.array([0.0, *policy.prompt_logprobs(tokens.tolist())])
+            noisy = np.minimum(own + rng.normal(0, NOISE, length), 0.0)
+            rows.append(
+                Row(
+                    tokens=tokens,
+                    mask=mask,
+                    logprobs=(noisy * mask).astype(np.float32),
+                    reward=1.0 if number == 2 else float(trajectory % 3 == 0),
+                    group_id=f"g{number}",
+                    versions=np.where(mask, np.int32(0), np.int32(-1)),
+                    trajectory=trajectory,
+                )
+            )
+        group = ClientGroup(f"g{number}", "e", "group", 0, memoryview(b""))
+        group.__dict__["rows"] = rows
+        groups.append(group)
+    return groups
+
+
+def our_gradient(
+    policy: Policy, groups: list[ClientGroup], denominator: str, rules: LossSettings
+) -> tuple[dict[str, Any], list[Example]]:
+    how = ExampleSettings(
+        denominator=denominator,  # type: ignore[arg-type]
+        constant_tokens=LONGEST,
+        has_reference=rules.kl_weight > 0,
+    )
+    examples = examples_of(groups, 0, how).examples
+    before = {name: value.detach().clone() for name, value in policy.trained.items()}
+    step = StepSettings(loss=rules, most_gradient=1e9, micro_batch_tokens=64)
+    numbers = Learner(policy, step).step(examples)
+    if rules.correction == "none":
+        assert float(numbers["clip_fraction"]) > 0.1  # the bounds are tried, too
+    found = {name: value.grad for name, value in policy.trained.items()}
+    policy.load_state(before)
+    return found, examples
+
+
+def trl_gradient(
+    trainer: Any,
+    policy: Policy,
+    groups: list[ClientGroup],
+    set_up: Callable[[Any, dict[str, Any], torch.Tensor], None],
+) -> dict[str, Any]:
+    """The gradient of TRL's loss of the same rows; `set_up` completes trainer and inputs."""
+    rows = [row for group in groups for row in group.rows]
+    advantages = [
+        one.advantage
+        for one in examples_of(groups, 0, ExampleSettings(has_reference=True)).examples
+    ]
+    width = max(len(row.tokens) for row in rows) - PROMPT
+
+    def padded(name: str, kind: Any) -> torch.Tensor:
+        columns = [getattr(row, name)[PROMPT:] for row in rows]
+        return torch.tensor(
+            np.array([np.pad(one, (0, width - len(one))) for one in columns]), dtype=kind
+        )
+
+    inputs = {
+        "prompt_ids": torch.tensor(np.array([row.tokens[:PROMPT] for row in rows])).long(),
+        "prompt_mask": torch.ones(len(rows), PROMPT, dtype=torch.long),
+        "completion_ids": padded("tokens", torch.long),
+        "completion_mask": torch.tensor(
+            [[i < len(row.tokens) - PROMPT for i in range(width)] for row in rows]
+        ).long(),
+        "tool_mask": padded("mask", torch.long),
+        "advantages": torch.tensor(advantages, dtype=torch.float32),
+        "num_items_in_batch": torch.tensor(float(sum(row.mask.sum() for row in rows))),
+    }
+    delivered = padded("logprobs", torch.float32)
+    inputs["ref_per_token_logps"] = logps(trainer, trainer.reference, inputs)
+    trainer.model.load_state_dict(policy.model.state_dict())
+    trainer.beta, trainer.use_vllm, trainer.loss_type = 0.0, False, "grpo"
+    trainer.epsilon_low, trainer.epsilon_high = 0.2, 0.28
+    trainer.args.delta, trainer.args.use_bias_correction_kl = None, False
+    trainer.vllm_importance_sampling_correction = True
+    set_up(trainer, inputs, delivered)
+    trainer.model.zero_grad(set_to_none=True)
+    trainer._compute_loss(trainer.model, inputs).backward()
+    return {name: value.grad for name, value in trainer.model.named_parameters()}
+
+
+def logps(trainer: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    with torch.no_grad():
+        found = trainer._get_per_token_logps_and_entropies(
+            model, ids, attention, inputs["completion_ids"].shape[1]
+        )
+    return found[0]  # type: ignore[no-any-return]
+
+
+def relative_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    assert ours.keys() == theirs.keys()
+    away = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in ours)
+    size = sum(float(theirs[name].double().square().sum()) for name in ours)
+    return (away / size) ** 0.5
+
+
+def compare(
+    model: Path,
+    trainer: Any,
+    rules: LossSettings,
+    set_up: Callable[[Any, dict[str, Any], torch.Tensor], None],
+    denominator: str = "trajectory",
+) -> float:
+    policy = moved(model)
+    groups = rows_of(policy)
+    ours, _ = our_gradient(policy, groups, denominator, rules)
+    return relative_difference(ours, trl_gradient(trainer, policy, groups, set_up))
+
+
+def relative_to_delivered(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
+    inputs["old_per_token_logps"] = delivered
+
+
+@pytest.mark.parametrize(
+    ("denominator", "loss_type"),
+    [("trajectory", "grpo"), ("token", "dapo"), ("constant", "dr_grpo")],
+)
+def test_objectives(model: Path, trl: Any, denominator: str, loss_type: str) -> None:
+    def set_up(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
+        relative_to_delivered(trainer, inputs, delivered)
+        trainer.loss_type = loss_type
+
+    rules = LossSettings(correction="none")
+    assert compare(model, trl, rules, set_up, denominator) < MOST_DIFFERENCE
+
+
+def test_dual_clip_is_two_sided_clipping(model: Path, trl: Any) -> None:
+    def set_up(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
+        relative_to_delivered(trainer, inputs, delivered)
+        trainer.args.delta = 1.5
+
+    rules = LossSettings(correction="none", dual_clip=1.5)
+    assert compare(model, trl, rules, set_up) < MOST_DIFFERENCE
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_corrections_for_what_the_engine_computes(model: Path, trl: Any, correction: str) -> None:
+    """TRL's token_truncate and token_mask, as in its `_generate_and_score_completions`."""
+
+    def set_up(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
+        trainer.use_vllm = True
+        own = logps(trainer, trainer.model, inputs)
+        inputs["old_per_token_logps"] = own
+        ratio = torch.exp((own - delivered) * inputs["completion_mask"] * inputs["tool_mask"])
+        if correction == "truncate":
+            ratio = ratio.clamp(max=1.3)
+        else:
+            ratio = ratio.masked_fill((ratio < 0.8) | (ratio > 1.3), 0.0)
+        inputs["importance_sampling_ratio"] = ratio
+
+    rules = LossSettings(
+        decoupled=True,
+        correction=correction,  # type: ignore[arg-type]
+        least_correction=0.8,
+        most_correction=1.3,
+    )
+    assert compare(model, trl, rules, set_up) < MOST_DIFFERENCE
+
+
+@pytest.mark.parametrize("form", ["k1", "k2", "k3", "k3_ratio"])
+def test_forms_of_the_distance_also_where_rewards_are_equal(
+    model: Path, trl: Any, form: str
+) -> None:
+    """k3 and k3_ratio are TRL's; k1 and k2 are put into its place for k3."""
+
+    def set_up(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
+        relative_to_delivered(trainer, inputs, delivered)
+        trainer.beta = 0.5
+        trainer.args.use_bias_correction_kl = form == "k3_ratio"
+
+    rules = LossSettings(correction="none", kl_weight=0.5, kl_form=form)  # type: ignore[arg-type]
+    if form in ("k3", "k3_ratio"):
+        assert compare(model, trl, rules, set_up) < MOST_DIFFERENCE
+        return
+    policy = moved(model)
+    groups = rows_of(policy)
+    ours, _ = our_gradient(policy, groups, "trajectory", rules)
+    plain = trl_gradient(trl, policy, groups, relative_to_delivered)
+    distances = distance_gradient(policy, groups, form)
+    theirs = {name: plain[name] + 0.5 * distances[name] for name in plain}
+    assert relative_difference(ours, theirs) < MOST_DIFFERENCE
+
+
+def distance_gradient(policy: Policy, groups: list[ClientGroup], form: str) -> dict[str, Any]:
+    """The gradient of k1 or k2, row by row, by definition: log p - log q, and its square's half."""
+    policy.model.zero_grad(set_to_none=True)
+    rows = [row for group in groups for row in group.rows]
+    for row in rows:
+        ids = torch.from_numpy(row.tokens).long()[None]
+
+        def chosen(model: Any, ids: torch.Tensor = ids) -> torch.Tensor:
+            logits = torch.log_softmax(model(ids).logits[0, :-1], -1)
+            return logits.gather(-1, ids[0, 1:, None])[:, 0]
+
+        with torch.no_grad():
+            reference = chosen(policy._reference)
+        away = chosen(policy.model) - reference
+        mask = torch.from_numpy(row.mask[1:]).float()
+        value = away if form == "k1" else away**2 / 2
+        ((value * mask).sum() / mask.sum() / len(rows)).backward()
+    return {name: value.grad for name, value in policy.trained.items()}
