@@ -35,6 +35,12 @@ _GRAMMAR_BYTES = 256 * KIBIBYTE
 _REFERENCES = frozenset({"$ref", "$dynamicRef", "$recursiveRef"})
 _FORMS = (None, "text", "json_object", "json_schema")
 _LARGEST_COUNT = 10_000
+_MOST_REPEATS = 1000
+"""Counts of all patterns of a request together: xgrammar's time grows with their square."""
+_TOO_HARD = (
+    f"repeats what is repeated, or all patterns together repeat more than {_MOST_REPEATS} times:"
+    " write it otherwise; if this run's agents need it, run with --tokens.constraints all"
+)
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _REGEX_WORD = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{\d+,?\d*\}|\{,\d+\}|.", re.S)
 """An escape, a class, a count or a single character. It always matches, so it takes linear time."""
@@ -96,12 +102,16 @@ def check_constraints(
     if allowed == "forms" and form.get("type") not in _FORMS:
         raise not_allowed("response_format.type", "all")
     size = 0
+    repeats = 0.0
     for schema, place in _schemas(fields, tools):
         size += len(orjson.dumps(schema))
         if size > _GRAMMAR_BYTES:
             raise bad(place, f"makes the schemas larger than {_GRAMMAR_BYTES} bytes of JSON")
         if allowed == "forms":
-            _check_schema(schema, place)
+            for pattern, at in _patterns(schema, place):
+                repeats += _repeats(pattern)
+                if repeats > _MOST_REPEATS:
+                    raise bad(at, _TOO_HARD)
 
 
 def not_allowed(place: str, needed: str) -> InputError:
@@ -122,42 +132,41 @@ def _schemas(fields: dict[str, Any], tools: list[dict[str, Any]]) -> Iterator[tu
             yield tool.get("function"), f"tools[{index}].function"
 
 
-def _check_schema(schema: Any, place: str) -> None:
+def _patterns(schema: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yields the regular expressions of a schema with their places.
+
+    Raises:
+        InputError: something else in it is too hard for the engine.
+    """
     for name, value in schema.items() if isinstance(schema, dict) else ():
         at = f"{place}.{name[:80]}"
         if name in _COUNTS and isinstance(value, int | float) and value > _LARGEST_COUNT:
             raise bad(at, f"must be at most {_LARGEST_COUNT} where a schema is enforced")
         if name in _REFERENCES and isinstance(value, str) and not value.startswith("#"):
             raise bad(at, "must begin with #: the engine loads no schema from elsewhere")
-        for pattern in _patterns(name, value):
-            if _is_hard(pattern):
-                raise bad(
-                    at,
-                    f"repeats what is repeated, or more than {_LARGEST_COUNT} times: write it"
-                    " otherwise; if this run's agents need it, run with --tokens.constraints all",
-                )
-        _check_schema(value, at)
+        if name == "pattern" and isinstance(value, str):
+            yield value, at
+        if name == "patternProperties" and isinstance(value, dict):
+            yield from ((pattern, at) for pattern in value)
+        yield from _patterns(value, at)
     for index, value in enumerate(schema if isinstance(schema, list) else ()):
-        _check_schema(value, f"{place}[{index}]")
+        yield from _patterns(value, f"{place}[{index}]")
 
 
-def _patterns(name: str, value: Any) -> list[str]:
-    if name == "pattern" and isinstance(value, str):
-        return [value]
-    return list(value) if name == "patternProperties" and isinstance(value, dict) else []
-
-
-def _is_hard(pattern: str) -> bool:
-    """Returns whether a group that repeats something is repeated, or a count is very large."""
+def _repeats(pattern: str) -> float:
+    """Returns the sum of the counts in `pattern`, which engines write out one by one; infinity if
+    a group that repeats something is repeated."""
+    total = 0.0
     repeats = [False]
     """Whether each open group, the outermost first, holds a repetition."""
     closed = False
     """Whether the last atom is a group that holds one."""
     for word in _REGEX_WORD.findall(pattern):
-        times = _times(word)
-        if times > 1:
-            if closed or _LARGEST_COUNT < times < math.inf:
-                return True
+        least, most = _times(word)
+        if most > 1:
+            if closed:
+                return math.inf
+            total += least if math.isinf(most) else most
             repeats[-1] = True
         elif word == "(":
             repeats.append(False)
@@ -166,14 +175,17 @@ def _is_hard(pattern: str) -> bool:
             repeats[-1] = repeats[-1] or closed
             continue
         closed = closed and word == "?"
-    return False
+    return total
 
 
-def _times(word: str) -> float:
-    """Returns how often `word` repeats what is before it; 1 if it is not a quantifier."""
+def _times(word: str) -> tuple[float, float]:
+    """Returns how often `word` repeats what is before it, at least and at most; (1, 1) if it is
+    not a quantifier."""
     if word in ("*", "+"):
-        return math.inf
+        return 0, math.inf
     if not word.startswith("{") or word == "{":
-        return 1
+        return 1, 1
     least, comma, most = word[1:-1].partition(",")
-    return math.inf if comma and not most else min(float(most or least), sys.float_info.max)
+    if comma and not most:
+        return float(least), math.inf
+    return float(least or 0), min(float(most or least), sys.float_info.max)

@@ -6,6 +6,7 @@ from typing import Any
 
 from envserver_records.errors import NotFoundError
 
+from .admission import read_request
 from .asgi import parse_object
 from .attempts import ProxyAttempt, ended
 from .body import engine_body
@@ -23,7 +24,7 @@ async def count_tokens(
     It takes no turn and records nothing.
 
     Raises:
-        InputError: the request is malformed.
+        InputError: the request is malformed, or asks for what no agent may ask.
         LimitReached: the rollout's time is over.
         ConflictError: the attempt is sealed.
         NotFoundError: the engine cannot count.
@@ -34,7 +35,8 @@ async def count_tokens(
     attempt.check_time()
     memory = attempt.memory.setdefault(_MESSAGES.name, {})
     # The request has the fields of a message, except for the limit of an answer.
-    request = _MESSAGES.read({**parse_object(body), "max_tokens": 1}, memory)
+    message = {**parse_object(body), "max_tokens": 1}
+    request = read_request(_MESSAGES, message, memory, endpoint.tokens)
     ready = await endpoint.ready()
     route = attempt.spec.route(agent)
     made = engine_body(

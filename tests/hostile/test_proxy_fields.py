@@ -28,7 +28,7 @@ Json = dict[str, Any]
 CHAT, TEXT = "v1/chat/completions", "v1/completions"
 RESPONSES, MESSAGES = "v1/responses", "v1/messages"
 METADATA = "http://169.254.169.254/latest/meta-data"
-IMAGE = "data:image/png;base64,AAAA"
+IMAGE = "data:image/png;base64,iVBORw0KGgoA"
 ANSWER: Json = {
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hi."}, "text": "Hi."}],
     "usage": {"completion_tokens": 1, "prompt_tokens": 1},
@@ -135,7 +135,7 @@ def refused(path: str, body: Json, *words: str, **allowed: Any) -> None:
         "//169.254.169.254/",
         "data:text/plain;base64,AAAA",
         "data:image/png,AAAA",
-        " data:image/png;base64,AAAA",
+        " data:image/png;base64,iVBORw0KGgoA",
     ],
 )
 def test_the_engine_fetches_nothing_for_an_agent(way: str, url: str) -> None:
@@ -183,12 +183,112 @@ def test_only_what_was_checked_in_a_part_goes_on() -> None:
         "#EXTM3U\n#EXTINF:1,\nhttp://169.254.169.254/latest/meta-data\n#EXT-X-ENDLIST\n",
         "ffconcat version 1.0\nfile /etc/passwd\n",
         '<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
+        "#EXTM3U\n#\0\nhttp://169.254.169.254/latest/meta-data\n",
+        "#EXTM3U\n#\N{NO-BREAK SPACE}\nhttp://169.254.169.254/latest/meta-data\n",
+        "\N{ZERO WIDTH NO-BREAK SPACE}#EXTM3U\nhttp://169.254.169.254/latest/meta-data\n",
+        "%!PS-Adobe-3.0 EPSF-3.0\n\0",
+        "\0<svg/>",
         "",
     ],
 )
 def test_a_medium_that_is_text_could_name_what_is_fetched(text: str) -> None:
-    url = "data:video/mp4;base64," + base64.b64encode(text.encode()).decode()
-    refused(*chat(part(url, "video_url")), "video_url.url holds text")
+    """So only formats pass that are known by their first bytes."""
+    held = base64.b64encode(text.encode()).decode()
+    for kind in ("image", "audio", "video"):
+        url = f"data:{kind}/any;base64,{held}"
+        refused(*chat(part(url, f"{kind}_url")), f"{kind}_url.url is not ")
+    frames = f"data:video/jpeg;base64,/9j/4AAQ,{held}"
+    refused(*chat(part(frames, "video_url")), "video_url.url is not PNG, JPEG")
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        ("image", b"\xff\xd8\xff\xe0"),
+        ("image", b"RIFF\0\0\0\0WEBPVP8 "),
+        ("image", b"\0\0\0\x1cftypavif"),
+        ("audio", b"RIFF\0\0\0\0WAVEfmt "),
+        ("audio", b"\xff\xfb\x90"),
+        ("video", b"\0\0\0\x20ftypisom"),
+        ("video", b"\x1a\x45\xdf\xa3"),
+    ],
+)
+def test_usual_media_pass(kind: str, first: bytes) -> None:
+    url = f"data:{kind}/any;base64,{base64.b64encode(first).decode()}"
+    assert send(*chat(part(url, f"{kind}_url")))[0] == 200
+
+
+COUNT = "v1/messages/count_tokens"
+
+
+def calls(*made: Any) -> Json:
+    return {"messages": [{"role": "assistant", "content": None, "tool_calls": list(made)}]}
+
+
+def function(**fields: Any) -> Json:
+    return {"type": "function", "function": {"name": "a", **fields}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        (CHAT, {"messages": [{"role": 5, "content": "a"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
+        (CHAT, calls("a"), "tool_calls[0]"),
+        (CHAT, calls({"type": "mcp"}), "tool_calls[0].type"),
+        (CHAT, calls({"id": [METADATA]}), "tool_calls[0].id"),
+        (CHAT, calls(function(arguments=[METADATA])), "tool_calls[0].function.arguments"),
+        *(
+            (CHAT, {"messages": [{"role": "user", "content": "a", name: {"url": METADATA}}]}, name)
+            for name in ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
+        ),
+        *(
+            (CHAT, {"messages": [user()], "tools": [function(**{name: [METADATA]})]}, name)
+            for name in ("description", "parameters", "strict")
+        ),
+        (RESPONSES, {"input": "a", "tools": [{"type": "function", "name": "a", "strict": 1}]},
+         "tools[0].strict"),
+        (MESSAGES, {"max_tokens": 9, "messages": [user()], "tools": [
+            {"name": "a", "description": [METADATA], "input_schema": {}}]}, "tools[0].description"),
+        (CHAT, {"messages": [user()], "response_format": {"structures": []}},
+         "response_format.type"),
+        (CHAT, {"messages": [user()], "response_format": {"type": "text", "structures": []}},
+         "response_format.structures"),
+        (CHAT, {"messages": [user()], "tool_choice": {"type": "mcp", "url": METADATA}},
+         "tool_choice.type"),
+        (RESPONSES, {"input": "a", "reasoning": {"effort": "x" * 65}}, "reasoning.effort"),
+        (TEXT, {"prompt": ["a"] * 128, "n": 2}, "n "),
+        (COUNT, {"messages": [user()], "chat_template_kwargs": {"chat_template": "x"}},
+         "chat_template_kwargs.chat_template"),
+        (COUNT, {"messages": [user()], "chat_template_kwargs": {"a": "x" * 20_000}},
+         "chat_template_kwargs"),
+        (COUNT, {"messages": [user()], "priority": 1}, "priority"),
+    ],
+)  # fmt: skip
+def test_what_is_nested_has_types_and_bounds(path: str, body: Json, place: str) -> None:
+    refused(path, body, place)
+
+
+def test_only_listed_fields_of_what_is_nested_go_on() -> None:
+    extra = {"url": METADATA, "image_url": {"url": METADATA}}
+    call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+    made = {**call, "function": {**call["function"], **extra}, **extra}  # type: ignore[dict-item]
+    said = {"role": "assistant", "content": None}
+    choice = {"type": "function", "function": {"name": "a", **extra}, **extra}
+    body = {"messages": [{**said, "tool_calls": [made], "reasoning_details": [extra]}]}
+    status, _, (asked,) = send(CHAT, {**body, "tools": [function()], "tool_choice": choice})
+    assert status == 200
+    assert asked["messages"] == [{**said, "tool_calls": [call]}]
+    assert asked["tool_choice"] == {"type": "function", "function": {"name": "a"}}
+
+
+def test_a_chat_may_allow_some_of_its_tools() -> None:
+    other = {"type": "function", "function": {"name": "b"}}
+    allowed = {"mode": "required", "tools": [function()]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    body = {"messages": [user()], "tools": [function(), other], "tool_choice": choice}
+    _, _, (asked,) = send(CHAT, body)
+    assert (asked["tools"], asked["tool_choice"]) == ([function()], "required")
 
 
 MULTIMODAL: Json = {
@@ -425,6 +525,9 @@ def enforced(schema: Json) -> list[tuple[str, Json]]:
         {"patternProperties": {BACKTRACKS: {}}},
         {"pattern": "a{1,20000}"},
         {"pattern": "(a{9}){9}"},
+        {"pattern": "a{9999}"},
+        {"pattern": "a{1000000,}"},
+        {"properties": {f"p{n}": {"pattern": "a{100}"} for n in range(11)}},
         {"type": "array", "maxItems": 10**9},
         {"enum": ["x" * 1000] * 280},
     ],

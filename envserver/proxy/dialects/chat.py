@@ -10,7 +10,8 @@ from envserver_records.records import Dialect
 from ..asgi import DONE, error_body, event
 from ..model_request import ModelRequest
 from .base import Memory
-from .chat_messages import chat_messages, chat_tools
+from .chat_messages import chat_messages, chat_tool_choice, chat_tools
+from .fields import response_format
 from .reading import count
 from .tables import CHAT
 
@@ -24,7 +25,7 @@ class ChatDialect:
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """See DialectAdapter."""
         messages = chat_messages(body)
-        tools = chat_tools(body)
+        fields, tools = _fields_and_tools(body)
         options = body.get("stream_options")
         wanted = [count(body, name) for name in ("max_completion_tokens", "max_tokens")]
         return ModelRequest(
@@ -32,7 +33,7 @@ class ChatDialect:
             body=body,
             messages=messages,
             tools=tools,
-            fields={name: value for name, value in body.items() if name in CHAT.engine},
+            fields=fields,
             choices=count(body, "n") or 1,
             wanted_tokens=min((n for n in wanted if n is not None), default=None),
             tokens_field="max_tokens" if wanted[0] is None else "max_completion_tokens",
@@ -56,6 +57,17 @@ class ChatDialect:
     def error(self, error: EnvserverError) -> dict[str, Any]:
         """See DialectAdapter."""
         return error_body(error)
+
+
+def _fields_and_tools(body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the fields that are sent to the engine, and the tools."""
+    fields = {name: value for name, value in body.items() if name in CHAT.engine}
+    tools = chat_tools(body)
+    if "tool_choice" in fields:
+        fields["tool_choice"], tools = chat_tool_choice(fields["tool_choice"], tools)
+    if "response_format" in fields:
+        fields["response_format"] = response_format(fields["response_format"], "response_format")
+    return fields, tools
 
 
 class ChatWriter:

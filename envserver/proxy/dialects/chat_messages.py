@@ -6,23 +6,38 @@ from typing import Any
 
 from envserver_records.records import Message
 
+from .checks import (
+    KIBIBYTE,
+    LONG_TEXT,
+    NAME,
+    Check,
+    an_object,
+    either,
+    items,
+    kept,
+    one_of,
+    text,
+)
+from .fields import function_tool
 from .media import media_part
 from .reading import bad, mapping, objects, string
 
-_FIELDS = (
-    "role",
-    "content",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "function_call",
-    "refusal",
-    "reasoning",
-    "reasoning_content",
-    "reasoning_details",
-)
+_ID = text(64 * KIBIBYTE)
+"""Of a tool call; some clients keep signatures in it."""
+_MESSAGE: dict[str, Check] = {
+    "role": text(64),
+    "content": either(LONG_TEXT, items(100_000)),
+    "name": NAME,
+    "tool_calls": items(10_000, an_object),
+    "tool_call_id": _ID,
+    "function_call": an_object,
+    "refusal": LONG_TEXT,
+    "reasoning": LONG_TEXT,
+    "reasoning_content": LONG_TEXT,
+}
 """Clients send more back (annotations, parsed values, costs), which no engine reads."""
-_TOOL_FIELDS = ("name", "description", "parameters", "strict")
+_CALL: dict[str, Check] = {"id": _ID, "type": one_of("function"), "function": an_object}
+_CALLED: dict[str, Check] = {"name": NAME, "arguments": either(an_object, LONG_TEXT)}
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of text parts, with the field that holds the text."""
 
@@ -46,14 +61,53 @@ def chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(objects(body, "tools"))]
 
 
+def chat_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
+    """Returns the value of field `tool_choice`, and the tools that it leaves.
+
+    Raises:
+        InputError: it chooses something other than functions among `tools`.
+    """
+    if isinstance(choice, str):
+        return choice, tools
+    match choice.get("type"):
+        case "function":
+            name = _function_name(choice, "tool_choice")
+            return {"type": "function", "function": {"name": name}}, tools
+        case "allowed_tools":
+            place = "tool_choice.allowed_tools"
+            allowed = mapping(choice, "allowed_tools", "tool_choice")
+            if allowed.get("mode") not in ("auto", "required"):
+                raise bad(f"{place}.mode", "must be auto or required")
+            given = enumerate(objects(allowed, "tools", needed=True))
+            names = {_function_name(tool, f"{place}.tools[{index}]") for index, tool in given}
+            return allowed["mode"], [tool for tool in tools if tool["function"]["name"] in names]
+        case kind:
+            raise bad("tool_choice.type", f"{str(kind)[:80]!r} is not supported")
+
+
+def _function_name(holder: dict[str, Any], place: str) -> str:
+    return string(mapping(holder, "function", place), "name", f"{place}.function")
+
+
 def _message(message: Message, place: str) -> Message:
-    kept = {name: message[name] for name in _FIELDS if name in message}
-    if isinstance(kept.get("content"), list):
-        parts = enumerate(kept["content"])
-        kept["content"] = [_part(part, f"{place}.content[{index}]") for index, part in parts]
-    elif kept.get("content") is not None:
-        string(kept, "content", place)
-    return kept
+    string(message, "role", place)
+    known = kept(message, _MESSAGE, place)
+    if isinstance(known.get("content"), list):
+        parts = enumerate(known["content"])
+        known["content"] = [_part(part, f"{place}.content[{index}]") for index, part in parts]
+    if known.get("tool_calls"):
+        calls = enumerate(known["tool_calls"])
+        known["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in calls]
+    if known.get("function_call"):
+        known["function_call"] = kept(known["function_call"], _CALLED, f"{place}.function_call")
+    return known
+
+
+def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
+    known = kept(call, _CALL, place)
+    if known.get("function") is not None:
+        known["function"] = kept(known["function"], _CALLED, f"{place}.function")
+    return known
 
 
 def _part(part: Any, place: str) -> dict[str, Any]:
@@ -75,7 +129,4 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
             f"{place}.type",
             f"{str(kind)[:80]!r} is not supported: all tools must be the agent's own functions",
         )
-    function = mapping(tool, "function", place)
-    string(function, "name", f"{place}.function")
-    kept = {name: function[name] for name in _TOOL_FIELDS if name in function}
-    return {"type": "function", "function": kept}
+    return function_tool(mapping(tool, "function", place), f"{place}.function")

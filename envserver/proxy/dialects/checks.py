@@ -6,7 +6,7 @@ A check is called with a value (never None) and its place, and raises InputError
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import orjson
@@ -92,6 +92,37 @@ def mapping(size: int) -> Check:
     return check
 
 
+def an_object(value: Any, place: str) -> None:
+    """Checks that `value` is an object."""
+    if not isinstance(value, dict):
+        raise bad(place, "must be an object")
+
+
+def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> dict[str, Any]:
+    """Returns the fields of `holder` that `checks` names, checked, and leaves out all others.
+
+    A field that is null stays null.
+
+    Raises:
+        InputError: a field fails its check.
+    """
+    fields = {name: holder[name] for name in checks if name in holder}
+    for name, value in fields.items():
+        if value is not None:
+            checks[name](value, f"{place}.{name}")
+    return fields
+
+
+def refuse_others(holder: Mapping[str, Any], known: Collection[str], place: str) -> None:
+    """
+    Raises:
+        InputError: `holder` has a field that is not in `known`.
+    """
+    for name in holder:
+        if name not in known:
+            raise bad(f"{place}.{name[:80]}", "is not supported")
+
+
 def template_variables(value: Any, place: str) -> None:
     """Checks variables for the chat template: none has the name of an argument of the engine."""
     _VARIABLES(value, place)
@@ -124,10 +155,16 @@ def one_of(*values: Any) -> Check:
     return check
 
 
+NAME = text(KIBIBYTE)
+LONG_TEXT = text(64 * KIBIBYTE * KIBIBYTE)
+"""As long as a request may be."""
+EFFORT = text(64)
 SEED = whole(-_INT64, _INT64 - 1)
 TOKENS = whole(1, LARGEST_INT32)
 TOKEN_ID = whole(0, LARGEST_INT32)
-CHOICES = whole(1, 128)
+MAX_CHOICES = 128
+"""Answers to one request."""
+CHOICES = whole(1, MAX_CHOICES)
 TOP_LOGPROBS = whole(0, 20)
 STOP_TEXTS = items(64, text(KIBIBYTE))
 STOP = either(text(KIBIBYTE), STOP_TEXTS)

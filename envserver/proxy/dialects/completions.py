@@ -10,13 +10,13 @@ from envserver_records.records import Dialect, Message
 from ..asgi import DONE, error_body, event
 from ..model_request import ModelRequest
 from .base import Memory
-from .checks import LARGEST_INT32
+from .checks import LARGEST_INT32, MAX_CHOICES
+from .fields import response_format
 from .reading import bad, count
 from .tables import COMPLETIONS
 
 _DEFAULT_MAX_TOKENS = 16
 """The default of OpenAI's API and of engines."""
-_MAX_PROMPTS = 128
 
 
 class CompletionsDialect:
@@ -32,13 +32,21 @@ class CompletionsDialect:
         fields = {name: value for name, value in body.items() if name in COMPLETIONS.engine}
         if fields.get("logprobs") is False:
             del fields["logprobs"]
+        if "response_format" in fields:
+            form = fields["response_format"]
+            fields["response_format"] = response_format(form, "response_format")
+        choices = (count(body, "n") or 1) * len(prompts)
+        if choices > MAX_CHOICES:
+            raise bad(
+                "n", f"asks for {choices} answers, all prompts together: {MAX_CHOICES} at most"
+            )
         return ModelRequest(
             dialect="completions",
             body=body,
             messages=_as_messages(prompts),
             prompt=prompts[0] if len(prompts) == 1 else prompts,
             fields=fields,
-            choices=(count(body, "n") or 1) * len(prompts),
+            choices=choices,
             wanted_tokens=count(body, "max_tokens") or _DEFAULT_MAX_TOKENS,
             stream=bool(body.get("stream")),
             wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
@@ -99,9 +107,9 @@ def _prompts(prompt: Any) -> list[Any]:
     if isinstance(prompt, list) and prompt:
         if _is_ids(prompt):
             return [prompt]
-        if len(prompt) <= _MAX_PROMPTS and all(isinstance(p, str) or _is_ids(p) for p in prompt):
+        if len(prompt) <= MAX_CHOICES and all(isinstance(p, str) or _is_ids(p) for p in prompt):
             return prompt
-    raise bad("prompt", f"must be a text, a list of token ids, or up to {_MAX_PROMPTS} of these")
+    raise bad("prompt", f"must be a text, a list of token ids, or up to {MAX_CHOICES} of these")
 
 
 def _is_ids(value: Any) -> bool:

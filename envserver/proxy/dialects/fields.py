@@ -1,13 +1,31 @@
-"""Fields of the engine's chat API that several dialects fill."""
+"""Fields of the engine's chat API that several dialects fill. Pure.
+
+Nothing goes on that is not named here: each object is built anew from its known fields.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .reading import bad
+from .checks import EFFORT, LONG_TEXT, NAME, Check, an_object, flag, kept, refuse_others
+from .reading import bad, mapping, string
 
 _PASSED = ("seed", "chat_template_kwargs")
 """An engine's own fields that agents may add in every dialect."""
+_FUNCTION: dict[str, Check] = {
+    "name": NAME,
+    "description": LONG_TEXT,
+    "parameters": an_object,
+    "strict": flag,
+}
+_SCHEMA: dict[str, Check] = {
+    "name": NAME,
+    "description": LONG_TEXT,
+    "schema": an_object,
+    "strict": flag,
+}
+_TAG = ("type", "format", "structures", "triggers")
+"""Fields of vLLM's `structural_tag`, which only `tokens.constraints` all allows."""
 
 
 def engine_fields(body: dict[str, Any]) -> dict[str, Any]:
@@ -19,10 +37,49 @@ def effort_fields(effort: Any, place: str) -> dict[str, Any]:
     """Returns the field for the reasoning effort, if the agent sets one.
 
     Raises:
-        InputError: `effort`, found at `place`, is not a string.
+        InputError: `effort`, found at `place`, is not a short string.
     """
     if effort is None:
         return {}
-    if not isinstance(effort, str):
-        raise bad(place, "must be a text")
+    EFFORT(effort, place)
     return {"reasoning_effort": effort}
+
+
+def function_tool(function: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns a tool of the chat API from the fields of `function`, which is found at `place`.
+
+    Raises:
+        InputError: it has no name, or a field has another type.
+    """
+    string(function, "name", place)
+    return {"type": "function", "function": kept(function, _FUNCTION, place)}
+
+
+def schema_format(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns the form of an answer that follows `schema`, which is found at `place`.
+
+    Raises:
+        InputError: a field is unknown or has another type.
+    """
+    refuse_others(schema, _SCHEMA, place)
+    return {"type": "json_schema", "json_schema": kept(schema, _SCHEMA, place)}
+
+
+def response_format(form: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns the form of an answer as the chat API writes it.
+
+    Raises:
+        InputError: its type is unknown, or a field is unknown or has another type.
+    """
+    match form.get("type"):
+        case "text" | "json_object" as kind:
+            refuse_others(form, ("type",), place)
+            return {"type": kind}
+        case "json_schema":
+            refuse_others(form, ("type", "json_schema"), place)
+            return schema_format(mapping(form, "json_schema", place), f"{place}.json_schema")
+        case "structural_tag":
+            refuse_others(form, _TAG, place)
+            return form
+        case kind:
+            raise bad(f"{place}.type", f"cannot be {str(kind)[:80]!r}")

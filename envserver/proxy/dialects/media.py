@@ -22,6 +22,22 @@ MAX_MEDIA_BYTES = 40 * 1024 * 1024
 """Of all media of one request together."""
 _HEAD = re.compile(r"data:([a-z]+)/[\w.+-]{1,64}(?:;[\w.=+-]{1,64}){0,4};base64,", re.I)
 _SNIFFED = 64
+"""Characters of base64 that tell what a medium is."""
+_ISO_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"})
+_RIFF = {b"WEBP": "image", b"WAVE": "audio", b"AVI ": "video"}
+_BEGINNINGS = {
+    "image": (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
+    "audio": (b"ID3", b"fLaC", b"OggS", b"\x1aE\xdf\xa3", b"FORM", b"\xff"),
+    "video": (b"\x1aE\xdf\xa3", b"OggS", b"FLV", b"\0\0\1\xba", b"\0\0\1\xb3", b"GIF8"),
+}
+"""Bytes with which files of each kind begin, besides RIFF's and those of MP4 and its relatives."""
+_FORMATS = {
+    "image": "PNG, JPEG, GIF, WebP, BMP, TIFF, AVIF or HEIC",
+    "audio": "WAV, MP3, FLAC, Ogg, WebM, AIFF, AAC or MP4",
+    "video": "MP4, QuickTime, WebM, Matroska, AVI, Ogg, FLV, MPEG or GIF",
+}
+_FRAMES = "video/jpeg"
+"""Images, separated by commas."""
 _FORMAT = re.compile(r"[a-z0-9]{1,16}")
 
 
@@ -61,8 +77,8 @@ def data_url(url: Any, kind: str, place: str) -> str:
     """Returns `url` if it is a `data:` address that holds an image, audio or video (`kind`).
 
     Raises:
-        InputError: it is not; or it is too large; or it holds text, such as a playlist or an SVG
-            file, which can name other addresses.
+        InputError: it is not; or it is too large; or its bytes are not of a known binary format.
+            Others, such as playlists, SVG and PostScript, can name other addresses or be programs.
     """
     if not isinstance(url, str):
         raise bad(place, "must be a text")
@@ -73,7 +89,12 @@ def data_url(url: Any, kind: str, place: str) -> str:
             f"must begin with data:{kind}/<type>;base64, and hold the bytes: the engine fetches"
             " nothing for an agent. Let the environment fetch it and pass it as data:",
         )
-    _check_bytes(url[head.end() : head.end() + _SNIFFED], len(url) - head.end(), place)
+    size = len(url) - head.end()
+    if url[5:].lower().startswith(_FRAMES):
+        for frame in url[head.end() :].split(","):
+            _check_bytes(frame[:_SNIFFED], size, "image", place)
+    else:
+        _check_bytes(url[head.end() : head.end() + _SNIFFED], size, kind, place)
     return url
 
 
@@ -88,7 +109,7 @@ def _audio(given: Any, place: str) -> dict[str, str]:
     form = given.get("format")
     if not isinstance(form, str) or _FORMAT.fullmatch(form) is None:
         raise bad(f"{place}.format", "must be the name of a format, such as wav")
-    _check_bytes(given["data"][:_SNIFFED], len(given["data"]), f"{place}.data")
+    _check_bytes(given["data"][:_SNIFFED], len(given["data"]), "audio", f"{place}.data")
     return {"data": given["data"], "format": form}
 
 
@@ -109,15 +130,22 @@ def check_media(messages: list[Message]) -> None:
         )
 
 
-def _check_bytes(head: str, size: int, place: str) -> None:
+def _check_bytes(head: str, size: int, kind: str, place: str) -> None:
     if _bytes(size) > MAX_MEDIUM_BYTES:
         raise bad(place, f"is larger than {MAX_MEDIUM_BYTES >> 20} MiB")
     try:
         first = base64.b64decode(head, validate=True)
     except (binascii.Error, ValueError):
         raise bad(place, "is not base64") from None
-    if first.isascii() and all(character.isprintable() for character in first.decode().split()):
-        raise bad(place, "holds text: an image, audio or video in a binary format is needed")
+    if not _is_known(first, kind):
+        raise bad(place, f"is not {_FORMATS[kind]}")
+
+
+def _is_known(first: bytes, kind: str) -> bool:
+    """Returns whether a file of `kind`, image, audio or video, can begin with the bytes `first`."""
+    if first[:4] == b"RIFF":
+        return _RIFF.get(first[8:12]) == kind
+    return first[4:8] in _ISO_BOXES or first.startswith(_BEGINNINGS[kind])
 
 
 def _media_parts(message: Message) -> list[dict[str, Any]]:

@@ -11,11 +11,12 @@ from typing import Any
 from envserver_records.errors import InputError
 from envserver_records.records import Message
 
-from .fields import effort_fields, engine_fields
+from .fields import effort_fields, engine_fields, function_tool
 from .reading import bad, boolean, mapping, objects, string
 
 _NO_THREADS = "thread_unsupported_request"
 """The error code on which Anthropic's client sends the whole conversation instead of a thread."""
+_TOOL_FIELDS = ("name", "description", "strict")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING = ("enabled", "adaptive", "between_tools")
 
@@ -91,13 +92,9 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
             " each with its input_schema",
         )
     schema = mapping(tool, "input_schema", place)
-    function = {
-        "name": string(tool, "name", place),
-        "parameters": schema if "type" in schema else {"type": "object"} | schema,
-    }
-    kept = ("description", "strict")
-    function |= {name: tool[name] for name in kept if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+    given = {name: tool[name] for name in _TOOL_FIELDS if tool.get(name) is not None}
+    given["parameters"] = schema if "type" in schema else {"type": "object"} | schema
+    return function_tool(given, place)
 
 
 def _tool_fields(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:

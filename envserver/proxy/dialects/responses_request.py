@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .fields import effort_fields, engine_fields
+from .fields import effort_fields, engine_fields, function_tool, schema_format
 from .reading import bad, boolean, mapping, objects, string
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -75,10 +75,7 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
             f"{place}.type",
             f"{str(kind)[:80]!r} is not supported: all tools must be the agent's own functions",
         )
-    function = {"name": string(tool, "name", place)}
-    kept = ("description", "parameters", "strict")
-    function |= {name: tool[name] for name in kept if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+    return function_tool({name: tool[name] for name in tool if tool[name] is not None}, place)
 
 
 def _tool_fields(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
@@ -118,10 +115,9 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any] | None:
         raise bad("text.format.type", f"{str(kind)[:80]!r} is not supported")
     if not isinstance(form.get("schema"), dict):
         raise bad("text.format.schema", "must be an object")
-    schema = {"name": string(form, "name", "text.format"), "schema": form["schema"]}
-    kept = ("description", "strict")
-    schema |= {name: form[name] for name in kept if form.get(name) is not None}
-    return {"type": "json_schema", "json_schema": schema}
+    string(form, "name", "text.format")
+    schema = {name: form[name] for name in form if name != "type" and form[name] is not None}
+    return schema_format(schema, "text.format")
 
 
 def _top_logprobs(body: dict[str, Any]) -> int:

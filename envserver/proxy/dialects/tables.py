@@ -11,7 +11,10 @@ from typing import NamedTuple
 
 from .checks import (
     CHOICES,
+    EFFORT,
     KIBIBYTE,
+    LONG_TEXT,
+    NAME,
     SEED,
     STOP,
     STOP_TEXTS,
@@ -26,7 +29,6 @@ from .checks import (
     number,
     one_of,
     template_variables,
-    text,
     whole,
 )
 
@@ -47,9 +49,6 @@ class FieldTable(NamedTuple):
     refused: Mapping[str, str]
 
 
-_SHORT = text(KIBIBYTE)
-_TEXT = text(64 * KIBIBYTE * KIBIBYTE)
-"""As long as a request may be."""
 _MESSAGES = items(100_000)
 _TOOLS = items(KIBIBYTE)
 _OPTIONS = mapping(64 * KIBIBYTE)
@@ -100,7 +99,7 @@ _SAMPLED: dict[str, Check] = {
     "return_tokens_as_token_ids": flag,
     "response_format": _SCHEMA,
 }
-_STREAMED: dict[str, Check] = {"model": _SHORT, "stream": flag, "stream_options": _OPTIONS}
+_STREAMED: dict[str, Check] = {"model": NAME, "stream": flag, "stream_options": _OPTIONS}
 
 CHAT = FieldTable(
     engine={
@@ -109,7 +108,7 @@ CHAT = FieldTable(
         "top_logprobs": TOP_LOGPROBS,
         "tool_choice": either(one_of("auto", "none", "required"), _OPTIONS),
         "parallel_tool_calls": flag,
-        "reasoning_effort": text(64),
+        "reasoning_effort": EFFORT,
         "include_reasoning": flag,
         "continue_final_message": flag,
         "add_generation_prompt": flag,
@@ -138,7 +137,7 @@ COMPLETIONS = FieldTable(
     engine={**_SAMPLED, "logprobs": either(one_of(False), TOP_LOGPROBS)},
     read={
         **_STREAMED,
-        "prompt": either(_TEXT, items(64 * KIBIBYTE * KIBIBYTE)),
+        "prompt": either(LONG_TEXT, items(64 * KIBIBYTE * KIBIBYTE)),
         "max_tokens": TOKENS,
         "return_token_ids": flag,
     },
@@ -150,26 +149,26 @@ RESPONSES = FieldTable(
     engine=_ANY_DIALECT,
     read={
         **_STREAMED,
-        "input": either(_TEXT, _MESSAGES),
-        "instructions": _TEXT,
-        "previous_response_id": _SHORT,
+        "input": either(LONG_TEXT, _MESSAGES),
+        "instructions": LONG_TEXT,
+        "previous_response_id": NAME,
         "tools": _TOOLS,
-        "tool_choice": either(_SHORT, _OPTIONS),
+        "tool_choice": either(NAME, _OPTIONS),
         "parallel_tool_calls": flag,
         "max_tool_calls": whole(1, 2**31 - 1),
         "max_output_tokens": TOKENS,
         "text": _SCHEMA,
         "reasoning": _OPTIONS,
-        "include": items(64, _SHORT),
+        "include": items(64, NAME),
         "top_logprobs": TOP_LOGPROBS,
-        "truncation": _SHORT,
+        "truncation": NAME,
         "n": CHOICES,
         # Told again in the answer.
         "metadata": _OPTIONS,
         "store": flag,
-        "user": _SHORT,
-        "safety_identifier": _SHORT,
-        "prompt_cache_key": _SHORT,
+        "user": NAME,
+        "safety_identifier": NAME,
+        "prompt_cache_key": NAME,
         "temperature": number(0, 100),
         "top_p": number(0, 1),
     },
@@ -191,13 +190,13 @@ MESSAGES = FieldTable(
     read={
         **_STREAMED,
         "messages": _MESSAGES,
-        "system": either(_TEXT, _MESSAGES),
+        "system": either(LONG_TEXT, _MESSAGES),
         "max_tokens": TOKENS,
         "tools": _TOOLS,
         "tool_choice": _OPTIONS,
         "stop_sequences": STOP_TEXTS,
         "thinking": _OPTIONS,
-        "thread": either(_SHORT, _OPTIONS),
+        "thread": either(NAME, _OPTIONS),
         "output_config": _SCHEMA,
         "output_format": _SCHEMA,
         "n": CHOICES,

@@ -109,21 +109,21 @@ class Counting(Environment):
         counts = []
         for _ in range(2):
             counted = await client.messages.count_tokens(messages=talk, **asked)
-            answer = await client.messages.create(messages=talk, max_tokens=50, **asked)
+            answer = await client.messages.create(messages=talk, max_tokens=500, **asked)
             counts.append((counted.input_tokens, answer.usage.input_tokens))
             talk += [{"role": "assistant", "content": answer.content}]
             talk += [{"role": "user", "content": "And 2 + 2?"}]
         long = [{"role": "user", "content": "a b c d " * 20_000}]
         counted = await client.messages.count_tokens(messages=long, **asked)
         try:
-            await client.messages.create(messages=long, max_tokens=50, **asked)
+            await client.messages.create(messages=long, max_tokens=500, **asked)
         except anthropic.BadRequestError as error:
             message = error.body["error"]["message"]
         try:
             await run.chat(long)
         except LimitReached as error:
             limit = error.detail
-        await client.messages.create(messages=talk, max_tokens=50, **asked)
+        await client.messages.create(messages=talk, max_tokens=500, **asked)
         return {"counts": counts, "long": counted.input_tokens, "message": message, "limit": limit}
 
     def score(self, task, result):

@@ -45,7 +45,10 @@ def read(**request: Any) -> Any:
                                 {"type": "text", "text": "a"},
                                 {
                                     "type": "image",
-                                    "source": {"type": "url", "url": "data:image/png;base64,AAAA"},
+                                    "source": {
+                                        "type": "url",
+                                        "url": "data:image/png;base64,iVBORw0KGgoA",
+                                    },
                                 },
                                 {"type": "text", "text": "b"},
                             ],
@@ -61,7 +64,10 @@ def read(**request: Any) -> Any:
                 {
                     "role": "user",
                     "content": [
-                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                        {
+                            "type": "image_url",
+                            "image_url": {"url": "data:image/png;base64,iVBORw0KGgoA"},
+                        },
                         {"type": "text", "text": "Go on."},
                     ],
                 },
@@ -90,7 +96,11 @@ def read(**request: Any) -> Any:
                     "content": [
                         {
                             "type": "image",
-                            "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+                            "source": {
+                                "type": "base64",
+                                "media_type": "image/png",
+                                "data": "iVBORw0KGgoA",
+                            },
                         },
                         {
                             "type": "document",
@@ -111,7 +121,10 @@ def read(**request: Any) -> Any:
                 {
                     "role": "user",
                     "content": [
-                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                        {
+                            "type": "image_url",
+                            "image_url": {"url": "data:image/png;base64,iVBORw0KGgoA"},
+                        },
                         {"type": "text", "text": "T\nC\nD"},
                         {"type": "text", "text": "What?"},
                     ],
@@ -290,7 +303,10 @@ FULL: dict[str, Any] = {
                     "is_error": False,
                 },
                 {"type": "document", "source": {"type": "content", "content": [HI]}},
-                {"type": "image", "source": {"type": "url", "url": "data:image/png;base64,AAAA"}},
+                {
+                    "type": "image",
+                    "source": {"type": "url", "url": "data:image/png;base64,iVBORw0KGgoA"},
+                },
             ],
         },
         {"role": "assistant", "content": "So"},

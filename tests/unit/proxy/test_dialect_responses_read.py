@@ -61,7 +61,7 @@ def read(**request: Any) -> Any:
                         {"type": "input_text", "text": "See:"},
                         {
                             "type": "input_image",
-                            "image_url": "data:image/png;base64,AAAA",
+                            "image_url": "data:image/png;base64,iVBORw0KGgoA",
                             "detail": "low",
                         },
                     ],
@@ -74,7 +74,10 @@ def read(**request: Any) -> Any:
                         {"type": "text", "text": "See:"},
                         {
                             "type": "image_url",
-                            "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"},
+                            "image_url": {
+                                "url": "data:image/png;base64,iVBORw0KGgoA",
+                                "detail": "low",
+                            },
                         },
                     ],
                 }
@@ -109,7 +112,7 @@ def read(**request: Any) -> Any:
                     "call_id": "c1",
                     "output": [
                         {"type": "input_text", "text": "a"},
-                        {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+                        {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgoA"},
                         {"type": "input_text", "text": "b"},
                     ],
                 },
@@ -121,7 +124,10 @@ def read(**request: Any) -> Any:
                 {
                     "role": "user",
                     "content": [
-                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+                        {
+                            "type": "image_url",
+                            "image_url": {"url": "data:image/png;base64,iVBORw0KGgoA"},
+                        }
                     ],
                 },
             ],

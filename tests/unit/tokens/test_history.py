@@ -278,7 +278,7 @@ def test_a_prefill_is_a_root() -> None:
 
 def test_images_are_the_engines_to_render() -> None:
     here = talk("chatml")
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgoA"}}
     plan = here.plan([{"role": "user", "content": [image]}])
     assert (plan.ids, plan.text, plan.flags) == (None, None, ["multimodal_unstitched"])
 
