@@ -35,6 +35,9 @@ class TokensConfig(BaseModel):
     constraints: Literal["none", "forms", "all"] = "forms"
     """How agents may constrain what is sampled: not at all (none), by response_format, tool_choice
     and strict tools (forms), or also by logit_bias, structured_outputs and the like (all)."""
+    strict_tools: Literal["drop", "keep"] = "drop"
+    """`strict` of tools that an agent may call, which many SDKs send by default: drop it before a
+    trained call, so that its tokens are the model's own; or keep it, and mask the call."""
     extra_fields: list[str] = []
     """Further request fields that agents may pass to the engine, unchecked."""
     audit_fraction: float = Field(default=0.0, ge=0, le=1)

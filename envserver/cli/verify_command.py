@@ -88,7 +88,9 @@ def _sums(report: Report) -> Table:
     table.add_row("groups", f"{report.groups:,}", "")
     table.add_row("rows", f"{report.rows:,}", "each checked separately")
     for reason, number in report.not_compared.most_common():
-        table.add_row("  not compared", f"{number:,}", NOT_COMPARED[reason])
+        tokens = counted(report.tokens_not_compared[reason], "trained token")
+        words = f"{NOT_COMPARED[reason]} ({tokens})"
+        table.add_row("  not compared", f"{number:,}", words)
     table.add_row("  compared", f"{totals['rows']:,}", _version(report.version))
     table.add_row("trained tokens", f"{count:,}", "in the compared rows")
     if count:

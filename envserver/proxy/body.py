@@ -104,11 +104,11 @@ def engine_body(
     return EngineBody(
         body=body,
         tokens_field=request.tokens_field,
-        flags=_flags(body, processed, unchecked=request.unchecked),
+        flags=_flags(request, body, processed),
     )
 
 
-def _flags(body: dict[str, Any], processed: bool, *, unchecked: bool) -> list[str]:
+def _flags(request: ModelRequest, body: dict[str, Any], processed: bool) -> list[str]:
     flags = []
     if body.get("temperature", 1.0) != 1.0 and not processed:
         flags.append("temperature_not_one")
@@ -116,6 +116,8 @@ def _flags(body: dict[str, Any], processed: bool, *, unchecked: bool) -> list[st
         flags.append("top_p_active")
     if constraints_of(body, body.get("tools") or []):
         flags.append("structured_output_masked")
-    if unchecked:
+    if request.strict_dropped:
+        flags.append("strict_dropped")
+    if request.unchecked:
         flags.append("unchecked_fields")
     return flags

@@ -27,6 +27,7 @@ from ..telemetry.tracing import Span
 from ..tokens.prompts import PromptPlan
 from .attempts import ProxyAttempt, TokenReservation
 from .body import EngineBody, engine_body
+from .constraints import without_strict
 from .endpoint import VERSION_PLACEHOLDER, EngineEndpoint, ReadyEngine
 from .engine_answer import EngineAnswer, SampledChoice, parse_answer
 from .gate import Aborted
@@ -69,6 +70,8 @@ class CallTask:
         self._started_at = time.time()
         self._first_at: float | None = None
         self._first_version = self._version
+        self._sent = request
+        """`request` as the engine gets it."""
         self._body: EngineBody
         self._prompt: PromptPlan
         self._ready: ReadyEngine
@@ -105,6 +108,8 @@ class CallTask:
         except ConfigError as error:
             # Reported at start-up, unless the engine came later. No agent can do anything about it.
             raise EngineError(error.message, hint=error.hint) from None
+        if self._ready.exact and route.trained and self._endpoint.tokens.strict_tools == "drop":
+            request = self._sent = without_strict(request)
         self._body = engine_body(
             request,
             model=route.model,
@@ -326,7 +331,7 @@ class CallTask:
         self.calls = calls
 
     def _context(self) -> CallContext:
-        request = self.request
+        request = self._sent
         return CallContext(
             model=self._route.model,
             asked_model=self._body.body["model"],

@@ -1,7 +1,8 @@
 """Fields that constrain what is sampled: which the run allows, and within which bounds. Pure.
 
-The logprobs of a constrained call are not the model's alone: it is flagged
-(`structured_output_masked`), and its rows are never compared with the model's own logprobs.
+Engines mask the distribution before they take logprobs, so those of a constrained call are not the
+model's own: it is flagged `structured_output_masked`, its tokens are masked by default and never
+compared with the model's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import msgspec
 import orjson
 from envserver_records.errors import InputError
 
@@ -30,6 +32,7 @@ from .dialects.checks import (
 )
 from .dialects.reading import bad
 from .engine_client.base import is_strict
+from .model_request import ModelRequest
 
 _GRAMMAR_BYTES = 256 * KIBIBYTE
 _REFERENCES = frozenset({"$ref", "$dynamicRef", "$recursiveRef"})
@@ -82,6 +85,21 @@ def constraints_of(fields: dict[str, Any], tools: list[dict[str, Any]]) -> list[
     if isinstance(form, dict) and form.get("type") not in (None, "text"):
         places.append("response_format")
     return places
+
+
+def without_strict(request: ModelRequest) -> ModelRequest:
+    """Returns `request` with tools that are not strict, if nothing else constrains it.
+
+    Without the grammar the tokens of a call are the model's own, and so are its mistakes.
+    """
+    strict = [tool for tool in request.tools if is_strict(tool)]
+    if not strict or len(constraints_of(request.fields, request.tools)) > len(strict):
+        return request
+    tools = [
+        {**tool, "function": {**tool["function"], "strict": False}} if is_strict(tool) else tool
+        for tool in request.tools
+    ]
+    return msgspec.structs.replace(request, tools=tools, strict_dropped=True)
 
 
 def check_constraints(

@@ -10,6 +10,7 @@ from .admission import read_request
 from .asgi import parse_object
 from .attempts import ProxyAttempt, ended
 from .body import engine_body
+from .constraints import without_strict
 from .dialects import DIALECTS
 from .endpoint import EngineEndpoint
 
@@ -39,6 +40,8 @@ async def count_tokens(
     request = read_request(_MESSAGES, message, memory, endpoint.tokens)
     ready = await endpoint.ready()
     route = attempt.spec.route(agent)
+    if ready.exact and route.trained and endpoint.tokens.strict_tools == "drop":
+        request = without_strict(request)
     made = engine_body(
         request, model=endpoint.model(route.model), sampling=route.sampling, exact=ready.exact
     )

@@ -26,6 +26,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
         tokens_field: the name of that limit in the engine's request.
         stream: whether the agent wants a stream.
         unchecked: whether `fields` hold some that the run passes on unchecked.
+        strict_dropped: whether `tools` were strict (see `constraints.without_strict`).
         wants_*: the agent's options on what its answer shows.
     """
 
@@ -44,3 +45,4 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     wants_token_ids: bool = False
     wants_reasoning: bool = True
     unchecked: bool = False
+    strict_dropped: bool = False

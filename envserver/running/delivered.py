@@ -59,6 +59,7 @@ class Delivery(msgspec.Struct):
     Args:
         size: number of rows, broken ones included.
         not_compared: correct rows that have nothing to compare, by reason.
+        tokens_not_compared: their trained tokens.
         end: bytes of the file up to the end of this group.
     """
 
@@ -66,6 +67,7 @@ class Delivery(msgspec.Struct):
     findings: list[Finding] = msgspec.field(default_factory=list)
     size: int = 0
     not_compared: Counter[str] = msgspec.field(default_factory=Counter)
+    tokens_not_compared: Counter[str] = msgspec.field(default_factory=Counter)
     end: int = 0
 
 
@@ -177,6 +179,8 @@ class _Reader:
         for number in range(len(self._line.tokens)):
             if logprobs is None:
                 self._delivery.not_compared["no_logprobs"] += 1
+                trained = sum(label != NOT_TRAINED for label in self._line.masks[number])
+                self._delivery.tokens_not_compared["no_logprobs"] += trained
             else:
                 self._read_row(number, logprobs[number], *owners.get(number, (None, 0)))
         return self._delivery

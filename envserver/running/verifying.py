@@ -79,6 +79,9 @@ class Report:
         self.rows = 0
         self.totals = Totals(tolerance)
         self.not_compared: Counter[str] = Counter()
+        """Number of rows by reason."""
+        self.tokens_not_compared: Counter[str] = Counter()
+        """Number of their trained tokens by reason."""
         self.kinds: Counter[str] = Counter()
         """Number of all findings by kind."""
         self.findings: list[Finding] = []
@@ -104,15 +107,21 @@ class Report:
         self.groups += 1
         self.rows += delivery.size
         self.not_compared.update(delivery.not_compared)
+        self.tokens_not_compared.update(delivery.tokens_not_compared)
         for finding in delivery.findings:
             self.add_finding(finding)
+
+    def leave_out(self, row: AuditedRow, reason: str) -> None:
+        """Counts that `row` is not compared, for a key of NOT_COMPARED."""
+        self.not_compared[reason] += 1
+        self.tokens_not_compared[reason] += len(row.trained)
 
     def add_outcome(self, row: AuditedRow, outcome: AuditResult) -> None:
         """Counts the result of comparing `row`."""
         if outcome.refused:
             self.add_finding(_about(row, "refused", outcome.refused))
         elif outcome.comparison is None:
-            self.not_compared[outcome.not_compared] += 1
+            self.leave_out(row, outcome.not_compared)
         else:
             within = self.totals.add(outcome.comparison)
             worst = outcome.comparison.worst()
@@ -144,6 +153,7 @@ class Report:
             "policy_version": self.version,
             "compared": self.totals.facts(),
             "not_compared": dict(self.not_compared),
+            "tokens_not_compared": dict(self.tokens_not_compared),
             "findings_by_kind": dict(self.kinds),
             "findings": [msgspec.structs.asdict(finding) for finding in self.findings],
             "worst": [msgspec.structs.asdict(difference) for difference in self.worst],
@@ -244,16 +254,15 @@ async def _chosen(
             seen += 1
             share = share_of(seed, f"{row.group_id or row.line}\0{row.number}")
             if reason := why_not(row, report.version):
-                report.not_compared[reason] += 1
+                report.leave_out(row, reason)
             elif sample.count is not None:
                 heapq.heappush(kept, (-share, seen, row))
                 if len(kept) > sample.count:
-                    heapq.heappop(kept)
-                    report.not_compared["not_sampled"] += 1
+                    report.leave_out(heapq.heappop(kept)[-1], "not_sampled")
             elif share < sample.share:
                 yield row
             else:
-                report.not_compared["not_sampled"] += 1
+                report.leave_out(row, "not_sampled")
     for _, _, row in sorted(kept, key=lambda entry: entry[1]):
         yield row
 

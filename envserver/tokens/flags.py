@@ -54,7 +54,8 @@ FLAGS: dict[str, Flag] = {
     "own_model": Flag("train", "sampled by the agent's own model, not by the policy"),
     "version_unknown": Flag("train", "the policy version that sampled it is unknown"),
     # The recorded logprobs are not those of the distribution that was sampled from.
-    "structured_output_masked": Flag("train", "a grammar or bias masked the distribution"),
+    "structured_output_masked": Flag("mask", "a grammar or bias masked the distribution"),
+    "strict_dropped": Flag("train", "sampled without the grammar of the agent's strict tools"),
     "unchecked_fields": Flag("train", "the run passed fields on that may bend the distribution"),
     "top_p_active": Flag("train", "top_p cut the distribution that was sampled from"),
     "temperature_not_one": Flag("train", "logprobs from before the temperature was applied"),

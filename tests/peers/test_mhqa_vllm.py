@@ -45,6 +45,7 @@ def test_a_run_with_tools_is_one_exact_sequence(vllm_server: VllmServer, tmp_pat
     with relay(vllm_server.root_url) as (url, echoes):
         ran = envserver(
             "process", "--env", path, "--openai.base_url", url, "--tokens.constraints", "all",
+            "--tokens.train", "structured_output_masked",
             "--openai.model_name", vllm_server.model, "--sampling.max_tokens", 60,
             "--env.group_size", 2, "--env.total_steps", 3,
             "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,

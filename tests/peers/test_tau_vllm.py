@@ -99,6 +99,7 @@ def test_each_side_is_one_exact_sequence(
             "--env.tau2_data", data, "--env.agents.user.trained", str(user_trained).lower(),
             "--openai.base_url", url, "--openai.model_name", vllm_server.model,
             "--tokens.constraints", "all",
+            "--tokens.train", "structured_output_masked",
             "--sampling.max_tokens", 200, "--env.group_size", 2,
             "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
         )  # fmt: skip

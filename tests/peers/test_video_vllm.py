@@ -88,6 +88,7 @@ def test_each_agent_of_a_team_is_one_exact_sequence(
             "process", "--env", f"{path}:HeldVideo", "--env.mode", mode,
             "--openai.base_url", url, "--openai.model_name", vllm_server.model,
             "--tokens.constraints", "all",
+            "--tokens.train", "structured_output_masked",
             "--sampling.max_tokens", 256, "--env.group_size", 2, "--env.total_steps", 2,
             "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
         )  # fmt: skip

@@ -25,6 +25,7 @@ from envserver.models import OpenAIEngine, RolloutSolver, SimEngine
 from envserver.proxy import AsgiApp, Proxy, ProxyAttempt, Receive, Scope, Send
 from envserver.running import make_endpoint
 from envserver.tokens import build
+from envserver.tokens.flags import Actions
 from support.serving import attempt_spec, serving
 
 if TYPE_CHECKING:  # seconds each
@@ -35,6 +36,9 @@ T = TypeVar("T")
 
 OURS = {"prompt_token_ids", "token_ids", "weight_versions"}
 """Fields by which tokens are recorded; an answer holds none of them unless its request says so."""
+
+CONSTRAINED_TOO = Actions({"structured_output_masked": "train"})
+"""Keeps in the rows what a run masks by default, so that all of a record can be looked at."""
 
 
 class Exchange(msgspec.Struct):
@@ -117,7 +121,7 @@ class Seat:
 
     @property
     def sequences(self) -> list[Sequence]:
-        return build(self.calls)
+        return build(self.calls, CONSTRAINED_TOO)
 
     @property
     def exchanges(self) -> list[Exchange]:

@@ -27,6 +27,7 @@ from envserver.proxy import Capabilities, EngineEndpoint, Proxy, ProxyAttempt
 from envserver.proxy.capabilities import capabilities_of
 from envserver.rollouts.rescoring import Rescorer
 from envserver.tokens import DEFAULT, ChatFormat, build, check
+from envserver.tokens.flags import Actions
 from support.relay import Echo, Relay, relay
 from support.serving import attempt_spec, serving
 from support.speaking import Message, text_of
@@ -227,8 +228,8 @@ class Record:
     def check(self, proof: Proof, format: ChatFormat) -> None:
         """All that needs no engine."""
         calls = self.calls
-        self.rows = build(calls)
-        check(calls, self.rows)
+        self.rows = build(calls, CONSTRAINED_TOO)
+        check(calls, self.rows, CONSTRAINED_TOO)
         for call in calls:
             assert call.exact or call.finish_reason == "disconnect", call
             assert DEFAULT.worst(call.flags) != "drop", call.flags
@@ -305,6 +306,10 @@ class Record:
             proof.unequal += int((scored != call.logprobs)[:same_sums].sum())
             far = np.abs(scored - call.logprobs).max(initial=0.0)
             proof.furthest = max(proof.furthest, float(far))
+
+
+CONSTRAINED_TOO = Actions({"structured_output_masked": "train"})
+"""Keeps in the rows what a run masks by default."""
 
 
 def _same(given: Given, answers: dict[tuple[bytes, int], list[Call]]) -> list[Call]:

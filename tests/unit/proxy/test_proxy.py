@@ -26,6 +26,7 @@ from support.serving import attempt_spec
 
 from envserver import TokensConfig
 from envserver.tokens import build
+from envserver.tokens.flags import Actions
 
 
 @pytest.fixture
@@ -173,6 +174,9 @@ async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) 
     assert attempt.calls[0].flags == ["temperature_not_one", "top_p_active"]
 
 
+STRICT = [{"type": "function", "function": {"name": "add", "strict": True}}]
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -181,15 +185,34 @@ async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) 
         {"logit_bias": {"5": 1}},
         {"extra_body": {"structured_outputs": {"choice": ["a", "b"]}}},
         {"extra_body": {"thinking_token_budget": 16}},
-        {"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]},
+        {"tools": STRICT},
     ],
 )
-async def test_constrained_sampling_is_flagged(more: dict[str, Any]) -> None:
-    async with house(tokens=TokensConfig(constraints="all")) as home:
+async def test_constrained_sampling_is_flagged_and_masked(more: dict[str, Any]) -> None:
+    tokens = TokensConfig(constraints="all", strict_tools="keep")
+    async with house(tokens=tokens) as home:
         attempt, client = home.open()
         await chat(client, **more)
         assert attempt.calls[0].flags == ["structured_output_masked"]
-        assert "structured_output_masked" in build(attempt.calls)[0].flags
+        assert build(attempt.calls) == []
+        trained = build(attempt.calls, Actions({"structured_output_masked": "train"}))
+        assert trained[0].flags == ["structured_output_masked"]
+
+
+async def test_strict_is_taken_off_tools_where_it_alone_constrains_a_trained_call() -> None:
+    async with house() as home:
+        attempt, client = home.open()
+        await chat(client, tools=STRICT)
+        await chat(client, tools=STRICT, tool_choice="required")
+        free, forced = home.fake.requests
+        assert [tool["function"]["strict"] for tool in free["tools"]] == [False]
+        assert [tool["function"]["strict"] for tool in forced["tools"]] == [True]
+        assert [call.flags for call in attempt.calls] == [
+            ["strict_dropped"],
+            ["structured_output_masked"],
+        ]
+        assert attempt.calls[0].tools == free["tools"]
+        assert len(build(attempt.calls)) == 1
 
 
 async def test_what_a_run_passes_on_unchecked_is_flagged() -> None:

@@ -252,6 +252,13 @@ def test_that_nothing_can_be_compared_is_no_success(
         status, report = check(lines)
         assert (status, report["verdict"]) == (1, "nothing_compared")
     assert report["not_compared"] == {"nothing_trained": 3}
+    masked = lines_of(*GROUPS)
+    for line in masked:
+        for rollout in line["envserver"]["rollouts"]:
+            rollout["row_flags"] = [["structured_output_masked"]] * len(rollout["rows"])
+    status, report = check(masked)
+    assert (status, report["verdict"]) == (1, "nothing_compared")
+    assert report["tokens_not_compared"] == {"structured_output_masked": 6 * SAMPLED}
 
 
 @pytest.mark.parametrize("flag", ["structured_output_masked", "unchecked_fields"])
