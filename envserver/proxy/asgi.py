@@ -63,7 +63,7 @@ def header_number(text: str) -> int:
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """Reads the whole body and inflates it.
+    """Reads the whole body, inflates it, and waits until the attempt may have it parsed.
 
     Raises:
         TooLargeError: it exceeds `max_bytes`, as sent or inflated.
@@ -93,6 +93,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     encoding = header(scope, b"content-encoding").strip().lower()
     if encoding in ("", "identity"):
+        await hold.may_read()
         return body
     if encoding not in ("gzip", "x-gzip"):
         raise InputError(f"Bodies may be compressed with gzip, not with {encoding[:40]!r}.")
@@ -102,6 +103,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     else:
         inflated = inflate(body, max_bytes)
     hold.shrink(len(inflated))
+    await hold.may_read()
     return inflated
 
 

@@ -153,6 +153,7 @@ class ProxyAttempt:
         histories: the conversations that can be continued, by engine.
         span: trace span of the agent's run, the parent of its model calls.
         in_flight: its connections, bytes and requests.
+        planning: held while one of its long prompts is planned, or waits for that.
     """
 
     key: str
@@ -181,6 +182,7 @@ class ProxyAttempt:
     histories: dict[Any, History] = field(default_factory=dict)
     span: Span = NO_SPAN
     in_flight: InFlight = field(default_factory=InFlight)
+    planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     _unanswered: dict[str | None, Failure] = field(default_factory=dict)
     _turns: Counter[str | None] = field(default_factory=Counter)
     _spent_tokens: int = 0

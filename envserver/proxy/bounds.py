@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Literal, Protocol, Self
 
@@ -31,6 +33,9 @@ _MEGABYTE = 1_000_000
 _SHARES = 8
 """All attempts together may have so many times the bytes of one."""
 _BURST_SECONDS = 10
+READING_SHARE = 0.25
+"""Of one processor's time, for reading the requests of one attempt: the event loop does it."""
+READING_BURST_SECONDS = 5.0
 _PATIENCE_SECONDS = 0.25
 """How long a request waits for its turn, and how long a refusal is held back."""
 
@@ -138,12 +143,16 @@ class InFlight:
         self.bounds = bounds or AttemptBounds()
         self.connections = Connections()
         self.bytes = 0
+        self.reading_seconds = 0.0
+        """CPU time that reading its requests took."""
         self._totals = totals or Totals.of(self.bounds)
         self._rollout_id = rollout_id
         # Not the attempt itself: a cycle would keep its record until the next collection.
         self._flags = set() if flags is None else flags
         rate = self.bounds.max_requests_per_second
-        self._requests = Bucket(rate, max(1.0, rate * _BURST_SECONDS), time.monotonic())
+        now = time.monotonic()
+        self._requests = Bucket(rate, max(1.0, rate * _BURST_SECONDS), now)
+        self._reading = Bucket(READING_SHARE, READING_BURST_SECONDS, now)
 
     def refused(self, bound: Bound, times: int = 1) -> None:
         """Counts refusals, and flags the attempt; its first one is logged."""
@@ -182,6 +191,22 @@ class InFlight:
         if wait:
             await asyncio.sleep(wait)
 
+    async def may_read(self) -> None:
+        """Waits while reading this attempt's requests has taken more than its share of time."""
+        while wait := self._reading.wait_seconds(0, time.monotonic()):
+            await asyncio.sleep(wait)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context in which a request is read; its CPU time is counted."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            seconds = time.thread_time() - began
+            self.reading_seconds += seconds
+            self._reading.take(seconds, time.monotonic())
+
     def take(self, size: int) -> None:
         """Takes bytes (gives them back, if `size` is negative).
 
@@ -214,6 +239,11 @@ class Hold:
 
     def __exit__(self, *_: object) -> None:
         self.shrink(0)
+
+    async def may_read(self) -> None:
+        """See `InFlight.may_read`."""
+        if self._in_flight is not None:
+            await self._in_flight.may_read()
 
     def cover(self, size: int) -> None:
         """Takes what is missing to `size` bytes.

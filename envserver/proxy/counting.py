@@ -36,8 +36,9 @@ async def count_tokens(
     attempt.check_time()
     memory = attempt.memory.setdefault(_MESSAGES.name, {})
     # The request has the fields of a message, except for the limit of an answer.
-    message = {**parse_object(body), "max_tokens": 1}
-    request = read_request(_MESSAGES, message, memory, endpoint.tokens)
+    with attempt.in_flight.reading():
+        message = {**parse_object(body), "max_tokens": 1}
+        request = read_request(_MESSAGES, message, memory, endpoint.tokens)
     ready = await endpoint.ready()
     route = attempt.spec.route(agent)
     if ready.exact and route.trained and endpoint.tokens.strict_tools == "drop":

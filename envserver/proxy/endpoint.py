@@ -18,12 +18,14 @@ from envserver_records.errors import ConfigError, EngineError
 from envserver_records.records import Call, Message
 
 from ..models.engine import Engine
+from ..tokens.chat_format import ChatFormat
 from ..tokens.history import History, same_prompt
 from ..tokens.prepare import template_kwargs
 from ..tokens.prompts import PromptPlan
 from ..tokens.refusal import Refused
 from ..tokens_config import TokensConfig
 from .attempts import ProxyAttempt
+from .bounds import InFlight
 from .capabilities import Capabilities
 from .engine_client import EngineClient, client_for, stream_text, whole_text
 from .engine_client.base import has_media
@@ -105,7 +107,9 @@ class ReadyEngine:
         if plan.ids is not None:
             return len(plan.ids)
         if plan.text is not None and self._format is not None and self._format.trusted:
-            return len(await asyncio.to_thread(self._format.encode, plan.text))
+            async with attempt.planning:
+                await attempt.in_flight.may_read()
+                return await asyncio.to_thread(_counted, self._format, plan.text, attempt.in_flight)
         routing_key = attempt.spec.routing_key(agent)
         return await tokenized(self._engine, body, routing_key, max(0.0, attempt.seconds_left))
 
@@ -136,7 +140,7 @@ class ReadyEngine:
         )
         if not _takes_long(request.messages):
             return self._possible(plan(), body)
-        async with self._planning:
+        async with attempt.planning, self._planning:  # rollouts take turns
             return self._possible(await asyncio.to_thread(plan), body)
 
     def _possible(self, plan: PromptPlan, body: dict[str, Any]) -> PromptPlan:
@@ -197,6 +201,11 @@ class ReadyEngine:
         return self._client.stream(
             body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
         )
+
+
+def _counted(form: ChatFormat, text: str, in_flight: InFlight) -> int:
+    with in_flight.reading():
+        return len(form.encode(text))
 
 
 def _takes_long(messages: list[Message]) -> bool:

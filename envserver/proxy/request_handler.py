@@ -80,9 +80,10 @@ class RequestHandler:
         Raises:
             EnvserverError: for the agent; no part of an answer has been sent yet.
         """
-        request = read_request(
-            self._dialect, parse_object(body), self._memory, self._endpoint.tokens
-        )
+        with self._attempt.in_flight.reading():
+            request = read_request(
+                self._dialect, parse_object(body), self._memory, self._endpoint.tokens
+            )
         if request.stream:
             self._writer = self._dialect.writer(request, self._memory)
         retries = self._attempt.retries

@@ -301,7 +301,9 @@ class Proxy:
                 await send_nothing(send)
             case "actions":
                 _require(method, "POST")
-                take_actions(attempt, await read_body(scope, receive, _MAX_ACTIONS_BYTES))
+                body = await read_body(scope, receive, _MAX_ACTIONS_BYTES)
+                with attempt.in_flight.reading():
+                    take_actions(attempt, body)
                 await send_nothing(send)
             case _:
                 # An unrecorded endpoint must not give tokens to an attempt.

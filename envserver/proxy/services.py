@@ -83,7 +83,9 @@ class ServiceRouter:
         if service is None:
             known = ", ".join(self._services) or "none"
             raise NotFoundError(f"There is no service {name[:80]!r}. Known services: {known}.")
-        arguments = parse_object(await read_body(scope, receive, _MOST_BODY_BYTES))
+        body = await read_body(scope, receive, _MOST_BODY_BYTES)
+        with attempt.in_flight.reading():
+            arguments = parse_object(body)
         if attempt.sealed:
             raise ended()
         attempt.check_time()

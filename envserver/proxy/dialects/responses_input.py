@@ -136,7 +136,7 @@ class _Answer:
     def add(self, more: _Answer) -> None:
         self.reasoning = self.reasoning if more.reasoning is None else more.reasoning
         self.text = self.text if more.text is None else more.text
-        self.calls = [*self.calls, *more.calls]
+        self.calls += more.calls
 
 
 def _reasoning(item: dict[str, Any], place: str) -> str:
