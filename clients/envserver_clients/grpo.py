@@ -115,6 +115,7 @@ def _learner(settings: TrainerSettings) -> Learner:
         device=settings.device,
         dtype=getattr(torch, settings.dtype),
         keep_reference=settings.kl_weight > 0,
+        checkpointed=settings.gradient_checkpointing,
     )
     bounds = LossSettings(
         clip_low=settings.clip_low,

@@ -20,6 +20,9 @@ SKIPPED: Final = "skipped"
 """The name of the number that says why a step did not change the weights: a key of `_REASONS`."""
 
 
+_LEAST_MOVED: Final = 0.5
+
+
 class NothingLearned(EnvserverError):
     """Several batches in a row could not be learned from; `detail["reason"]` is a key below."""
 
@@ -95,6 +98,14 @@ class Guard:
                     "step %s: engine and trainer differ by %.3f nats per token",
                     step,
                     line["mismatch_mean"],
+                )
+            if line.get("weights_moved", 1.0) < _LEAST_MOVED:
+                log.warning(
+                    "step %s changed only %.0f %% of the weights: a learning rate of %g is lost in "
+                    "the rounding of their type",
+                    step,
+                    100 * line["weights_moved"],
+                    line["learning_rate"],
                 )
             return
         what, hint = _REASONS[reason]

@@ -26,6 +26,8 @@ from .policy import Policy, tensors
 
 Numbers = dict[str, float | str]
 
+_SAMPLED: Final = 1024
+"""Weights of each parameter that are looked at after a step."""
 _ENOUGH_TOKENS: Final = 256
 """So many tokens of the policy's own version are judged without those of earlier ones."""
 
@@ -63,8 +65,9 @@ class Learner:
 
         Returns:
             loss, clip_fraction, corrected_fraction, ratio_mean, ratio_max, kl_sampling, kl (with a
-            reference), gradient_norm (before clipping), learning_rate, mismatch_mean, mismatch_max,
-            mismatch_kl; and why the step changed nothing as `skipped`. Empty without examples.
+            reference), gradient_norm (before clipping), learning_rate, weights_moved,
+            mismatch_mean, mismatch_max, mismatch_kl; and why the step changed nothing as `skipped`.
+            Empty without examples.
         """
         if not examples:
             return {}
@@ -130,9 +133,19 @@ class Learner:
             return {**numbers, SKIPPED: "mismatch"}
         if not math.isfinite(norm):
             return {**numbers, SKIPPED: "gradient"}
+        before = self._sample()
         self._optimizer.step()
         self._updates += 1
-        return numbers
+        return numbers | _moved(before, self._sample())
+
+    def _sample(self) -> list[Tensor]:
+        """Returns some weights of each parameter, those that have a gradient."""
+        found = []
+        for value in self.policy.trained.values():
+            if value.grad is not None:
+                some = value.grad.flatten()[:_SAMPLED].nonzero().squeeze(-1)
+                found.append(value.detach().flatten()[some].clone())
+        return found
 
     def _rate(self) -> float:
         """Returns the learning rate: linear warm-up, then constant."""
@@ -171,6 +184,15 @@ def _means(sums: Sequence[dict[str, float]]) -> dict[str, float]:
         "kl_sampling": mean("kl_sampling"),
         "kl": mean("kl"),
     }
+
+
+def _moved(before: Sequence[Tensor], after: Sequence[Tensor]) -> Numbers:
+    """Returns the share of weights that a step changed; a small step is lost in the rounding."""
+    weights = sum(len(one) for one in before)
+    if not weights:
+        return {}
+    changed = sum(int((one != two).sum()) for one, two in zip(before, after, strict=True))
+    return {"weights_moved": changed / weights}
 
 
 def _mismatch(parts: Sequence[Padded], own: Sequence[Tensor]) -> Numbers:

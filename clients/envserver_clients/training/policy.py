@@ -2,11 +2,13 @@
 
 In: a folder or a hub id. Out: a `Policy` with logprobs (with gradient), trained parameters, and
 files that engines and transformers read. What always holds: dropout is off, so the learning policy
-and the engine compute the same function.
+and the engine compute the same function; trained weights are float32, whatever the type of
+computing, because a step of a usual learning rate is lost in the rounding of bfloat16.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ class Policy:
         model: folder or hub id.
         lora_rank: rank of a LoRA to train instead of all weights; 0: train all weights.
         device: torch device.
-        dtype: type of the weights.
+        dtype: type of computing (autocast), and of weights that are not trained and saved ones.
         keep_reference: keep what `reference_logprobs` needs.
+        checkpointed: compute activations again in the backward pass: less memory, more time.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Policy:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         keep_reference: bool = False,
+        checkpointed: bool = False,
     ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
@@ -44,9 +48,11 @@ class Policy:
         disable_progress_bar()  # it would show one per step for short writes
         self._source = model
         self.device = torch.device(device)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self.device)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._dtype = dtype
         self.is_lora = lora_rank > 0
+        kept = dtype if self.is_lora else torch.float32
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=kept).to(self.device)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._reference: Any = None
         if self.is_lora:
             self.model = _with_lora(self.model, lora_rank)
@@ -54,6 +60,8 @@ class Policy:
             self._reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
             self._reference.to(self.device).eval().requires_grad_(False)
         self.model.eval()
+        if checkpointed:
+            _checkpoint_activations(self.model)
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
@@ -84,14 +92,20 @@ class Policy:
         targets = tokens[:, batch.first + 1 :]
         # Logits of untrained tokens (a long prompt) would take most of the time and memory.
         keep = targets.shape[1] + 1
-        logits = model(tokens, attention_mask=attention, logits_to_keep=keep, use_cache=False)
-        return token_logprobs(logits.logits[:, :-1], targets)
+        with self._computing():
+            found = model(tokens, attention_mask=attention, logits_to_keep=keep, use_cache=False)
+        return token_logprobs(found.logits[:, :-1], targets)
+
+    def _computing(self) -> torch.autocast:
+        is_half = self._dtype is not torch.float32
+        return torch.autocast(self.device.type, self._dtype if is_half else None, enabled=is_half)
 
     def prompt_logprobs(self, tokens: list[int]) -> list[float]:
         """Returns the logprob of each token except the first, given those before it."""
         ids = torch.tensor([tokens], device=self.device)
         with torch.no_grad():
-            logits = self.model(ids, use_cache=False).logits
+            with self._computing():
+                logits = self.model(ids, use_cache=False).logits
             found: list[float] = token_logprobs(logits[:, :-1], ids[:, 1:])[0].tolist()
         return found
 
@@ -111,9 +125,32 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Saves what an engine loads: the model with its tokenizer, or only the LoRA (PEFT)."""
-        self.model.save_pretrained(folder)
-        if not self.is_lora:
-            self.tokenizer.save_pretrained(folder)
+        if self.is_lora:
+            self.model.save_pretrained(folder)
+            return
+        self.model.save_pretrained(folder, state_dict=_cast(self.model.state_dict(), self._dtype))
+        about = folder / "config.json"  # transformers writes the type of the weights in memory
+        kept = json.loads(about.read_text()) | {"dtype": str(self._dtype).removeprefix("torch.")}
+        about.write_text(json.dumps(kept, indent=2))
+        self.tokenizer.save_pretrained(folder)
+
+
+def _cast(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns the tensors in `dtype`; those that share memory still do."""
+    done: dict[int, Tensor] = {}
+    return {
+        name: done.setdefault(value.data_ptr(), value.to(dtype)) for name, value in state.items()
+    }
+
+
+def _checkpoint_activations(model: Any) -> None:
+    """Turns gradient checkpointing on; what is inside of each layer stays without dropout."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # it is only done in training
 
 
 def _with_lora(model: Any, rank: int) -> Any:

@@ -43,7 +43,8 @@ class Publisher:
         self, settings: TrainerSettings, policy: Policy, client: SyncEnvClient | None
     ) -> None:
         self._policy = policy
-        self._tolerance = settings.check_tolerance
+        usual = 0.02 if settings.dtype == "float32" else 0.2
+        self._tolerance = settings.check_tolerance or usual
         self._client = client
         self._push = _push(settings, client)
         self._stack = ExitStack()
