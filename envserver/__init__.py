@@ -29,6 +29,8 @@ _HOMES = {
     "PublicTask": "envserver_records",
     "Result": "envserver_records",
     "Score": "envserver_records",
+    "TurnReward": "envserver_records",
+    "RewardRange": "envserver_records",
     "Sequence": "envserver_records",
     "Trajectory": "envserver_records",
     "Group": "envserver_records",
@@ -55,6 +57,7 @@ _HOMES = {
     "EngineTimeout": "envserver_records",
     "EngineUnavailable": "envserver_records",
     "ScorerError": "envserver_records",
+    "RewardError": "envserver_records",
     "SandboxError": "envserver_records",
     "ServiceError": "envserver_records",
     "JudgeError": "envserver_records",
@@ -115,6 +118,7 @@ if TYPE_CHECKING:
         JudgeError,
         LimitReached,
         NotFoundError,
+        RewardError,
         SandboxError,
         ScorerError,
         ServiceError,
@@ -137,6 +141,7 @@ if TYPE_CHECKING:
         pack,
         unpack,
     )
+    from envserver_records.scores import RewardRange, TurnReward
 
     from . import aio
     from .cli import main
@@ -214,6 +219,8 @@ __all__ = [
     "PublicTask",
     "Result",
     "Score",
+    "TurnReward",
+    "RewardRange",
     "Sequence",
     "Trajectory",
     "Group",
@@ -236,6 +243,7 @@ __all__ = [
     "EngineTimeout",
     "EngineUnavailable",
     "ScorerError",
+    "RewardError",
     "SandboxError",
     "ServiceError",
     "JudgeError",

@@ -229,6 +229,21 @@ class Rollout(Protocol):
     def call_tool_blocking(self, name: str, arguments: dict[str, Any]) -> Any:
         """`call_tool` for a plain `def rollout`."""
 
+    def reward(self, value: float, *, turn: int | None = None, agent: str | None = None) -> None:
+        """Rewards one turn of an agent, in addition to what `score` gives at the end.
+
+        The rewards of a turn add up; an agent's reward is its outcome (from `score`, 0.0 if turns
+        are all that counts) plus those of its turns. Trainers may learn from each turn's own
+        return. Not available with the isolation "sandboxed", where code of the model could call it:
+        use `Score(turns=...)` there.
+
+        Args:
+            value: any finite number.
+            turn: number of the turn, from 0, among the calls that the agent received an answer to;
+                unset: its latest call.
+            agent: name of one of several agents; unset: the main agent.
+        """
+
     def log(self, event: str, **facts: Any) -> None:
         """Writes a line to the server's log, with the id of this rollout."""
 
@@ -279,6 +294,14 @@ class Environment(abc.ABC):
     """Modules imported in the process that workers are forked from, unless workers are pooled.
     List what an agent uses and would otherwise import at each start. Unused modules slow each fork
     down a little."""
+    reward_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    """The lowest and highest reward of an agent, turn rewards included; ends may be infinite. A
+    score outside of it is a bug of the environment: its rollout is dropped at once."""
+    solved_at: ClassVar[float | None] = None
+    """The least reward of a solved task; None: the highest reward."""
+    component_weights: ClassVar[Mapping[str, float]] = {}
+    """A rubric such as `{"correct": 1.0, "format": 0.1}`: the reward of a `Score(components=...)`
+    without a reward is the sum of its components by these weights."""
     score_cpu_seconds: ClassVar[float] = 30.0
     """CPU seconds that the scorer process may use for one `score`, rounded up to whole seconds.
     Processes that `score` starts, waiting, and `prepare_scoring` do not count."""
@@ -336,14 +359,19 @@ class Environment(abc.ABC):
 
     @abc.abstractmethod
     def score(self, task: Task, result: Result) -> Score | Awaitable[Score]:
-        """Scores one rollout, in a scorer process; may be `async def`."""
+        """Scores one rollout, in a scorer process; may be `async def`.
+
+        `Score` has the forms of a reward: a number, numbers by agent, numbers by turn, weighted
+        components. All must be in `reward_range`.
+        """
 
     def score_group(
         self, task: Task, results: list[Result], scores: list[Score]
     ) -> list[Score] | Awaitable[list[Score]]:
         """Adjusts the scores of a whole group, for relative rewards; keeps length and order.
 
-        May be `async def`, like `score`.
+        The scores hold everything that is delivered: rewards by agent and of turns, those of
+        `run.reward` included; what it returns replaces all of it. May be `async def`, like `score`.
         """
         return scores
 

@@ -29,11 +29,16 @@ class Row:
         tokens: int32[T].
         mask: uint8[T], 1 where the token is trained on.
         logprobs: float32[T], the sampled token's logprob where mask is 1, else 0. None: unknown.
-        reward: the whole trajectory's.
+        reward: the agent's, of the whole trajectory: its outcome and the rewards of its turns.
         versions: int32[T], the policy version that sampled each token; -1: unknown, or context.
         messages: the conversation; empty if it was not sent.
         learn: False if the trajectory was cut off: count its reward, but take no gradient from it.
-        trajectory: its number in the group; the rows of one trajectory share its reward.
+        trajectory: its number in the group; the rows of one agent of it share their reward.
+        agent: name of the agent, None if there is only one. Compare rewards within one agent.
+        calls: int32[T], the call that sampled each token; -1: context or unknown.
+        turns: the agent's calls in this trajectory, in order; empty: unknown.
+        turn_rewards: rewards of single calls, in `reward` too, by the number of the call.
+        components: named parts of the trajectory's reward, a vector for trainers that weigh them.
     """
 
     tokens: NDArray[np.int32]
@@ -45,6 +50,11 @@ class Row:
     messages: list[Message] = field(default_factory=list)
     learn: bool = True
     trajectory: int = 0
+    agent: str | None = None
+    calls: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    turns: list[int] = field(default_factory=list)
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    components: dict[str, float] = field(default_factory=dict)
 
 
 class ClientGroup(WireGroup, dict=True):
@@ -141,13 +151,15 @@ def _checked(rows: Iterator[Row]) -> list[Row]:
 def _rows_of_group(group_id: str, group: Group) -> Iterator[Row]:
     for number, trajectory in enumerate(group.trajectories):
         if trajectory.score.reward is not None:
-            yield from _rows_of_trajectory(group_id, number, trajectory, trajectory.score.reward)
+            yield from _rows_of_trajectory(group_id, number, trajectory)
 
 
-def _rows_of_trajectory(
-    group_id: str, number: int, trajectory: Trajectory, reward: float
-) -> Iterator[Row]:
+def _rows_of_trajectory(group_id: str, number: int, trajectory: Trajectory) -> Iterator[Row]:
+    score = trajectory.score
     for sequence in trajectory.sequences:
+        agent = sequence.agent
+        reward = score.of_agent(agent)
+        assert reward is not None  # as score.reward
         yield Row(
             tokens=sequence.tokens,
             mask=sequence.mask,
@@ -158,6 +170,11 @@ def _rows_of_trajectory(
             messages=trajectory.messages,
             learn=not trajectory.truncated,
             trajectory=number,
+            agent=agent,
+            calls=sequence.calls,
+            turns=trajectory.agent_calls.get(agent or "", []),
+            turn_rewards=score.call_rewards(agent),
+            components=score.components,
         )
 
 

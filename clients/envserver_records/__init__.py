@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         LimitReached,
         NotFoundError,
         Outcome,
+        RewardError,
         RolloutError,
         SandboxError,
         ScorerError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         pack,
         unpack,
     )
+    from .scores import RewardRange, TurnReward
 
 __all__ = [
     "AgentError",
@@ -78,6 +80,8 @@ __all__ = [
     "Outcome",
     "PublicTask",
     "Result",
+    "RewardError",
+    "RewardRange",
     "RolloutError",
     "SandboxError",
     "SandboxLimits",
@@ -91,6 +95,7 @@ __all__ = [
     "StoreError",
     "Task",
     "Trajectory",
+    "TurnReward",
     "Usage",
     "pack",
     "unpack",
@@ -114,6 +119,7 @@ _ERRORS = {
     "LimitReached",
     "NotFoundError",
     "Outcome",
+    "RewardError",
     "RolloutError",
     "SandboxError",
     "ScorerError",
@@ -121,11 +127,14 @@ _ERRORS = {
     "StoreError",
 }
 
+_SCORES = {"RewardRange", "TurnReward"}
+
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(".errors" if name in _ERRORS else ".records", __name__)
+    home = ".errors" if name in _ERRORS else ".scores" if name in _SCORES else ".records"
+    module = importlib.import_module(home, __name__)
     value = getattr(module, name)
     globals()[name] = value
     return value

@@ -25,6 +25,7 @@
     │   │   └── SandboxLost    it ended during a program, not because of it       retry, then drop
     │   ├── ServiceError       a service of the environment failed                retry, then drop
     │   ├── ScorerError        scoring raised, died or timed out                  retry, then drop
+    │   │   └── RewardError    a reward is out of range, or for no agent or turn  drop at once
     │   ├── JudgeError         the judge that scoring asked gave no usable answer retry, then drop
     │   ├── Unscorable         the score has no reward                            drop
     │   ├── Straggler          its group's time ended first                       drop
@@ -208,6 +209,12 @@ class ServiceError(RolloutError):
 
 class ScorerError(RolloutError):
     kind, blame, outcome = "scorer_error", Blame.ENVIRONMENT, Outcome.RETRY
+
+
+class RewardError(ScorerError):
+    """The environment gave a reward that it may not give; `detail["bug"]` says which."""
+
+    kind, outcome = "reward_error", Outcome.DROP
 
 
 class JudgeError(RolloutError):

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import Failure
+from .scores import UNIT_RANGE, RewardRange, TurnReward
+from .scores import Score as Score
 from .splits import Split as Split
 
 T = TypeVar("T")
@@ -59,23 +61,6 @@ class Task(msgspec.Struct, frozen=True):
         return PublicTask(self.id, self.public)
 
 
-class Score(msgspec.Struct, kw_only=True):
-    """The score of one rollout.
-
-    Args:
-        reward: in [0, 1]; None: not scorable, so the rollout is dropped and never trained on.
-        components: named parts of the reward, for people.
-        metrics: other numbers to average.
-        error: set if scoring failed without the model's fault; then `reward` is ignored and the
-            rollout is retried, then dropped.
-    """
-
-    reward: float | None
-    components: dict[str, float] = msgspec.field(default_factory=dict)
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    error: str | None = None
-
-
 class Result(msgspec.Struct, kw_only=True):
     """A finished rollout, as the scorer sees it.
 
@@ -94,6 +79,9 @@ class Result(msgspec.Struct, kw_only=True):
         actions: steps that the agent logged with `run.log_action`, each {"step", "tool", "input",
             "output", "ts"} with `step` from 1 and `ts` in seconds. For readers: rewards must not
             depend on them.
+        turn_rewards: those that the rollout gave with `run.reward`.
+        calls: for each agent ("": without a name) the indices of the calls that it received an
+            answer to, turn by turn.
 
     Turns, tokens, messages and ends are those of the trained agents, if there are any.
     """
@@ -108,6 +96,8 @@ class Result(msgspec.Struct, kw_only=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     flags: list[str] = msgspec.field(default_factory=list)
     actions: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    turn_rewards: list[TurnReward] = msgspec.field(default_factory=list)
+    calls: dict[str, list[int]] = msgspec.field(default_factory=dict)
 
 
 Dialect = Literal["chat", "completions", "responses", "messages"]
@@ -383,6 +373,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     `sequences` are those of trained agents. `others` are the conversations of all agents except
     that of `messages` and `tools`. `calls` and `service_calls`: see `tokens.keep_calls`.
+    `turn_rewards` (also in `score`) and `agent_calls`: see Result; for scoring it again.
     """
 
     rollout_id: str
@@ -405,6 +396,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     actions: list[dict[str, Any]] = msgspec.field(default_factory=list)
     others: list[Conversation] = msgspec.field(default_factory=list)
     service_calls: list[ServiceCall] = msgspec.field(default_factory=list)
+    turn_rewards: list[TurnReward] = msgspec.field(default_factory=list)
+    agent_calls: dict[str, list[int]] = msgspec.field(default_factory=dict)
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -424,6 +417,8 @@ class Group(msgspec.Struct, kw_only=True):
             by tokens (or why not), the think policy, digests of template and tokenizer.
         services: what the environment's services report about what they showed (`Services.shown`).
         env_config: the environment's settings, if calls are kept.
+        reward_range: the rewards that the environment can give.
+        component_weights: the environment's weights of the scores' components.
     """
 
     group_id: str
@@ -443,6 +438,8 @@ class Group(msgspec.Struct, kw_only=True):
     asked: int = 0
     lost: dict[str, int] = msgspec.field(default_factory=dict)
     env_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    reward_range: RewardRange = UNIT_RANGE
+    component_weights: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 _CODES = {"i4": 1, "f4": 2, "u1": 3}

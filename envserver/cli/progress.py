@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
+from envserver_records.scores import RewardRange
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -21,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 
 from ..rollouts.events import Event
-from ..running.tally import ALL, Tally, counted, mean_text
+from ..running.tally import Tally, counted, is_full, mean_text
 from .console import Console
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -92,7 +93,7 @@ def summary_table(tally: Tally) -> Table:
         turns = [trajectory.turns for trajectory in group.trajectories]
         table.add_row(
             escape(group.task_id),
-            " ".join(_reward(reward) for reward in rewards),
+            " ".join(_reward(reward, group.reward_range) for reward in rewards),
             mean_text(sum(rewards) / len(rewards) if rewards else None),
             f"{sum(turns) / len(turns):.1f}",
             f"{sum(t.usage.completion_tokens for t in group.trajectories):,}",
@@ -102,6 +103,7 @@ def summary_table(tally: Tally) -> Table:
     return table
 
 
-def _reward(reward: float) -> str:
-    colour = "green" if reward >= ALL else "yellow" if reward > 0 else "red"
+def _reward(reward: float, bounds: RewardRange) -> str:
+    between = "yellow" if bounds.share(reward) > 0 else "red"
+    colour = "green" if is_full(reward, bounds) else between
     return f"[{colour}]{reward:g}[/]" if reward in (0.0, 1.0) else f"[{colour}]{reward:.2f}[/]"

@@ -19,6 +19,7 @@ import orjson
 import structlog
 from envserver_records.errors import ConfigError, Failure, InputError
 from envserver_records.records import Group, SandboxUsage, Split, Tokens, Trajectory
+from envserver_records.scores import TurnReward, range_as_json, range_from_json
 
 from ..formats.atropos import ScoreRange, group_to_atropos
 from ..rollouts.estimates import Scored, scored
@@ -65,6 +66,8 @@ def group_line(
         "failures": [_failure(failure) for failure in group.failures],
         "asked": group.asked,
         "lost": group.lost,
+        "reward_range": range_as_json(group.reward_range),
+        "component_weights": group.component_weights,
     }
     if group.env_config:
         line["envserver"]["env_config"] = group.env_config
@@ -85,6 +88,10 @@ def _rollouts(trajectories: list[Trajectory], include_actions: bool) -> list[dic
                 "reward": trajectory.score.reward,
                 "components": trajectory.score.components,
                 "metrics": trajectory.score.metrics,
+                "rewards": trajectory.score.rewards,
+                "turn_rewards": [_turn(one) for one in trajectory.score.turns],
+                "logged_turn_rewards": [_turn(one) for one in trajectory.turn_rewards],
+                "agent_calls": trajectory.agent_calls,
                 "agent_metrics": trajectory.metrics,
                 "output": trajectory.output,
                 "finish_reason": trajectory.finish_reason,
@@ -115,6 +122,10 @@ def _rollouts(trajectories: list[Trajectory], include_actions: bool) -> list[dic
             facts[-1] |= kept_calls(trajectory)
         row += rows
     return facts
+
+
+def _turn(reward: TurnReward) -> dict[str, Any]:
+    return msgspec.structs.asdict(reward)
 
 
 def _sandbox(usage: SandboxUsage | None) -> dict[str, Any] | None:
@@ -279,6 +290,7 @@ class _Rollout(msgspec.Struct):
 
 class _ScoredFacts(_Facts):
     rollouts: list[_Rollout] = []
+    reward_range: dict[str, float | None] = {}
 
 
 class _Line(msgspec.Struct):
@@ -335,10 +347,17 @@ def _read(
 
 
 def _news(facts: _Facts) -> Scored | None:
-    rollouts = facts.rollouts if isinstance(facts, _ScoredFacts) else []
-    rewards = [one.reward for one in rollouts if one.reward is not None]
-    split = msgspec.convert(facts.split, Split)
-    return scored(facts.group_id, facts.env, split, facts.task_id, rewards, facts.policy_version)
+    if not isinstance(facts, _ScoredFacts):
+        return None
+    return scored(
+        facts.group_id,
+        facts.env,
+        msgspec.convert(facts.split, Split),
+        facts.task_id,
+        [one.reward for one in facts.rollouts if one.reward is not None],
+        facts.policy_version,
+        reward_range=range_from_json(facts.reward_range),
+    )
 
 
 def _read_dropped(path: Path, tell: Callable[[Scored], None]) -> None:

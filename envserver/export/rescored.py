@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from envserver_records.records import Score
+from envserver_records.scores import range_from_json
 
 from ..formats.atropos import ScoreRange, score_in_range
 
@@ -33,7 +35,7 @@ def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) ->
         at: `time.time()`.
     """
     facts = line["envserver"]
-    score_range = _score_range(line)
+    score_range, bounds = _score_range(line), range_from_json(facts.get("reward_range") or {})
     kept_rows: list[int] = []
     new_scores: list[float] = []
     rollouts: list[Json] = []
@@ -43,7 +45,10 @@ def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) ->
         rows = rollout["rows"]
         begin = len(kept_rows)
         kept_rows += rows
-        new_scores += [score_in_range(score.reward, score_range)] * len(rows)
+        new_scores += [
+            score_in_range(score.of_agent(agent) or 0.0, score_range, bounds)
+            for agent in _agents(rollout)
+        ]
         rollouts.append(_rescored(rollout, score, list(range(begin, len(kept_rows)))))
     if not rollouts:
         return None
@@ -57,27 +62,36 @@ def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) ->
 
 
 def _rescored(rollout: Json, score: Score, rows: list[int]) -> Json:
-    names = ("reward", "components", "metrics")
+    before = {name: rollout.get(name) for name in ("reward", "components", "metrics")}
+    before |= {name: rollout[name] for name in ("rewards", "turn_rewards") if rollout.get(name)}
     return {
         **rollout,
         "rows": rows,
         "reward": score.reward,
         "components": score.components,
         "metrics": score.metrics,
-        "rescored_from": {name: rollout.get(name) for name in names},
+        "rewards": score.rewards,
+        "turn_rewards": [msgspec.structs.asdict(one) for one in score.turns],
+        "rescored_from": before,
     }
 
 
 def _score_range(line: Json) -> ScoreRange:
     """Returns the range of the line's scores; "unit" if all rewards are 1, which fits both."""
     pairs = [
-        (rollout["reward"], line["scores"][row])
+        ((rollout.get("rewards") or {}).get(agent or "", rollout["reward"]), line["scores"][row])
         for rollout in line["envserver"]["rollouts"]
-        for row in rollout["rows"]
+        for row, agent in zip(rollout["rows"], _agents(rollout), strict=True)
         if rollout["reward"] is not None
     ]
     is_unit = all(abs(reward - score) < 1e-6 for reward, score in pairs)
     return "unit" if is_unit else "pm1"
+
+
+def _agents(rollout: Json) -> list[str | None]:
+    """Returns the agent of each row; older files do not name them."""
+    agents = list(rollout.get("agents") or [])
+    return agents + [None] * (len(rollout["rows"]) - len(agents))
 
 
 def old_reward(rollout: Mapping[str, Any]) -> float | None:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from envserver_records.errors import InputError
 from envserver_records.records import Logprobs, Mask, Message, Tokens
+from envserver_records.scores import RewardRange, TurnReward, range_from_json
 
 from ..formats.atropos import NOT_TRAINED
 from .stored_sources import open_source
@@ -54,7 +55,8 @@ class StoredRollout:
     """One rollout with its score. Fields as in `records.Result` and `records.Group`, and:
 
     Args:
-        reward: in [0, 1]; None where unknown.
+        reward: None where unknown; rewards: by agent; turn_rewards: of single turns.
+        logged_turn_rewards, agent_calls: `turn_rewards` and `calls` of Result.
         agent_metrics: logged by the agent; `metrics` are the score's.
         messages: empty where they were not written.
         actions: None where they were not written.
@@ -77,6 +79,11 @@ class StoredRollout:
     reward: float | None
     components: dict[str, float]
     metrics: dict[str, float]
+    rewards: dict[str, float]
+    turn_rewards: list[TurnReward]
+    logged_turn_rewards: list[TurnReward]
+    agent_calls: dict[str, list[int]]
+    reward_range: RewardRange
     agent_metrics: dict[str, float]
     output: Any
     finish_reason: str | None
@@ -195,6 +202,10 @@ class _Rollout(msgspec.Struct):
     reward: float | None = None
     components: dict[str, float] | None = None
     metrics: dict[str, float] | None = None
+    rewards: dict[str, float] = {}
+    turn_rewards: list[TurnReward] = []
+    logged_turn_rewards: list[TurnReward] = []
+    agent_calls: dict[str, list[int]] = {}
     agent_metrics: dict[str, float] | None = None
     output: Any = None
     finish_reason: str | None = None
@@ -225,6 +236,7 @@ class _Facts(msgspec.Struct):
     failures: list[Json] = []
     asked: int = 0
     lost: dict[str, int] = {}
+    reward_range: dict[str, float | None] = {}
 
 
 class _Line(msgspec.Struct):
@@ -292,6 +304,11 @@ def _stored(columns: _Line, facts: _Facts, told: _Rollout) -> StoredRollout:
         reward=told.reward,
         components=told.components or {},
         metrics=told.metrics or {},
+        rewards=told.rewards,
+        turn_rewards=told.turn_rewards,
+        logged_turn_rewards=told.logged_turn_rewards,
+        agent_calls=told.agent_calls,
+        reward_range=range_from_json(facts.reward_range),
         agent_metrics=told.agent_metrics or {},
         output=told.output,
         finish_reason=told.finish_reason,

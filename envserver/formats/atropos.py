@@ -1,17 +1,19 @@
 """Converts a group to a scored data group of Atropos.
 
 In: `records.Group`. Out: a dict with Atropos's 14 keys, ready for JSON. A trajectory gives one row
-per sequence, each with the trajectory's reward; a trajectory without tokens gives one row of text.
+per sequence, each with the reward of its agent; a trajectory without tokens gives one row of text.
 What holds: `masks` has the token id where a row is trained and `NOT_TRAINED` elsewhere,
 `inference_logprobs` the sampled logprob there and `NO_LOGPROB` elsewhere.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, Literal
 
 import numpy as np
 from envserver_records.records import Group, Sequence, Trajectory
+from envserver_records.scores import RewardRange
 
 NOT_TRAINED: Final = -100
 """Value in `masks`: this token is not trained."""
@@ -31,7 +33,8 @@ def group_to_atropos(
 
     Args:
         include_messages: give each row the conversation of its trajectory.
-        score_range: "unit" leaves rewards in [0, 1], "pm1" maps them to [-1, 1].
+        score_range: "unit" leaves rewards as they are, "pm1" maps the environment's range to
+            [-1, 1].
     """
     rows = [
         (trajectory, sequence)
@@ -43,7 +46,10 @@ def group_to_atropos(
         "tokens": [sequence.tokens.tolist() for _, sequence in rows],
         "masks": [_masks(sequence) for _, sequence in rows],
         "scores": [
-            score_in_range(trajectory.score.reward or 0.0, score_range) for trajectory, _ in rows
+            score_in_range(
+                trajectory.score.of_agent(sequence.agent) or 0.0, score_range, group.reward_range
+            )
+            for trajectory, sequence in rows
         ],
         "advantages": None,
         "ref_logprobs": None,
@@ -59,9 +65,13 @@ def group_to_atropos(
     }
 
 
-def score_in_range(reward: float, score_range: ScoreRange) -> float:
-    """Returns a reward in [0, 1] as a score in `score_range`."""
-    return 2.0 * reward - 1.0 if score_range == "pm1" else float(reward)
+def score_in_range(reward: float, score_range: ScoreRange, bounds: RewardRange) -> float:
+    """Returns a reward within `bounds` as a score in `score_range`; unchanged if they are not
+    finite."""
+    width = bounds.high - bounds.low
+    if score_range == "unit" or not math.isfinite(width):
+        return float(reward)
+    return 2.0 * (reward - bounds.low) / width - 1.0
 
 
 def _text_only() -> Sequence:

@@ -126,6 +126,21 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
         return routing_key(self.rollout_id, agent)
 
 
+class PostedReward(msgspec.Struct, frozen=True):
+    """A reward that the rollout gave to a turn.
+
+    Args:
+        at: when, by `time.monotonic()`, which all processes of a machine share.
+        turn: the turn's number; None: the latest call of the agent at that time.
+        agent: None: the main agent.
+    """
+
+    value: float
+    at: float
+    turn: int | None = None
+    agent: str | None = None
+
+
 def routing_key(rollout_id: str, agent: str | None) -> str:
     """Returns the key for a declared agent, or for None; see `AttemptSpec.routing_key`."""
     return rollout_id if agent is None else f"{rollout_id}/{agent}"
@@ -136,7 +151,8 @@ class ProxyAttempt:
     """The record of one running attempt.
 
     Args:
-        calls: in order of commit.
+        calls: in order of commit; committed_at: when, by `time.monotonic()`.
+        turn_rewards: what the rollout gave with `run.reward`.
         limits: the limits that were reached.
         engine_failures: how many calls the engine failed.
         sandbox_failure: how a sandbox failed or could not be opened; None if all is well.
@@ -159,6 +175,8 @@ class ProxyAttempt:
     key: str
     spec: AttemptSpec
     calls: list[Call] = field(default_factory=list)
+    committed_at: list[float] = field(default_factory=list)
+    turn_rewards: list[PostedReward] = field(default_factory=list)
     sealed: bool = False
     limits: ReachedLimits = field(default_factory=ReachedLimits)
     engine_failures: int = 0
@@ -297,6 +315,7 @@ class ProxyAttempt:
         for call in calls:
             call.index = len(self.calls)
             self.calls.append(call)
+            self.committed_at.append(time.monotonic())
 
     def engine_answered(self, agent: str | None = None) -> None:
         """A call of `agent` was answered: its earlier failures no longer count, nor does a context

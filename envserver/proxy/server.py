@@ -55,7 +55,7 @@ from .request_handler import RequestHandler
 from .retries import RetryMarks, digest_of
 from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
 from .services import TOOLS_PREFIX, ServiceRouter
-from .worker import refuse_result, rollout_body, take_actions, take_log, take_result
+from .worker import refuse_result, rollout_body, take_actions, take_log, take_result, take_rewards
 
 _REMEMBER_SEALED_SECONDS = 60.0
 _HEALTH_SECONDS = 1.0
@@ -65,6 +65,8 @@ _GUESTS = AttemptBounds(max_connections=2**30, max_request_mb=2**30, max_request
 _MAX_AGENT_NAME = 80
 _MAX_ACTIONS_BYTES = 2 << 20
 """Limit of one batch of steps; workers send half as much."""
+_MAX_REWARDS_BYTES = 2 << 20
+"""Limit of all rewards of turns of one attempt."""
 _ASKING = {path.removeprefix("v1/") for path in DIALECTS}
 
 _CHAT = DIALECTS["v1/chat/completions"]
@@ -304,6 +306,10 @@ class Proxy:
                 body = await read_body(scope, receive, _MAX_ACTIONS_BYTES)
                 with attempt.in_flight.reading():
                     take_actions(attempt, body)
+                await send_nothing(send)
+            case "rewards":
+                _require(method, "POST")
+                take_rewards(attempt, await read_body(scope, receive, _MAX_REWARDS_BYTES))
                 await send_nothing(send)
             case _:
                 # An unrecorded endpoint must not give tokens to an attempt.

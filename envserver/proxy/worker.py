@@ -1,7 +1,8 @@
 """A worker's requests about its attempt, other than model calls.
 
 `GET rollout` returns what the worker needs to run it (never a hidden part or a key), `POST result`
-takes its result once, `POST log` a log line, `POST actions` readable steps. A malformed result
+takes its result once, `POST log` a log line, `POST actions` readable steps, `POST rewards` those of
+turns. A malformed result
 fails the attempt with WorkerGarbage; broken text, depth and size of an output are cleaned instead,
 and the rollout's flags say so. All that it writes is bounded.
 """
@@ -29,7 +30,7 @@ from envserver_records.errors import (
     by_kind,
 )
 
-from .attempts import ProxyAttempt, ended
+from .attempts import PostedReward, ProxyAttempt, ended
 
 _MAX_LOG_BYTES = 64 * 1024
 _MAX_MESSAGE = 4000
@@ -68,6 +69,7 @@ class _Line(msgspec.Struct):
 
 _result = msgspec.json.Decoder(_Result)
 _line = msgspec.json.Decoder(_Line)
+_rewards = msgspec.json.Decoder(list[PostedReward])
 _UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
@@ -157,6 +159,21 @@ def take_actions(attempt: ProxyAttempt, body: bytes) -> None:
         attempt.steps.take(_without_key(attempt, body))
     except _UNDECODABLE as error:
         raise InputError(f"These are not steps: {error}.") from None
+
+
+def take_rewards(attempt: ProxyAttempt, body: bytes) -> None:
+    """Handles `POST rewards`: sets the rewards of turns, before the result is posted.
+
+    Raises:
+        ConflictError: the attempt is sealed, or its result was posted.
+        InputError: they are malformed.
+    """
+    if attempt.sealed or attempt.posted:
+        raise ended()
+    try:
+        attempt.turn_rewards = _rewards.decode(_without_key(attempt, body))
+    except _UNDECODABLE as error:
+        raise InputError(f"These are not rewards of turns: {error}.") from None
 
 
 def _without_key(attempt: ProxyAttempt, body: bytes) -> bytes:

@@ -1,17 +1,13 @@
-"""The agents of an environment's rollouts: what it declares, and what a person set over that.
+"""The seats at the proxy of the agents of an environment's rollouts.
 
-In: an environment with its settings. Out: its roles, checked, and the seats that its attempts give
-them at the proxy. Pure.
+In: an environment with its settings, and its roles (`roles`). Out: the route of each. Pure.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from envserver_records.errors import ConfigError
 from envserver_records.records import Message, Task
 
 from ..config import AgentConfig
@@ -19,27 +15,7 @@ from ..environment import AgentRole, Environment
 from ..proxy.attempts import AgentRoute
 from ..proxy.endpoint import VERSION_PLACEHOLDER
 
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
 _ENGINES_OWN = ("default", None)
-
-
-def roles_of(environment: Environment) -> dict[str, AgentRole]:
-    """The agents of `environment` in its order, trained as the settings say.
-
-    Raises:
-        ConfigError: a declared name is invalid, or the settings name an undeclared agent.
-    """
-    declared, settings = environment.agents(), environment.config.agents
-    for name in declared:
-        if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"Environment {environment.name!r} declares an agent {name!r}.",
-                hint="Names are of small letters, digits and _.",
-            )
-    for name in settings:
-        if name not in declared:
-            raise _unknown(environment.name, name, list(declared))
-    return {name: _role(role, settings.get(name)) for name, role in declared.items()}
 
 
 def demonstrated(
@@ -110,18 +86,3 @@ def _route(
         endpoint=name if is_own else "",
         follows_policy=role.trained or of_policy,
     )
-
-
-def _role(role: AgentRole, config: AgentConfig | None) -> AgentRole:
-    if config is None or config.trained is None:
-        return role
-    return AgentRole(trained=config.trained)
-
-
-def _unknown(environment: str, name: str, declared: list[str]) -> ConfigError:
-    where = f"--env.agents.{name}: there is no agent {name!r} in {environment!r}."
-    if not declared:
-        return ConfigError(where, hint="Its rollouts have one agent, and it has no name.")
-    near = difflib.get_close_matches(name, declared, n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else f"Its agents: {', '.join(declared)}."
-    return ConfigError(where, hint=hint)

@@ -34,6 +34,7 @@ from envserver_records.records import (
     TracedCall,
     Usage,
 )
+from envserver_records.scores import TurnReward
 
 from ..environment import Isolation
 from ..proxy.attempts import AttemptSpec, ProxyAttempt
@@ -47,6 +48,7 @@ from ..tokens.trace import pack_calls
 from ..workers.pool import Assignment, Spent, WorkerPool
 from .policy import limit_of_death
 from .staleness import StalenessMonitor
+from .turn_rewards import answered_calls, resolved
 
 _ERRORS = by_kind(RolloutError)
 
@@ -117,6 +119,7 @@ async def run_attempt(
     else:
         limit = dying_limit(attempt, death, isolation)
     calls = list(attempt.calls)
+    answered = answered_calls(calls)
     counted = counted_calls(calls, spec)
     trained = [call for call in calls if call.trained]
     sequences = await asyncio.to_thread(_checked_sequences, trained, actions)
@@ -135,6 +138,8 @@ async def run_attempt(
             metrics=dict(attempt.metrics),
             flags=sorted(attempt.flags),
             actions=attempt.steps.taken(),
+            turn_rewards=_turn_rewards(attempt, answered, isolation),
+            calls={agent or "": indices for agent, indices in answered.items()},
         ),
         sequences=sequences,
         tools=last.tools if last else [],
@@ -145,6 +150,15 @@ async def run_attempt(
         service_calls=attempt.asked_services,
         attempt=attempt,
     )
+
+
+def _turn_rewards(
+    attempt: ProxyAttempt, answered: dict[str | None, list[int]], isolation: Isolation
+) -> list[TurnReward]:
+    """Returns the rewards of `run.reward`; none from a worker that code of the model can reach."""
+    if isolation == "sandboxed":
+        return []
+    return resolved(attempt.turn_rewards, answered, attempt.committed_at, attempt.spec)
 
 
 @asynccontextmanager

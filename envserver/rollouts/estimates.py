@@ -1,8 +1,9 @@
 """Estimates how often the current policy solves a task. Pure.
 
 In: for each group that was scored as a whole, the rewards of its rollouts and the policy version
-that sampled them. Out: a discounted Beta posterior. With the rewards r_i in [0, 1] of policy
-versions v_i, V the last of these, and a discount g in (0, 1] for each version:
+that sampled them. Out: a discounted Beta posterior. With the rewards r_i as shares in [0, 1] of
+the way from the lowest reward to that of a solved task (`RewardRange.share`), of policy versions
+v_i, V the last of these, and a discount g in (0, 1] for each version:
 
     weight = sum g^(V - v_i)        solved = sum r_i g^(V - v_i)
     success = (solved + 1) / (weight + 2)
@@ -26,6 +27,7 @@ from typing import Final
 
 import msgspec
 from envserver_records.records import Group, Split
+from envserver_records.scores import UNIT_RANGE, RewardRange
 
 DISCOUNT: Final = 0.98
 """Default discount per policy version: half of the weight is left after 34 versions."""
@@ -40,7 +42,7 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         attempts: number of its rollouts with a reward, at least one.
-        rewards: sum of these rewards.
+        rewards: sum of these rewards, each as a share in [0, 1].
         policy_version: the lowest that sampled any of it, -1 if unknown.
     """
 
@@ -90,7 +92,13 @@ def scored_of(group: Group) -> Scored | None:
     """Returns the result of `group` for its task; None if no rollout has a reward."""
     rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
     return scored(
-        group.group_id, group.env, group.split, group.task_id, rewards, group.policy_version
+        group.group_id,
+        group.env,
+        group.split,
+        group.task_id,
+        rewards,
+        group.policy_version,
+        reward_range=group.reward_range,
     )
 
 
@@ -101,8 +109,10 @@ def scored(
     task_id: str,
     rewards: Sequence[float],
     policy_version: int = -1,
+    *,
+    reward_range: RewardRange = UNIT_RANGE,
 ) -> Scored | None:
-    """Returns the result of these rewards: clipped to [0, 1], NaN left out.
+    """Returns the result of these rewards, as shares of `reward_range` in [0, 1]; NaN is left out.
 
     None: there are no rewards, or the task's name cannot be stored.
     """
@@ -115,7 +125,7 @@ def scored(
         split=split,
         task_id=task_id,
         attempts=len(rewards),
-        rewards=sum(min(max(reward, 0.0), 1.0) for reward in rewards),
+        rewards=sum(map(reward_range.share, rewards)),
         policy_version=policy_version,
     )
 

@@ -25,7 +25,8 @@ class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout has a score (`reward` None: not scorable). Seconds are wall clock.
+    """One rollout has a score. Seconds are wall clock. `scorable`: whether the score has a reward,
+    which `score_group` may still change: rewards are shown from delivered groups only.
 
     `flags` say what is odd about its tokens, see `tokens.flags`; `limit`: what ended it, None when
     its agent did.
@@ -33,7 +34,7 @@ class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
 
     group_id: str
     rollout_id: str
-    reward: float | None
+    scorable: bool
     turns: int
     completion_tokens: int
     seconds: float

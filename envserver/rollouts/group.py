@@ -143,7 +143,8 @@ async def make_group(
             context.environment, context.scorer, request.task, list(members.values())
         )
     except SCORING_FAILURES as error:
-        return Drop("unscorable", str(error), True)
+        bug = error.detail.get("bug")
+        return Drop("unscorable", bug or str(error), True, bug=bug is not None)
     trajectories = {
         number: trajectory_of(context, request, number, member, score)
         for (number, member), score in zip(members.items(), scores, strict=True)
@@ -293,13 +294,14 @@ async def _try_member(
         finished = await run_once(context, request, rollout_id, attempt)
     with within(current().child("score", {"envserver.environment": request.env})) as span:
         score = await score_once(context.scorer, request.task, finished.result)
-        if score.reward is not None:
-            span.note({"envserver.reward": score.reward})
+        scorable = context.scorer.delivered(score).reward
+        if scorable is not None and not _scores_groups(context.environment):
+            span.note({"envserver.reward": scorable})
     context.observer(
         RolloutScored(
             group_id=request.group_id,
             rollout_id=rollout_id,
-            reward=score.reward,
+            scorable=scorable is not None,
             turns=finished.result.turns,
             completion_tokens=finished.result.completion_tokens,
             seconds=finished.usage.seconds,
@@ -395,16 +397,20 @@ async def _group_scores(
     environment: Environment, scorer: ScorerPool, task: Task, members: list[Member]
 ) -> list[Score]:
     scores = [member.score for member in members]
-    if type(environment).score_group is Environment.score_group or not members:
+    if not _scores_groups(environment) or not members:
         return scores
     results = [member.finished.result for member in members]
     return await scorer.score_group(task, results, scores)
 
 
+def _scores_groups(environment: Environment) -> bool:
+    return type(environment).score_group is not Environment.score_group
+
+
 def trajectory_of(
     context: RolloutContext, request: GroupRequest, number: int, member: Member, score: Score
 ) -> Trajectory:
-    """Builds the trajectory of a scored rollout."""
+    """Builds the trajectory of a scored rollout; `score`: as the scorer gave it."""
     finished, result = member.finished, member.finished.result
     return Trajectory(
         rollout_id=_rollout_id(request, number),
@@ -415,7 +421,7 @@ def trajectory_of(
         messages=result.messages if context.environment.config.include_messages else [],
         tools=finished.tools,
         output=result.output,
-        score=score,
+        score=context.scorer.delivered(score),
         finish_reason=result.finish_reason,
         truncated=result.truncated,
         limit=result.limit,
@@ -426,6 +432,8 @@ def trajectory_of(
         actions=result.actions,
         others=finished.others if context.environment.config.include_messages else [],
         service_calls=finished.service_calls,
+        turn_rewards=result.turn_rewards,
+        agent_calls=result.calls,
         flags=[
             *finished.flags,
             *_LATE[: finished.attempt.late_calls],
@@ -470,6 +478,8 @@ def _judged(
         asked=rules.size,
         lost=dict(failures.lost),
         env_config=_kept_config(context.environment.config) if context.keep_calls else {},
+        reward_range=context.scorer.rules.range,
+        component_weights=context.scorer.rules.weights,
     )
     drop = judge_group(group, rules, context.staleness.version)
     if drop is None:

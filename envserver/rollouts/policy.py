@@ -24,6 +24,7 @@ from ..environment import Isolation
 from ..tokens.flags import Actions
 from ..workers.worker_main import EXIT_CRASHED
 from .estimates import Scored
+from .rewards import all_equal
 
 _RETRY = Backoff(first_seconds=0.2, max_seconds=10.0, jitter=(0.5, 1.0))
 
@@ -225,7 +226,7 @@ def judge_group(group: Group, rules: GroupRules, version: int) -> Drop | None:
             f"A sequence has {longest} tokens; the maximum is {rules.max_token_length}.",
             False,
         )
-    rewards = {trajectory.score.reward for trajectory in group.trajectories}
-    if rules.drop_zero_variance and len(group.trajectories) > 1 and len(rewards) == 1:
-        return Drop("zero_variance", f"All rewards are {rewards.pop()}.", False)
+    if rules.drop_zero_variance and len(group.trajectories) > 1 and all_equal(group.trajectories):
+        reward = group.trajectories[0].score.reward
+        return Drop("zero_variance", f"All rewards are equal (mean {reward}).", False)
     return None

@@ -1,7 +1,7 @@
 """Runs inside a scorer process: loads one environment and scores in the main thread.
 
 `answer` is the only entry point. It never raises: a `ScorerAnswer` holds the value or the failure.
-A score that leaves this module is valid: a reward in [0, 1] or None, and finite numbers.
+A score that leaves this module is valid: see `rewards.checked_score`.
 
 The kernel kills the process with SIGXCPU when one call uses more than the environment's
 `score_cpu_seconds`. Loading comes before and does not count, nor does time in which the process
@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
 import msgspec
@@ -41,6 +40,7 @@ from ..judges.client import JudgeAddress, ScorerJudge
 from ..registry import find
 from ..sandbox.watched import WatchedSandboxes
 from ..workers.failures import bug_of
+from .rewards import RewardRules, checked_score, rules_of_rewards, with_turn_rewards
 from .rubric import with_rubric
 
 TRACEBACK_CHARACTERS = 4000
@@ -58,6 +58,13 @@ class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     cpu_seconds: float
     timeout_seconds: float
+
+
+class Declared(msgspec.Struct, frozen=True, kw_only=True):
+    """What the environment declares about its scores."""
+
+    limits: ScoreLimits
+    rewards: RewardRules
 
 
 class RowToScore(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,27 +127,32 @@ def answer(request: bytes) -> ScorerAnswer:
     return _guarded(call)
 
 
-def score_limits() -> ScoreLimits:
-    """Returns the limits of one score."""
+def declared() -> Declared:
+    """Returns what the environment declares. Raises ConfigError if its rewards have no range."""
     environment = _environment()
-    return ScoreLimits(
-        cpu_seconds=float(environment.score_cpu_seconds),
-        timeout_seconds=float(environment.score_timeout_seconds),
+    return Declared(
+        limits=ScoreLimits(
+            cpu_seconds=float(environment.score_cpu_seconds),
+            timeout_seconds=float(environment.score_timeout_seconds),
+        ),
+        rewards=rules_of_rewards(environment),
     )
 
 
 def score(task: Task, result: Result) -> Score:
     """Returns the score of one rollout."""
-    return _checked_score_of(_environment(), task, result)
+    return _score_of(_environment(), task, result)
 
 
 def score_group(task: Task, results: list[Result], scores: list[Score]) -> list[Score]:
     """Returns the scores of a group, after the environment's group scoring."""
+    environment = _environment()
     with _nothing_failed_meanwhile():
-        final = _awaited(_environment().score_group(task, results, scores))
+        final = _awaited(environment.score_group(task, results, scores))
     if not isinstance(final, list) or len(final) != len(scores):
         raise ScorerError(f"score_group must return a list of {len(scores)} scores.")
-    return [checked_score(score) for score in final]
+    rules = rules_of_rewards(environment)
+    return [checked_score(*pair, rules) for pair in zip(final, results, strict=True)]
 
 
 def score_row(row: RowToScore) -> Score:
@@ -155,27 +167,7 @@ def score_row(row: RowToScore) -> Score:
         result = msgspec.structs.replace(
             result, finish_reason=row.finish_reason, truncated=result.truncated or cut_off
         )
-    return _checked_score_of(environment, task, result)
-
-
-def checked_score(score: object) -> Score:
-    """Checks a score and returns it as plain numbers.
-
-    Raises:
-        ScorerError: it is not a Score, reports a failure, or is out of bounds.
-    """
-    if not isinstance(score, Score):
-        raise ScorerError(f"The scorer returned {type(score).__name__}, not a Score.")
-    if score.error is not None:
-        raise ScorerError(f"The scorer reported a failure: {score.error}")
-    reward = None if score.reward is None else _finite("reward", score.reward)
-    if reward is not None and not 0 <= reward <= 1:
-        raise ScorerError(f"The scorer gave a reward of {reward}, which is outside [0, 1].")
-    return Score(
-        reward=reward,
-        components=_finite_numbers("components", score.components),
-        metrics=_finite_numbers("metrics", score.metrics),
-    )
+    return _score_of(environment, task, result)
 
 
 @contextmanager
@@ -246,8 +238,8 @@ def _environment() -> Environment:
     return _loaded
 
 
-def _checked_score_of(environment: Environment, task: Task, result: Result) -> Score:
-    """Returns the environment's score of one rollout, checked.
+def _score_of(environment: Environment, task: Task, result: Result) -> Score:
+    """Returns the environment's score of one rollout, checked, with the rollout's turn rewards.
 
     Raises:
         SandboxError, JudgeError: a sandbox or the judge failed meanwhile; the scorer may have
@@ -255,7 +247,8 @@ def _checked_score_of(environment: Environment, task: Task, result: Result) -> S
     """
     with _nothing_failed_meanwhile():
         score = _awaited(environment.score(task, result))
-    return checked_score(score)
+    rules = rules_of_rewards(environment)
+    return checked_score(with_turn_rewards(score, result, rules), result, rules)
 
 
 @contextmanager
@@ -284,17 +277,3 @@ async def _result_of(awaitable: Any) -> Any:
 def _runner() -> asyncio.Runner:
     """Returns the event loop of the process; async scorers may keep clients open on it."""
     return asyncio.Runner()
-
-
-def _finite(name: str, value: object) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise ScorerError(
-            f"The scorer gave {name} = {str(value)[:50]}, which is not a finite number."
-        )
-    return float(value)
-
-
-def _finite_numbers(field: str, values: object) -> dict[str, float]:
-    if not isinstance(values, dict):
-        raise ScorerError(f"The scorer gave {field} that are not a dict.")
-    return {str(name): _finite(f"{field}[{name!r}]", value) for name, value in values.items()}

@@ -30,6 +30,7 @@ from envserver_records.errors import (
     ConfigError,
     Failure,
     JudgeError,
+    RewardError,
     SandboxError,
     ScorerError,
     by_kind,
@@ -42,7 +43,8 @@ from ..judges.client import JudgeAddress
 from ..judges.server import JudgeServer
 from ..sandbox.places import folder_for_sockets
 from . import scorer_process
-from .scorer_process import RowToScore, ScoreLimits, ScorerAnswer
+from .rewards import RewardRules, delivered_score
+from .scorer_process import Declared, RowToScore, ScoreLimits, ScorerAnswer
 
 SETTINGS = "ENVSERVER_"
 """What the names of the server's variables begin with; scorers need none of them."""
@@ -70,6 +72,7 @@ class ScoredRow(msgspec.Struct, kw_only=True):
     components: dict[str, float] = msgspec.field(default_factory=dict)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     error: str | None = None
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class ScorerDied(ScorerError):
@@ -108,6 +111,7 @@ class ScorerPool:
         self._limits = ScoreLimits(
             cpu_seconds=math.inf, timeout_seconds=START_TIMEOUT_SECONDS
         )  # until the environment is loaded
+        self._rules: RewardRules | None = None
 
     async def __aenter__(self) -> Self:
         """Starts the processes.
@@ -116,7 +120,7 @@ class ScorerPool:
             ConfigError: the environment cannot be loaded.
         """
         try:
-            calls = (s.call(scorer_process.score_limits, (), self._limits) for s in self._scorers)
+            calls = (s.call(scorer_process.declared, (), self._limits) for s in self._scorers)
             outcomes = await asyncio.gather(*calls)
         except BaseException:
             await self._close()
@@ -125,7 +129,8 @@ class ScorerPool:
         if failure is not None:
             await self._close()
             _raise(failure)
-        self._limits = outcomes[0].value
+        declared: Declared = outcomes[0].value
+        self._limits, self._rules = declared.limits, declared.rewards
         for scorer in self._scorers:
             self._free.put_nowait(scorer)
         return self
@@ -138,10 +143,22 @@ class ScorerPool:
     ) -> None:
         await self._close()
 
+    @property
+    def rules(self) -> RewardRules:
+        """What the environment declares about its rewards; known once the context is entered."""
+        assert self._rules is not None
+        return self._rules
+
+    def delivered(self, score: Score) -> Score:
+        """Returns the final score of a rollout as it is delivered, with its totals."""
+        return delivered_score(score, self.rules)
+
     async def score(self, task: Task, result: Result) -> Score:
-        """Returns the score of one rollout; 0 if its text uses up the scorer's CPU seconds.
+        """Returns the score of one rollout, without totals; the worst reward if its text uses up
+        the scorer's CPU seconds.
 
         Raises:
+            RewardError: the environment gave a reward that it may not give.
             ScorerError: the scorer raised, died, took too long, or gave an invalid score.
             SandboxError, JudgeError: a sandbox or the judge failed, whatever the scorer made of it.
             ConfigError: the environment cannot score as it is set up.
@@ -167,7 +184,13 @@ class ScorerPool:
                 score = await self._score_row(row)
         except (*SCORING_FAILURES, ConfigError) as error:
             return ScoredRow(error=f"{error.detail.get('cause', error.kind)}: {error}")
-        return ScoredRow(reward=score.reward, components=score.components, metrics=score.metrics)
+        final = self.delivered(score)
+        return ScoredRow(
+            reward=final.reward,
+            components=final.components,
+            metrics=final.metrics,
+            rewards=final.rewards,
+        )
 
     async def _score_row(self, row: RowToScore) -> Score:
         empty = msgspec.structs.replace(row, response="", messages=[])
@@ -176,7 +199,7 @@ class ScorerPool:
     async def _score(
         self, function: Callable[..., Any], args: tuple[Any, ...], without_text: tuple[Any, ...]
     ) -> Score:
-        """Returns the score; 0 with the metric SCORER_KILLED if the model's text is to blame.
+        """Returns the score; the worst, with the metric SCORER_KILLED, if the text is to blame.
 
         A text is to blame if both hold:
         - the kernel killed the process for its CPU seconds (SIGXCPU). A full memory and a kill from
@@ -201,7 +224,7 @@ class ScorerPool:
                     "too slow for it, whatever the model writes.",
                     hint="Set the environment's score_cpu_seconds.",
                 ) from again
-            return Score(reward=0.0, metrics={SCORER_KILLED: 1.0})
+            return Score(reward=self.rules.range.worst, metrics={SCORER_KILLED: 1.0})
         return score
 
     async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -431,6 +454,8 @@ def _raise(failure: Failure) -> NoReturn:
     """
     if failure.kind == ConfigError.kind:
         raise ConfigError(failure.message, hint=failure.hint, **failure.detail)
+    if failure.kind == RewardError.kind:
+        raise RewardError(failure.message, hint=failure.hint, **failure.detail)
     if failure.kind in _THEIR_ERRORS:
         raise _THEIR_ERRORS[failure.kind](failure.message, hint=failure.hint)
     raise ScorerError(

@@ -21,9 +21,10 @@ from ..proxy.endpoint import EngineEndpoint
 from ..proxy.gate import Gate
 from ..proxy.server import Proxy
 from ..registry import absolute
-from ..rollouts.agents import roles_of, seats_of
+from ..rollouts.agents import seats_of
 from ..rollouts.events import Event, Observer
 from ..rollouts.group import Demonstrator, RolloutContext
+from ..rollouts.roles import roles_of
 from ..rollouts.scoring import ScorerPool
 from ..rollouts.staleness import StalenessMonitor
 from ..sandbox.attempt_sandboxes import AttemptSandboxes

@@ -247,9 +247,7 @@ class GroupRun:
     def _count(self, event: Event) -> None:
         if isinstance(event, GroupDelivered):
             self.groups[event.group.env] += 1
-            for trajectory in event.group.trajectories:
-                if trajectory.score.reward is not None:
-                    self.rewards[event.group.env].add(trajectory.score.reward)
+            self.rewards[event.group.env].add_group(event.group)
 
     async def _open_files(self, stack: contextlib.AsyncExitStack) -> None:
         for path in dict.fromkeys(part.path for part in self._parts):

@@ -46,6 +46,7 @@ class RolloutNumbers:
         self._ends = Counts()
         self._failures = Counts()
         self._rewards = Labelled(_REWARDS)
+        self._points = Counts()
         self._seconds = Labelled(SECONDS)
         self._tokens = Counts()
         self._delivered = Counts()
@@ -67,19 +68,25 @@ class RolloutNumbers:
                 self._ends.add((environment, "stale" if kind == "stale" else "lost"))
         elif isinstance(event, GroupDelivered):
             self._delivered.add((environment,))
+            for trajectory in event.group.trajectories:
+                self._rewarded(environment, trajectory.score.reward)
         elif isinstance(event, GroupDropped):
             self._dropped.add((environment, event.reason))
 
     def _scored(self, environment: str, event: RolloutScored) -> None:
         end = f"limit_{event.limit}" if event.limit else "scored"
-        self._ends.add((environment, "unscorable" if event.reward is None else end))
+        self._ends.add((environment, end if event.scorable else "unscorable"))
         self._tokens.add((environment, "prompt"), event.prompt_tokens)
         self._tokens.add((environment, "completion"), event.completion_tokens)
         self._seconds.add((environment,), event.seconds)
-        if event.reward is not None:
-            self._rewards.add((environment,), event.reward)
         for flag in event.flags:
             self._flags.add((flag,))
+
+    def _rewarded(self, environment: str, reward: float | None) -> None:
+        if reward is not None:
+            self._rewards.add((environment,), reward)
+            self._points.add((environment, "positive"), max(reward, 0.0))
+            self._points.add((environment, "negative"), max(-reward, 0.0))
 
     async def families(self) -> Iterable[Metric]:
         """See `api.metrics.Source`."""
@@ -89,7 +96,11 @@ class RolloutNumbers:
             counter(
                 "envserver_failed_attempts", "Failed attempts", (*of, "kind"), self._failures
             ),
-            histogram("envserver_reward", "Rewards of scored rollouts", of, self._rewards),
+            histogram("envserver_reward", "Rewards in delivered groups", of, self._rewards),
+            counter(
+                "envserver_reward_points", "Sum of the positive, or of the negative, rewards in "
+                "delivered groups", (*of, "sign"), self._points,
+            ),
             histogram("envserver_rollout_seconds", "From start to result", of, self._seconds),
             counter("envserver_tokens", "Tokens of scored rollouts", (*of, "kind"), self._tokens),
             counter("envserver_groups_delivered", "Groups made durable", of, self._delivered),

@@ -271,7 +271,11 @@ async def _played(record: Record, parts: RolloutContext, task: Task, player: Pla
         score = await score_once(parts.scorer, task, finished.result)
     except RolloutError as error:
         return Replayed(player.played, player.left, None, f"It cannot be scored: {error}")
-    return Replayed(player.played, player.left, facts=list(_facts(record, finished, score)))
+    return Replayed(
+        player.played,
+        player.left,
+        facts=list(_facts(record, finished, parts.scorer.delivered(score))),
+    )
 
 
 def _facts(record: Record, finished: Finished, score: Score) -> Iterator[Fact]:

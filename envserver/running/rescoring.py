@@ -305,7 +305,8 @@ class _Rescoring:
             ScorerError, SandboxError, JudgeError: scoring failed twice.
         """
         scores = list(await asyncio.gather(*(self._score(task, each) for each in results)))
-        return await self.scorers.score_group(task, results, scores)
+        final = await self.scorers.score_group(task, results, scores)
+        return [self.scorers.delivered(score) for score in final]
 
     async def _score(self, task: Task, result: Result) -> Score:
         try:
@@ -329,6 +330,8 @@ def result_of(rollout: StoredRollout) -> Result:
         metrics=rollout.agent_metrics,
         flags=rollout.flags,
         actions=rollout.actions or [],
+        turn_rewards=rollout.logged_turn_rewards,
+        calls=rollout.agent_calls,
     )
 
 

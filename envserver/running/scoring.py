@@ -2,7 +2,8 @@
 
 Each input row is `{"task": <a row of a data set, or a task id>, "response": "text"}`, or has
 `"messages": [...]` instead of the response; `"finish_reason"` may say that the answer was cut off.
-Each gives one output row: `{"line", "reward", "components", "metrics", "error"}`, in input order.
+Each gives one output row, in input order: `{"line", "reward", "components", "metrics", "error",
+"rewards"}`.
 A bad row becomes an output row with an error and never stops the command; the command then ends
 with exit status 1. A row whose scorer died is scored once more. Memory is bounded by the
 rows in flight. The output file appears complete, under its name, at the end.

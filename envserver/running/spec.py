@@ -33,7 +33,7 @@ class RunSpec(Generic[S]):
         Raises:
             ConfigError: its constructor fails, or the settings name agents that it does not have.
         """
-        from ..rollouts.agents import roles_of
+        from ..rollouts.roles import roles_of
 
         try:
             environment = self.environment_class(self.settings.env)

@@ -6,29 +6,45 @@ import time
 from collections import Counter
 
 from envserver_records.records import Group
+from envserver_records.scores import UNIT_RANGE, RewardRange
 
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed, RolloutScored
 
 GROUPS_SHOWN = 12
 """Number of first groups that a tally keeps whole, to show them."""
-ALL = 0.999
-"""Rewards from here on count as full reward (floats)."""
+_ALL = 0.999
+"""Shares of the range of rewards from here on are shown as full rewards (floats)."""
 
 
 class Rewards:
-    """Statistics of a growing number of rewards, in constant memory."""
+    """Statistics of the rewards of delivered groups, in constant memory.
+
+    `none`, `full`: number of rollouts with the lowest reward and of those that solved their task.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.total = 0.0
         self.none = 0
         self.full = 0
+        self.agents: dict[str, Rewards] = {}
+        self._unit = True
 
-    def add(self, reward: float) -> None:
+    def add_group(self, group: Group) -> None:
+        """Counts the rewards of a delivered group, and those of each agent by itself."""
+        self._unit &= group.reward_range == UNIT_RANGE
+        for trajectory in group.trajectories:
+            if trajectory.score.reward is not None:
+                self._add(trajectory.score.reward, group.reward_range)
+            for agent, reward in trajectory.score.rewards.items():
+                self.agents.setdefault(agent, Rewards())._add(reward, group.reward_range)
+
+    def _add(self, reward: float, bounds: RewardRange) -> None:
         self.count += 1
         self.total += reward
-        self.none += reward <= 0
-        self.full += reward >= ALL
+        full = is_full(reward, bounds)
+        self.none += not full and bounds.share(reward) <= 0
+        self.full += full
 
     @property
     def mean(self) -> float | None:
@@ -36,11 +52,17 @@ class Rewards:
 
     def __str__(self) -> str:
         between = self.count - self.none - self.full
-        return f"0: {self.none}  between: {between}  1: {self.full}"
+        least, most = ("0", "1") if self._unit else ("lowest", "solved")
+        return f"{least}: {self.none}  between: {between}  {most}: {self.full}"
+
+
+def is_full(reward: float, bounds: RewardRange) -> bool:
+    """Returns whether `reward` is to be shown as that of a solved task: rewards are floats."""
+    return bounds.is_solved(reward) or bounds.share(reward) >= _ALL
 
 
 class Tally:
-    """Counts over the events of a run; an Observer. Rewards are of all scored rollouts."""
+    """Counts over the events of a run; an Observer. Rewards are those of delivered groups."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -62,8 +84,6 @@ class Tally:
             self.rollouts += 1
             self.completion_tokens += event.completion_tokens
             self.flags.update(event.flags)
-            if event.reward is not None:
-                self.rewards.add(event.reward)
         elif isinstance(event, RolloutFailed):
             self.failures[event.failure.kind] += 1
             self.last_words[event.failure.kind] = event.failure.message
@@ -76,6 +96,7 @@ class Tally:
 
     def _add_group(self, group: Group) -> None:
         self.groups += 1
+        self.rewards.add_group(group)
         if len(self.first_groups) < GROUPS_SHOWN:
             self.first_groups.append(group)
 

@@ -1,7 +1,8 @@
 """One attempt in a worker: fetches its description, runs the agent, posts the result.
 
-In: the url of the attempt. Out: one POST to `{url}/result` with the agent's output or a failure;
-none when the server itself cancelled the attempt before its deadline.
+In: the url of the attempt. Out: one POST to `{url}/result` with the agent's output or a failure,
+after one to `{url}/rewards` if the rollout rewarded turns; none when the server itself cancelled
+the attempt before its deadline.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class WorkerAttempt:
             run.end()
             await run.finish()
             if body is not None:
+                if run.rewards:
+                    await self._request("POST", "rewards", orjson.dumps(run.rewards))
                 await self._post(body)
                 self.posted = True
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
@@ -123,6 +126,7 @@ class WorkerAttempt:
     async def _output(self, job: Job, run: AttemptRun) -> Any:
         environment = await self._workshop.instances.get(job.env_reference, job.env_config)
         self._began = True
+        run.isolation = environment.isolation
         try:
             if inspect.iscoroutinefunction(environment.rollout):
                 return await environment.rollout(job.task, run)

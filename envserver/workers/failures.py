@@ -17,6 +17,7 @@ from envserver_records.errors import (
     ConfigError,
     EngineError,
     LimitReached,
+    RewardError,
     SandboxError,
     ServiceError,
 )
@@ -25,7 +26,10 @@ from envserver_records.extras import missing_module_hint
 MAX_TRACEBACK_CHARACTERS = 8000
 MAX_MESSAGE_CHARACTERS = 2000
 
-_BUGS = (ConfigError, ImportError, NameError, SyntaxError, TypeError, AttributeError)
+_BUGS = (
+    *(ConfigError, RewardError),
+    *(ImportError, NameError, SyntaxError, TypeError, AttributeError),
+)
 _LIBRARIES = (
     *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]),

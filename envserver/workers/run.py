@@ -23,13 +23,14 @@ from envserver_records.errors import (
     EngineGarbage,
     EngineUnavailable,
     LimitReached,
+    RewardError,
     SandboxUnavailable,
     ServiceError,
 )
 from envserver_records.records import Message, PublicTask, SandboxSpec
 
 from ..actions import encode
-from ..environment import Reply
+from ..environment import Isolation, Reply
 from ..sandbox_interface import BlockingSandbox, Sandbox
 from .event_uploader import EventUploader
 from .sandboxes import RemoteOpening, open_blocking
@@ -80,6 +81,8 @@ class AttemptRun:
         self.deadline = job.deadline
         self.max_turns = job.max_turns
         self.metrics: dict[str, float] = {}
+        self.rewards: list[dict[str, Any]] = []
+        self.isolation: Isolation = "pooled"
         self._url = url
         self._http = http
         self._patiently = patiently
@@ -205,6 +208,18 @@ class AttemptRun:
         if not math.isfinite(number):
             raise ValueError(f"metric {name!r} is {value}; metrics are finite numbers")
         self.metrics[name] = number
+
+    def reward(self, value: float, *, turn: int | None = None, agent: str | None = None) -> None:
+        if self.isolation == "sandboxed":
+            raise RewardError(
+                "run.reward is not available with isolation 'sandboxed'.",
+                hint="Code of the model could call it; let `score` return Score(turns=...).",
+            )
+        number = float(value)
+        if not math.isfinite(number):
+            raise RewardError(f"run.reward({value}): rewards are finite numbers.")
+        at = time.monotonic()
+        self.rewards.append({"value": number, "at": at, "turn": turn, "agent": agent})
 
     def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
         step = encode(tool, input, output, time.time())

@@ -27,7 +27,7 @@ from ...remote.batch import MOST_GROUPS
 from ...store import compression
 from ...store.groups import EncodedPut, encode_puts
 from ...store.sink import put_of
-from .validation import COLUMNS, Stream, check_group, check_names, decoded
+from .validation import COLUMNS, Stream, check_group, check_names, decoded, wrong_reward
 
 ReadGroup = EncodedPut | InputError
 
@@ -183,10 +183,9 @@ def _have_whole_rows(group: Group, rows: list[Row]) -> bool:
     if not trajectories or len({one.rollout_id for one in trajectories}) != len(trajectories):
         return False
     for one in trajectories:
-        reward = one.score.reward
         if one.env != group.env or one.task_id != group.task_id or not one.sequences:
             return False
-        if reward is None or not 0 <= reward <= 1:
+        if wrong_reward(one, group) is not None:
             return False
         if not all(_is_whole(row) for row in one.sequences):
             return False

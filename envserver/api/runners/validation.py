@@ -102,15 +102,29 @@ def _check_trajectory(trajectory: Trajectory, group: Group, place: str) -> list[
     """Checks a trajectory and returns the lowest policy version that each row trains."""
     if trajectory.env != group.env or trajectory.task_id != group.task_id:
         _refuse(f"{place}.task_id", "is of another task or environment than its group")
-    reward = trajectory.score.reward
-    if reward is None or not 0 <= reward <= 1:
-        _refuse(f"{place}.score.reward", "is not in [0, 1]")
+    wrong = wrong_reward(trajectory, group)
+    if wrong is not None:
+        _refuse(f"{place}.score.{wrong}", "is not in the group's reward_range")
     if not trajectory.sequences:
         _refuse(f"{place}.sequences", "is empty: no token of it was recorded")
     for number, row in enumerate(trajectory.sequences):
         _check_row(row, f"{place}.sequences[{number}]")
     trained = [row.versions[row.mask == 1] for row in trajectory.sequences]
     return [int(versions.min()) for versions in trained if versions.size]
+
+
+def wrong_reward(trajectory: Trajectory, group: Group) -> str | None:
+    """Returns the place in its score of a reward that cannot be, or None."""
+    score, bounds = trajectory.score, group.reward_range
+    if not bounds.low < bounds.high or not bounds.low <= bounds.solved_at <= bounds.high:
+        return "reward"
+    if score.reward is None or not bounds.holds(score.reward):
+        return "reward"
+    for name, reward in score.rewards.items():
+        if not bounds.holds(reward):
+            return f"rewards[{name!r}]"
+    wrong = (n for n, one in enumerate(score.turns) if not math.isfinite(one.value))
+    return next((f"turns[{number}]" for number in wrong), None)
 
 
 def _check_row(row: Sequence, place: str) -> None:
@@ -159,7 +173,7 @@ def _words(trajectory: Trajectory) -> dict[str, Any]:
     return facts | {name: msgspec.to_builtins(facts[name]) for name in _STRUCTS}
 
 
-_STRUCTS: Final = ("score", "usage", "others")
+_STRUCTS: Final = ("score", "usage", "others", "turn_rewards")
 
 
 def _no_record(value: object) -> NoReturn:

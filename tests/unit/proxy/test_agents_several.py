@@ -22,9 +22,9 @@ from envserver.environment import Rollout
 from envserver.models import OpenAIEngine
 from envserver.proxy import AttemptSpec, EngineEndpoint, Proxy
 from envserver.proxy.attempts import AgentRoute
-from envserver.rollouts.agents import roles_of
 from envserver.rollouts.attempt import counted_calls, main_call, other_conversations
 from envserver.rollouts.policy import judge_trajectory
+from envserver.rollouts.roles import roles_of
 from envserver.running import ProcessSettings, RunSpec, alone, process_run
 from envserver.tokens import build, chosen
 

@@ -315,7 +315,7 @@ async def test_rows_of_every_form_are_scored_in_order(tmp_path: Path) -> None:
     summary, scores = await score_lines(tmp_path, [row for row, _ in rows] * 5)
     assert [score["reward"] for score in scores] == [reward for _, reward in rows] * 5
     assert [score["line"] for score in scores] == list(range(1, len(rows) * 5 + 1))
-    assert set(scores[0]) == {"line", "reward", "components", "metrics", "error"}
+    assert set(scores[0]) == {"line", "reward", "components", "metrics", "error", "rewards"}
     assert summary.rows == summary.scored == 45 and summary.errors == 0
     assert summary.mean_reward == pytest.approx(6 / 9)
 

@@ -1,0 +1,232 @@
+"""What an environment may give as a reward, and the checks of what it gave. Pure.
+
+In: an environment's declarations (`reward_range`, `solved_at`, `component_weights`, `agents`) and a
+score of it. Out: the score as plain numbers, with the turn rewards of the rollout, or a
+RewardError: the environment's code is wrong and no retry helps. `envserver_records.scores` says how
+rewards add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import NoReturn
+
+import msgspec
+from envserver_records.errors import ConfigError, RewardError, ScorerError
+from envserver_records.records import Result, Score, Trajectory
+from envserver_records.scores import RewardRange, TurnReward, with_totals
+
+from ..environment import Environment
+from .roles import roles_of
+
+
+class RewardRules(msgspec.Struct, frozen=True, kw_only=True):
+    """The rewards that an environment declares.
+
+    Args:
+        agents: whether each declared agent is trained, the main agent first; empty: one agent
+            without a name.
+        weights: see `Environment.component_weights`.
+    """
+
+    environment: str
+    range: RewardRange
+    agents: dict[str, bool]
+    weights: dict[str, float]
+
+
+def rules_of_rewards(environment: Environment) -> RewardRules:
+    """Returns what `environment` declares.
+
+    Raises:
+        ConfigError: a declaration cannot hold.
+    """
+    return RewardRules(
+        environment=environment.name,
+        range=range_of(environment),
+        agents={name: role.trained for name, role in roles_of(environment).items()},
+        weights=dict(environment.component_weights),
+    )
+
+
+def range_of(environment: Environment) -> RewardRange:
+    """Returns the declared range of rewards.
+
+    Raises:
+        ConfigError: it is not a range, or does not say when a task is solved.
+    """
+    name = environment.name
+    try:
+        low, high = (float(end) for end in environment.reward_range)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}.reward_range is not a pair of numbers: {error}.") from error
+    solved_at = high if environment.solved_at is None else float(environment.solved_at)
+    if not low < high:
+        raise ConfigError(f"{name}.reward_range is ({low}, {high}), which holds no rewards.")
+    if not math.isfinite(solved_at):
+        raise ConfigError(
+            f"{name}.reward_range has no upper end, so it does not say when a task is solved.",
+            hint=f"Declare {name}.solved_at: the least reward of a solved task.",
+        )
+    if not low <= solved_at <= high:
+        raise ConfigError(f"{name}.solved_at is {solved_at}, outside of its reward_range.")
+    return RewardRange(low, high, solved_at)
+
+
+def checked_score(score: object, result: Result, rules: RewardRules) -> Score:
+    """Checks a score and returns it as plain numbers, without totals.
+
+    Raises:
+        RewardError: a reward is out of range, or for an agent or a turn that does not exist.
+        ScorerError: it is not a Score, reports a failure, or has components or metrics that are not
+            finite numbers.
+    """
+    if not isinstance(score, Score):
+        raise ScorerError(f"The scorer returned {type(score).__name__}, not a Score.")
+    if score.error is not None:
+        raise ScorerError(f"The scorer reported a failure: {score.error}")
+    checked = Score(
+        reward=None if score.reward is None else _reward("reward", score.reward),
+        rewards=_rewards(score.rewards, rules),
+        turns=[_turn(one, result, rules) for one in score.turns],
+        components=_finite_numbers("components", score.components),
+        metrics=_finite_numbers("metrics", score.metrics),
+    )
+    if checked.reward is None and not checked.rewards:
+        checked.reward = _weighted(checked.components, rules)
+    _check_agents_have_rewards(checked, rules)
+    _check_range(checked, rules)
+    return checked
+
+
+def with_turn_rewards(score: object, result: Result, rules: RewardRules) -> object:
+    """Returns the score of a rollout with the rewards that the rollout gave with `run.reward`; a
+    score without a reward stays so."""
+    if not isinstance(score, Score) or not result.turn_rewards:
+        return score
+    is_weighted = bool(rules.weights and score.components)
+    if score.reward is None and not (score.rewards or score.turns or is_weighted):
+        return score
+    return msgspec.structs.replace(score, turns=[*result.turn_rewards, *score.turns])
+
+
+def all_equal(trajectories: Sequence[Trajectory]) -> bool:
+    """Returns whether each trained agent has the same rewards, of all and of its turns, in all
+    trajectories, so that comparing them teaches nothing."""
+    scores = [trajectory.score for trajectory in trajectories]
+    # Rows are of trained agents; without exact tokens there are none, and all agents count.
+    agents = {row.agent for trajectory in trajectories for row in trajectory.sequences}
+    agents = agents or {name for score in scores for name in score.rewards} or {None}
+    return all(
+        len({(score.of_agent(agent), _turns_of(score, agent)) for score in scores}) == 1
+        for agent in agents
+    )
+
+
+def delivered_score(score: Score, rules: RewardRules) -> Score:
+    """Returns a scorer's score with the totals that trainers get."""
+    return with_totals(score, rules.agents)
+
+
+def _turns_of(score: Score, agent: str | None) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted((one.turn, one.value) for one in score.turns if one.agent == agent))
+
+
+def _rewards(rewards: object, rules: RewardRules) -> dict[str, float]:
+    if not isinstance(rewards, dict):
+        raise ScorerError("The scorer gave rewards that are not a dict.")
+    for name in rewards:
+        if name not in rules.agents:
+            _refuse(f"a reward for the agent {name!r}, which it does not declare", _known(rules))
+    return {name: _reward(f"rewards[{name!r}]", value) for name, value in rewards.items()}
+
+
+def _turn(turn: object, result: Result, rules: RewardRules) -> TurnReward:
+    if not isinstance(turn, TurnReward):
+        raise ScorerError(f"The scorer gave turns with a {type(turn).__name__}, not a TurnReward.")
+    agent = turn.agent if turn.agent is not None else next(iter(rules.agents), None)
+    if agent is not None and agent not in rules.agents:
+        _refuse(f"a turn reward for the agent {agent!r}, which it does not declare", _known(rules))
+    whose = "" if agent is None else f" of {agent!r}"
+    value = _reward(f"the reward of turn {turn.turn}{whose}", turn.value)
+    calls = result.calls.get(agent or "", [])
+    number = turn.turn
+    is_known = not result.calls or number < len(calls)  # a bare row has no calls
+    if not isinstance(number, int) or number < 0 or not is_known:
+        _refuse(
+            f"a reward for turn {number!r}{whose}, which had {len(calls)}",
+            "Turns count the calls that the agent received an answer to, from 0.",
+        )
+    return TurnReward(number, value, agent, calls[number] if calls else turn.call)
+
+
+def _weighted(components: Mapping[str, float], rules: RewardRules) -> float | None:
+    """Returns the weighted sum of the components; None if there are no weights or no components."""
+    if not rules.weights or not components:
+        return None
+    missing = rules.weights.keys() - components.keys()
+    if missing:
+        _refuse(
+            f"no component {min(missing)!r}, which component_weights names",
+            "Give all of them, or a reward.",
+        )
+    return math.fsum(weight * components[name] for name, weight in rules.weights.items())
+
+
+def _check_agents_have_rewards(score: Score, rules: RewardRules) -> None:
+    if not score.rewards or score.reward is not None:
+        return
+    for name, trained in rules.agents.items():
+        if trained and name not in score.rewards:
+            _refuse(
+                f"no reward for the trained agent {name!r}",
+                "Name every trained agent in `rewards`, or give a `reward` for the others.",
+            )
+
+
+def _check_range(score: Score, rules: RewardRules) -> None:
+    totals = with_totals(score, rules.agents)
+    named = {f"the agent {name!r}": value for name, value in totals.rewards.items()}
+    if totals.reward is not None:
+        named["the rollout"] = totals.reward
+    bounds = rules.range
+    for whose, value in named.items():
+        if not bounds.holds(value):
+            _refuse(
+                f"a reward of {value:g} for {whose}, which is outside of its reward_range "
+                f"[{bounds.low:g}, {bounds.high:g}]",
+                "Declare another Environment.reward_range (turn rewards count in the sum).",
+            )
+
+
+def _known(rules: RewardRules) -> str:
+    if not rules.agents:
+        return "Its rollouts have one agent without a name; Environment.agents declares agents."
+    return f"It declares: {', '.join(rules.agents)}."
+
+
+def _reward(name: str, value: object) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        _refuse(f"{name} = {str(value)[:50]}, which is not a finite number")
+    return float(value)
+
+
+def _refuse(what: str, hint: str = "") -> NoReturn:
+    message = f"The scorer gave {what}."
+    raise RewardError(message, hint=hint, bug=f"A bug in the environment: {message} {hint}".strip())
+
+
+def _finite_numbers(field: str, values: object) -> dict[str, float]:
+    if not isinstance(values, dict):
+        raise ScorerError(f"The scorer gave {field} that are not a dict.")
+    return {str(name): _finite(f"{field}[{name!r}]", value) for name, value in values.items()}
+
+
+def _finite(name: str, value: object) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ScorerError(
+            f"The scorer gave {name} = {str(value)[:50]}, which is not a finite number."
+        )
+    return float(value)

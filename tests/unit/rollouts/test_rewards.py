@@ -1,0 +1,216 @@
+"""Rewards of agents, turns and weighted components: from an environment to a trainer's rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from envserver_clients.records import ClientGroup
+from envserver_records.scores import outcome, range_as_json, range_from_json, with_totals
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.extent import examples
+
+import envserver
+from envserver import Group, Result, RewardError, RewardRange, Score, TurnReward, pack, unpack
+from envserver.rollouts.rewards import RewardRules, checked_score, with_turn_rewards
+
+GAME = '''
+from envserver import AgentRole, Environment, Score, Task, TurnReward
+
+
+class Game(Environment):
+    """Two players and a referee who is not trained; `ask` says what goes wrong."""
+
+    reward_range = (-2.0, 2.0)
+    solved_at = 1.0
+
+    class Config(Environment.Config):
+        ask: str = ""
+
+    def agents(self):
+        return {"one": AgentRole(), "two": AgentRole(), "referee": AgentRole(trained=False)}
+
+    def tasks(self, split):
+        for number in range(8):
+            yield Task(f"g{number}", {"question": f"Game {number}?"})
+
+    async def rollout(self, task, run):
+        for turn in range(2):
+            for agent in ("one", "two", "referee"):
+                await run.chat([{"role": "user", "content": f"{agent} {turn}"}], agent=agent)
+                if agent == "one":
+                    run.reward(0.25)
+        run.reward(-0.5, turn=0, agent="two")
+        if self.config.ask == "turn":
+            run.reward(1.0, turn=2)
+        return "played"
+
+    def score(self, task, result):
+        if self.config.ask == "range":
+            return Score(rewards={"one": 1.75, "two": 0.0})
+        turns = [TurnReward(1, 0.125, "two")]
+        return Score(rewards={"one": 1.0, "two": -1.0}, turns=turns, components={"fair": 1.0})
+
+    def score_group(self, task, results, scores):
+        assert all(len(score.turns) == 4 for score in scores)
+        for number, score in enumerate(scores):
+            score.rewards["two"] -= number / 4
+        return scores
+'''
+
+
+@pytest.fixture
+def game(tmp_path: Path) -> str:
+    path = tmp_path / "game.py"
+    path.write_text(GAME)
+    return str(path)
+
+
+def one_group(game: str, **changes: Any) -> Group:
+    groups = envserver.groups(game, model="sim", env={"group_size": 2, "total_steps": 1, **changes})
+    (group,) = groups
+    return group
+
+
+def test_each_agent_and_turn_has_its_reward_on_the_native_wire(game: str) -> None:
+    group = unpack(pack(one_group(game)), Group)
+    assert group.reward_range == RewardRange(-2.0, 2.0, 1.0)
+    first, second = (trajectory.score for trajectory in group.trajectories)
+    assert first.rewards == {"one": 1.5, "two": -1.375}
+    assert second.rewards == {"one": 1.5, "two": -1.625}
+    assert first.reward == pytest.approx((1.5 - 1.375) / 2)
+    wire = ClientGroup(
+        group_id="g",
+        env="game",
+        format="group",
+        policy_version=-1,
+        body=memoryview(pack(group)),
+    )
+    rows = wire.rows
+    assert {row.agent for row in rows} == {"one", "two"}
+    for row in rows:
+        assert row.reward == group.trajectories[row.trajectory].score.of_agent(row.agent)
+        assert len(row.turns) == 2
+        assert row.components == {"fair": 1.0}
+        assert set(row.calls[row.mask == 1].tolist()) <= set(row.turns)
+    one = next(row for row in rows if row.agent == "one")
+    two = next(row for row in rows if row.agent == "two")
+    assert [one.turn_rewards[call] for call in one.turns] == [0.25, 0.25]
+    assert [two.turn_rewards[call] for call in two.turns] == [-0.5, 0.125]
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        ("range", r"a reward of 2.25 for the agent 'one', which is outside of its reward_range"),
+        ("turn", "for turn 2 of 'one', which had 2"),
+    ],
+)
+def test_a_reward_that_cannot_be_ends_the_run_and_is_not_tried_again(
+    game: str, tmp_path: Path, ask: str, says: str
+) -> None:
+    out = tmp_path / "out.jsonl"
+    env = {"ask": ask, "group_size": 4, "total_steps": 8}
+    with pytest.raises(envserver.EnvserverError, match=says):
+        envserver.process(game, model="sim", out=str(out), env=env)
+    failures = out.with_name("out.failures.jsonl").read_text().splitlines()
+    attempts = [event for line in failures if (event := orjson.loads(line)).get("attempt")]
+    assert {event["attempt"] for event in attempts} == {1}
+
+
+AGENTS = {"one": True, "two": True, "referee": False}
+RULES = RewardRules(
+    environment="game",
+    range=RewardRange(-math.inf, math.inf, 1.0),
+    agents=AGENTS,
+    weights={"right": 1.0, "form": 0.1},
+)
+VALUES = st.floats(-8, 8, width=16)
+TURNS = st.lists(
+    st.builds(TurnReward, st.integers(0, 2), VALUES, st.sampled_from([*AGENTS, None])), max_size=6
+)
+RESULT = Result(calls={"one": [0, 3, 6], "two": [1, 4, 7], "referee": [2, 5, 8]})
+
+
+@st.composite
+def scores(draw: st.DrawFn) -> Score:
+    named = draw(st.sampled_from([(), ("one", "two"), tuple(AGENTS)]))
+    reward = draw(VALUES) if not named else draw(st.none() | VALUES)
+    return Score(reward=reward, rewards={name: draw(VALUES) for name in named}, turns=draw(TURNS))
+
+
+@given(scores())
+@settings(max_examples=examples(100), deadline=None)
+def test_an_agents_reward_is_its_outcome_and_its_turns(score: Score) -> None:
+    checked = checked_score(score, RESULT, RULES)
+    assert checked_score(checked, RESULT, RULES) == checked, "score_group may return it unchanged"
+    final = with_totals(checked, AGENTS)
+    assert unpack(pack(final), Score) == final
+    single = outcome(checked, ["one", "two"])
+    assert single is not None
+    for agent in ("one", "two"):
+        given_first = checked.rewards.get(agent, single)
+        assert final.of_agent(agent) == pytest.approx(given_first + checked.turn_sum(agent))
+        calls = final.call_rewards(agent)
+        assert set(calls) <= set(RESULT.calls[agent])
+        assert sum(calls.values()) == pytest.approx(checked.turn_sum(agent))
+    turns = (checked.turn_sum("one") + checked.turn_sum("two")) / 2
+    assert final.reward == pytest.approx(single + turns)
+
+
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        (Score(rewards={"one": 1.0, "two": 0.0, "three": 0.0}), "'three', which it does not"),
+        (Score(rewards={"one": 1.0}), "no reward for the trained agent 'two'"),
+        (Score(reward=math.nan), "not a finite number"),
+        (Score(reward=1.0, turns=[TurnReward(3, 1.0, "two")]), "turn 3 of 'two', which had 3"),
+        (Score(reward=1.0, turns=[TurnReward(0, 1.0, "four")]), "'four', which it does not"),
+        (Score(reward=1.0, turns=[TurnReward(0, math.inf)]), "not a finite number"),
+    ],
+)
+def test_a_reward_that_cannot_be_is_the_environments_error(score: Score, says: str) -> None:
+    with pytest.raises(RewardError, match=says) as caught:
+        checked_score(score, RESULT, RULES)
+    assert caught.value.detail["bug"]
+
+
+def test_weighted_components_give_the_reward() -> None:
+    rules = RewardRules(environment="e", range=RewardRange(), agents={}, weights=RULES.weights)
+    score = Score(components={"right": 0.5, "form": 1.0, "length": 900.0})
+    assert checked_score(score, Result(), rules).reward == pytest.approx(0.6)
+    with pytest.raises(RewardError, match="no component 'form'"):
+        checked_score(Score(components={"right": 1.0}), Result(), rules)
+
+
+def test_a_score_without_a_reward_stays_so_whatever_the_turns_gave() -> None:
+    result = Result(turn_rewards=[TurnReward(0, 0.5)])
+    rules = RewardRules(environment="e", range=RewardRange(), agents={}, weights={})
+    unscorable = with_turn_rewards(Score(reward=None), result, rules)
+    assert with_totals(checked_score(unscorable, result, rules), {}).reward is None
+    scorable = with_turn_rewards(Score(reward=0.0), result, rules)
+    assert with_totals(checked_score(scorable, result, rules), {}).reward == 0.5
+
+
+def ranges() -> Iterator[RewardRange]:
+    yield from (RewardRange(), RewardRange(-1, 1, 1), RewardRange(-1, 1, 0.5))
+    yield from (RewardRange(-math.inf, math.inf, 3.0), RewardRange(0, math.inf, 10.0))
+
+
+@given(st.sampled_from(list(ranges())), st.floats(-20, 20), st.floats(-20, 20))
+@settings(max_examples=examples(100), deadline=None)
+def test_a_share_rises_with_the_reward_up_to_a_solved_task(
+    bounds: RewardRange, one: float, two: float
+) -> None:
+    assert range_from_json(orjson.loads(orjson.dumps(range_as_json(bounds)))) == bounds
+    low, high = sorted((one, two))
+    assert 0.0 <= bounds.share(low) <= bounds.share(high) <= 1.0
+    assert bounds.share(bounds.solved_at) == 1.0
+    assert bounds.is_solved(one) == (one >= bounds.solved_at - 1e-8)
+    if math.isfinite(bounds.low):
+        assert bounds.share(bounds.low) == 0.0
