@@ -12,7 +12,20 @@ from nbformat.v4 import new_code_cell, new_notebook
 from support.commands import ENVSERVER, environment_variables, read_jsonl
 from support.extent import first_of
 
-BUILT_INS = {"code", "gaia", "math", "mhqa", "router", "scenarios", "swe", "tau", "video"}
+BUILT_INS = [
+    "code",
+    "gaia",
+    "kuhn",
+    "math",
+    "mhqa",
+    "proposer_solver",
+    "router",
+    "scenarios",
+    "swe",
+    "tau",
+    "twenty_questions",
+    "video",
+]
 PROJECT = Path(__file__).parents[2]
 USERS_ENVIRONMENT = """
 from clients import CLIENT

@@ -1,0 +1,17 @@
+"""`python -m envserver_environments.kuhn process ...` is `envserver process --env kuhn ...`.
+
+`python -m envserver_environments.kuhn exploitability FILE...` measures recorded players.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from envserver import main
+
+from . import measure
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["exploitability"]:
+        sys.exit(measure.main(sys.argv[2:]))
+    sys.exit(main(environment="kuhn"))

@@ -1,0 +1,1 @@
+"""One agent makes problems that are neither too easy nor too hard for the other."""

@@ -1,0 +1,10 @@
+"""The same as `envserver ... --env twenty_questions`, without an installation."""
+
+from __future__ import annotations
+
+import sys
+
+from envserver import main
+
+if __name__ == "__main__":
+    sys.exit(main(environment="twenty_questions"))
