@@ -152,6 +152,7 @@ def _examples(
         learn_truncated=settings.learn_truncated,
         has_reference=settings.kl_weight > 0,
         vocabulary=vocabulary,
+        turn_discount=settings.turn_discount,
     )
     rng = np.random.default_rng([settings.seed, now.step])
     shuffle = rng if settings.shuffle_rewards else None

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 from envserver_records.records import Group, Sequence, Trajectory
+from envserver_records.returns import Earned, token_advantages, turn_advantages
 from envserver_records.scores import RewardRange
 
 NOT_TRAINED: Final = -100
@@ -30,6 +31,9 @@ def group_to_atropos(
 
     Trajectories without a reward are left out: they are never trained on. `overrides` tells
     trainers not to learn from truncated trajectories; it is None if no trajectory is truncated.
+    `advantages` has a value for each token if turns have rewards: that of the turn's own return,
+    undiscounted, within its agent (`returns.turn_advantages`); else it is None, and `scores` say
+    all.
 
     Args:
         include_messages: give each row the conversation of its trajectory.
@@ -51,7 +55,7 @@ def group_to_atropos(
             )
             for trajectory, sequence in rows
         ],
-        "advantages": None,
+        "advantages": _advantages(group, rows),
         "ref_logprobs": None,
         "messages": [list(t.messages) for t, _ in rows] if include_messages else None,
         "generation_params": dict(group.generation_params) or None,
@@ -72,6 +76,27 @@ def score_in_range(reward: float, score_range: ScoreRange, bounds: RewardRange) 
     if score_range == "unit" or not math.isfinite(width):
         return float(reward)
     return 2.0 * (reward - bounds.low) / width - 1.0
+
+
+def _advantages(group: Group, rows: list[tuple[Trajectory, Sequence]]) -> list[list[float]] | None:
+    if not any(trajectory.score.turns for trajectory, _ in rows):
+        return None
+    trajectories = [one for one in group.trajectories if one.score.reward is not None]
+    found: dict[tuple[str, str | None], dict[int, float]] = {}
+    for agent in dict.fromkeys(sequence.agent for _, sequence in rows):
+        earned = [_earned(one, agent) for one in trajectories]
+        for one, by_call in zip(trajectories, turn_advantages(earned), strict=True):
+            found[one.rollout_id, agent] = by_call
+    return [
+        token_advantages(sequence.calls, found[trajectory.rollout_id, sequence.agent], 0.0).tolist()
+        for trajectory, sequence in rows
+    ]
+
+
+def _earned(trajectory: Trajectory, agent: str | None) -> Earned:
+    score = trajectory.score
+    turns = trajectory.agent_calls.get(agent or "", [])
+    return Earned(score.of_agent(agent) or 0.0, turns, score.call_rewards(agent))
 
 
 def _text_only() -> Sequence:

@@ -24,6 +24,8 @@ class Completion:
             tools and users in between).
         logprobs: per completion token; 0.0 where mask is 0.
         versions: per completion token: the policy version that sampled it, -1 for context.
+        calls: per completion token: the call that sampled it, -1 for context.
+        agent: name of its agent, None if there is only one.
     """
 
     prompt_ids: list[int]
@@ -31,6 +33,8 @@ class Completion:
     mask: list[int]
     logprobs: list[float]
     versions: list[int]
+    calls: list[int]
+    agent: str | None = None
 
 
 def completion_of(sequence: Sequence) -> Completion | None:
@@ -49,6 +53,8 @@ def completion_of(sequence: Sequence) -> Completion | None:
         mask=sequence.mask[first:end].tolist(),
         logprobs=sequence.logprobs[first:end].tolist(),
         versions=sequence.versions[first:end].tolist(),
+        calls=sequence.calls[first:end].tolist(),
+        agent=sequence.agent,
     )
 
 

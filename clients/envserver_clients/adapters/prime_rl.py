@@ -13,7 +13,7 @@ the server has one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -59,26 +59,31 @@ def samples_of_group(
 
     Args:
         temperature: sampling temperature of all rollouts (`Group.generation_params`).
-        advantages: turns the rewards of the trajectories into as many advantages.
+        advantages: turns the rewards of one agent in the trajectories into as many advantages.
         kind: makes a sample from its fields.
 
     Raises:
         InputError: `advantages` returned a different number of values.
     """
     trainable = [one for one in group if is_trainable(one)]
-    rewards = [reward_of(one) for one in trainable]
-    found = list(advantages(rewards))
-    if len(found) != len(trainable):
-        raise InputError(f"{len(found)} advantages for {len(trainable)} trajectories.")
+    by_agent: dict[str | None, list[float]] = {}
+    for agent in {row.agent for one in trainable for row in one.sequences}:
+        by_agent[agent] = list(advantages([reward_of(one, agent) for one in trainable]))
+        if len(by_agent[agent]) != len(trainable):
+            raise InputError(
+                f"{len(by_agent[agent])} advantages for {len(trainable)} trajectories."
+            )
     return [
         kind(**fields)
-        for trajectory, advantage in zip(trainable, found, strict=True)
-        for fields in _fields_of(trajectory, advantage, temperature)
+        for number, trajectory in enumerate(trainable)
+        for fields in _fields_of(
+            trajectory, {agent: own[number] for agent, own in by_agent.items()}, temperature
+        )
     ]
 
 
 def _fields_of(
-    trajectory: Trajectory, advantage: float, temperature: float
+    trajectory: Trajectory, advantages: Mapping[str | None, float], temperature: float
 ) -> list[dict[str, Any]]:
     rows = [one for one in trajectory.sequences if one.mask.any()]
     return [
@@ -88,7 +93,7 @@ def _fields_of(
             "logprobs": np.where(row.mask, row.logprobs, np.float32(0.0)).tolist(),
             "temperatures": [temperature] * len(row.tokens),
             "env_name": trajectory.env,
-            "advantages": [advantage] * len(row.tokens),
+            "advantages": [advantages[row.agent]] * len(row.tokens),
         }
         for row in rows
     ]

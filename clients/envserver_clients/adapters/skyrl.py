@@ -3,7 +3,8 @@
 In: SkyRL's `GeneratorInput`. Each row names `task_id` (and `environment`, if it is not the row's
 `env_class`) in `env_extras`, where SkyRL puts every column of the data set except prompt and
 env_class. Out: its `GeneratorOutput`, rows in the order of the input. In step-wise mode the rows of
-a trajectory are adjacent, the last has `is_last_step`, and the reward is on its last token.
+a trajectory are adjacent, the last has `is_last_step`, and the outcome is on its last token;
+rewards of turns are on the last tokens of their calls.
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
@@ -16,6 +17,7 @@ concatenation, merging of steps, and metrics.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +27,11 @@ from envserver_records import Split, Trajectory
 
 from envserver_clients.http import EnvClient
 
-from .completions import completions_of
+from .completions import Completion
 from .whole_groups import (
     GroupOrder,
     complete_groups,
+    completions_of_agent,
     loss_mask,
     main_completion,
     masked_logprobs,
@@ -70,6 +73,7 @@ class EnvserverGenerator:
         url: the server's address.
         step_wise: return all rows of a trajectory (SkyRL's `generator.step_wise_trajectories`);
             False: only the one with the most trained tokens.
+        agent: which of several agents is trained; None: the first of each trajectory.
         train_split, eval_split: default: the one that the server serves.
         tries: how often to order a group whose rollouts are lost without the model's fault.
     """
@@ -79,6 +83,7 @@ class EnvserverGenerator:
         url: str,
         *,
         step_wise: bool = False,
+        agent: str | None = None,
         train_split: Split | None = None,
         eval_split: Split | None = None,
         token: str | None = None,
@@ -87,6 +92,7 @@ class EnvserverGenerator:
     ) -> None:
         self._url = url
         self._step_wise = step_wise
+        self._agent = agent
         self._splits = {"train": train_split, "eval": eval_split}
         self._token = token
         self._tries = tries
@@ -117,7 +123,7 @@ class EnvserverGenerator:
                 found.update(zip(places, group, strict=True))
         ordered = [found[place] for place in range(len(found))]
         identities = input_batch.get("trajectory_ids")
-        return output_of(ordered, identities, step_wise=self._step_wise)
+        return output_of(ordered, identities, step_wise=self._step_wise, agent=self._agent)
 
 
 def task_groups_of(input_batch: Mapping[str, Any], split: Split | None) -> list[TaskGroup]:
@@ -144,12 +150,17 @@ def task_groups_of(input_batch: Mapping[str, Any], split: Split | None) -> list[
 
 
 def output_of(
-    trajectories: Sequence[Trajectory], identities: Sequence[Any] | None, *, step_wise: bool
+    trajectories: Sequence[Trajectory],
+    identities: Sequence[Any] | None,
+    *,
+    step_wise: bool,
+    agent: str | None = None,
 ) -> Output:
     """Converts trajectories to SkyRL's output.
 
     Args:
         identities: SkyRL's `TrajectoryID` of each trajectory.
+        agent: see `completions_of_agent`.
 
     Raises:
         InputError: a trajectory has no trained token or no reward.
@@ -157,18 +168,22 @@ def output_of(
     rows = [
         (place, row)
         for place, trajectory in enumerate(trajectories)
-        for row in (completions_of(trajectory) if step_wise else [main_completion(trajectory)])
+        for row in (
+            completions_of_agent(trajectory, agent)
+            if step_wise
+            else [main_completion(trajectory, agent)]
+        )
     ]
     masks = [loss_mask(trajectories[place], row) for place, row in rows]
     places = [place for place, _ in rows]
     last = [place != after for place, after in zip(places, [*places[1:], -1], strict=True)]
-    rewards = [reward_of(trajectories[place]) for place in places]
+    rewards = [reward_of(trajectories[place], row.agent) for place, row in rows]
     return {
         "prompt_token_ids": [row.prompt_ids for _, row in rows],
         "response_ids": [row.completion_ids for _, row in rows],
         "rewards": [
-            [0.0] * (len(mask) - 1) + [reward if ends else 0.0]
-            for reward, mask, ends in zip(rewards, masks, last, strict=True)
+            _token_rewards(trajectories[place], row, ends=ends)
+            for (place, row), ends in zip(rows, last, strict=True)
         ]
         if step_wise
         else rewards,
@@ -181,6 +196,28 @@ def output_of(
         "trajectory_ids": [identities[place] for place in places] if identities else None,
         "is_last_step": last if step_wise else None,
     }
+
+
+def _token_rewards(trajectory: Trajectory, row: Completion, *, ends: bool) -> list[float]:
+    """Returns a reward for each token of a row; over the rows of the trajectory they add up to its
+    reward.
+
+    Args:
+        ends: whether it is the trajectory's last row, which has the outcome.
+    """
+    by_call = trajectory.score.call_rewards(row.agent)
+    found = [0.0] * len(row.mask)
+    own = {call: place for place, call in enumerate(row.calls) if row.mask[place]}
+    for call, place in own.items():
+        found[place] += by_call.get(call, 0.0)
+    if ends:
+        rows = completions_of_agent(trajectory, row.agent)
+        placed = {
+            call for one in rows for call, kept in zip(one.calls, one.mask, strict=True) if kept
+        }
+        turns = math.fsum(value for call, value in by_call.items() if call in placed)
+        found[-1] += reward_of(trajectory, row.agent) - turns
+    return found
 
 
 def _metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

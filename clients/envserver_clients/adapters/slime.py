@@ -64,7 +64,7 @@ def _filled(sample: Any, trajectory: Trajectory, row: Completion, *, siblings: b
     sample.response_length = len(row.completion_ids)
     sample.loss_mask = row.mask
     sample.rollout_log_probs = masked_logprobs(row, row.mask)
-    sample.reward = reward_of(trajectory)
+    sample.reward = reward_of(trajectory, row.agent)
     sample.weight_versions = [str(version) for version in sorted({*row.versions} - {-1})]
     sample.status = statuses.TRUNCATED if trajectory.truncated else statuses.COMPLETED
     sample.remove_sample = trajectory.truncated

@@ -32,7 +32,7 @@ from envserver_records import ConfigError, ConflictError, EnvserverError, Messag
 
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.records import Batch, ClientGroup, Row
-from envserver_clients.training.advantages import Scaling, advantages
+from envserver_clients.training.advantages import Scaling, rewards_of, row_advantages
 from envserver_clients.weights import WeightPush
 
 from .trl_weights import Versions
@@ -244,13 +244,12 @@ def samples_of(
     """
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-    rewards = {row.trajectory: row.reward for row in group.rows}
+    rewards = rewards_of(group.rows)
     if not rewards:
         return []
-    better = dict(zip(rewards, advantages(list(rewards.values()), scaling), strict=True))
     spread = float(np.std(list(rewards.values())))
     samples = []
-    for row in group.rows:
+    for row, better in zip(group.rows, row_advantages(group.rows, scaling), strict=True):
         if not row.learn or row.logprobs is None or not row.mask.any():
             continue
         prompt, completion = _parted(row.messages)
@@ -261,7 +260,7 @@ def samples_of(
                 input_ids=row.tokens.astype(np.int64),
                 completion_mask=row.mask.astype(np.int64),
                 old_log_probs=row.logprobs.astype(np.float32),
-                advantage=float(better[row.trajectory]),
+                advantage=better.value,
                 model_version=_version(row, base, model_version),
                 group_id=number,
                 metrics={"reward": row.reward, "reward_std": spread},

@@ -18,7 +18,7 @@ which TRL leaves out of the group's mean. Written for TRL 1.16.0 (`GRPOTrainer._
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from envserver_records import EnvserverError, Trajectory
@@ -31,6 +31,7 @@ from .trl_prompts import TaskName, task_of
 from .trl_weights import Versions, check_of, saver
 from .whole_groups import (
     RolloutsLost,
+    completions_of_agent,
     is_trainable,
     loss_mask,
     main_completion,
@@ -53,6 +54,8 @@ class EnvserverRollouts:
             transfers them (`use_vllm`), and only their version is published.
         token: the server's access token. Default: the environment variable ENVSERVER_TOKEN.
         timeout_seconds: time limit for the rollouts of one batch.
+        agent: which of several agents is trained; None: the first of each rollout. TRL takes one
+            row for each prompt (`trl_async` has the rows of all agents).
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class EnvserverRollouts:
         weights: WeightPush | None = None,
         token: str | None = None,
         timeout_seconds: float = 3600.0,
+        agent: str | None = None,
     ) -> None:
+        self._agent = agent
         self._server = (server_url, token)
         self._weights = weights
         self._timeout_seconds = timeout_seconds
@@ -87,7 +92,8 @@ class EnvserverRollouts:
         """Runs TRL's `rollout_func` for the `prompts` of this rank.
 
         In addition to TRL's columns, reward functions get `env_reward` (None: unknown),
-        `env_truncated` (the model was cut off) and `env_version` (the oldest policy version).
+        `env_truncated` (the model was cut off), `env_version` (the oldest policy version) and
+        `env_components` (the named parts of the reward).
 
         Raises:
             RolloutsLost: every rollout failed.
@@ -139,7 +145,7 @@ class EnvserverRollouts:
     ) -> list[TrlRow] | EnvserverError:
         """Returns the rows of all ranks, or an error for all: else the other ranks would wait."""
         try:
-            rows = rows_of(self._trajectories(tasks, group_size))
+            rows = rows_of(self._trajectories(tasks, group_size), self._agent)
         except EnvserverError as error:
             return error
         self._seen = rows[0]
@@ -190,15 +196,19 @@ class TrlRow:
     env_reward: float | None
     env_truncated: bool
     env_version: int
+    env_components: dict[str, float] = field(default_factory=dict)
 
 
-def rows_of(trajectories: Sequence[Trajectory | None]) -> list[TrlRow]:
+def rows_of(trajectories: Sequence[Trajectory | None], agent: str | None = None) -> list[TrlRow]:
     """Returns a row for each trajectory, in order.
+
+    Args:
+        agent: see `completions_of_agent`.
 
     Raises:
         RolloutsLost: all are lost.
     """
-    found = [None if one is None else _row(one) for one in trajectories]
+    found = [None if one is None else _row(one, agent) for one in trajectories]
     made = next((row for row in found if row is not None), None)
     if made is None:
         raise RolloutsLost(
@@ -209,20 +219,21 @@ def rows_of(trajectories: Sequence[Trajectory | None]) -> list[TrlRow]:
     return [row or empty for row in found]
 
 
-def _row(trajectory: Trajectory) -> TrlRow | None:
-    if not is_trainable(trajectory):
+def _row(trajectory: Trajectory, agent: str | None) -> TrlRow | None:
+    if not is_trainable(trajectory) or not completions_of_agent(trajectory, agent):
         return None
     # TRL takes one sequence, even of an agent that forked its history.
-    chosen = main_completion(trajectory)
+    chosen = main_completion(trajectory, agent)
     mask = loss_mask(trajectory, chosen)
     return TrlRow(
         prompt_ids=chosen.prompt_ids,
         completion_ids=chosen.completion_ids,
         logprobs=masked_logprobs(chosen, mask),
         env_mask=mask,
-        env_reward=trajectory.score.reward,
+        env_reward=trajectory.score.of_agent(chosen.agent),
         env_truncated=trajectory.truncated,
         env_version=_oldest(chosen),
+        env_components=trajectory.score.components,
     )
 
 

@@ -24,10 +24,11 @@ from envserver_records import InputError, Split, Trajectory
 
 from envserver_clients.http import EnvClient
 
-from .completions import Completion, completions_of
+from .completions import Completion
 from .whole_groups import (
     GroupOrder,
     complete_groups,
+    completions_of_agent,
     loss_mask,
     main_completion,
     masked_logprobs,
@@ -49,6 +50,8 @@ class EnvserverLoop:
         rows: "one": the row with the most trained tokens, if the agent forked its history (verl's
             default trainer takes one for each row of its batch); "all": a list of all rows, for
             trainers with a TransferQueue.
+        agent: which of several agents is trained; None: the first of each trajectory. With "all",
+            verl compares all rows of a task, so leave one agent.
         split: default: the one that the server serves.
         tries: how often to order a rollout that is lost without the model's fault.
     """
@@ -60,6 +63,7 @@ class EnvserverLoop:
         url: str,
         environment: str | None = None,
         rows: Rows = "one",
+        agent: str | None = None,
         split: Split | None = None,
         token: str | None = None,
         tries: int = 3,
@@ -72,6 +76,7 @@ class EnvserverLoop:
         self._url = url
         self._environment = environment
         self._rows = rows
+        self._agent = agent
         self._split: Split | None = split
         self._token = token
         self._tries = tries
@@ -102,13 +107,19 @@ class EnvserverLoop:
                 self._rows,
                 prompt_length=self._prompt_length,
                 response_length=self._response_length,
+                agent=self._agent,
             )
         ]
         return outputs if self._rows == "all" else outputs[0]
 
 
 def outputs_of(
-    trajectory: Trajectory, rows: Rows, *, prompt_length: int, response_length: int
+    trajectory: Trajectory,
+    rows: Rows,
+    *,
+    prompt_length: int,
+    response_length: int,
+    agent: str | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the fields of an `AgentLoopOutput` for each row.
 
@@ -116,11 +127,15 @@ def outputs_of(
         prompt_length: maximum number of tokens; a longer prompt is an error, because cutting it
             would change what the model saw.
         response_length: maximum number of tokens; longer responses are cut, as in verl's loops.
+        agent: see `completions_of_agent`.
 
     Raises:
         InputError: a prompt is too long, or the trajectory has no trained token or no reward.
     """
-    taken = completions_of(trajectory) if rows == "all" else [main_completion(trajectory)]
+    if rows == "all":
+        taken = completions_of_agent(trajectory, agent)
+    else:
+        taken = [main_completion(trajectory, agent)]
     for one in taken:
         if len(one.prompt_ids) > prompt_length:
             raise InputError(
@@ -133,7 +148,7 @@ def outputs_of(
 
 def _output(trajectory: Trajectory, row: Completion, length: int) -> dict[str, Any]:
     mask = loss_mask(trajectory, row)
-    reward, usage = reward_of(trajectory), trajectory.usage
+    reward, usage = reward_of(trajectory, row.agent), trajectory.usage
     versions = [version for version in row.versions if version != _UNKNOWN]
     return {
         "prompt_ids": row.prompt_ids,

@@ -98,13 +98,27 @@ def is_trainable(trajectory: Trajectory) -> bool:
     )
 
 
-def main_completion(trajectory: Trajectory) -> Completion:
+def completions_of_agent(trajectory: Trajectory, agent: str | None = None) -> list[Completion]:
+    """Returns the rows of one of several agents: rewards of different agents must not be compared.
+
+    Args:
+        agent: its name; None: the first that has a trained token.
+    """
+    found = completions_of(trajectory)
+    chosen = agent if agent is not None else next((one.agent for one in found), None)
+    return [one for one in found if one.agent == chosen]
+
+
+def main_completion(trajectory: Trajectory, agent: str | None = None) -> Completion:
     """Returns the row with the most trained tokens (of equal ones the last).
+
+    Args:
+        agent: see `completions_of_agent`.
 
     Raises:
         InputError: no token of the trajectory is trained.
     """
-    found = completions_of(trajectory)
+    found = completions_of_agent(trajectory, agent)
     if not found:
         raise InputError(f"Rollout {trajectory.rollout_id} has no trained token.", place="mask")
     return max(reversed(found), key=lambda one: sum(one.mask))
@@ -120,15 +134,16 @@ def masked_logprobs(completion: Completion, mask: list[int]) -> list[float]:
     return [logprob if one else 0.0 for logprob, one in zip(completion.logprobs, mask, strict=True)]
 
 
-def reward_of(trajectory: Trajectory) -> float:
-    """Returns the reward.
+def reward_of(trajectory: Trajectory, agent: str | None) -> float:
+    """Returns the reward of the rows of `agent` (None: the only agent).
 
     Raises:
         InputError: the trajectory does not have one.
     """
-    if trajectory.score.reward is None:
+    reward = trajectory.score.of_agent(agent)
+    if reward is None:
         raise InputError(f"Rollout {trajectory.rollout_id} has no reward.", place="reward")
-    return trajectory.score.reward
+    return reward
 
 
 def named(columns: dict[str, Any], environment: str | None, where: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
     settings      the trainer's settings
     sources       batches of groups, over the native or the Atropos wire, acknowledged when saved
-    advantages    rewards of a group -> advantages of its trajectories
+    advantages    rewards of a group -> advantages of its rows, within each agent
     examples      rows of a batch -> examples to learn from, with weights that add up
     padding       examples -> padded arrays, a few rows at a time
     loss          clipped importance weights, from the logprobs that were delivered

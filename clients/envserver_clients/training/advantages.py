@@ -1,41 +1,73 @@
-"""Computes how much better a trajectory was than the others of its group.
+"""Computes how much better each row of a group was than the others of its agent.
 
-In: rewards. Out: advantages, float32, one per reward. What always holds: they add up to 0, and are
-all 0 if the rewards are equal: such a group teaches nothing, and rounding errors are not amplified.
+In: the rows of a group. Out: the advantage of each row, and of its tokens where turns are compared
+one by one. `envserver_records.returns` has the formulas, which the server's exports share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from envserver_records.returns import Earned, token_advantages, turn_advantages
+from envserver_records.returns import Scaling as Scaling
+from envserver_records.returns import advantages as advantages
 from numpy.typing import NDArray
 
-Scaling = Literal["std", "mean"]
-"""std: `(r - mean) / std`, as in GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
-mean: `r - mean`, without the division, because the division gives very easy and very hard tasks
-more weight (Dr. GRPO, arXiv 2503.20783, section 3.1)."""
+from envserver_clients.records import Row
 
-_LEAST_STD: Final = 1e-4
-"""Added to the standard deviation."""
+Key = tuple[str | None, int]
+"""An agent in a trajectory of the group."""
 
 
-def advantages(rewards: Sequence[float], scaling: Scaling = "std") -> NDArray[np.float32]:
-    """Returns the advantages of one group's trajectories.
+class RowAdvantage(NamedTuple):
+    """The advantage of a row: its trajectory's, and float32[T] where turns have their own."""
+
+    value: float
+    tokens: NDArray[np.float32] | None = None
+
+
+def rewards_of(rows: Sequence[Row]) -> dict[Key, float]:
+    """Returns the rewards of a group by agent and number of the trajectory."""
+    return {(row.agent, row.trajectory): row.reward for row in rows}
+
+
+def shuffled_rewards(
+    rewards: Mapping[Key, float], rng: np.random.Generator | None
+) -> dict[Key, float]:
+    """Returns the rewards, those of each agent in random order unless `rng` is None."""
+    mixed = dict(rewards)
+    for agent in dict.fromkeys(agent for agent, _ in rewards) if rng is not None else ():
+        keys = [key for key in rewards if key[0] == agent]
+        assert rng is not None
+        mixed |= dict(zip(keys, shuffled([rewards[key] for key in keys], rng), strict=True))
+    return mixed
+
+
+def row_advantages(
+    rows: Sequence[Row],
+    scaling: Scaling = "std",
+    *,
+    turn_discount: float | None = None,
+    rewards: Mapping[Key, float] | None = None,
+) -> list[RowAdvantage]:
+    """Returns the advantage of each row of a group, compared within its agent.
 
     Args:
-        rewards: one per trajectory of the group; not empty.
-        scaling: see `Scaling`; the standard deviation is the population's (divided by n).
+        turn_discount: learn each turn from its own return, discounted so; None: from the reward.
+        rewards: other rewards than the rows' own, such as shuffled ones.
     """
-    values = np.asarray(rewards, np.float64)
-    if values.max() == values.min():
-        return np.zeros(len(values), np.float32)
-    centred = values - values.mean()
-    if scaling == "std":
-        centred /= values.std() + _LEAST_STD
-    found: NDArray[np.float32] = centred.astype(np.float32)
-    return found
+    given = rewards_of(rows) if rewards is None else rewards
+    values: dict[Key, float] = {}
+    by_call: dict[Key, dict[int, float]] = {}
+    for agent in dict.fromkeys(row.agent for row in rows):
+        keys = [key for key in given if key[0] == agent]
+        values |= zip(keys, advantages([given[key] for key in keys], scaling).tolist(), strict=True)
+        if turn_discount is not None:
+            earned = [_earned(rows, key, given[key]) for key in keys]
+            by_call |= zip(keys, turn_advantages(earned, scaling, turn_discount), strict=True)
+    return [_of_row(row, values, by_call) for row in rows]
 
 
 def shuffled(rewards: Sequence[float], rng: np.random.Generator) -> list[float]:
@@ -44,3 +76,18 @@ def shuffled(rewards: Sequence[float], rng: np.random.Generator) -> list[float]:
     For control experiments: mean and spread stay, but rewards no longer belong to trajectories.
     """
     return [float(reward) for reward in rng.permutation(np.asarray(rewards, np.float64))]
+
+
+def _earned(rows: Sequence[Row], key: Key, reward: float) -> Earned:
+    row = next(row for row in rows if (row.agent, row.trajectory) == key)
+    return Earned(reward, row.turns, row.turn_rewards)
+
+
+def _of_row(
+    row: Row, values: Mapping[Key, float], by_call: Mapping[Key, Mapping[int, float]]
+) -> RowAdvantage:
+    key = (row.agent, row.trajectory)
+    turns = by_call.get(key)
+    if not turns or len(row.calls) != len(row.tokens):
+        return RowAdvantage(values[key])
+    return RowAdvantage(values[key], token_advantages(row.calls, turns, values[key]))

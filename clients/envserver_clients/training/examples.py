@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from envserver_clients.records import ClientGroup, Row
 
-from .advantages import Scaling, advantages, shuffled
+from .advantages import RowAdvantage, Scaling, rewards_of, row_advantages, shuffled_rewards
 from .guard import SKIPPED
 
 Denominator = Literal["trajectory", "token", "constant"]
@@ -30,7 +30,8 @@ constant: trajectories times a constant, so that tokens of long wrong answers co
 (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
 Trajectories and tokens of the whole batch count, including groups whose rewards are all equal. A
-trajectory has the tokens of all its rows. Only trained tokens count."""
+trajectory has the tokens of all its rows; the rows of each of several agents count as one by
+themselves. Only trained tokens count."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Example:
         advantage: its trajectory's.
         weight: weight of each of its trained tokens in the loss.
         fresh: uint8[T], 1 where the learning policy's own version sampled it; None: unknown.
+        token_advantages: float32[T], where the turns of the row have advantages of their own.
     """
 
     tokens: NDArray[np.int32]
@@ -52,6 +54,7 @@ class Example:
     advantage: float
     weight: float
     fresh: NDArray[np.uint8] | None = None
+    token_advantages: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class ExampleSettings:
     Args:
         has_reference: a distance to a reference policy is part of the loss.
         vocabulary: number of tokens that the model knows; None: unknown.
+        turn_discount: see `row_advantages`.
     """
 
     scaling: Scaling = "std"
@@ -70,6 +74,7 @@ class ExampleSettings:
     learn_truncated: bool = False
     has_reference: bool = False
     vocabulary: int | None = None
+    turn_discount: float | None = None
 
 
 @dataclass(frozen=True)
@@ -103,23 +108,25 @@ def examples_of(
 
     Args:
         version: version of the learning policy.
-        shuffle: shuffles the rewards within each group (for control experiments).
+        shuffle: shuffles the rewards of each agent within each group (for control experiments).
     """
     own_or_older = [group for group in groups if _newest(group.rows) <= version]
     newer = len(groups) - len(own_or_older)
     fresh = [
         group for group in own_or_older if not _is_stale(group.rows, version, rules.max_staleness)
     ]
-    rows: list[tuple[Row, float]] = []
+    rows: list[tuple[Row, RowAdvantage]] = []
     rewards: list[float] = []
     equal = 0
     for group in fresh:
-        own = _rewards(group.rows)
+        own = rewards_of(group.rows)
         rewards += own.values()
-        given = list(own.values()) if shuffle is None else shuffled(list(own.values()), shuffle)
-        values = dict(zip(own, advantages(given, rules.scaling), strict=True)) if own else {}
-        equal += not any(values.values())
-        rows += [(row, float(values[row.trajectory])) for row in group.rows]
+        given = shuffled_rewards(own, shuffle)
+        found = row_advantages(
+            group.rows, rules.scaling, turn_discount=rules.turn_discount, rewards=given
+        )
+        equal += not any(map(_teaches, found))
+        rows += zip(group.rows, found, strict=True)
     refused = Counter(why for row, _ in rows if (why := refusal(row, rules.vocabulary)))
     examples = _weighed(rows, len(rewards), version, rules)
     numbers: dict[str, float | str] = {
@@ -174,23 +181,25 @@ def _is_stale(rows: Sequence[Row], version: int, most: int | None) -> bool:
     return any(bool((version - versions > most).any()) for versions in known)
 
 
-def _rewards(rows: Sequence[Row]) -> dict[int, float]:
-    """Returns the reward of each trajectory of a group, by its number."""
-    return {row.trajectory: row.reward for row in rows}
+def _teaches(advantage: RowAdvantage) -> bool:
+    return bool(advantage.value if advantage.tokens is None else advantage.tokens.any())
 
 
 def _weighed(
-    rows: list[tuple[Row, float]], trajectories: int, version: int, rules: ExampleSettings
+    rows: list[tuple[Row, RowAdvantage]], trajectories: int, version: int, rules: ExampleSettings
 ) -> list[Example]:
-    sizes: dict[tuple[str, int], int] = {}
+    """Returns the examples; `trajectories`: their number, each agent of one counted by itself."""
+    sizes: dict[tuple[str, str | None, int], int] = {}
     for row, _ in rows:
-        key = (row.group_id, row.trajectory)
+        key = (row.group_id, row.agent, row.trajectory)
         sizes[key] = sizes.get(key, 0) + int(row.mask.sum())
     all_tokens = sum(sizes.values())
     examples = []
     for row, advantage in rows:
-        own = sizes[row.group_id, row.trajectory]
-        if not (advantage or rules.has_reference) or not (row.learn or rules.learn_truncated):
+        own = sizes[row.group_id, row.agent, row.trajectory]
+        if not (_teaches(advantage) or rules.has_reference) or not (
+            row.learn or rules.learn_truncated
+        ):
             continue
         if not row.mask[1:].any() or row.logprobs is None or refusal(row, rules.vocabulary):
             continue
@@ -204,7 +213,12 @@ def _weighed(
         mask = row.mask.copy()
         mask[0] = 0  # the first token has no context to be predicted from
         fresh = (row.versions == version).astype(np.uint8)
-        examples.append(Example(row.tokens, mask, row.logprobs, advantage, weight, fresh))
+        examples.append(
+            Example(
+                *(row.tokens, mask, row.logprobs, advantage.value, weight, fresh),
+                token_advantages=advantage.tokens,
+            )
+        )
     return examples
 
 

@@ -67,7 +67,8 @@ def policy_loss(
         logprobs: [B, N], those of the learning policy.
         delivered: [B, N], those of the sampling policy; any value where mask is 0.
         mask: [B, N], 1 where the token is trained.
-        advantages, weights: [B], a row's advantage, and the weight of each of its tokens.
+        advantages: [B], a row's, or [B, N], each token's.
+        weights: [B], the weight of each token of a row.
         proximal: [B, N], those of the policy before this step; None: `logprobs` are.
         reference: [B, N], those of the reference policy; None: no such term.
 
@@ -82,7 +83,7 @@ def policy_loss(
     origin = _ratio(before - delivered, trained)
     limited, kept = _corrected(origin, rules)
     ratio = change if rules.decoupled else change * limited
-    advantage = advantages.unsqueeze(-1)
+    advantage = advantages.unsqueeze(-1) if advantages.ndim == 1 else advantages
     bounded = ratio.clamp(1 - rules.clip_low, 1 + rules.clip_high)
     gain = torch.minimum(ratio * advantage, bounded * advantage)
     if rules.dual_clip is not None:

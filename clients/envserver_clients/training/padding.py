@@ -25,7 +25,8 @@ class Padded:
         mask: float32[B, T-1], 1 where the target is trained.
         logprobs: float32[B, T-1], those of the targets where mask is 1, else 0.
         fresh: uint8[B, T-1], 1 where the learning policy's own version sampled the target.
-        advantages, weights: float32[B].
+        weights: float32[B].
+        advantages: float32[B], or float32[B, T-1] if turns have their own.
         first: index of the first trained target in any row; earlier ones need no logits.
     """
 
@@ -75,7 +76,17 @@ def padded(examples: Sequence[Example]) -> Padded:
         mask=mask[:, 1:],
         logprobs=logprobs[:, 1:],
         fresh=fresh[:, 1:],
-        advantages=np.array([example.advantage for example in examples], np.float32),
+        advantages=_advantages(examples, shape),
         weights=np.array([example.weight for example in examples], np.float32),
         first=int(trained[0]) if trained.size else 0,
     )
+
+
+def _advantages(examples: Sequence[Example], shape: tuple[int, int]) -> NDArray[np.float32]:
+    if all(example.token_advantages is None for example in examples):
+        return np.array([example.advantage for example in examples], np.float32)
+    found = np.zeros(shape, np.float32)
+    for row, example in enumerate(examples):
+        own = example.token_advantages
+        found[row, : len(example.tokens)] = example.advantage if own is None else own
+    return found[:, 1:]

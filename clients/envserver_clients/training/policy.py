@@ -165,12 +165,12 @@ def _with_lora(model: Any, rank: int) -> Any:
 
 def tensors(batch: Padded, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns delivered logprobs and mask [B, N] of the targets from `batch.first` on, advantages
-    and weights [B].
+    [B] or [B, N], and weights [B].
     """
     arrays: tuple[np.ndarray[Any, Any], ...] = (
         batch.logprobs[:, batch.first :],
         batch.mask[:, batch.first :],
-        batch.advantages,
+        batch.advantages if batch.advantages.ndim == 1 else batch.advantages[:, batch.first :],
         batch.weights,
     )
     first, second, third, fourth = (torch.from_numpy(array).to(device) for array in arrays)

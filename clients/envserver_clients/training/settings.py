@@ -70,6 +70,9 @@ class TrainerSettings(BaseModel):
 
     advantage: Scaling = "std"
     """std: divide by the group's standard deviation (GRPO); mean: do not (Dr. GRPO)."""
+    turn_discount: float | None = Field(default=None, ge=0, le=1)
+    """Learn each turn from its own return: its reward and those of later turns, each turn later
+    weighed by this. 1: undiscounted. Default: every turn learns from the trajectory's reward."""
     denominator: Denominator = "trajectory"
     """Equal weight per trajectory (GRPO) or token (DAPO), or a constant (Dr. GRPO)."""
     constant_tokens: int = Field(default=512, ge=1)

@@ -338,3 +338,26 @@ def test_the_loss_is_the_same_however_rows_are_padded_and_parted(
     assert total(most_tokens) == pytest.approx(total(1), rel=1e-4, abs=1e-5)
     assert sum(len(part.tokens) for part in micro_batches(rows, most_tokens)) == len(rows)
     assert padded(rows).mask.sum() == sum(int(one.mask.sum()) for one in rows)
+
+
+def test_turns_with_advantages_of_their_own_are_weighed_token_by_token() -> None:
+    """The loss of a row whose turns have advantages 2 and -1 is that of two rows, one for each."""
+    tokens, logprobs = np.arange(5, dtype=np.int32), np.full(5, -0.5, np.float32)
+    mask = np.array([0, 1, 1, 1, 1], np.uint8)
+    own = np.array([0, 2, 2, -1, -1], np.float32)
+    whole = Example(tokens, mask, logprobs, 0.5, 0.25, token_advantages=own)
+    first = Example(tokens, mask * (own == 2), logprobs, 2.0, 0.25)
+    second = Example(tokens, mask * (own == -1), logprobs, -1.0, 0.25)
+    losses = []
+    for examples in ([whole], [first, second], [whole, first]):
+        batch = padded(examples)
+        loss, _ = policy_loss(
+            torch.linspace(-0.6, -0.4, 4).expand(len(examples), 4),
+            *(torch.from_numpy(batch.logprobs), torch.from_numpy(batch.mask)),
+            *(torch.from_numpy(batch.advantages), torch.from_numpy(batch.weights)),
+            LossSettings(),
+        )
+        losses.append(float(loss))
+    assert losses[0] == pytest.approx(losses[1])
+    rest = padded([first])
+    assert (batch.advantages.shape, rest.advantages.shape) == ((2, 4), (1,))

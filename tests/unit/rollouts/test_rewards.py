@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from envserver_clients.records import ClientGroup
@@ -17,6 +18,7 @@ from support.extent import examples
 
 import envserver
 from envserver import Group, Result, RewardError, RewardRange, Score, TurnReward, pack, unpack
+from envserver.formats.atropos import group_to_atropos
 from envserver.rollouts.rewards import RewardRules, checked_score, with_turn_rewards
 
 GAME = '''
@@ -98,6 +100,14 @@ def test_each_agent_and_turn_has_its_reward_on_the_native_wire(game: str) -> Non
         assert len(row.turns) == 2
         assert row.components == {"fair": 1.0}
         assert set(row.calls[row.mask == 1].tolist()) <= set(row.turns)
+    atropos = group_to_atropos(group, include_messages=False)
+    assert atropos["scores"] == [row.reward for row in rows]
+    for row, advantages in zip(rows, atropos["advantages"], strict=True):
+        assert len(advantages) == len(row.tokens)
+        assert not np.any(np.asarray(advantages)[row.calls < 0])
+        trained = set(np.asarray(advantages)[row.mask == 1].round(2).tolist())
+        # The first player got the same twice; of the second, the first rollout got more.
+        assert trained == ({0.0} if row.agent == "one" else {[1.0, -1.0][row.trajectory]})
     one = next(row for row in rows if row.agent == "one")
     two = next(row for row in rows if row.agent == "two")
     assert [one.turn_rewards[call] for call in one.turns] == [0.25, 0.25]

@@ -1,0 +1,111 @@
+"""Advantages of trajectories and of single turns over their group. Pure.
+
+In: what each trajectory of one task and one agent earned. Out: how much better it was than the
+others. What always holds: the advantages of a turn add up to 0 over the trajectories that are
+compared, and are all 0 if their rewards are equal: such a group teaches nothing, and rounding
+errors are not amplified. Rewards of different agents are never compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Scaling = Literal["std", "mean"]
+"""std: `(r - mean) / std`, as in GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+mean: `r - mean`, without the division, because the division gives very easy and very hard tasks
+more weight (Dr. GRPO, arXiv 2503.20783, section 3.1)."""
+
+_LEAST_STD: Final = 1e-4
+"""Added to the standard deviation."""
+
+
+class Earned(NamedTuple):
+    """What one agent earned in one trajectory.
+
+    Args:
+        reward: all of it: the outcome and the rewards of turns.
+        turns: the agent's calls in order.
+        turn_rewards: rewards by call. Those of calls that `turns` lacks count in the outcome.
+    """
+
+    reward: float
+    turns: Sequence[int] = ()
+    turn_rewards: Mapping[int, float] = {}
+
+    def returns(self, discount: float = 1.0) -> list[float]:
+        """Returns, for each turn, its reward and the discounted rewards of what follows.
+
+        The outcome comes with the last turn. With a discount of 1 the first return is `reward`.
+
+        Args:
+            discount: factor for each turn between a reward and the turn that it is counted for.
+        """
+        own = [self.turn_rewards.get(call, 0.0) for call in self.turns]
+        follows = self.reward - math.fsum(own)
+        returns: list[float] = []
+        for number, reward in enumerate(reversed(own)):
+            follows = reward + (follows if number == 0 else discount * follows)
+            returns.append(follows)
+        return returns[::-1]
+
+
+def advantages(rewards: Sequence[float], scaling: Scaling = "std") -> NDArray[np.float32]:
+    """Returns the advantages of the trajectories of one agent in one group, float32.
+
+    Args:
+        rewards: one per trajectory; not empty.
+        scaling: see `Scaling`; the standard deviation is the population's (divided by n).
+    """
+    values = np.asarray(rewards, np.float64)
+    if values.max() == values.min():
+        return np.zeros(len(values), np.float32)
+    centred = values - values.mean()
+    if scaling == "std":
+        centred /= values.std() + _LEAST_STD
+    found: NDArray[np.float32] = centred.astype(np.float32)
+    return found
+
+
+def turn_advantages(
+    earned: Sequence[Earned], scaling: Scaling = "std", discount: float = 1.0
+) -> list[dict[int, float]]:
+    """Returns the advantage of each call of each trajectory, by the number of the call.
+
+    The return of a turn is compared with those of the same turn in the other trajectories, and with
+    the last return of those that had fewer turns. So without rewards of turns and with a discount
+    of 1 each call has the advantage of its trajectory.
+
+    Args:
+        earned: one per trajectory of the group, all of one agent; not empty.
+    """
+    returns = [one.returns(discount) or [one.reward] for one in earned]
+    longest = max(map(len, returns))
+    by_turn = [
+        advantages([own[min(turn, len(own) - 1)] for own in returns], scaling)
+        for turn in range(longest)
+    ]
+    return [
+        {call: float(by_turn[turn][number]) for turn, call in enumerate(one.turns)}
+        for number, one in enumerate(earned)
+    ]
+
+
+def token_advantages(
+    calls: NDArray[np.int32], by_call: Mapping[int, float], otherwise: float
+) -> NDArray[np.float32]:
+    """Returns the advantage of each token of a row, float32[T].
+
+    Args:
+        calls: int32[T], the call that sampled each token.
+        by_call: advantages of calls.
+        otherwise: for the tokens of other calls, and of none.
+    """
+    found = np.full(len(calls), otherwise, np.float32)
+    for call, advantage in by_call.items():
+        found[calls == call] = advantage
+    return found
