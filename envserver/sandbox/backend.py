@@ -64,9 +64,7 @@ class NamespaceBackend:
     work, temporary = "/work", "/tmp"
 
     def __init__(self, filter_program: bytes, variables: dict[str, str]) -> None:
-        # Inside its own namespace, process 1 receives only signals that it has a handler for.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+        ignore_signals_from_inside()
         namespaces.furnish()
         self._filter = filter_program
         self.variables = variables
@@ -99,6 +97,15 @@ class NamespaceBackend:
 
     def kernel_bytes(self) -> int:
         return kernel_bytes()
+
+
+def ignore_signals_from_inside() -> None:
+    """Keeps programs from ending this process, which is process 1 of their pid namespace.
+
+    From inside its own namespace, process 1 receives only signals that it has a handler for.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def kernel_bytes(proc: str = "/proc") -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from . import inside, linux, seccomp, system
-from .backend import NamespaceBackend
+from .backend import NamespaceBackend, ignore_signals_from_inside
 from .program import warm_up
 
 _WRITABLE = ("/work", "/tmp", "/dev/shm")
@@ -27,6 +27,7 @@ class ContainerBackend(NamespaceBackend):
     def __init__(self) -> None:
         if os.getpid() != 1:  # `kill` reaches whatever this process may kill
             raise RuntimeError("a container's server must be its process 1")
+        ignore_signals_from_inside()
         self._filter = seccomp.program(inet=True)
         self.variables = system.variables()
 

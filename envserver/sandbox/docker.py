@@ -75,6 +75,8 @@ class Sent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(sources[module.__name__], f"<{module.__name__}>", "exec"), module.__dict__)
 sys.meta_path.insert(0, Sent())
 from envserver.sandbox.container import main
+for name in [name for name in sources if name.startswith("envserver_records")]:
+    del sources[name], sys.modules[name]  # programs find no module of that name
 main(preload)
 """
 
@@ -180,7 +182,10 @@ def command(engine: Engine, name: str, spec: Mapping[str, Any], words: list[str]
     limits = spec["limits"]
     disk, inodes = int(limits["disk_mb"]), int(limits["inodes"])
     memory = int(limits["memory_mb"]) + 3 * disk + _SERVER_MB  # files in memory count as well
-    mount = f"rw,exec,nosuid,nodev,size={disk}m,nr_inodes={inodes + 4},mode=1777"
+    mount = f"rw,exec,nosuid,nodev,size={disk}m,mode=1777"
+    podman = Path(engine.program).name == "podman"
+    if not podman:  # it refuses the option; files are sampled besides
+        mount += f",nr_inodes={inodes + 4}"
     processes = int(limits["processes"]) + _SERVER_PROCESSES
     hidden = (f"{place}:ro,nosuid,nodev,size=4k,mode=0755" for place in spec["image_hides"])
     return [
@@ -189,10 +194,12 @@ def command(engine: Engine, name: str, spec: Mapping[str, Any], words: list[str]
         *("--sysctl", f"net.ipv4.tcp_wmem={SOCKET_BUFFERS}"),
         *("--network", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
         *("--user", f"{_USER}:{_USER}", "--read-only", "--hostname", "sandbox"),
+        *(["--read-only-tmpfs=false"] if podman else []),  # no writable /run and /var/tmp
         *("--memory", f"{memory}m", "--memory-swap", f"{memory}m"),
-        *("--pids-limit", str(processes), "--shm-size", f"{disk}m", "--ulimit", "core=0"),
+        *("--pids-limit", str(processes), "--ulimit", "core=0"),
         # Docker makes a working folder anew, as root's: the supervisor goes to /work by itself.
-        *("--tmpfs", f"/work:{mount}", "--tmpfs", f"/tmp:{mount}", "--workdir", "/"),
+        *("--tmpfs", f"/work:{mount}", "--tmpfs", f"/tmp:{mount}", "--tmpfs", f"/dev/shm:{mount}"),
+        *("--workdir", "/"),
         *(word for settings in hidden for word in ("--tmpfs", settings)),
         *("--log-driver", "none", "--pull", "never", "--label", "envserver=sandbox"),
         *("--entrypoint", "python3", spec["image"] or engine.image, *words),

@@ -28,6 +28,7 @@ from .wire import MAX_FRAME_BYTES, Frames, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import tarfile
     from typing import Any, NoReturn
 
 _RECEIVE_BYTES = 2**18
@@ -196,8 +197,23 @@ def _unpack(archive: bytes, directory: str) -> None:
 
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            tar.extractall(directory, filter="data")
-    except OSError:
+            if hasattr(tarfile, "data_filter"):
+                tar.extractall(directory, filter="data")
+            else:  # Python older than 3.11.4, as in Debian 12
+                _check_members(tar)
+                tar.extractall(directory)
+    except (OSError, Refused):
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a broken archive makes tarfile raise
         raise Refused(f"the archive cannot be unpacked: {error}") from error
+
+
+def _check_members(tar: tarfile.TarFile) -> None:
+    """Refuses devices, and names and links that lead out of the directory."""
+    for member in tar.getmembers():
+        inside = "" if member.islnk() else os.path.dirname(member.name)
+        for place in (member.name, os.path.join(inside, member.linkname)):
+            if os.path.isabs(place) or os.path.normpath(place).split("/")[0] == "..":
+                raise Refused(f"the archive's member {member.name} leads out of it")
+        if member.isdev():
+            raise Refused(f"the archive's member {member.name} is a device")

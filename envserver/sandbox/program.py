@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MB = 2**20
 NOT_STARTED = 127
+_EXIT = os._exit  # programs run in this interpreter, and may replace the function
 _ADDRESS_SPACE_MB = 4096
 """Address space beyond the memory limit: it costs nothing, and threads and numpy reserve much."""
 
@@ -79,7 +80,7 @@ def become(
         reason = error.strerror if isinstance(error, OSError) else error
         os.write(2, f"{name}: {reason}\n".encode(errors="replace"))
     finally:
-        os._exit(status)
+        _EXIT(status)
 
 
 def _set_variables(env: dict[str, str]) -> None:

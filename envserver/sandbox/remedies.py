@@ -54,8 +54,8 @@ def _user_namespaces() -> list[str]:
     if _in_container():
         found.append(
             "This is a container: start it with --security-opt seccomp=unconfined "
-            "--security-opt systempaths=unconfined (Kubernetes: hostUsers: false and "
-            "procMount: Unmasked)."
+            "--security-opt systempaths=unconfined, as an ordinary user (--user 1000) or with "
+            "--cap-add SYS_ADMIN (Kubernetes: hostUsers: false and procMount: Unmasked)."
         )
     return found or ["Allow unprivileged user namespaces on this machine."]
 

@@ -118,7 +118,7 @@ print(urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/").status)
     Ordinary(
         name="files that it was given",
         language="shell",
-        source='wc -c < data/input.bin; python -c "import module; print(module.answer)"',
+        source='wc -c < data/input.bin; python3 -c "import module; print(module.answer)"',
         prints="3000\n42",
         files={"data/input.bin": bytes(3000), "module.py": b"answer = 42\n"},
     ),

@@ -1,7 +1,7 @@
 # ruff: noqa: E501 - whole programs in strings
 """Runs all hostile programs, and the ordinary ones, against one backend; tells what got through.
 
-    python -m hostile.driver WALL [--only WORDS] [--at-a-time 8]        (in tests/)
+    python -m hostile.driver BACKEND [--only WORDS] [--at-a-time 8] [--image IMAGE]     (in tests/)
 
 It plays the server: the secrets are in its own environment, arguments and folder. The report is the last line
 of its output, as JSON.
@@ -74,12 +74,12 @@ class Report:
     seconds: float
 
 
-async def report_on(backend: str, only: str, at_a_time: int) -> Report:
+async def report_on(backend: str, only: str, at_a_time: int, image: str) -> Report:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hostile-") as name:
         Path(name).chmod(0o755)
         os.chdir(name)
-        async with _host(backend, at_a_time, Path(name)) as (boxes, host, isolation):
+        async with _host(backend, at_a_time, Path(name), image) as (boxes, host, isolation):
             turns = asyncio.Semaphore(at_a_time)
 
             async def one(category: str, program: Hostile | Ordinary) -> Verdict:
@@ -96,7 +96,7 @@ async def report_on(backend: str, only: str, at_a_time: int) -> Report:
                     one(category, program)
                     for category, programs_of_it in programs.items()
                     for program in programs_of_it
-                    if only in f"{category}: {program.name}" and _is_there(program.needs)
+                    if only in f"{category}: {program.name}" and _is_there(program.needs, image)
                 ]
                 return list(await asyncio.gather(*chosen))
 
@@ -110,7 +110,7 @@ async def report_on(backend: str, only: str, at_a_time: int) -> Report:
 
 @asynccontextmanager
 async def _host(
-    backend: str, at_a_time: int, folder: Path
+    backend: str, at_a_time: int, folder: Path, image: str
 ) -> AsyncIterator[tuple[Sandboxes, Host, str]]:
     """Sandboxes, the host beside them, and a neighbour with secrets of its own."""
     known = [
@@ -119,7 +119,7 @@ async def _host(
         random_secret("neighbour-argv"),
     ]
     async with (
-        sandboxes(backend, concurrent=at_a_time + 1) as boxes,
+        sandboxes(backend, concurrent=at_a_time + 1, image=image) as boxes,
         boxes.open(SandboxSpec(files={"neighbour.txt": known[1].encode()})) as neighbour,
     ):
         running = asyncio.create_task(_stay(neighbour, known))
@@ -248,8 +248,11 @@ async def _try_ordinary(program: Ordinary, verdict: Verdict, boxes: Sandboxes, h
         verdict.escapes.append(f"does not work ({verdict.ended}): {told}")
 
 
-def _is_there(module: str | None) -> bool:
-    return module is None or importlib.util.find_spec(module) or shutil.which(module) is not None
+def _is_there(needed: str | None, image: str) -> bool:
+    """Whether programs have the module or command; images are asked for Python only."""
+    if needed is None:
+        return True
+    return not image and bool(importlib.util.find_spec(needed) or shutil.which(needed))
 
 
 def main() -> None:
@@ -257,12 +260,14 @@ def main() -> None:
     parser.add_argument("backend")
     parser.add_argument("--only", default="", help="words in `category: name`")
     parser.add_argument("--at-a-time", type=int, default=8)
+    parser.add_argument("--image", default="", help="for the backend docker")
     arguments = parser.parse_args()
     if _SECRET_VARIABLE not in os.environ:  # it must be there from the process's first moment
         os.environ[_SECRET_VARIABLE] = random_secret("server")
         os.execv(sys.executable, [sys.executable, "-m", "hostile.driver", *sys.argv[1:]])
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    report = asyncio.run(report_on(arguments.backend, arguments.only, arguments.at_a_time))
+    words = (arguments.backend, arguments.only, arguments.at_a_time, arguments.image)
+    report = asyncio.run(report_on(*words))
     print(json.dumps(asdict(report)))
 
 

@@ -185,12 +185,17 @@ for family in (3, 4, 5, 9, 15, 17, 21, 27, 29, 30, 31, 37, 38, 39, 40, 41, 42, 4
 for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sysrq-trigger",
              "/proc/sys/vm/drop_caches", "/proc/sys/vm/overcommit_memory", "/sys/kernel/uevent_helper",
              "/proc/sys/net/ipv4/ip_forward", "/proc/sys/kernel/hostname", "/proc/sys/kernel/shmmax",
-             "/proc/sys/fs/binfmt_misc/register", "/proc/self/uid_map", "/proc/irq/0/smp_affinity"):
+             "/proc/sys/fs/binfmt_misc/register", "/proc/irq/0/smp_affinity"):
     try:
         os.open(path, os.O_WRONLY)
         got(path)
     except OSError:
         pass
+try:
+    os.write(os.open("/proc/self/uid_map", os.O_WRONLY), b"0 0 1")
+    got("a map of users")
+except OSError:
+    pass
 """,
     ),
     refused(

@@ -166,7 +166,7 @@ for pid in (VICTIM, SERVER):
 for change in (
     lambda: os.nice(-5),
     lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)),
-    lambda: open("/proc/self/oom_score_adj", "w").write("-900"),
+    lambda: os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), b"-900"),
 ):
     try:
         change()

@@ -60,7 +60,7 @@ def _run(folder: Path, options: list[str]) -> int:
     def inside() -> None:
         if image == WITH_REPOSITORY:
             _furnish(folder / "testbed", python)
-        for mount in (*tmpfs, "/dev/shm:size=1m"):
+        for mount in tmpfs:
             place, _, settings = mount.partition(":")
             kept = [s for s in settings.split(",") if s.partition("=")[0] in _TMPFS]
             linux.mount("tmpfs", place, "tmpfs", linux.MS_NOSUID, ",".join(kept))

@@ -11,9 +11,11 @@ from envserver.sandbox import SandboxClient, SandboxService
 
 
 @asynccontextmanager
-async def sandboxes(backend: str = "auto", concurrent: int = 16) -> AsyncIterator[SandboxClient]:
-    """A connected client; everything ends with the block."""
-    config: Any = {"backend": backend, "concurrent": concurrent}
+async def sandboxes(
+    backend: str = "auto", concurrent: int = 16, image: str = ""
+) -> AsyncIterator[SandboxClient]:
+    """A connected client; everything ends with the block. `image`: for the backend docker."""
+    config: Any = {"backend": backend, "concurrent": concurrent, "docker_image": image}
     async with (
         SandboxService(SandboxConfig.model_validate(config)) as service,
         SandboxClient(service.address) as client,

@@ -46,7 +46,7 @@ async def test_a_container_holds_all_that_walls_promise(engine: Path) -> None:
         "--read-only",
         "--pids-limit 12",
         "--memory-swap 184m",
-        "/work:rw,exec,nosuid,nodev,size=8m,nr_inodes=4100",
+        "/work:rw,exec,nosuid,nodev,size=8m,mode=1777,nr_inodes=4100",
         "--pull never",
     ):
         assert words in line
