@@ -32,6 +32,11 @@ class TokensConfig(BaseModel):
     """Flags whose calls become untrained context."""
     drop: list[str] = []
     """Flags that drop the rollout."""
+    max_untrained_share: float = Field(default=0.1, ge=0, le=1)
+    """Largest share of the sampled tokens that flags may mask or drop. Above it, `serve` offers no
+    further group with a larger share, and `process` ends with an error; 1: no limit."""
+    untrained_window_groups: int = Field(default=8, ge=1)
+    """Number of the latest groups that this share is taken of."""
     constraints: Literal["none", "forms", "all"] = "forms"
     """How agents may constrain what is sampled: not at all (none), by response_format, tool_choice
     and strict tools (forms), or also by logit_bias, structured_outputs and the like (all)."""

@@ -34,6 +34,7 @@
     ├── StoreError             the durable store failed; retrying is safe         HTTP 503
     │   ├── StoreFull          no space left                                      HTTP 507
     │   └── StoreLost          another process owns it, or it is gone; the server stops
+    ├── TooMuchUntrained       flags keep too many tokens from training; stopped  exit 1
     └── AllFailed              every rollout failed; the run stopped              exit 1
 
 An infrastructure failure is never a reward of 0: only scored rollouts reach a trainer. If code of
@@ -249,6 +250,10 @@ class StoreFull(StoreError):
 
 class StoreLost(StoreError):
     kind = "store_lost"
+
+
+class TooMuchUntrained(EnvserverError):
+    kind = "too_much_untrained"
 
 
 class AllFailed(EnvserverError):

@@ -122,6 +122,9 @@ def show_notes(
     for flag, count in sorted(tally.flags.items()):
         meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
         say(f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}")
+    if tally.untrained.tokens:
+        flags = ", ".join(f"{flag} {count:,}" for flag, count in tally.untrained.by_flag.items())
+        say(f"{tally.untrained.share:.0%} of the sampled tokens are not trained: {flags}")
 
 
 def show_suggestions(

@@ -9,6 +9,7 @@ from envserver_records.errors import Failure
 from envserver_records.records import Group
 
 from .estimates import Scored
+from .untrained import Untrained
 
 
 class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +30,7 @@ class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
     which `score_group` may still change: rewards are shown from delivered groups only.
 
     `flags` say what is odd about its tokens, see `tokens.flags`; `limit`: what ended it, None when
-    its agent did.
+    its agent did; `untrained`: tokens that flags mask or drop.
     """
 
     group_id: str
@@ -41,13 +42,14 @@ class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
     flags: list[str] = msgspec.field(default_factory=list)
     prompt_tokens: int = 0
     limit: str | None = None
+    untrained: Untrained = Untrained()
 
 
 class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
     """A group was not delivered.
 
     Args:
-        reason: zero_variance, incomplete, unscorable, too_long or stale.
+        reason: zero_variance, incomplete, unscorable, too_long, stale or untrained.
         failed: whether that counts as a failure (a filtered group does not).
         scored: its result for the curriculum; None if too few rollouts were scored.
     """

@@ -51,6 +51,7 @@ from .policy import (
 from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool
 from .staleness import StalenessMonitor
 from .stream import GroupRequest
+from .untrained import Untrained, UntrainedCeiling, summed, untrained_of
 
 _LATE = ["call_after_seal"]
 """Flags of a rollout whose agent made calls after the rollout had ended."""
@@ -81,6 +82,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
         drop_zero_variance: drop groups whose rewards are all equal.
         staleness: cancels rollouts in flight that are too stale.
         slots: one per rollout in flight.
+        ceiling: judges how many tokens flags keep from training.
         demonstrator: None if solutions are not needed.
         tracer: records what each rollout does.
     """
@@ -105,6 +107,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     staleness: StalenessMonitor
     slots: asyncio.Semaphore
     demonstrator: Demonstrator | None
+    ceiling: UntrainedCeiling
     tracer: Tracer = NO_TRACER
 
     def publish_version(self, version: int) -> None:
@@ -119,6 +122,7 @@ class Member(msgspec.Struct):
     attempt: int
     finished: Finished
     score: Score
+    untrained: Untrained = Untrained()
 
 
 async def make_group(
@@ -149,7 +153,11 @@ async def make_group(
         number: trajectory_of(context, request, number, member, score)
         for (number, member), score in zip(members.items(), scores, strict=True)
     }
-    return _judged(context, request, rules, trajectories, failures)
+    made = _judged(context, request, rules, trajectories, failures)
+    why_not = context.ceiling.judge(summed(member.untrained for member in members.values()))
+    if why_not is not None and (isinstance(made, Group) or made.reason == "incomplete"):
+        return Drop("untrained", why_not, True)
+    return made
 
 
 def _rules(context: RolloutContext) -> GroupRules:
@@ -297,6 +305,13 @@ async def _try_member(
         scorable = context.scorer.delivered(score).reward
         if scorable is not None and not _scores_groups(context.environment):
             span.note({"envserver.reward": scorable})
+    untrained = untrained_of(
+        (call for call in finished.attempt.calls if call.trained),
+        finished.sequences,
+        finished.flags,
+        context.actions,
+        need_exact=context.need_exact,
+    )
     context.observer(
         RolloutScored(
             group_id=request.group_id,
@@ -308,9 +323,10 @@ async def _try_member(
             flags=finished.flags,
             prompt_tokens=finished.usage.prompt_tokens,
             limit=finished.result.limit,
+            untrained=untrained,
         )
     )
-    return Member(attempt, finished, score)
+    return Member(attempt, finished, score, untrained)
 
 
 async def run_once(

@@ -199,6 +199,9 @@ def judge_trajectory(
     if trajectory.others and not trajectory.turns:
         return TokensError("None of the trained agents produced an answer.")
     if need_exact and not trajectory.sequences:
+        masking = [flag for flag in trajectory.flags if actions.of(flag) == "mask"]
+        if masking and actions.worst(trajectory.flags) == "mask":
+            return TokensError(f"All of its tokens are masked ({', '.join(masking)}).")
         return TokensError("No tokens were recorded.")
     if need_exact and actions.worst(trajectory.flags) == "drop":
         return TokensError(f"The tokens are not exact ({', '.join(trajectory.flags)}).")

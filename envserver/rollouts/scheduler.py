@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import structlog
-from envserver_records.errors import AllFailed, StoreError
+from envserver_records.errors import AllFailed, StoreError, TooMuchUntrained
 from envserver_records.records import Group
 from structlog.contextvars import bind_contextvars
 
@@ -95,6 +95,7 @@ class Scheduler:
 
         Raises:
             AllFailed: too many groups failed in a row.
+            TooMuchUntrained: flags keep too many tokens from training.
             EnvserverError: the sink refused a group for good, or the tasks cannot be read.
         """
         most = max(1, self._context.rollouts.max_concurrent // self._size) + 1
@@ -244,6 +245,8 @@ class Scheduler:
                 scored=drop.scored,
             )
         )
+        if drop.reason == "untrained" and self._stop_on_failures:
+            raise TooMuchUntrained(drop.message, hint=self._context.ceiling.hint())
         self._judge_bug(drop)
         self._dropped_in_a_row += 1
         self._failed_in_a_row = self._failed_in_a_row + 1 if drop.failed else 0

@@ -27,6 +27,7 @@ from ..rollouts.group import Demonstrator, RolloutContext
 from ..rollouts.roles import roles_of
 from ..rollouts.scoring import ScorerPool
 from ..rollouts.staleness import StalenessMonitor
+from ..rollouts.untrained import UntrainedCeiling
 from ..sandbox.attempt_sandboxes import AttemptSandboxes
 from ..sandbox.client import SandboxClient
 from ..sandbox.service import SandboxService
@@ -107,6 +108,7 @@ async def rollout_context(
     need_engine: bool = True,
     need_exact: bool = False,
     drop_zero_variance: bool = False,
+    for_training: bool = False,
     shared: SharedEngine | None = None,
     is_up: Callable[[str], None] = lambda part: None,
 ) -> AsyncIterator[RolloutContext]:
@@ -114,6 +116,7 @@ async def rollout_context(
 
     Args:
         shared: the engine, if others use it too; default: a new one.
+        for_training: the groups are for a trainer, so `tokens.max_untrained_share` applies.
         is_up: called with "workers" and "scorers" as soon as they are up.
         need_engine: whether the engine must answer now. If False it may come up later; then its
             model must be set.
@@ -200,6 +203,10 @@ async def rollout_context(
             staleness=_staleness_monitor(settings.rollouts),
             slots=asyncio.Semaphore(_slots(settings, environment)),
             demonstrator=shared.demonstrator,
+            ceiling=UntrainedCeiling(
+                settings.tokens.max_untrained_share if for_training else 1.0,
+                settings.tokens.untrained_window_groups,
+            ),
             tracer=shared.tracer,
         )
 

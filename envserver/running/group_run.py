@@ -104,6 +104,7 @@ class GroupRun:
         resume, overwrite: what to do with a file that exists.
         total_groups: number of groups of all parts before it ends; None: each part ends by itself.
         expected: number of groups at the end, as far as it is known.
+        for_training: the groups are for a trainer: see `rollout_context`.
         shared: the engine, if others use it too; default: a new one.
         give: receives each group after it is in its file, if it has one; the run awaits it.
     """
@@ -117,6 +118,7 @@ class GroupRun:
         overwrite: bool = False,
         total_groups: int | None = None,
         expected: int | None = None,
+        for_training: bool = False,
         shared: SharedEngine | None = None,
         give: Give | None = None,
         show: Show = show_nothing,
@@ -134,6 +136,7 @@ class GroupRun:
         self._resume, self._overwrite = resume, overwrite
         self._total_groups = total_groups
         self._expected = expected
+        self._for_training = for_training
         self._shared = shared
         self._give = give
         self._show = show
@@ -162,6 +165,7 @@ class GroupRun:
 
         Raises:
             AllFailed: too many groups of an environment failed in a row; what was written stays.
+            TooMuchUntrained: flags keep too many tokens from training; the same.
             ConfigError, InputError, StoreError: see `open_sink`; or a file is of another model.
             EngineError: the engine does not answer.
         """
@@ -214,6 +218,7 @@ class GroupRun:
                     part.spec.reference,
                     observer=self._observer(part, view),
                     drop_zero_variance=part.drop_zero_variance,
+                    for_training=self._for_training,
                     shared=self._shared,
                 )
             )

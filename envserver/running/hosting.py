@@ -209,6 +209,7 @@ async def _machineries(
                 need_engine=False,
                 need_exact=True,
                 drop_zero_variance=config.ensure_scores_are_not_same is not False,
+                for_training=True,
                 shared=room,
                 is_up=partial(_found, health, one.environment.name),
             )
@@ -313,6 +314,7 @@ def _status(all_parts: list[RolloutContext], schedulers: Several, tally: Tally) 
         "rollouts_lost": tally.lost,
         "failed_attempts": dict(tally.failures),
         "flags": dict(tally.flags),
+        "untrained": {one.environment.name: one.ceiling.report() for one in all_parts},
         "latest_failure": tally.latest_failure,
         "mean_reward": tally.rewards.mean,
         "completion_tokens": tally.completion_tokens,

@@ -111,6 +111,7 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
                 need_engine=False,
                 need_exact=True,
                 drop_zero_variance=environment.config.ensure_scores_are_not_same is not False,
+                for_training=True,
                 shared=shared,
             ) as context,
         ):

@@ -52,6 +52,7 @@ class RolloutNumbers:
         self._delivered = Counts()
         self._dropped = Counts()
         self._flags = Counts()
+        self._untrained = Counts()
 
     def observer(self, environment: str) -> Observer:
         """Returns an observer that counts the events of one environment."""
@@ -81,6 +82,8 @@ class RolloutNumbers:
         self._seconds.add((environment,), event.seconds)
         for flag in event.flags:
             self._flags.add((flag,))
+        for flag, count in event.untrained.by_flag.items():
+            self._untrained.add((environment, flag), count)
 
     def _rewarded(self, environment: str, reward: float | None) -> None:
         if reward is not None:
@@ -110,6 +113,10 @@ class RolloutNumbers:
             counter(
                 "envserver_flags", "Rollouts by flag of their tokens", ("flag",),
                 self._flags,
+            ),
+            counter(
+                "envserver_untrained_tokens", "Sampled tokens that flags mask or drop",
+                (*of, "flag"), self._untrained,
             ),
         ]  # fmt: skip
 
@@ -203,7 +210,7 @@ class PartsNumbers:
         """See `api.metrics.Source`."""
         services: Counter[str] = Counter()
         added, alive, running, restarts, deaths, sandboxes = [], [], [], [], [], []
-        connections, refused = [], []
+        connections, refused, untrained = [], [], []
         for one in self._parts:
             name, seen = one.environment.name, one.pool.snapshot()
             services.update(one.proxy.services.counts())
@@ -213,6 +220,7 @@ class PartsNumbers:
             restarts.append(((name,), float(seen["restarts"])))
             deaths += [((name, kind), float(n)) for kind, n in sorted(seen["deaths"].items())]
             sandboxes.append(((name,), float(one.proxy.open_sandboxes)))
+            untrained.append(((name,), one.ceiling.window.share))
             totals = one.proxy.totals
             connections.append(((name,), float(totals.connections)))
             refused += [((name, bound), float(n)) for bound, n in sorted(totals.refused.items())]
@@ -226,6 +234,11 @@ class PartsNumbers:
             counter(
                 "envserver_proxy_refused",
                 "What was refused to agents over a bound of one rollout", (*of, "bound"), refused,
+            ),
+            gauge(
+                "envserver_untrained_share",
+                "Share of the sampled tokens of the latest groups that flags mask or drop",
+                of, untrained,
             ),
             gauge("envserver_workers", "Worker processes alive", of, alive),
             gauge("envserver_rollouts_running", "Rollouts in workers", of, running),

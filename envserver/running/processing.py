@@ -40,6 +40,7 @@ def process_run(
         overwrite=settings.overwrite,
         total_groups=total,
         expected=_expected(members, total),
+        for_training=True,
         give=give,
         show=show,
         stop=stop,

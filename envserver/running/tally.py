@@ -9,6 +9,7 @@ from envserver_records.records import Group
 from envserver_records.scores import UNIT_RANGE, RewardRange
 
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed, RolloutScored
+from ..rollouts.untrained import Untrained, summed
 
 GROUPS_SHOWN = 12
 """Number of first groups that a tally keeps whole, to show them."""
@@ -77,6 +78,8 @@ class Tally:
         self.lost = 0
         self.drops: Counter[str] = Counter()
         self.flags: Counter[str] = Counter()
+        self.untrained = Untrained()
+        """Tokens of all scored rollouts that flags mask or drop."""
         self.first_groups: list[Group] = []
 
     def __call__(self, event: Event) -> None:
@@ -84,6 +87,7 @@ class Tally:
             self.rollouts += 1
             self.completion_tokens += event.completion_tokens
             self.flags.update(event.flags)
+            self.untrained = summed((self.untrained, event.untrained))
         elif isinstance(event, RolloutFailed):
             self.failures[event.failure.kind] += 1
             self.last_words[event.failure.kind] = event.failure.message
