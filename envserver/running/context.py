@@ -37,7 +37,7 @@ from ..workers.local import LocalPool
 from ..workers.sandboxed import WorkerSandbox
 from .agent_engines import OwnEndpoint, own_endpoints
 from .engines import look_at, make_endpoint, make_engine, started
-from .judging import folder_of, judge_of, scorer_processes
+from .judging import folder_of, judge_of, judge_settings, scorer_processes
 from .sandboxes import sandboxes_of, try_sandbox
 from .tracing import tracer_of
 
@@ -88,7 +88,9 @@ async def shared_engine(
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await endpoint.ready()).exact, need_exact)
         judge = await stack.enter_async_context(
-            judge_of(settings.judge, folder or folder_of(settings.store))
+            judge_of(
+                judge_settings(settings.judge, settings.env), folder or folder_of(settings.store)
+            )
         )
         model = await engine.model_name()
         yield SharedEngine(engine, endpoint, model, demonstrator, tracer, judge)
@@ -160,7 +162,7 @@ async def rollout_context(
         scorer = ScorerPool(
             reference,
             environment.config.model_dump(mode="json"),
-            scorer_processes(settings.rollouts.scorer_processes, settings.judge),
+            _scorers(settings, shared.judge),
             sandbox_address=address,
             judge=shared.judge,
         )
@@ -331,6 +333,11 @@ def _slots(settings: Settings, environment: Environment) -> int:
     """
     room = min(settings.rollouts.max_concurrent, _workers(settings, environment.isolation))
     return room if environment.sandbox is None else min(room, _sandbox_places(settings))
+
+
+def _scorers(settings: Settings, judge: JudgeServer | None) -> int:
+    wanted = settings.rollouts.scorer_processes
+    return wanted if judge is None else scorer_processes(wanted, judge.config)
 
 
 def _workers(settings: Settings, isolation: Isolation) -> int:

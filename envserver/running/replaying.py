@@ -40,6 +40,7 @@ from ..rollouts.stream import GroupRequest
 from ..telemetry.tracing import NO_TRACER
 from ..workers.debugging import DebugPool
 from .context import SharedEngine, rollout_context
+from .judging import folder_of, judge_of
 from .task_finder import TaskFinder
 
 _NAMES_SHOWN = 8
@@ -228,12 +229,13 @@ async def replay(
     tokens = settings.tokens.model_copy(update={"constraints": "all"})
     async with (
         engine,
+        judge_of(settings.judge, folder_of(settings.store)) as judge,
         rollout_context(
             settings,
             environment,
             reference,
             shared=SharedEngine(
-                engine, EngineEndpoint(engine, tokens=tokens), model, None, NO_TRACER
+                engine, EngineEndpoint(engine, tokens=tokens), model, None, NO_TRACER, judge
             ),
         ) as parts,
     ):

@@ -1,7 +1,7 @@
 """A live conversation: an assistant model serves a customer in a world of this episode.
 
 In: the public part of a task, the domain without its tasks, and `run`. Out: `{"messages", "ending",
-"final_answer", "verdicts"}`: the whole conversation, which the scorer replays in a fresh world. The
+"final_answer"}`: the whole conversation, which the scorer replays in a fresh world. The
 assistant's model sees the policy, its tools, their results and the customer's messages; never the
 scenario, the task's set-up or the customer's own calls.
 """
@@ -16,7 +16,7 @@ from envserver import LimitReached, PublicTask, Rollout
 
 from .domains.toolkit import Requestor
 from .domains.world import Domain
-from .episodes import COMPLETE, Episode, EpisodeRules
+from .episodes import Episode, EpisodeRules
 from .prompts import agent_prompt
 from .speaking import ModelSpeaker, Speaker, Utterance
 from .tasks import TauMessage, has_text, read_task
@@ -26,8 +26,6 @@ from .wire import as_openai, seen_by
 
 AGENT = "agent"
 """Name of the agent that serves the customer."""
-JUDGE = "judge"
-"""The service that judges what only a reader can; also the agent whose settings it has."""
 CUT_OFF, LIMIT = "cut_off", "limit"
 """Endings beside those of an episode: a message without its end, and a limit of the rollout."""
 _SHOWN_CHARACTERS = 300
@@ -64,12 +62,9 @@ async def solve(task: PublicTask, run: Rollout, domain: Domain, manner: Manner) 
     }
     ending = await converse(episode, sides, run)
     messages = [as_openai(message) for message in episode.messages]
-    verdicts = None
-    if task.public["judged"] and ending in COMPLETE:
-        verdicts = (await run.call_tool(JUDGE, {"messages": messages}))["verdicts"]
     answer = _last_words(episode.messages[begun:])
     run.log_action("finalize", {"ending": ending}, answer)
-    return {"messages": messages, "ending": ending, "final_answer": answer, "verdicts": verdicts}
+    return {"messages": messages, "ending": ending, "final_answer": answer}
 
 
 async def converse(episode: Episode, sides: dict[Requestor, Speaker], run: Rollout) -> str:

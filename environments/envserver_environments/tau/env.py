@@ -15,7 +15,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -34,18 +33,17 @@ from envserver import (
     Result,
     Rollout,
     Score,
-    Service,
     Split,
     Task,
 )
 
-from .agent import AGENT, JUDGE, Manner, Protocol, solve
+from .agent import AGENT, Manner, Protocol, solve
 from .demonstrations import demonstrate
 from .domains.kinds import KINDS, OWN, find_domain
 from .domains.world import Domain
-from .episodes import GREETING, STOP, EpisodeRules
+from .episodes import COMPLETE, GREETING, STOP, Episode, EpisodeRules
 from .evaluation import Strictness
-from .judging import JudgeModel, judge_services
+from .judging import verdicts
 from .known import known_conversations
 from .rows import RecordedTask, read_recorded_task, replayed
 from .scoring import score_conversation
@@ -53,6 +51,8 @@ from .tasks import TauTask, read_task
 from .texting import as_texts
 from .users import USER, UserKind
 
+JUDGE = "judge"
+"""The agent whose settings were the judge's before there was `--judge.*`."""
 MINI = "mini_"
 """Name prefix of the built-in domains that have the tools of a tau2-bench domain."""
 
@@ -65,6 +65,7 @@ class Tau(Environment):
     class Config(Environment.Config):
         """Selects the tasks, the customer, and the scoring."""
 
+        judge_agent = JUDGE
         domain: str | list[str] = list(OWN)
         """Domains (repeat the flag, or separate with commas): built-in ones (mini_...), or
         tau2-bench's: mock, retail, airline, telecom, telecom-workflow."""
@@ -80,7 +81,7 @@ class Tau(Environment):
         plain text, for models without tool calls."""
         nl_assertions: Literal["skip", "ignore", "judge"] = "skip"
         """Tasks that need a judge. skip: leave them out; ignore: score without the judge; judge:
-        ask the model of agents.judge (its base_url, model_name and api_key)."""
+        ask it (`--judge.base_url`)."""
         strict: bool | None = None
         """Close the loopholes in tau2-bench's reward (see the README); unset: in the built-in
         domains and in the split train."""
@@ -111,10 +112,7 @@ class Tau(Environment):
 
         @model_validator(mode="after")
         def _has_judge(self) -> Self:
-            judge = self.agents.get(JUDGE)
-            if self.nl_assertions == "judge" and (judge is None or not judge.base_url):
-                raise ValueError("a judge needs --env.agents.judge.base_url")
-            if self.nl_assertions != "judge" and judge is not None:
+            if self.nl_assertions != "judge" and JUDGE in self.agents:
                 raise ValueError("agents.judge is for --env.nl_assertions judge")
             return self
 
@@ -133,7 +131,7 @@ class Tau(Environment):
 
     def agents(self) -> Mapping[str, AgentRole]:
         roles = {AGENT: AgentRole(), USER: AgentRole(trained=False)}
-        if self.config.nl_assertions == "judge":
+        if JUDGE in self.config.agents:  # the old name of --judge.*
             roles[JUDGE] = AgentRole(trained=False)
         return roles
 
@@ -165,28 +163,18 @@ class Tau(Environment):
             episode = replayed(domain, known, rules, said)
         except InputError as error:
             return Score(reward=None, error=str(error))
-        verdicts = output.get("verdicts") if recorded is None else recorded.nl_verdicts
+        judged = output.get("verdicts") if recorded is None else recorded.nl_verdicts
+        if judged is None and recorded is None:
+            judged = self._verdicts(task, known, episode)
         return score_conversation(
             domain,
             known,
             episode.messages,
             episode.ending or "unfinished",
             evaluation_type="all" if recorded is None else recorded.evaluation_type,
-            nl_verdicts=verdicts,
+            nl_verdicts=judged,
             strictness=Strictness.STRICT if self._is_strict(task) else Strictness.UPSTREAM,
         )
-
-    def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
-        if self.config.nl_assertions != "judge":
-            return super().services()
-        judge = self.config.agents[JUDGE]
-        model = JudgeModel(
-            base_url=judge.base_url,
-            name=None if judge.model_name == "default" else judge.model_name,
-            api_key=judge.api_key.get_secret_value(),
-            temperature=judge.temperature or 0.0,
-        )
-        return judge_services(model, self._assertions)
 
     def demonstration(self, task: Task) -> Mapping[str, list[Message]]:
         domain, known, _ = self._meant(task)
@@ -307,10 +295,16 @@ class Tau(Environment):
         changed = criteria.model_copy(update={"reward_basis": basis})
         return task.model_copy(update={"evaluation_criteria": changed})
 
-    def _assertions(self, task: Task) -> Sequence[str]:
-        known = _task_of(self._domain(task.public["domain"]), task.public["task"]["id"])
+    def _verdicts(self, task: Task, known: TauTask, episode: Episode) -> Sequence[bool] | None:
+        """Returns the judge's verdicts; None where nothing is to be judged.
+
+        Raises:
+            JudgeError: the judge gave none.
+        """
         criteria = known.evaluation_criteria
-        return (criteria.nl_assertions if criteria else None) or ()
+        if not task.public["judged"] or criteria is None or episode.ending not in COMPLETE:
+            return None
+        return verdicts(self.judge, criteria.nl_assertions or (), episode.messages)
 
     def _is_strict(self, task: Task) -> bool:
         if "recorded" in task.hidden:

@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import read_jsonl
 from support.extent import examples
-from support.fake_vllm import fake_vllm
 
 from envserver import (
-    Caller,
     ConfigError,
     InputError,
+    JudgeError,
+    JudgeReply,
     LimitReached,
     Message,
     Reply,
@@ -37,7 +37,10 @@ from envserver import (
     Task,
 )
 from envserver.cli.settings import load_settings
+from envserver.judge_config import JudgeConfig
+from envserver.judges.client import ScorerJudge
 from envserver.running import ProcessSettings, RunSpec, alone, process_run
+from envserver.running.judging import judge_settings
 
 LINE = {"customer_id": "C21", "line_id": "L21"}
 
@@ -345,45 +348,56 @@ def test_tasks_that_need_a_judge_are_skipped_or_scored_without_him(tau2: Path) -
     seat.says["agent"].append(says("It is done."))
     _, score = talk(environment, task, seat)
     assert score.reward == 1.0 and "nl_assertion" not in score.components
-    with pytest.raises(ValueError, match=r"--env.agents.judge.base_url"):
-        Tau.Config(nl_assertions="judge")
     with pytest.raises(ValueError, match=r"is for --env.nl_assertions judge"):
         Tau.Config(agents={"judge": {"base_url": "http://localhost:1"}})
 
 
+class Verdicts(ScorerJudge):
+    """A judge that says whether the assertions are met."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(None)
+        self.texts = texts
+        self.asked: list[str] = []
+
+    def chat_blocking(self, messages: list[Message], **_: Any) -> JudgeReply:
+        self.asked.append(json.dumps(messages))
+        return JudgeReply(content=self.texts[min(len(self.asked), len(self.texts)) - 1], model="m")
+
+
 @pytest.mark.parametrize("met", [True, False])
-async def test_the_judge_is_asked_by_the_server_only(tau2: Path, met: bool) -> None:
+def test_the_judge_is_asked_when_a_conversation_is_scored(tau2: Path, met: bool) -> None:
     answer = {"results": [{"expectation": "kind", "reasoning": "so", "met": met}]}
-    async with fake_vllm(text=f"```json\n{json.dumps(answer)}\n```") as fake:
-        judge = {"base_url": fake.url, "model_name": "big", "api_key": "sk-judge"}
-        config = Tau.Config(
-            domain="mock", tau2_data=tau2, nl_assertions="judge", agents={"judge": judge}
-        )
-        environment = Tau(config)
-        task = next(task for task in environment.tasks("train") if task.id == "mock/kind")
-        caller = Caller("r", "g", task, lambda word: None)
-        async with environment.services() as services:
-
-            async def judged(messages: list[Message]) -> Any:
-                return (await services["judge"]({"messages": messages}, caller))["verdicts"]
-
-            seat = Seat(environment.demonstration(task), judged)
-            seat.says["agent"].append(says("It is done."))
-            output = await environment.rollout(task.without_hidden(), seat)  # type: ignore[arg-type]
-            fake.text = "I cannot say."
-            with pytest.raises(ServiceError, match="no verdicts"):
-                await judged(output["messages"])
-            fake.faults.extend([400])
-            with pytest.raises(ServiceError, match="failed"):
-                await judged(output["messages"])
-    assert environment.score(task, Result(output=output)).reward == float(met)
-    unjudged = Result(output={**output, "verdicts": None})
-    assert environment.score(task, unjudged).reward is None
-    asked = json.dumps(fake.requests[0])
-    assert "is kind to the customer" in asked and "update_task_status" in asked
+    judge = Verdicts("I cannot say.", f"```json\n{json.dumps(answer)}\n```")
+    environment, tasks = tasks_of(domain="mock", tau2_data=tau2, nl_assertions="judge")
+    environment.judge = judge
+    task = tasks["mock/kind"]
+    seat = Seat(environment.demonstration(task))
+    seat.says["agent"].append(says("It is done."))
+    output, score = talk(environment, task, seat)
+    assert score.reward == float(met) and len(judge.asked) == 2
+    assert "is kind to the customer" in judge.asked[0] and "update_task_status" in judge.asked[0]
     assert "is kind to" not in json.dumps([task.public, [m for _, m, _ in seat.asked]])
-    assert fake.headers[0]["Authorization"] == "Bearer sk-judge"
-    assert set(environment.agents()) == {"agent", "user", "judge"}
+    environment.judge = Verdicts("I cannot say.")
+    with pytest.raises(JudgeError, match="3 times"):
+        environment.score(task, Result(output=output))
+    # Verdicts that were recorded with a conversation still count, and no judge is asked.
+    old = Result(output={**output, "verdicts": [not met]})
+    assert environment.score(task, old).reward == float(not met)
+    unfinished = {**output, "messages": output["messages"][:-1]}
+    assert environment.score(task, Result(output=unfinished)).reward == 0.0
+    assert set(environment.agents()) == {"agent", "user"}
+
+
+async def test_the_old_name_of_the_judges_settings_still_counts(tau2: Path) -> None:
+    old = {"base_url": "http://localhost:1", "model_name": "big", "api_key": "sk-judge"}
+    config = Tau.Config(nl_assertions="judge", agents={"judge": old})
+    found = judge_settings(JudgeConfig(), config)
+    assert (found.base_url, found.model_name) == ("http://localhost:1", "big")
+    assert found.api_key.get_secret_value() == "sk-judge"
+    new = JudgeConfig(base_url="http://localhost:2")
+    assert judge_settings(new, config) is new
+    assert set(Tau(config).agents()) == {"agent", "user", "judge"}
 
 
 @pytest.mark.parametrize(
@@ -398,14 +412,15 @@ async def test_the_judge_is_asked_by_the_server_only(tau2: Path, met: bool) -> N
     ],
 )
 def test_verdicts_are_read_or_not_at_all(text: str, found: Any) -> None:
-    assert read_verdicts(text, 2) == found
+    if found is None:
+        with pytest.raises(ValueError):
+            read_verdicts(text, 2)
+    else:
+        assert read_verdicts(text, 2) == found
 
 
-async def test_where_nothing_is_to_be_judged_nobody_is_asked() -> None:
-    async def ask(messages: Any) -> str:
-        raise AssertionError
-
-    assert await verdicts(ask, [], []) == []
+def test_where_nothing_is_to_be_judged_nobody_is_asked() -> None:
+    assert verdicts(Verdicts(), [], []) == []
 
 
 def test_domains_are_mixed_and_splits_are_those_of_the_domain(tau2: Path) -> None:
