@@ -440,6 +440,9 @@ class EnvironmentSettings(Section):
 class Settings(EnvironmentSettings):
     """All settings of a command that makes rollouts."""
 
+    for_training: ClassVar[bool] = False
+    """Whether trainers get the groups. If so, `temperature` and `top_p` of a model's entry do not
+    apply, and what a trainer cannot compute is refused."""
     openai: OpenAIConfig = OpenAIConfig()
     model: str | None = None
     """Model to start an engine for (a name in `engine.models_file`, a folder, or a name on the

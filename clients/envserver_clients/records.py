@@ -8,13 +8,14 @@ when its rows are first read.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 from envserver_records import Group, InputError, Message, Trajectory, unpack
+from envserver_records.sampling import SamplingSpan, span_of
 from envserver_records.wire import GroupSummary, WireGroup, WireLease
 from numpy.typing import NDArray
 
@@ -39,6 +40,7 @@ class Row:
         turns: the agent's calls in this trajectory, in order; empty: unknown.
         turn_rewards: rewards of single calls, in `reward` too, by the number of the call.
         components: named parts of the trajectory's reward, a vector for trainers that weigh them.
+        sampling: how the trained tokens were sampled.
     """
 
     tokens: NDArray[np.int32]
@@ -55,6 +57,7 @@ class Row:
     turns: list[int] = field(default_factory=list)
     turn_rewards: dict[int, float] = field(default_factory=dict)
     components: dict[str, float] = field(default_factory=dict)
+    sampling: list[SamplingSpan] = field(default_factory=list)
 
 
 class ClientGroup(WireGroup, dict=True):
@@ -72,7 +75,7 @@ class ClientGroup(WireGroup, dict=True):
                 return _checked(_rows_of_group(self.group_id, unpack(self.body, Group)))
             if self.format == "atropos":
                 return _checked(_rows_of_post(self.group_id, self.policy_version, self.body))
-        except (msgspec.DecodeError, OverflowError, ValueError) as error:
+        except (msgspec.DecodeError, OverflowError, ValueError, LookupError, TypeError) as error:
             raise InputError(
                 f"Group {self.group_id} cannot be read: {error}.", place=self.group_id
             ) from error
@@ -151,7 +154,13 @@ def _checked(rows: Iterator[Row]) -> list[Row]:
 def _rows_of_group(group_id: str, group: Group) -> Iterator[Row]:
     for number, trajectory in enumerate(group.trajectories):
         if trajectory.score.reward is not None:
-            yield from _rows_of_trajectory(group_id, number, trajectory)
+            for row in _rows_of_trajectory(group_id, number, trajectory):
+                yield row if row.sampling else replace(row, sampling=_of_run(row, group))
+
+
+def _of_run(row: Row, group: Group) -> list[SamplingSpan]:
+    """Returns how a row of an older version was sampled: as its group says."""
+    return [span_of(group.generation_params, "unknown", 0, len(row.tokens))]
 
 
 def _rows_of_trajectory(group_id: str, number: int, trajectory: Trajectory) -> Iterator[Row]:
@@ -175,6 +184,7 @@ def _rows_of_trajectory(group_id: str, number: int, trajectory: Trajectory) -> I
             turns=trajectory.agent_calls.get(agent or "", []),
             turn_rewards=score.call_rewards(agent),
             components=score.components,
+            sampling=sequence.sampling,
         )
 
 
@@ -187,6 +197,7 @@ class _Post(msgspec.Struct):
     inference_logprobs: list[list[float]] | None = None
     messages: list[list[dict[str, Any]]] | None = None
     overrides: list[dict[str, Any]] | None = None
+    generation_params: dict[str, Any] | None = None
 
 
 _post_decoder: Final = msgspec.json.Decoder(_Post)
@@ -210,7 +221,15 @@ def _rows_of_post(group_id: str, policy_version: int, body: memoryview) -> Itera
             messages=post.messages[index] if post.messages else [],
             learn=not override.get("set_advantage_to_zero", False),
             trajectory=index,
+            sampling=_spans(post.generation_params or {}, index, len(tokens)),
         )
+
+
+def _spans(params: dict[str, Any], index: int, length: int) -> list[SamplingSpan]:
+    """Returns how a row was sampled: as `sampling` says, else as all rows of the group."""
+    if not (rows := params.get("sampling")):
+        return [span_of(params, "unknown", 0, length)]
+    return msgspec.convert(rows[index], list[SamplingSpan])
 
 
 def _mask(tokens: list[int], labels: list[int]) -> NDArray[np.uint8]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import Failure
+from .sampling import LogprobsKind, SamplingSpan
 from .scores import UNIT_RANGE, RewardRange, TurnReward
 from .scores import Score as Score
 from .splits import Split as Split
@@ -133,6 +134,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
         message: the assistant message as returned to the agent.
         messages, tools: the agent's request in OpenAI's chat format, whatever the dialect.
         sampling: the sampling fields that were sent to the engine.
+        logprobs_kind: whether the logprobs are from before the temperature (raw) or after it.
         stop_reason: the stop string or stop token id that ended it, None for the ordinary end.
         eot_sampled: the last id is a token that ends the model's turn.
         delivered: whether the agent received the whole answer.
@@ -160,6 +162,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
     messages: list[Message]
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     sampling: dict[str, Any] = msgspec.field(default_factory=dict)
+    logprobs_kind: LogprobsKind = "unknown"
     agent: str | None = None
     trained: bool = True
     choice: int = 0
@@ -222,6 +225,7 @@ class Sequence(msgspec.Struct, kw_only=True):
         path: indices of the calls along this branch, root first.
         agent: see Call.
         flags: union over the path, and `mixed_versions` if several versions sampled it.
+        sampling: how the trained tokens were sampled; empty in rows of older versions.
     """
 
     tokens: Tokens
@@ -232,6 +236,7 @@ class Sequence(msgspec.Struct, kw_only=True):
     path: list[int]
     agent: str | None = None
     flags: list[str] = msgspec.field(default_factory=list)
+    sampling: list[SamplingSpan] = msgspec.field(default_factory=list)
 
 
 KilledBy = Literal[

@@ -122,7 +122,7 @@ def load_settings(
     values = preset(model) | flatten(defaults or {}, options)
     said = _parsed(chosen, options, problems)
     problems.raise_if_any()
-    values |= sampling_of_model(values | said, options) | said
+    values |= sampling_of_model(model, values | said, options) | said
 
     def where(path: str) -> str:
         if path in chosen:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 from envserver_records.records import Group, Sequence, Trajectory
 from envserver_records.returns import Earned, token_advantages, turn_advantages
@@ -58,7 +59,7 @@ def group_to_atropos(
         "advantages": _advantages(group, rows),
         "ref_logprobs": None,
         "messages": [list(t.messages) for t, _ in rows] if include_messages else None,
-        "generation_params": dict(group.generation_params) or None,
+        "generation_params": _generation_params(group, [sequence for _, sequence in rows]),
         "inference_logprobs": [_logprobs(sequence) for _, sequence in rows],
         "overrides": _overrides([trajectory for trajectory, _ in rows]),
         "group_overrides": None,
@@ -67,6 +68,16 @@ def group_to_atropos(
         "distill_token_ids": None,
         "distill_logprobs": None,
     }
+
+
+def _generation_params(group: Group, rows: list[Sequence]) -> dict[str, Any] | None:
+    """Returns the settings of all rollouts; under `sampling` a row's spans, as [start, end,
+    temperature, logprobs, altered], if any token was not sampled at temperature 1 and unfiltered.
+    """
+    params: dict[str, Any] = dict(group.generation_params)
+    if not all(span.is_plain for row in rows for span in row.sampling):
+        params["sampling"] = msgspec.to_builtins([row.sampling for row in rows])
+    return params or None
 
 
 def score_in_range(reward: float, score_range: ScoreRange, bounds: RewardRange) -> float:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 from envserver_records.errors import ConfigError
+from envserver_records.sampling import LogprobsKind
 
 from ..config import Mode
 from .engine import Engine
@@ -26,7 +27,6 @@ from .probe_modes import (
     MESSAGES,
     TOOLS,
     ChatProbe,
-    LogprobsKind,
     TokensMode,
     ask_chat,
     logprobs_kind,

@@ -7,10 +7,11 @@ Every check is exact: a mode's result must equal a chat call's, token by token. 
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from envserver_records.errors import EngineGarbage, EngineRefused
+from envserver_records.sampling import LogprobsKind
 
 from .probe_client import (
     NotSupported,
@@ -23,8 +24,6 @@ from .probe_client import (
     refusal,
     same_tokens,
 )
-
-LogprobsKind = Literal["raw", "processed", "unknown"]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

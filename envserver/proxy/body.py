@@ -72,7 +72,6 @@ def engine_body(
     model: str,
     sampling: dict[str, Any],
     exact: bool,
-    processed: bool = False,
 ) -> EngineBody:
     """Builds the engine's body for `request`.
 
@@ -80,7 +79,6 @@ def engine_body(
         model: the name to request.
         sampling: the run's `temperature` and `top_p`.
         exact: whether the engine returns token ids and logprobs on demand.
-        processed: whether its logprobs include the effect of temperature and top_p.
     """
     body = {**request.fields, "model": model}
     if exact:
@@ -104,15 +102,13 @@ def engine_body(
     return EngineBody(
         body=body,
         tokens_field=request.tokens_field,
-        flags=_flags(request, body, processed),
+        flags=_flags(request, body),
     )
 
 
-def _flags(request: ModelRequest, body: dict[str, Any], processed: bool) -> list[str]:
+def _flags(request: ModelRequest, body: dict[str, Any]) -> list[str]:
     flags = []
-    if body.get("temperature", 1.0) != 1.0 and not processed:
-        flags.append("temperature_not_one")
-    if body.get("top_p", 1.0) != 1.0 and not processed:
+    if body.get("top_p", 1.0) != 1.0:
         flags.append("top_p_active")
     if constraints_of(body, body.get("tools") or []):
         flags.append("structured_output_masked")

@@ -115,7 +115,6 @@ class CallTask:
             model=route.model,
             sampling=route.sampling,
             exact=self._ready.exact,
-            processed=self._ready.processed,
         )
         self._prompt = await self._ready.plan(self._attempt, request, self._body.body, self._agent)
 
@@ -341,6 +340,7 @@ class CallTask:
             messages=request.messages,
             tools=request.tools,
             sampling=self._body.sampling(),
+            logprobs_kind=self._ready.logprobs_kind,
             streamed=request.stream,
             started_at=self._started_at,
             seconds=time.time() - self._started_at,

@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 from envserver_records.errors import ConfigError, EngineError
 from envserver_records.records import Call, Message
+from envserver_records.sampling import LogprobsKind
 
 from ..models.engine import Engine
 from ..tokens.chat_format import ChatFormat
@@ -53,7 +54,7 @@ class ReadyEngine:
     ) -> None:
         probe_result = capabilities.probe_result if capabilities else None
         self.exact = engine.exact and (probe_result is None or probe_result.mode != "opaque")
-        self.processed = probe_result is not None and probe_result.logprobs == "processed"
+        self.logprobs_kind: LogprobsKind = probe_result.logprobs if probe_result else "unknown"
         self._capabilities = capabilities
         self._engine = engine
         self._format = capabilities.format if capabilities and tokens.stitch else None

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from envserver_records.records import Call, Dialect, Message, VersionSpan
-from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
+from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING, LogprobsKind
 from numpy.typing import NDArray
 
 from ..tokens.prompts import PromptPlan
@@ -47,6 +47,7 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[Message]
     tools: list[dict[str, Any]]
     sampling: dict[str, Any]
+    logprobs_kind: LogprobsKind
     streamed: bool
     started_at: float
     seconds: float
@@ -133,6 +134,7 @@ def _call(
         messages=context.messages,
         tools=context.tools,
         sampling=context.sampling,
+        logprobs_kind=context.logprobs_kind,
         agent=context.agent,
         trained=context.trained,
         choice=choice.index,

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from envserver_records.errors import ConfigError
 from envserver_records.records import Message, Task
 
-from ..config import AgentConfig
+from ..config import AgentConfig, SamplingConfig
 from ..environment import AgentRole, Environment
 from ..proxy.attempts import AgentRoute
 from ..proxy.endpoint import VERSION_PLACEHOLDER
+from ..rollouts.roles import roles_of
 
 _ENGINES_OWN = ("default", None)
 
@@ -86,3 +88,32 @@ def _route(
         endpoint=name if is_own else "",
         follows_policy=role.trained or of_policy,
     )
+
+
+def check_sampling(environment: Environment, sampling: SamplingConfig) -> None:
+    """Checks that trainers can learn from trained agents: they must be able to compute the
+    distribution that tokens are sampled from.
+
+    Raises:
+        ConfigError: top_p cuts it, or the temperature is 0.
+    """
+    settings = environment.config.agents
+    roles: dict[str, AgentRole] = {**roles_of(environment)} or {"": AgentRole()}
+    for name, role in roles.items():
+        own = settings.get(name) or AgentConfig()
+        top_p = sampling.top_p if own.top_p is None else own.top_p
+        temperature = sampling.temperature if own.temperature is None else own.temperature
+        if role.trained and top_p != 1:
+            where = "sampling" if own.top_p is None else f"env.agents.{name}"
+            raise ConfigError(
+                f"--{where}.top_p {top_p:g}: no trainer can learn rightly from tokens that are "
+                "sampled with top_p, because it does not know what was cut off.",
+                hint="Leave it at 1; the temperature is free. `envserver process` writes groups "
+                "to a file with any sampling.",
+            )
+        if role.trained and temperature == 0:
+            where = "sampling" if own.temperature is None else f"env.agents.{name}"
+            raise ConfigError(
+                f"--{where}.temperature 0: a trainer learns nothing from always the same tokens.",
+                hint="Set it to 1. `envserver process` writes groups to a file with any sampling.",
+            )

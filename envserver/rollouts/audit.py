@@ -8,13 +8,14 @@ refusal. What always holds: a row is compared or counted under a reason, never l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 from envserver_records.errors import EngineRefused
 from envserver_records.records import Logprobs, Mask, Tokens, Trajectory
+from envserver_records.sampling import SamplingSpan
 from numpy.typing import NDArray
 
 from .rescoring import Rescorer
@@ -190,7 +191,7 @@ def rows_of(trajectory: Trajectory) -> Iterator[AuditedRow]:
             logprobs=sequence.logprobs,
             versions=sequence.versions,
             flags=sequence.flags,
-            altered=is_altered(sequence.flags, {}),
+            altered=is_altered(sequence.flags, {}) or not are_plain(sequence.sampling),
             group_id="",
             rollout_id=trajectory.rollout_id,
             number=number,
@@ -201,6 +202,11 @@ def is_altered(flags: list[str], generation_params: Mapping[str, Any]) -> bool:
     """Whether flags or settings say that temperature or top_p changed the sampled distribution."""
     params = [generation_params.get(name) for name in ("temperature", "top_p")]
     return any(flag in flags for flag in _ALTERING) or any(one not in (None, 1) for one in params)
+
+
+def are_plain(spans: Iterable[SamplingSpan]) -> bool:
+    """Whether all tokens were sampled from the model's own distribution."""
+    return all(span.is_plain for span in spans)
 
 
 def why_not_comparable(row: AuditedRow, version: int) -> str:

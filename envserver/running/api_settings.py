@@ -88,7 +88,7 @@ def checked_settings(
         problems = [_unknown(path, options) for path in unknown]
         raise ConfigError("\n".join(problems), problems=problems)
     values = preset(model) | flatten(_plain(defaults or {}), options)
-    values |= sampling_of_model(values | given, options) | given
+    values |= sampling_of_model(model, values | given, options) | given
     return validated(model, values, options, lambda path: path)
 
 

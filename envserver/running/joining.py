@@ -28,6 +28,7 @@ from ..remote.identity import Identity, default_name, held_identity
 from ..remote.link import Link
 from ..remote.messages import Heartbeat, Registration, Welcome
 from ..remote.sink import RemoteSink, missing_requests
+from ..rollouts.agents import check_sampling
 from ..rollouts.events import Event, GroupDropped, Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
@@ -95,6 +96,7 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
     )
     async with link.open() as welcome:
         environment = _with_seed(spec, welcome.seed).make_environment()
+        check_sampling(environment, spec.settings.sampling)
         tally, rules = Tally(), settings.curriculum
         book = (
             await _book(environment, rules, link, welcome, lambda: context.staleness.version)

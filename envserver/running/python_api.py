@@ -24,7 +24,6 @@ from typing import Any
 import structlog
 from envserver_records.records import Group
 
-from ..config import MixSettings
 from ..evaluation.folders import View
 from ..telemetry.log_lines import text_processors
 from . import replaying, rescoring, scoring, verifying
@@ -41,6 +40,7 @@ from .run_settings import (
     ReplaySettings,
     RescoreSettings,
     ScoreSettings,
+    ServeSettings,
     VerifySettings,
 )
 from .serving import Served, Serving, serving
@@ -203,14 +203,15 @@ async def serve(environment: Mix, **settings: Any) -> AsyncIterator[Server]:
     accepted stays in the store.
 
     Args:
-        settings: see `MixSettings`; `server={"port": 0}` takes a free port, `store` names the file.
+        settings: see `ServeSettings`; `server={"port": 0}` takes a free port, `store` names
+            the file.
 
     Raises:
         ConfigError, NotFoundError: a setting is wrong, or there is no such environment.
         StoreError, EngineError: the store cannot be opened, or the engine does not answer.
     """
     stop = Stop()
-    async with serving(members_of(MixSettings, environment, settings)) as opened:
+    async with serving(members_of(ServeSettings, environment, settings)) as opened:
         task = asyncio.create_task(_served(opened, stop), name="envserver.serve")
         try:
             yield Server(opened.url, opened.model_url, stop, task)

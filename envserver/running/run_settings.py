@@ -6,7 +6,7 @@ The command line and the Python API use the same names; each field's docstring i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
@@ -45,6 +45,12 @@ class PricesConfig(Section):
     file: Path | None = None
     """YAML file `MODEL: {prompt: 0.15, completion: 0.6}`; unset: `prompt_price` and
     `completion_price` of the model's entry in `engine.models_file`."""
+
+
+class ServeSettings(MixSettings):
+    """Settings of `serve`: groups for trainers."""
+
+    for_training: ClassVar[bool] = True
 
 
 class ProcessSettings(MixSettings):
@@ -206,6 +212,8 @@ class SftSettings(Settings):
 
 class JoinSettings(Settings):
     """Settings of `join`."""
+
+    for_training: ClassVar[bool] = True
 
     url: str = ""
     """URL of the server: http://host:8000. Can be given as the first argument."""

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from ..api.app import create_api
 from ..config import MixSettings
+from ..rollouts.agents import check_sampling
 from .bootstrap import BootstrapServer, bootstrap_server
 from .hosting import Hosted, Members, hosted, loaded_parts
 from .mix import Several
@@ -104,6 +105,8 @@ async def serving(members: Members) -> AsyncIterator[Serving]:
     """
     settings = members[0].spec.settings
     _check_alike(members)
+    for one in members:
+        check_sampling(one.environment, settings.sampling)
     expected = ["engine", *loaded_parts(members)]
     async with (
         bootstrap_server(settings.server, settings.telemetry, settings.store, expected) as opened,

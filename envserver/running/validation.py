@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from envserver_records.errors import ConfigError
-from pydantic import ValidationError, create_model
+from pydantic import BaseModel, ValidationError, create_model
 
 from ..config import EngineConfig, EnvironmentConfig, Section
 from .options import Option, flatten, is_section, nest
@@ -34,8 +34,16 @@ def with_environment(
     return create_model(settings_class.__name__, __base__=settings_class, **fields)
 
 
-def sampling_of_model(values: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
+_OF_DISTRIBUTION = ("sampling.temperature", "sampling.top_p")
+
+
+def sampling_of_model(
+    model: type[BaseModel], values: Mapping[str, Any], options: Mapping[str, Option]
+) -> dict[str, Any]:
     """Returns the sampling settings of the named model, to be used where nothing else is set.
+
+    Those that change the distribution are left out of settings `model` for training: they are
+    someone's taste in answers, and trainers learn from the model's own distribution.
 
     Raises:
         NotFoundError, ConfigError: there is no such model, or its file is invalid.
@@ -47,7 +55,10 @@ def sampling_of_model(values: Mapping[str, Any], options: Mapping[str, Option]) 
 
     place = Path(values.get("engine.models_file", EngineConfig().models_file))
     chosen = flatten({"sampling": find_model(name, read_catalogue(place), place).sampling}, options)
-    return {path: value for path, value in chosen.items() if path in options}
+    left_out = _OF_DISTRIBUTION if getattr(model, "for_training", False) else ()
+    return {
+        path: value for path, value in chosen.items() if path in options and path not in left_out
+    }
 
 
 def validated(

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 import numpy as np
 from envserver_records.records import Call, Mask, Sequence, Tokens
+from envserver_records.sampling import SamplingSpan, merged, span_of
 from numpy.typing import NDArray
 
 from .flags import DEFAULT, Actions
@@ -135,6 +136,7 @@ def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence
     size = _end(leaf)
     mask, logprobs = np.zeros(size, np.uint8), np.zeros(size, np.float32)
     calls, versions = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+    spans: list[SamplingSpan] = []
     for call in path:
         sampled = slice(len(call.prompt_ids), _end(call))
         calls[sampled] = call.index
@@ -142,6 +144,10 @@ def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence
         if call.index not in trained and actions.worst(flags_of(call)) == "train":
             mask[sampled] = 1
             logprobs[sampled] = call.logprobs
+            if sampled.stop > sampled.start:
+                spans.append(
+                    span_of(call.sampling, call.logprobs_kind, sampled.start, sampled.stop)
+                )
         trained.add(call.index)
     flags = [flags_of(call) for call in path]
     outdated = _outdated(mask, versions)
@@ -159,6 +165,7 @@ def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence
         path=[call.index for call in path],
         agent=leaf.agent,
         flags=_union(flags),
+        sampling=merged(spans),
     )
 
 

@@ -58,6 +58,7 @@ FLAGS: dict[str, Flag] = {
     "strict_dropped": Flag("train", "sampled without the grammar of the agent's strict tools"),
     "unchecked_fields": Flag("train", "the run passed fields on that may bend the distribution"),
     "top_p_active": Flag("train", "top_p cut the distribution that was sampled from"),
+    # In rows of older versions; now each row says its temperature and which logprobs it has.
     "temperature_not_one": Flag("train", "logprobs from before the temperature was applied"),
     # How the prompt came to be.
     "assistant_edited": Flag("train", "the agent changed an answer before sending it back"),

@@ -16,6 +16,7 @@ from support.scripted_vllm import scripted_vllm
 
 from envserver import Settings
 from envserver.cli.settings import load_settings
+from envserver.running.run_settings import ServeSettings
 
 
 @pytest.fixture
@@ -120,13 +121,27 @@ def test_sampling_of_a_model_is_weaker_than_what_is_said(tmp_path: Path, model: 
     entry = {"name": "small", "path": str(model), "temperature": 0.3, "max_tokens": 17}
     place.write_text(yaml.safe_dump({"models": [entry]}))
 
-    def sampling(*words: str) -> tuple[float, int]:
+    def sampling(*words: str, kind: type[Settings] = Settings) -> tuple[float, int]:
         line = ["--model", "small", "--engine.models_file", str(place), *words]
-        chosen = load_settings(line, settings_class=Settings, environ={}, folder=tmp_path).sampling
+        chosen = load_settings(line, settings_class=kind, environ={}, folder=tmp_path).sampling
         return chosen.temperature, chosen.max_tokens
 
     assert sampling() == (0.3, 17)
     assert sampling("--sampling.temperature", "1") == (1.0, 17)
+    # Trainers learn from the model's own distribution, unless a person says otherwise.
+    assert sampling(kind=ServeSettings) == (1.0, 17)
+    assert sampling("--sampling.temperature", "0.5", kind=ServeSettings) == (0.5, 17)
+
+
+def test_serve_refuses_what_no_trainer_can_compute(tmp_path: Path) -> None:
+    line = ("serve", "--env", "math", "--model", "sim")
+    for words, said in (
+        (("--sampling.top_p", "0.9"), "--sampling.top_p 0.9: no trainer can learn rightly"),
+        (("--sampling.temperature", "0"), "--sampling.temperature 0: a trainer learns nothing"),
+    ):
+        done = envserver(*line, *words, folder=tmp_path)
+        assert done.returncode == 2
+        assert said in done.stderr
 
 
 def test_shipped_catalogue_can_be_read() -> None:

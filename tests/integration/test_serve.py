@@ -151,7 +151,7 @@ def test_a_second_server_on_the_same_store_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_counted_can_be_scraped(tmp_path: Path) -> None:
-    with serving(tmp_path, "--sampling.temperature", 0.5) as (server, url):
+    with serving(tmp_path, "--sampling.max_tokens", 2) as (server, url):
 
         def metrics() -> dict[str, list[Sample]]:
             text = get(f"{url}/metrics").text
@@ -162,9 +162,9 @@ def test_what_is_counted_can_be_scraped(tmp_path: Path) -> None:
 
         until(delivered, 180, server.output, alive=server.process)
         (flag, *_) = metrics()["envserver_flags"]
-        assert flag.labels == {"flag": "temperature_not_one"}
+        assert flag.labels == {"flag": "truncated_length"}
         assert flag.value >= 4
         assert metrics()["envserver_paused"][0].value == 0
         status = get(f"{url}/v1/status").json()
         assert status["server"]["engine"] == {"mode": "chat", "continues": False}
-        assert status["server"]["flags"]["temperature_not_one"] >= 4
+        assert status["server"]["flags"]["truncated_length"] >= 4

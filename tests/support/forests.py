@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 from envserver_records.records import Call, Sequence, Tokens, VersionSpan
+from envserver_records.sampling import SamplingSpan
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -127,6 +128,7 @@ def reference_rows(calls: list[Call], actions: Actions) -> list[Sequence]:
 
 def _reference_row(path: list[Call], met: set[int], actions: Actions) -> Sequence:
     row: list[tuple[int, int, float, int, int]] = []  # token, mask, logprob, call, version
+    places: list[int] = []
     for each in path:
         row += [(token, 0, 0.0, -1, -1) for token in each.prompt_ids.tolist()[len(row) :]]
         own = each.index not in met and actions.worst(flags_of(each)) == "train"
@@ -135,6 +137,7 @@ def _reference_row(path: list[Call], met: set[int], actions: Actions) -> Sequenc
             version = next(s.version for s in each.versions if s.start <= at < s.end)
             logprob = float(each.logprobs[at]) if own else 0.0
             row.append((token, int(own), logprob, each.index, version))
+            places += [len(row) - 1] if own else []
     flags = {flag for each in path for flag in flags_of(each)}
     trained = {version for _, mask, _, _, version in row if mask}
     if len(trained) > 1:
@@ -159,6 +162,7 @@ def _reference_row(path: list[Call], met: set[int], actions: Actions) -> Sequenc
         path=[each.index for each in path],
         agent=path[-1].agent,
         flags=sorted(flags),
+        sampling=[SamplingSpan(places[0], places[-1] + 1)] if places else [],
     )
 
 

@@ -20,7 +20,7 @@ from .adapters import Adapters
 from .kv_cache import Place, SlotCache
 from .prefixes import Prefixes
 from .rows import Ranked, Row
-from .sampling import Settings, adjusted, chosen, ranked
+from .sampling import Settings, adjusted, chosen, ranked, scaled
 
 F = TypeVar("F", bound=Callable[..., Any])
 _untraced: Callable[[F], F] = torch.inference_mode()
@@ -38,10 +38,15 @@ class Generator:
 
     Args:
         model: on its device, in evaluation mode; computed without gradients.
+        processed: the logprobs of sampled tokens are those of the distribution that was sampled
+            from; else the model's own.
     """
 
-    def __init__(self, model: PreTrainedModel, adapters: Adapters) -> None:
+    def __init__(
+        self, model: PreTrainedModel, adapters: Adapters, *, processed: bool = False
+    ) -> None:
         self.model = model
+        self._processed = processed
         self.rows: list[Row] = []
         self.prefixes = Prefixes()
         self._adapters = adapters
@@ -104,17 +109,18 @@ class Generator:
     def step(self) -> None:
         """Samples one token per row.
 
-        Stores its logprob by the model itself (temperature 1, no filters), and those of the most
-        likely tokens if requested.
+        Stores its logprob by the model itself (temperature 1, no filters) unless they are
+        processed, and those of the most likely tokens if requested.
         """
         count = len(self.rows)
         if self._settings is None:
             self._settings = Settings(self.rows, self._device)
         logits = self._decode(count)
-        logprobs = torch.log_softmax(logits, dim=-1)
+        plain = logits
         settings = self._settings
         if settings.adjusted:
             logits = adjusted(logits, self.rows, settings.adjusted)
+        logprobs = torch.log_softmax(scaled(logits, settings) if self._processed else plain, dim=-1)
         places = np.fromiter((len(row.ids) for row in self.rows), np.int64, count)
         sampled = chosen(logits, settings, places)
         scores = logprobs.gather(1, sampled[:, None])[:, 0].tolist()

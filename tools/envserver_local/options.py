@@ -28,6 +28,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     trust_remote_code: bool = False
     default_chat_template_kwargs: dict[str, Any] = {}
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
 
     @property
     def name(self) -> str:
@@ -59,5 +60,11 @@ def parse(arguments: list[str] | None = None) -> Options:
         type=json.loads,
         default={},
         help="template variables of every request, as JSON",
+    )
+    add(
+        "--logprobs-mode",
+        choices=["raw_logprobs", "processed_logprobs"],
+        default="raw_logprobs",
+        help="of sampled tokens: the model's own, or those after temperature and filters",
     )
     return Options(**vars(parser.parse_args(arguments)))

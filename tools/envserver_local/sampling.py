@@ -92,17 +92,22 @@ def chosen(logits: torch.Tensor, settings: Settings, places: np.ndarray) -> torc
     """
     if settings.all_greedy:
         return logits.argmax(dim=-1)
-    scaled = logits / settings.temperature
-    if settings.filters:
-        scaled = filtered(scaled, settings.top_k, settings.top_p, settings.min_p)
     # Double precision: in single precision the sum would lose the least likely tokens.
-    sums = torch.softmax(scaled, dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    sums = torch.softmax(scaled(logits, settings), dim=-1).cumsum(dim=-1, dtype=torch.float64)
     picks = torch.from_numpy(uniforms(settings.seeds, places)).to(sums.device)[:, None]
     sampled = torch.searchsorted(sums, picks * sums[:, -1:], right=True)[:, 0]
     sampled.clamp_(max=logits.shape[-1] - 1)
     if not settings.some_greedy:
         return sampled
     return torch.where(settings.greedy, logits.argmax(dim=-1), sampled)
+
+
+def scaled(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """Returns logits after temperature (of greedy rows: 1) and filters."""
+    logits = logits / settings.temperature
+    if settings.filters:
+        return filtered(logits, settings.top_k, settings.top_p, settings.min_p)
+    return logits
 
 
 def filtered(

@@ -46,7 +46,9 @@ def run(options: Options) -> int:
 
 async def _serve(options: Options, loaded: Loaded) -> None:
     adapters = Adapters(loaded.model)
-    generator = Generator(loaded.model, adapters)
+    generator = Generator(
+        loaded.model, adapters, processed=options.logprobs_mode == "processed_logprobs"
+    )
     check(generator)
     scheduler = Scheduler(options.max_batch_size, _most_places(options, loaded))
     with listening_socket(options.host, options.port) as listener:

@@ -19,7 +19,9 @@ from typing import Any
 import msgspec
 import numpy as np
 from envserver_records import InputError, Trajectory
+from envserver_records import Sequence as Row
 
+from .temperatures import check_trajectories
 from .whole_groups import is_trainable, reward_of
 
 
@@ -50,7 +52,7 @@ def centred(rewards: Sequence[float]) -> list[float]:
 def samples_of_group(
     group: Sequence[Trajectory],
     *,
-    temperature: float,
+    temperature: float = 1.0,
     advantages: Callable[[Sequence[float]], Sequence[float]] = centred,
     kind: Callable[..., Any] = TrainingSample,
 ) -> list[Any]:
@@ -58,14 +60,16 @@ def samples_of_group(
     advantages are computed.
 
     Args:
-        temperature: sampling temperature of all rollouts (`Group.generation_params`).
+        temperature: of rows that do not say it, as those of older servers.
         advantages: turns the rewards of one agent in the trajectories into as many advantages.
         kind: makes a sample from its fields.
 
     Raises:
-        InputError: `advantages` returned a different number of values.
+        InputError: `advantages` returned a different number of values, or rows were sampled with
+            top_p or have logprobs from before the temperature.
     """
     trainable = [one for one in group if is_trainable(one)]
+    check_trajectories(trainable, None, "")
     by_agent: dict[str | None, list[float]] = {}
     for agent in {row.agent for one in trainable for row in one.sequences}:
         by_agent[agent] = list(advantages([reward_of(one, agent) for one in trainable]))
@@ -91,9 +95,17 @@ def _fields_of(
             "token_ids": row.tokens.tolist(),
             "mask": (row.mask.astype(bool) & (not trajectory.truncated)).tolist(),
             "logprobs": np.where(row.mask, row.logprobs, np.float32(0.0)).tolist(),
-            "temperatures": [temperature] * len(row.tokens),
+            "temperatures": _temperatures(row, temperature),
             "env_name": trajectory.env,
             "advantages": [advantages[row.agent]] * len(row.tokens),
         }
         for row in rows
     ]
+
+
+def _temperatures(row: Row, usual: float) -> list[float]:
+    """Returns the temperature of each token; `usual` where the row does not say it."""
+    found = [usual] * len(row.tokens)
+    for span in row.sampling:
+        found[span.start : span.end] = [span.temperature] * (span.end - span.start)
+    return found

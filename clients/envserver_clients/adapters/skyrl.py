@@ -28,6 +28,7 @@ from envserver_records import Split, Trajectory
 from envserver_clients.http import EnvClient
 
 from .completions import Completion
+from .temperatures import check_trajectories
 from .whole_groups import (
     GroupOrder,
     complete_groups,
@@ -76,6 +77,8 @@ class EnvserverGenerator:
         agent: which of several agents is trained; None: the first of each trajectory.
         train_split, eval_split: default: the one that the server serves.
         tries: how often to order a group whose rollouts are lost without the model's fault.
+        temperature: SkyRL's `trainer.algorithm.temperature`. Default: that of the input's
+            `sampling_params`, or 1.
     """
 
     def __init__(
@@ -89,8 +92,10 @@ class EnvserverGenerator:
         token: str | None = None,
         tries: int = 3,
         timeout_seconds: float = 3600.0,
+        temperature: float | None = None,
     ) -> None:
         self._url = url
+        self._temperature = temperature
         self._step_wise = step_wise
         self._agent = agent
         self._splits = {"train": train_split, "eval": eval_split}
@@ -102,11 +107,13 @@ class EnvserverGenerator:
         """Returns a trajectory for each row of the input.
 
         Raises:
-            InputError: a row does not name a task.
+            InputError: a row does not name a task, or rows to train on were sampled at another
+                temperature than SkyRL's.
             RolloutsLost: rollouts failed without the model's fault, after all tries.
         """
         about = input_batch.get("batch_metadata")
-        split = self._splits[about.training_phase if about else "train"]
+        phase = about.training_phase if about else "train"
+        split = self._splits[phase]
         wanted = task_groups_of(input_batch, split)
         async with EnvClient(self._url, run=None, token=self._token) as client:
             came = await asyncio.gather(
@@ -122,6 +129,10 @@ class EnvserverGenerator:
             for places, group in zip(asked.places, groups, strict=True):
                 found.update(zip(places, group, strict=True))
         ordered = [found[place] for place in range(len(found))]
+        if phase == "train":
+            own = (input_batch.get("sampling_params") or {}).get("temperature", 1.0)
+            temperature = own if self._temperature is None else self._temperature
+            check_trajectories(ordered, temperature, "generator.sampling_params.temperature")
         identities = input_batch.get("trajectory_ids")
         return output_of(ordered, identities, step_wise=self._step_wise, agent=self._agent)
 

@@ -24,9 +24,11 @@ from envserver_records import ConfigError, Trajectory
 from envserver_clients.http import EnvClient
 
 from .completions import Completion, completions_of
+from .temperatures import check_trajectories
 from .whole_groups import GroupOrder, complete_groups, masked_logprobs, named, reward_of
 
 URL_VARIABLE: Final = "ENVSERVER_URL"
+TEMPERATURE_FLAG: Final = "--rollout-temperature"
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
@@ -34,7 +36,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
 
     Raises:
         ConfigError: no server is configured.
-        InputError: the sample does not name a task.
+        InputError: the sample does not name a task, or its tokens were sampled at another
+            temperature than slime's.
         RolloutsLost: the rollout failed without the model's fault, after all tries.
     """
     url = getattr(args, "envserver_url", None) or os.environ.get(URL_VARIABLE)
@@ -47,6 +50,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     environment, task_id = named(sample.metadata or {}, default, "metadata")
     async with EnvClient(url, run=None) as client:
         ((trajectory,),) = await complete_groups(client, GroupOrder(environment, [task_id]))
+    check_trajectories([trajectory], getattr(args, "rollout_temperature", 1.0), TEMPERATURE_FLAG)
     samples = samples_of(trajectory, sample)
     return samples if len(samples) > 1 else samples[0]
 

@@ -35,6 +35,7 @@ from envserver_clients.records import Batch, ClientGroup, Row
 from envserver_clients.training.advantages import Scaling, rewards_of, row_advantages
 from envserver_clients.weights import WeightPush
 
+from .temperatures import check_spans
 from .trl_weights import Versions
 
 _WAIT_SECONDS: Final = 5.0
@@ -64,6 +65,7 @@ class EnvserverRolloutWorker:
         environments: only groups of these environments; empty: of all.
         max_staleness: policy versions that a group may be behind when leased; None: any.
         scaling: how advantages are scaled.
+        temperature: that of `AsyncGRPOConfig`; rows of another one end the run.
         queue_size: samples that wait for the trainer; a long queue means older samples.
         token: the server's access token. Default: the environment variable ENVSERVER_TOKEN.
     """
@@ -80,6 +82,7 @@ class EnvserverRolloutWorker:
         environments: Sequence[str] = (),
         max_staleness: int | None = None,
         scaling: Scaling = "std",
+        temperature: float = 1.0,
         queue_size: int = 64,
         token: str | None = None,
     ) -> None:
@@ -97,6 +100,7 @@ class EnvserverRolloutWorker:
         self._checkpoint = checkpoint
         self._max_staleness = max_staleness
         self._scaling: Scaling = scaling
+        self._temperature = temperature
         self._versions: Versions | None = None
         self._model_version = 0
         self._held = _Held()
@@ -214,6 +218,8 @@ class EnvserverRolloutWorker:
                     self._heard_at = time.monotonic()
 
     def _samples(self, group: ClientGroup) -> list[Any]:
+        for row in group.rows:
+            check_spans(row.sampling, self._temperature, "AsyncGRPOConfig(temperature=...)")
         return samples_of(
             group,
             number=next(self._numbers),

@@ -27,6 +27,7 @@ from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import WeightPush
 
 from .completions import Completion
+from .temperatures import check_trajectories
 from .trl_prompts import TaskName, task_of
 from .trl_weights import Versions, check_of, saver
 from .whole_groups import (
@@ -97,6 +98,7 @@ class EnvserverRollouts:
 
         Raises:
             RolloutsLost: every rollout failed.
+            InputError: rows were sampled at another temperature than the trainer's.
             EnvserverError: see `SyncEnvClient.rollouts` and `envserver_clients.weights`.
         """
         from accelerate.utils import broadcast_object_list, gather_object
@@ -107,7 +109,7 @@ class EnvserverRollouts:
         all_tasks = gather_object(tasks)
         told: list[Any] = [None]
         if trainer.accelerator.is_main_process:
-            told = [self._all_rows(all_tasks, _group_size(trainer))]
+            told = [self._all_rows(all_tasks, _group_size(trainer), trainer.temperature)]
         broadcast_object_list(told)
         if isinstance(told[0], EnvserverError):
             raise told[0]
@@ -141,11 +143,13 @@ class EnvserverRollouts:
         return self._client
 
     def _all_rows(
-        self, tasks: Sequence[TaskName], group_size: int
+        self, tasks: Sequence[TaskName], group_size: int, temperature: float
     ) -> list[TrlRow] | EnvserverError:
         """Returns the rows of all ranks, or an error for all: else the other ranks would wait."""
         try:
-            rows = rows_of(self._trajectories(tasks, group_size), self._agent)
+            made = self._trajectories(tasks, group_size)
+            check_trajectories(made, temperature, "GRPOConfig(temperature=...)")
+            rows = rows_of(made, self._agent)
         except EnvserverError as error:
             return error
         self._seen = rows[0]

@@ -25,6 +25,7 @@ from envserver_records import InputError, Split, Trajectory
 from envserver_clients.http import EnvClient
 
 from .completions import Completion
+from .temperatures import check_trajectories
 from .whole_groups import (
     GroupOrder,
     complete_groups,
@@ -73,6 +74,7 @@ class EnvserverLoop:
         rollout = trainer_config.config.actor_rollout_ref.rollout
         self._prompt_length = int(rollout.prompt_length)
         self._response_length = int(rollout.response_length)
+        self._temperature = float(getattr(rollout, "temperature", 1.0))
         self._url = url
         self._environment = environment
         self._rows = rows
@@ -86,7 +88,8 @@ class EnvserverLoop:
         """Runs the row's task; returns verl's `AgentLoopOutput`, or a list of them.
 
         Raises:
-            InputError: the row does not name a task, or the prompt is too long for verl's settings.
+            InputError: the row does not name a task, the prompt is too long for verl's settings, or
+                the tokens were sampled at another temperature than verl's.
             RolloutsLost: the rollout failed without the model's fault, after all tries.
         """
         columns = dict(fields.get("extra_info") or {}) | fields
@@ -96,6 +99,8 @@ class EnvserverLoop:
             ((trajectory,),) = await complete_groups(
                 client, wish, tries=self._tries, timeout_seconds=self._timeout_seconds
             )
+        setting = "actor_rollout_ref.rollout.temperature"
+        check_trajectories([trajectory], self._temperature, setting)
         from verl.experimental.agent_loop.agent_loop import (  # type: ignore[import-not-found, unused-ignore]
             AgentLoopOutput,
         )

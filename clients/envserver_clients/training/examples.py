@@ -46,6 +46,8 @@ class Example:
         weight: weight of each of its trained tokens in the loss.
         fresh: uint8[T], 1 where the learning policy's own version sampled it; None: unknown.
         token_advantages: float32[T], where the turns of the row have advantages of their own.
+        temperatures: float32[T], at which it was sampled; None: 1.
+        raw: uint8[T], 1 where the logprob is from before the temperature was applied; None: 0.
     """
 
     tokens: NDArray[np.int32]
@@ -55,6 +57,8 @@ class Example:
     weight: float
     fresh: NDArray[np.uint8] | None = None
     token_advantages: NDArray[np.float32] | None = None
+    temperatures: NDArray[np.float32] | None = None
+    raw: NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def examples_of(
         )
         equal += not any(map(_teaches, found))
         rows += zip(group.rows, found, strict=True)
-    refused = Counter(why for row, _ in rows if (why := refusal(row, rules.vocabulary)))
+    refused = Counter(why for row, _ in rows if (why := refusal(row, version, rules.vocabulary)))
     examples = _weighed(rows, len(rewards), version, rules)
     numbers: dict[str, float | str] = {
         **_spread("reward", rewards),
@@ -150,11 +154,13 @@ def examples_of(
     return BatchExamples(examples, numbers, [group.group_id for group in groups])
 
 
-def refusal(row: Row, vocabulary: int | None = None) -> str:
+def refusal(row: Row, version: int, vocabulary: int | None = None) -> str:
     """Returns why nothing can be learned rightly from the trained tokens of a row, or "".
 
     `bad_tokens`: the model does not know some ids. `no_logprobs`: there are none. `bad_logprobs`:
-    some are not finite, positive, or below LEAST_LOGPROB.
+    some are not finite, positive, or below LEAST_LOGPROB. `altered`: sampled with top_p or another
+    setting, so that the distribution is unknown. `greedy`: at temperature 0. `raw`: from before the
+    temperature was applied, by an older policy, whose distribution cannot be computed any more.
     """
     trained = row.mask == 1
     if not trained.any():
@@ -165,7 +171,30 @@ def refusal(row: Row, vocabulary: int | None = None) -> str:
         return "no_logprobs"
     logprobs = row.logprobs[trained]
     usable = (logprobs >= LEAST_LOGPROB) & (logprobs <= LOGPROB_ROUNDING)  # False for NaN
-    return "" if usable.all() else "bad_logprobs"
+    if not usable.all():
+        return "bad_logprobs"
+    if any(span.altered for span in row.sampling):
+        return "altered"
+    if not all(0 < span.temperature < np.inf for span in row.sampling):
+        return "greedy"
+    older = trained & (row.versions != version) & (_raw(row) == 1)
+    return "raw" if older.any() else ""
+
+
+def _raw(row: Row) -> NDArray[np.uint8]:
+    """Returns uint8[T], 1 where the logprob is from before the temperature was applied."""
+    found = np.zeros(len(row.tokens), np.uint8)
+    for span in row.sampling:
+        found[span.start : span.end] = span.is_raw
+    return found
+
+
+def _temperatures(row: Row) -> NDArray[np.float32]:
+    """Returns float32[T], 1 where nothing is trained."""
+    found = np.ones(len(row.tokens), np.float32)
+    for span in row.sampling:
+        found[span.start : span.end] = span.temperature
+    return found
 
 
 def _newest(rows: Sequence[Row]) -> int:
@@ -201,7 +230,11 @@ def _weighed(
             row.learn or rules.learn_truncated
         ):
             continue
-        if not row.mask[1:].any() or row.logprobs is None or refusal(row, rules.vocabulary):
+        if (
+            not row.mask[1:].any()
+            or row.logprobs is None
+            or refusal(row, version, rules.vocabulary)
+        ):
             continue
         match rules.denominator:
             case "trajectory":
@@ -217,6 +250,8 @@ def _weighed(
             Example(
                 *(row.tokens, mask, row.logprobs, advantage.value, weight, fresh),
                 token_advantages=advantage.tokens,
+                temperatures=_temperatures(row),
+                raw=_raw(row),
             )
         )
     return examples

@@ -58,6 +58,21 @@ _REASONS: Final = {
         "Rows have token ids that the model does not know.",
         "The engine serves another model than the trainer's.",
     ),
+    "altered": (
+        "Rows were sampled with top_p, top_k, min_p or a penalty: the trainer does not know what "
+        "was cut off, so its ratios are wrong.",
+        "Sample with --sampling.top_p 1 and without other samplers; the temperature is free.",
+    ),
+    "greedy": (
+        "Rows were sampled at temperature 0, from no distribution.",
+        "Set --sampling.temperature to 1.",
+    ),
+    "raw": (
+        "The engine's logprobs are from before the temperature, and an older policy sampled with "
+        "them: the ratio to it cannot be computed.",
+        "Start the engine with --logprobs-mode processed_logprobs, or set --sampling.temperature "
+        "to 1.",
+    ),
     "newer": (
         "Groups were sampled by a later policy version than the trainer's own.",
         "Another trainer published to this engine or server. Start the engine with this trainer's "

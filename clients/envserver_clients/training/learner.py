@@ -75,9 +75,9 @@ class Learner:
         before: list[Tensor | None] = [None for _ in parts]
         differences: Numbers = {}
         for update in range(self._rules.updates):
-            sums, own = self._gradient(parts, before)
+            sums, own, comparable = self._gradient(parts, before)
             if update == 0:
-                differences = _mismatch(parts, own)
+                differences = _mismatch(parts, comparable)
                 before = list(own)
             numbers = self._stepped(sums, differences) | differences
             if SKIPPED in numbers:
@@ -86,22 +86,33 @@ class Learner:
 
     def _gradient(
         self, parts: Sequence[Padded], before: Sequence[Tensor | None]
-    ) -> tuple[list[dict[str, float]], list[Tensor]]:
-        """Adds up the gradient of all parts; returns their sums, and the policy's logprobs."""
+    ) -> tuple[list[dict[str, float]], list[Tensor], list[Tensor]]:
+        """Adds up the gradient of all parts.
+
+        Returns:
+            Their sums, the policy's logprobs, and those to compare with the delivered ones.
+        """
         self._optimizer.zero_grad(set_to_none=True)
-        sums, own = [], []
+        sums, own, comparable = [], list[Tensor](), list[Tensor]()
         for part, proximal in zip(parts, before, strict=True):
-            logprobs = self.policy.logprobs(part)
+            logprobs, as_delivered = self.policy.both_logprobs(part)
             loss, numbers = self._loss(part, logprobs, proximal)
             loss.backward()
             sums.append({**numbers, "loss": float(loss.detach())})
             own.append(logprobs.detach())
-        return sums, own
+            comparable.append(as_delivered)
+        return sums, own, comparable
 
     def _loss(
         self, part: Padded, logprobs: Tensor, proximal: Tensor | None
     ) -> tuple[Tensor, dict[str, float]]:
         delivered, mask, advantages, weights = tensors(part, self.policy.device)
+        if part.raw.any():
+            # Those of the distribution that was sampled from were not delivered, but the policy of
+            # before this step sampled these tokens, so they are its own.
+            raw = torch.from_numpy(part.raw[:, part.first :]).to(self.policy.device).bool()
+            before = logprobs.detach() if proximal is None else proximal
+            delivered = torch.where(raw, before, delivered)
         has_reference = self._rules.loss.kl_weight > 0
         return policy_loss(
             logprobs,

@@ -35,17 +35,20 @@ from .bounds import MOST_CORRECTION, KlForm, LossSettings
 LARGEST_LOG_RATIO: Final = 20.0
 
 
-def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> Tensor:
     """Returns the logprob of each target.
 
     Args:
         logits: [B, N, V], those of the position before the target.
         targets: int64[B, N].
+        temperatures: [B, N], by which the logits are divided; None: 1.
 
     Returns:
         float32[B, N].
     """
     logits = logits.float()
+    if temperatures is not None:
+        logits = logits / temperatures.unsqueeze(-1)
     chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return chosen - logits.logsumexp(-1)
 

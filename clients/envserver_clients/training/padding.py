@@ -25,6 +25,8 @@ class Padded:
         mask: float32[B, T-1], 1 where the target is trained.
         logprobs: float32[B, T-1], those of the targets where mask is 1, else 0.
         fresh: uint8[B, T-1], 1 where the learning policy's own version sampled the target.
+        temperatures: float32[B, T-1], at which the target was sampled, else 1.
+        raw: uint8[B, T-1], 1 where the target's logprob is from before the temperature.
         weights: float32[B].
         advantages: float32[B], or float32[B, T-1] if turns have their own.
         first: index of the first trained target in any row; earlier ones need no logits.
@@ -35,6 +37,8 @@ class Padded:
     mask: NDArray[np.float32]
     logprobs: NDArray[np.float32]
     fresh: NDArray[np.uint8]
+    temperatures: NDArray[np.float32]
+    raw: NDArray[np.uint8]
     advantages: NDArray[np.float32]
     weights: NDArray[np.float32]
     first: int
@@ -60,7 +64,8 @@ def padded(examples: Sequence[Example]) -> Padded:
     shape = (len(examples), max(len(example.tokens) for example in examples))
     tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     mask, logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    fresh = np.zeros(shape, np.uint8)
+    fresh, raw = np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)
+    temperatures = np.ones(shape, np.float32)
     for row, example in enumerate(examples):
         length = len(example.tokens)
         tokens[row, :length] = example.tokens
@@ -69,6 +74,10 @@ def padded(examples: Sequence[Example]) -> Padded:
         logprobs[row, :length] = np.where(example.mask, example.logprobs, 0.0)
         if example.fresh is not None:
             fresh[row, :length] = example.fresh
+        if example.temperatures is not None:
+            temperatures[row, :length] = example.temperatures
+        if example.raw is not None:
+            raw[row, :length] = example.raw
     trained = np.flatnonzero(mask[:, 1:].any(axis=0))
     return Padded(
         tokens=tokens,
@@ -76,6 +85,8 @@ def padded(examples: Sequence[Example]) -> Padded:
         mask=mask[:, 1:],
         logprobs=logprobs[:, 1:],
         fresh=fresh[:, 1:],
+        temperatures=temperatures[:, 1:],
+        raw=raw[:, 1:],
         advantages=_advantages(examples, shape),
         weights=np.array([example.weight for example in examples], np.float32),
         first=int(trained[0]) if trained.size else 0,

@@ -75,7 +75,13 @@ class Policy:
         return int(self.model.get_input_embeddings().num_embeddings)
 
     def logprobs(self, batch: Padded) -> Tensor:
-        """Returns float32[B, N] for the targets from `batch.first` on, with gradient."""
+        """Returns float32[B, N] for the targets from `batch.first` on, with gradient: of the
+        distributions that were sampled from, at their temperatures."""
+        return self._logprobs(self.model, batch)[0]
+
+    def both_logprobs(self, batch: Padded) -> tuple[Tensor, Tensor]:
+        """Returns the same, and without gradient what the delivered ones are to be compared with:
+        logprobs from before the temperature where those are."""
         return self._logprobs(self.model, batch)
 
     def reference_logprobs(self, batch: Padded) -> Tensor:
@@ -83,10 +89,10 @@ class Policy:
         with torch.no_grad():
             if self.is_lora:
                 with self.model.disable_adapter():
-                    return self._logprobs(self.model, batch)
-            return self._logprobs(self._reference, batch)
+                    return self._logprobs(self.model, batch)[0]
+            return self._logprobs(self._reference, batch)[0]
 
-    def _logprobs(self, model: Any, batch: Padded) -> Tensor:
+    def _logprobs(self, model: Any, batch: Padded) -> tuple[Tensor, Tensor]:
         tokens = torch.from_numpy(batch.tokens).to(self.device)
         attention = torch.from_numpy(batch.attention).to(self.device)
         targets = tokens[:, batch.first + 1 :]
@@ -94,7 +100,15 @@ class Policy:
         keep = targets.shape[1] + 1
         with self._computing():
             found = model(tokens, attention_mask=attention, logits_to_keep=keep, use_cache=False)
-        return token_logprobs(found.logits[:, :-1], targets)
+        logits, given = found.logits[:, :-1], batch.temperatures[:, batch.first :]
+        temperatures = None if (given == 1).all() else torch.from_numpy(given).to(self.device)
+        logprobs = token_logprobs(logits, targets, temperatures)
+        raw = torch.from_numpy(batch.raw[:, batch.first :]).to(self.device).bool()
+        if not raw.any():
+            return logprobs, logprobs.detach()
+        return logprobs, torch.where(
+            raw, token_logprobs(logits.detach(), targets), logprobs.detach()
+        )
 
     def _computing(self) -> torch.autocast:
         is_half = self._dtype is not torch.float32

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from ...config import MixSettings
+from ...running.run_settings import ServeSettings
 from ..command_line import FREQUENT, CommandSpec
 
 SUMMARY = """Runs rollouts of one or more environments and serves the groups to trainers. SIGTERM
 or Ctrl-C once finishes the open groups and stops; twice stops at once."""
 
 
-COMMAND = CommandSpec(
+COMMAND: CommandSpec[MixSettings] = CommandSpec(
     "serve",
     SUMMARY,
-    MixSettings,
+    ServeSettings,
     usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
     frequent=(
         *FREQUENT,

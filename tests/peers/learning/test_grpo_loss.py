@@ -20,6 +20,7 @@ from envserver_clients.training.guard import (
 )
 from envserver_clients.training.loss import policy_loss, token_logprobs
 from envserver_clients.training.padding import micro_batches, padded
+from envserver_records.sampling import LogprobsKind, SamplingSpan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -241,6 +242,12 @@ def changed(one: Row, **what: object) -> Row:
     return dataclasses.replace(one, **what)  # type: ignore[arg-type]
 
 
+def sampled(
+    one: Row, temperature: float, logprobs: LogprobsKind, altered: tuple[str, ...] = ()
+) -> Row:
+    return changed(one, sampling=[SamplingSpan(2, 4, temperature, logprobs, altered)])
+
+
 def with_logprob(one: Row, logprob: float) -> Row:
     assert one.logprobs is not None
     return changed(one, logprobs=np.where(np.arange(4) == 3, np.float32(logprob), one.logprobs))
@@ -252,6 +259,10 @@ def with_logprob(one: Row, logprob: float) -> Row:
         (changed(row(0, 1.0), logprobs=None), "no_logprobs"),
         *((with_logprob(row(0, 1.0), value), "bad_logprobs") for value in UNUSABLE),
         (changed(row(0, 1.0), tokens=np.array([1, 2, 3, 100], np.int32)), "bad_tokens"),
+        (sampled(row(0, 1.0), 1.0, "processed", ("top_p",)), "altered"),
+        (sampled(row(0, 1.0), 0.0, "raw"), "greedy"),
+        (sampled(row(0, 1.0, version=2), 0.7, "raw"), "raw"),
+        (sampled(row(0, 1.0, version=2), 0.7, "unknown"), "raw"),
     ],
 )
 def test_rows_that_cannot_be_learned_from_are_left_out_and_counted(bad: Row, why: str) -> None:
@@ -261,6 +272,20 @@ def test_rows_that_cannot_be_learned_from_are_left_out_and_counted(bad: Row, why
     assert (learned.numbers["rows_refused"], learned.numbers[f"rows_{why}"]) == (1, 1)
     assert "skipped" not in learned.numbers
     assert examples_of([group(bad, bad)], 3, rules).examples == []
+
+
+@pytest.mark.parametrize(
+    ("version", "logprobs", "raw"), [(3, "raw", 1), (3, "processed", 0), (2, "processed", 0)]
+)
+def test_rows_say_their_temperature(version: int, logprobs: LogprobsKind, raw: int) -> None:
+    batch = [group(sampled(row(0, 1.0, version=version), 0.7, logprobs), row(1, 0.0))]
+    (warm, usual) = examples_of(batch, 3, ExampleSettings()).examples
+    assert warm.temperatures is not None
+    assert warm.raw is not None
+    assert warm.temperatures.tolist() == pytest.approx([1, 1, 0.7, 0.7])
+    assert warm.raw.tolist() == [0, 0, raw, raw]
+    assert usual.temperatures is not None
+    assert usual.temperatures.tolist() == [1] * 4
 
 
 def test_groups_of_a_later_version_are_refused() -> None:

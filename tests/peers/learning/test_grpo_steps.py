@@ -90,6 +90,31 @@ def test_logprobs_that_are_not_the_policys_teach_nothing(model: Path) -> None:
     assert "skipped" not in numbers
 
 
+@pytest.mark.parametrize("logprobs", ["raw", "processed"])
+def test_the_mismatch_is_measured_in_the_engines_logprobs(model: Path, logprobs: str) -> None:
+    one = learner(model)
+    rows = batch(one.policy, 0)
+    warm = []
+    for row in rows:
+        logits = one.policy.model(torch.from_numpy(row.tokens).long()[None]).logits[0, :-1]
+        scaled = torch.log_softmax(logits / (0.7 if logprobs == "processed" else 1.0), -1)
+        own = scaled.gather(-1, torch.from_numpy(row.tokens).long()[1:, None])[:, 0]
+        delivered = np.r_[0, own.detach().numpy()] * row.mask
+        warm.append(
+            dataclasses.replace(
+                row,
+                logprobs=delivered.astype(np.float32),
+                temperatures=np.full(len(row.tokens), 0.7, np.float32),
+                raw=np.full(len(row.tokens), logprobs == "raw", np.uint8),
+            )
+        )
+    numbers = one.step(warm)
+    assert float(numbers["mismatch_max"]) < 1e-4
+    assert float(numbers["ratio_max"]) == pytest.approx(1.0, abs=1e-3)
+    swapped = [dataclasses.replace(row, raw=1 - row.raw) for row in warm if row.raw is not None]
+    assert float(learner(model).step(swapped)["mismatch_mean"]) > 0.1
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(model: Path) -> None:
     one = learner(model)
     rows = batch(one.policy, 0)

@@ -7,6 +7,7 @@ trained. One group has equal rewards. The delivered logprobs differ from the pol
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.examples import Example, ExampleSettings, examples_of
 from envserver_clients.training.learner import Learner, StepSettings
 from envserver_clients.training.policy import Policy
+from envserver_records.sampling import LogprobsKind, SamplingSpan
 from support.tiny_model import main as make_tiny
 
 torch.set_num_threads(1)
@@ -37,35 +39,45 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trl(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """TRL's trainer, whose loss alone is used; `compute` sets what a case changes."""
+def trl_at(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Any]:
+    """Makes TRL's trainer for a temperature; its loss alone is used, set up by each case."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer.grpo_trainer import add_fused_lm_head
 
-    config = GRPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("trl")),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=LONGEST,
-    )
-    trainer = GRPOTrainer(
-        model=Policy(str(model)).model,
-        reward_funcs=lambda completions, **_: [0.0 for _ in completions],
-        args=config,
-        train_dataset=Dataset.from_list([{"prompt": "a"}]),
-        processing_class=Policy(str(model)).tokenizer,
-    )
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.args.steps_per_generation = 1
-    trainer.model.train()  # the tiny model has no dropout
-    trainer.reference = Policy(str(model)).model
-    add_fused_lm_head(trainer.reference, temperature=trainer.temperature)
-    return trainer
+    @cache
+    def made(temperature: float) -> Any:
+        config = GRPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("trl")),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=LONGEST,
+            temperature=temperature,
+        )
+        trainer = GRPOTrainer(
+            model=Policy(str(model)).model,
+            reward_funcs=lambda completions, **_: [0.0 for _ in completions],
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": "a"}]),
+            processing_class=Policy(str(model)).tokenizer,
+        )
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.args.steps_per_generation = 1
+        trainer.model.train()  # the tiny model has no dropout
+        trainer.reference = Policy(str(model)).model
+        add_fused_lm_head(trainer.reference, temperature=trainer.temperature)
+        return trainer
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def trl(trl_at: Callable[[float], Any]) -> Any:
+    return trl_at(1.0)
 
 
 def moved(model: Path) -> Policy:
@@ -78,7 +90,9 @@ def moved(model: Path) -> Policy:
     return policy
 
 
-def rows_of(policy: Policy) -> list[ClientGroup]:
+def rows_of(
+    policy: Policy, temperature: float = 1.0, logprobs: LogprobsKind = "processed"
+) -> list[ClientGroup]:
     rng = np.random.default_rng(0)
     groups = []
     for number in range(3):
@@ -88,7 +102,7 @@ def rows_of(policy: Policy) -> list[ClientGroup]:
             tokens = rng.integers(10, 4000, length).astype(np.int32)
             mask = np.r_[[0] * PROMPT, [1] * (length - PROMPT)].astype(np.uint8)
             mask[PROMPT + 2 : PROMPT + 4] = 0
-            own = np.array([0.0, *policy.prompt_logprobs(tokens.tolist())])
+            own = at_temperature(policy, tokens, temperature if logprobs == "processed" else 1.0)
             noisy = np.minimum(own + rng.normal(0, NOISE, length), 0.0)
             rows.append(
                 Row(
@@ -99,12 +113,22 @@ def rows_of(policy: Policy) -> list[ClientGroup]:
                     group_id=f"g{number}",
                     versions=np.where(mask, np.int32(0), np.int32(-1)),
                     trajectory=trajectory,
+                    sampling=[SamplingSpan(PROMPT, length, temperature, logprobs)],
                 )
             )
         group = ClientGroup(f"g{number}", "e", "group", 0, memoryview(b""))
         group.__dict__["rows"] = rows
         groups.append(group)
     return groups
+
+
+def at_temperature(policy: Policy, tokens: Any, temperature: float) -> Any:
+    """The logprob of each token, 0 for the first, by definition."""
+    ids = torch.from_numpy(tokens).long()[None]
+    with torch.no_grad():
+        logits = policy.model(ids).logits[0, :-1] / temperature
+    chosen = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
+    return np.array([0.0, *chosen.tolist()])
 
 
 def our_gradient(
@@ -119,7 +143,7 @@ def our_gradient(
     before = {name: value.detach().clone() for name, value in policy.trained.items()}
     step = StepSettings(loss=rules, most_gradient=1e9, micro_batch_tokens=64)
     numbers = Learner(policy, step).step(examples)
-    if rules.correction == "none":
+    if rules.correction == "none" and groups[0].rows[0].sampling[0].logprobs == "processed":
         assert float(numbers["clip_fraction"]) > 0.1  # the bounds are tried, too
     found = {name: value.grad for name, value in policy.trained.items()}
     policy.load_state(before)
@@ -193,9 +217,10 @@ def compare(
     rules: LossSettings,
     set_up: Callable[[Any, dict[str, Any], torch.Tensor], None],
     denominator: str = "trajectory",
+    **sampling: Any,
 ) -> float:
     policy = moved(model)
-    groups = rows_of(policy)
+    groups = rows_of(policy, **sampling)
     ours, _ = our_gradient(policy, groups, denominator, rules)
     return relative_difference(ours, trl_gradient(trainer, policy, groups, set_up))
 
@@ -215,6 +240,45 @@ def test_objectives(model: Path, trl: Any, denominator: str, loss_type: str) -> 
 
     rules = LossSettings(correction="none")
     assert compare(model, trl, rules, set_up, denominator) < MOST_DIFFERENCE
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize(
+    ("denominator", "loss_type"),
+    [("trajectory", "grpo"), ("token", "dapo"), ("constant", "dr_grpo")],
+)
+@pytest.mark.parametrize("form", ["k3_ratio"])
+def test_temperatures(
+    model: Path, trl_at: Any, temperature: float, denominator: str, loss_type: str, form: str
+) -> None:
+    """Policy, delivered and reference logprobs are those of the logits over the temperature."""
+
+    def set_up(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
+        relative_to_delivered(trainer, inputs, delivered)
+        trainer.loss_type, trainer.beta = loss_type, 0.5
+        trainer.args.use_bias_correction_kl = form == "k3_ratio"
+
+    rules = LossSettings(correction="none", kl_weight=0.5, kl_form=form)  # type: ignore[arg-type]
+    trainer = trl_at(temperature)
+    found = compare(model, trainer, rules, set_up, denominator, temperature=temperature)
+    assert found < MOST_DIFFERENCE
+    wrong = compare(model, trl_at(1.0), rules, set_up, denominator, temperature=temperature)
+    assert wrong > 0.05  # so the temperature matters
+
+
+def test_logprobs_from_before_the_temperature_are_compared_as_such(
+    model: Path, trl_at: Any
+) -> None:
+    """Tokens of the policy's own version: the ratio is to its own distribution, as TRL's is."""
+    found = compare(
+        model,
+        trl_at(0.7),
+        LossSettings(correction="none"),
+        lambda *_: None,
+        temperature=0.7,
+        logprobs="raw",
+    )
+    assert found < MOST_DIFFERENCE
 
 
 def test_dual_clip_is_two_sided_clipping(model: Path, trl: Any) -> None:

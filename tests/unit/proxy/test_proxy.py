@@ -171,7 +171,9 @@ async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) 
     assert (sent["top_k"], sent["min_p"], sent["frequency_penalty"]) == (-1, 0.0, 0.0)
     assert (sent["return_token_ids"], sent["logprobs"]) == (True, True)
     assert attempt.calls[0].sampling["temperature"] == 0.5
-    assert attempt.calls[0].flags == ["temperature_not_one", "top_p_active"]
+    assert attempt.calls[0].flags == ["top_p_active"]
+    (row,) = build(attempt.calls)
+    assert [(span.temperature, span.altered) for span in row.sampling] == [(0.5, ("top_p",))]
 
 
 STRICT = [{"type": "function", "function": {"name": "add", "strict": True}}]

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from envserver_records.records import Call, Sequence, VersionSpan, pack, unpack
+from envserver_records.sampling import SamplingSpan
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -48,6 +49,28 @@ def test_every_sampled_token_is_trained_once(calls: list[Call]) -> None:
 def test_rows_survive_packing(calls: list[Call]) -> None:
     for row in build(calls):
         assert pack(unpack(pack(row), Sequence)) == pack(row)
+
+
+def test_a_row_says_how_each_of_its_calls_was_sampled() -> None:
+    """Three calls of one row: the first two alike, the third warmer and with top_p."""
+    usual = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 9}
+    calls = [
+        call(0, [1], [2, 3], sampling=usual, logprobs_kind="raw"),
+        call(1, [1, 2, 3, 4], [5], sampling=usual, logprobs_kind="raw"),
+        call(
+            2,
+            [1, 2, 3, 4, 5, 6],
+            [7, 8],
+            sampling={"temperature": 1.3, "top_p": 0.9},
+            logprobs_kind="processed",
+        ),
+    ]
+    (row,) = build(calls)
+    assert row.sampling == [
+        SamplingSpan(1, 5, 0.7, "raw"),
+        SamplingSpan(6, 8, 1.3, "processed", ("top_p",)),
+    ]
+    assert unpack(pack(row), Sequence).sampling == row.sampling
 
 
 def rows_of(calls: list[Call]) -> Counter[bytes]:
