@@ -40,8 +40,9 @@ class LearnSettings(BaseModel):
 
     output: Path = Path("out/learn")
     """Folder for everything; an existing one is continued."""
-    task: Literal["arithmetic", "tool"] = "arithmetic"
-    """arithmetic: one answer per task; tool: several turns with a calculator."""
+    task: Literal["arithmetic", "tool", "kuhn"] = "arithmetic"
+    """arithmetic: one answer per task; tool: several turns with a calculator; kuhn: self-play in
+    Kuhn poker, from a model of your own (`--model`)."""
     wire: Literal["native", "atropos"] = "native"
     """Protocol for groups."""
     model: Path | None = None
@@ -62,6 +63,8 @@ class LearnSettings(BaseModel):
     """Rollouts per group."""
     learning_rate: float = Field(default=3e-4, gt=0)
     """Learning rate."""
+    kl_weight: float = Field(default=0.0, ge=0)
+    """Weight of the distance to the initial model."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of a LoRA to train instead of all weights, with a higher --learning-rate; 0: train all
     weights."""
@@ -146,6 +149,7 @@ def _trainer(settings: LearnSettings, model: Path, engine: str, server: str) -> 
         "groups": settings.groups,
         "group-size": settings.group_size,
         "learning-rate": settings.learning_rate,
+        "kl-weight": settings.kl_weight,
         "lora-rank": settings.lora_rank,
         "threads": 1,
     }
