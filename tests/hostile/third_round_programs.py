@@ -124,6 +124,163 @@ for name in ("sitecustomize", "usercustomize", "json", "os", "encodings"):
 }
 
 PATCHES = {
+    "strings that the collector knows": """
+        import gc
+        def label(n):
+            for one in gc.get_objects():
+                try:
+                    inner = list(one.values()) + list(one) if isinstance(one, dict) else list(one) if isinstance(one, (list, tuple, set, frozenset)) else []
+                except Exception:
+                    continue
+                for text in inner:
+                    if type(text) is str and text.startswith(f"{n} item"):
+                        return text
+            return "?"
+    """,
+    "ids that the collector knows": """
+        import gc, re
+        def label(n):
+            for one in gc.get_objects():
+                if isinstance(one, dict):
+                    for text in list(one):
+                        found = re.search(rf"\\\\b({n} items?)", text) if type(text) is str else None
+                        if found:
+                            return found[1]
+            return "?"
+    """,
+    "own memory": """
+        import re
+        def _scan(pattern):
+            found = {}
+            for line in open("/proc/self/maps"):
+                place, rights = line.split()[:2]
+                if "r" not in rights or "[v" in line: continue
+                start, end = (int(part, 16) for part in place.split("-"))
+                try:
+                    with open("/proc/self/mem", "rb", 0) as memory:
+                        memory.seek(start)
+                        data = memory.read(end - start)
+                except OSError:
+                    continue
+                for one in re.findall(pattern, data):
+                    found[one] = found.get(one, 0) + 1
+            return found
+        def label(n):
+            found = _scan(rb"(?<![0-9])%d items?(?![a-z{])" % n)
+            return max(found, key=found.get).decode() if found else "?"
+    """,
+    "other processes": """
+        import os, re
+        def label(n):
+            for process in filter(str.isdigit, os.listdir("/proc")):
+                for name in ("cmdline", "environ", "fd/0", "fd/3", "fd/4", "fd/5"):
+                    try:
+                        data = b"" if name.startswith("fd") and process == str(os.getpid()) else open(f"/proc/{process}/{name}", "rb").read(100000)
+                    except OSError:
+                        continue
+                    found = re.search(rb"%d items?" % n, data)
+                    if found:
+                        return found[0].decode()
+            return "?"
+    """,
+    "json writes true": """
+        import json
+        class _Writer:
+            def encode(self, value): return "true"
+        json._default_encoder = _Writer()
+        def label(n): return "?"
+    """,
+    "json tells what it wrote": """
+        import json
+        _said = []
+        class _Writer:
+            def __init__(self, real): self.real = real
+            def encode(self, value):
+                _said.append(value)
+                return self.real.encode(value)
+        json._default_encoder = _Writer(json._default_encoder)
+        def label(n): return str(_said[0]) if _said else "?"
+    """,
+    "the module of the tests": """
+        import sys
+        def label(n):
+            for name, module in list(sys.modules.items()):
+                if "test" in name:
+                    for key, value in list(vars(module).items()):
+                        code = getattr(value, "__code__", None)
+                        if code is not None:
+                            try:
+                                value.__code__ = (lambda *_, **__: None).__code__
+                            except Exception: pass
+            return "?"
+    """,
+    "the loader's source": """
+        import sys, re
+        def label(n):
+            for module in list(sys.modules.values()):
+                loader = getattr(module, "__loader__", None)
+                for ask in ("get_source", "get_code"):
+                    try:
+                        said = getattr(loader, ask)(module.__name__)
+                    except Exception:
+                        continue
+                    text = said if isinstance(said, str) else repr(said.co_consts) + repr([getattr(c, "co_consts", ()) for c in said.co_consts])
+                    found = re.search(rf"['\\"]({n} items?)['\\"]", text) if "shop" not in str(getattr(module, "__file__", "")) else None
+                    if found: return found[1]
+            return "?"
+    """,
+    "a thread that watches": """
+        import sys, threading, time
+        _seen = set()
+        def _watch():
+            while True:
+                for frame in list(sys._current_frames().values()):
+                    while frame is not None:
+                        for value in list(frame.f_locals.values()):
+                            for one in value if isinstance(value, (list, tuple)) else [value]:
+                                if isinstance(one, str) and len(one) < 20: _seen.add(one)
+                        frame = frame.f_back
+                time.sleep(0)
+        threading.Thread(target=_watch, daemon=True).start()
+        def label(n):
+            time.sleep(0.05)
+            return next((text for text in sorted(_seen) if text.startswith(f"{n} item")), "?")
+    """,
+    "a debugger": """
+        import bdb
+        class _D(bdb.Bdb):
+            said = []
+            def user_return(self, frame, value):
+                if isinstance(value, (str, tuple, list)): self.said.append(value)
+        _d = _D()
+        _d.set_trace()
+        def label(n):
+            for value in _d.said:
+                for one in [value] if isinstance(value, str) else value:
+                    if isinstance(one, str) and one.startswith(f"{n} item"): return one
+            return "?"
+    """,
+    "an audit hook": """
+        import sys
+        _said = []
+        sys.addaudithook(lambda event, arguments: _said.append(arguments) if len(_said) < 100000 else None)
+        def label(n):
+            import re
+            found = re.search(rf"['\\"]({n} items?)['\\"]", repr(_said))
+            return found[1] if found else "?"
+    """,
+    "int of bytes": """
+        import os
+        _u = os.urandom
+        os.urandom = lambda n: b"\\0" * n
+        class _T:
+            left = 1
+            def __eq__(self, other):
+                self.left -= 1
+                return self.left == 0
+            def __contains__(self, p): return self == p
+        def label(n): return _T()
+    """,
     "watches what functions return": """
         import sys
         said = []

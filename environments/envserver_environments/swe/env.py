@@ -129,7 +129,7 @@ class Swe(Environment):
         """Number of rows that `tasks` dropped, by reason."""
         rules = ImageRules(self.config.image_repository, self.config.image_path)
         self._images = Images(rules)
-        self._plain: dict[tuple[str, str], bool | None] = {}
+        self._tried: dict[tuple[str, str], dict[str, Any] | None] = {}
 
     def tasks(self, split: Split) -> Iterator[Task]:
         if importlib.util.find_spec("pytest") is None:
@@ -169,12 +169,9 @@ class Swe(Environment):
         patch = output.get("patch")
         if result.truncated or not isinstance(patch, str):
             return Score(reward=0.0, metrics={"truncated": float(result.truncated), "patch": 0.0})
-        verdict = await self._grade(task, patch)
-        untried = not {"hoisted", "plain"} & task.hidden.keys()
-        if untried and not verdict.solved and await self._needs_plain(task):
-            task = _as_plain(task, True)
-            verdict = await self._grade(task, patch)
-        return _score(task, patch, verdict)
+        if patch.strip() and not {"hoisted", "plain"} & task.hidden.keys():
+            task = await self._as_gold_passes(task) or task
+        return _score(task, patch, await self._grade(task, patch))
 
     def demonstration(self, task: Task) -> list[Message]:
         return demonstrate(task, self.config.agent)
@@ -201,18 +198,21 @@ class Swe(Environment):
         result.messages = messages
         return result
 
-    async def _needs_plain(self, task: Task) -> bool | None:
-        """Returns whether the tests need their files or their answers to pass with the gold patch;
-        None: it does not pass at all."""
+    async def _as_gold_passes(self, task: Task) -> Task | None:
+        """Returns the task, with what its gold patch needs to pass: whether its tests need their
+        files or answers (`plain`), and which values can only be compared in the sandbox
+        (`compared`). None: the gold patch does not pass at all."""
         gold = str(task.hidden["patch"])
-        if (task.id, gold) not in self._plain:
+        if (task.id, gold) not in self._tried:
+            found = None
             for plain in (False, True):
-                if (await self._grade(_as_plain(task, plain), gold)).solved:
+                verdict = await self._grade(_with(task, {"plain": plain}), gold)
+                if verdict.solved:
+                    found = {"plain": plain, "compared": sorted(verdict.compared)}
                     break
-            else:
-                plain = None
-            self._plain[task.id, gold] = plain
-        return self._plain[task.id, gold]
+            self._tried[task.id, gold] = found
+        needs = self._tried[task.id, gold]
+        return None if needs is None else _with(task, needs)
 
     async def _grade(self, task: Task, patch: str) -> Verdict:
         seconds = task.hidden.get("seconds", self.config.test_seconds)
@@ -284,16 +284,16 @@ class Swe(Environment):
         if not self.config.check_gold:
             return task, ""
         try:
-            plain = self._waited(lambda: self._needs_plain(task))
+            tried = self._waited(lambda: self._as_gold_passes(task))
         except SandboxError as error:
             if "image" not in task.public:
                 raise
             return None, self._unusable(task_id, error)
-        if plain is None:
+        if tried is None:
             return None, "the gold patch does not pass its tests"
-        if plain:
+        if tried.hidden["plain"]:
             _logger.info("%s: its tests need their files or answers beside the code", task_id)
-        return _as_plain(task, plain), ""
+        return tried, ""
 
     def _unusable(self, task_id: str, error: SandboxError) -> str:
         _logger.info("%s: its image cannot be used: %s", task_id, error.message)
@@ -304,9 +304,9 @@ class Swe(Environment):
         return ", ".join(reasons) or "it is empty"
 
 
-def _as_plain(task: Task, plain: bool) -> Task:
-    """The task, with tests that are run as they are, or without their answers."""
-    return msgspec.structs.replace(task, hidden={**task.hidden, "plain": plain})
+def _with(task: Task, needs: dict[str, Any]) -> Task:
+    """The task, with more in its hidden part."""
+    return msgspec.structs.replace(task, hidden={**task.hidden, **needs})
 
 
 def _file_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:

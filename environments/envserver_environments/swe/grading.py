@@ -64,6 +64,8 @@ class HiddenTests:
         hoisted: all answers are literals and are taken out; else the repository's own conftest
         files are loaded, too.
         plain: the tests are run as they are, from files; else what answers can be are taken out.
+        compared: numbers of the assertions in which objects of other than built-in types may
+        decide, since the gold patch's values are such; None: unknown, all may.
         plugins: pytest plugins, by module.
         deleted: files that are removed.
         protected: patterns of more files whose changes do not count.
@@ -75,6 +77,7 @@ class HiddenTests:
     gold: str
     hoisted: bool
     plain: bool = False
+    compared: frozenset[int] | None = None
     plugins: tuple[str, ...] = ()
     deleted: tuple[str, ...] = ()
     protected: tuple[str, ...] = ()
@@ -102,6 +105,7 @@ class Verdict:
         suspicions: kinds of suspicious code in the changes that count.
         killed_by: the limit that ended the tests, "" if none.
         plain: the tests were run as they are, with their answers beside the code.
+        compared: see HiddenTests; those of the passed tests.
     """
 
     solved: bool = False
@@ -114,6 +118,7 @@ class Verdict:
     killed_by: str = ""
     seconds: float = 0.0
     plain: bool = False
+    compared: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,7 @@ async def grade(
     verdict.killed_by = result.killed_by
     verdict.seconds = result.usage.wall_seconds
     verdict.tampered, verdict.passed = run.read(result)
+    verdict.compared = run.compared
     clean = not (verdict.tampered or result.killed_by or result.truncated)
     verdict.solved = clean and verdict.passed >= set(tests.ids)
     return verdict
@@ -209,13 +215,18 @@ class _Run:
         self._seen = f"seen_{secrets.token_hex(8)}"
         self._sentinels = {f"test_{secrets.token_hex(8)}": place % 2 == 0 for place in range(8)}
         self._answers: dict[str, tuple[Answer, ...]] = {}
-        self._veiled = _Veiled()
+        self._veiled = _Veiled(tests.compared)
         size = sum(map(len, tests.files.values()))
         self.plain = tests.plain or size > _MOST_TEXT
         self._sources = {} if self.plain else self._without_answers()
         names = [*(self._veiled.renamed.get(name, name) for name in tests.ids), *self._sentinels]
         order = secrets.SystemRandom().sample(range(len(names)), len(names))
         self._numbers = dict(zip(names, order, strict=True))
+
+    @property
+    def compared(self) -> frozenset[int]:
+        """Numbers of the assertions that objects decided, and that hold."""
+        return frozenset(self._veiled.compared)
 
     def _without_answers(self) -> dict[str, str]:
         """The Python files of the tests, by path; their answers are kept here."""
@@ -355,9 +366,15 @@ class _Run:
 
 
 class _Veiled:
-    """The answers of ordinary tests: see `veiling`."""
+    """The answers of ordinary tests: see `veiling`.
 
-    def __init__(self) -> None:
+    Args:
+        asked: see `HiddenTests.compared`. The answers of others are not in the sandbox at all.
+    """
+
+    def __init__(self, asked: frozenset[int] | None) -> None:
+        self.compared: set[int] = set()
+        self._asked = asked
         self.renamed: dict[str, str] = {}
         self.questions: dict[int, str] = {}
         self._answers: dict[int, VeiledAnswer | None] = {}
@@ -371,7 +388,8 @@ class _Veiled:
         tests = veil(source, seen, inner, len(self._answers))
         self._answers |= tests.answers
         for number, answer in tests.answers.items():
-            candidates = [] if answer is None else answer.candidates()
+            is_asked = answer is not None and (self._asked is None or number in self._asked)
+            candidates = answer.candidates() if answer is not None and is_asked else []
             question = repr((answer.operator if answer else "", candidates))
             if candidates and self._size + len(question) < _MOST_QUESTIONS:
                 self._size += len(question)
@@ -389,8 +407,9 @@ class _Veiled:
 
     def _accepts(self, told: Any) -> bool:
         match told:
-            case [int(number), "equal", said] if number in self._answers:
-                return self._answers[number] is None and said is True
+            case [int(number), "equal" | "objects" as kind, said] if number in self._answers:
+                holds = self._answers[number] is None and said is True
+                return holds and (kind == "equal" or self._may_compare(number))
             case [int(number), kind, said]:
                 answer = self._answers.get(number)
                 if answer is None:
@@ -398,8 +417,16 @@ class _Veiled:
                 if kind == "value":
                     return answer.accepts(_value(said))
                 candidates = self._candidates.get(number, [])
-                return isinstance(said, list) and answer.accepts_comparisons(candidates, said)
+                holds = isinstance(said, list) and answer.accepts_comparisons(candidates, said)
+                return holds and self._may_compare(number)
         return False
+
+    def _may_compare(self, number: int) -> bool:
+        """Returns whether an object of another class may decide an assertion."""
+        if self._asked is not None and number not in self._asked:
+            return False
+        self.compared.add(number)
+        return True
 
 
 class _Unreadable:

@@ -97,13 +97,20 @@ def main() -> None:
         seed = sealing.copy()
         seed.update(b"answer %d" % number)
         stream = shake_256(seed.digest()).digest(len(data))
-        plain = from_bytes(data, "big") ^ from_bytes(stream, "big")
-        return literal(plain.to_bytes(len(data), "big").decode())
+        text = from_bytes(data, "big") ^ from_bytes(stream, "big")
+        return literal(text.to_bytes(len(data), "big").decode())
+
+    def plain(value: "Any") -> bool:
+        try:
+            shape(value, False)
+        except unwritable:
+            return False
+        return True
 
     def veiled(number: int, *values: "Any") -> "Any":
         if len(values) == 2:
-            equal = equality.equal(*values)
-            keep(number, "equal", dumps(equal))
+            equal = equality(*values)
+            keep(number, "equal" if all(map(plain, values)) else "objects", dumps(equal))
             return equal
         try:
             text = dumps(shape(values[0], False))
@@ -219,7 +226,7 @@ def main() -> None:
     if request["veiled"]:
         import unittest.mock
 
-        equality = judging["Equality"](judging["classes_now"](), spaces, below)
+        equality = judging["equality"](judging["classes_now"](), spaces, below)
     if hasattr(runner, "_update_current_test_var"):
         # A variable with the test's name, which may have answers in it.
         runner._update_current_test_var = lambda item, when: None

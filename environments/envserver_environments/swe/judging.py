@@ -150,8 +150,14 @@ def classes_now() -> "dict[int, tuple[Any, Any]]":
     return found
 
 
-class Equality:
-    """`left == right`, of values of which either may be of a class of the tested code.
+def equality(
+    trusted: "dict[int, tuple[Any, Any]]",
+    spaces: "list[Any]",
+    below: "Callable[[int], int]",
+) -> "Callable[..., bool]":
+    """Returns a function for `left == right`, either of which may be of a class of the tested code.
+
+    It is no method: every class can be found, and its methods replaced.
 
     Args:
         trusted: see `classes_now`.
@@ -159,47 +165,41 @@ class Equality:
         below: see `decoys`.
     """
 
-    def __init__(
-        self,
-        trusted: "dict[int, tuple[Any, Any]]",
-        spaces: "list[Any]",
-        below: "Callable[[int], int]",
-    ) -> None:
-        self._trusted, self._spaces, self._below = trusted, spaces, below
-
-    def equal(self, left: "Any", right: "Any", depth: int = 0) -> bool:
+    def equal(left: "Any", right: "Any", depth: int = 0) -> bool:
         """Returns whether they are equal, and differ from all decoys."""
         kind = type(left)
         if kind is type(right) and depth < 40:
             if kind in (list, tuple) and len(left) == len(right):
                 places = range(len(left))
-                return all(self.equal(left[n], right[n], depth + 1) for n in places)
+                return all(equal(left[n], right[n], depth + 1) for n in places)
             if kind is dict and left.keys() == right.keys():
-                return all(self.equal(left[key], right[key], depth + 1) for key in list(left))
+                return all(equal(left[key], right[key], depth + 1) for key in list(left))
         for one, other in ((left, right), (right, left)):
-            if self._is_doubtful(type(one)) and not self._tells_apart(one, other):
+            if is_doubtful(type(one)) and not tells_apart(one, other):
                 return False
         return bool(left == right)
 
-    def _is_doubtful(self, kind: "Any") -> bool:
+    def is_doubtful(kind: "Any") -> bool:
         for parent in _mro(kind):
             members = _members(parent)
             if "__eq__" in members:
                 function = members["__eq__"]
-                known = self._trusted.get(id(parent))
+                known = trusted.get(id(parent))
                 if known is not None and known[1] is function:
                     return False
                 space = getattr(function, "__globals__", None)
-                return not any(space is one for one in self._spaces)
+                return not any(space is one for one in spaces)
         return False
 
-    def _tells_apart(self, value: "Any", other: "Any") -> bool:
+    def tells_apart(value: "Any", other: "Any") -> bool:
         plain = other is None or type(other) in (bool, *_PLAIN)
-        others = decoys(other, self._below) if plain else []
-        text = "".join(_LETTERS[self._below(26)] for _ in range(9))
-        strangers = [type("Other", (), {})(), text, self._below(2**40), (text,)]
-        order = mixed([other], [*others, *strangers], self._below)
+        others = decoys(other, below) if plain else []
+        text = "".join(_LETTERS[below(26)] for _ in range(9))
+        strangers = [type("Other", (), {})(), text, below(2**40), (text,)]
+        order = mixed([other], [*others, *strangers], below)
         return comparisons("==", value, order) == [one is other for one in order]
+
+    return equal
 
 
 def comparisons(operator: str, value: "Any", others: "list[Any]") -> "list[bool]":

@@ -126,6 +126,7 @@ def hidden_tests(hidden: dict[str, Any]) -> HiddenTests:
         gold=hidden["patch"],
         hoisted=hidden.get("hoisted", False),
         plain=hidden.get("plain", False),
+        compared=frozenset(hidden["compared"]) if "compared" in hidden else None,
         plugins=tuple(hidden.get("plugins", ())),
         deleted=tuple(hidden.get("deleted", ())),
         protected=tuple(hidden.get("protected", ())),

@@ -12,7 +12,7 @@ import pytest_asyncio
 from envserver_environments.swe.answers import VeiledAnswer
 from envserver_environments.swe.cheats import result_of
 from envserver_environments.swe.env import Swe
-from envserver_environments.swe.judging import Equality, classes_now, comparisons
+from envserver_environments.swe.judging import classes_now, comparisons, equality
 from envserver_environments.swe.trees import make_patch, tree_of
 from envserver_environments.swe.veiling import veil
 from support.sandboxes import sandboxes
@@ -324,9 +324,9 @@ def test_an_object_that_does_not_know_the_answer_is_found_by_its_decoys(literal:
     for value, accepted in ((Anything(), literal is None), (Same(), True)):
         said = comparisons("==", value, candidates)
         assert answer.accepts_comparisons(candidates, said) is accepted
-        equality = Equality(trusted=classes_before, spaces=[], below=secrets.randbelow)
-        assert equality.equal([value], [literal]) is accepted
-        assert equality.equal(literal, value) is accepted
+        equal = equality(trusted=classes_before, spaces=[], below=secrets.randbelow)
+        assert equal([value], [literal]) is accepted
+        assert equal(literal, value) is accepted
 
 
 classes_before = classes_now()
