@@ -3,8 +3,8 @@
 In: raw JSON. Out: validated models, or `Refused` with errors in FastAPI's form. Types are as lax
 as in the original protocol (1.0, "7" and true are valid token ids). In addition, these are refused,
 each with its place: NaN and infinities, mismatched lengths, groups without a token, token ids that
-are negative or have more than 31 bits, logprobs beyond float32 or of trained tokens below -1000,
-and masks that name another token than their row.
+are negative or have more than 31 bits, numbers beyond float32, logprobs of trained tokens below
+-1000, and masks that name another token than their row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _FLOAT32: Final = 3.4e38
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 """Trainers keep token ids as int32."""
-Logprob = Annotated[float, Field(ge=-_FLOAT32, le=_FLOAT32)]
+Float32 = Annotated[float, Field(ge=-_FLOAT32, le=_FLOAT32)]
+"""Trainers compute with it: a larger number would be infinite there."""
 Whole = Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)]
 Share = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -77,18 +78,18 @@ class ScoredData(WireModel):
     tokens: Array[Array[TokenId]]
     masks: Array[Array[int]]
     """-100 where a token is not trained, else the token's id; or 0 and 1."""
-    scores: Array[float]
-    advantages: Array[Array[float]] | None = None
-    ref_logprobs: Array[Array[Logprob]] | None = None
+    scores: Array[Float32]
+    advantages: Array[Array[Float32]] | None = None
+    ref_logprobs: Array[Array[Float32]] | None = None
     messages: Array[Array[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: Array[Array[Logprob]] | None = None
+    inference_logprobs: Array[Array[Float32]] | None = None
     overrides: Array[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
     env_id: int | None = None
-    distill_token_ids: Array[Array[Array[int]]] | None = None
-    distill_logprobs: Array[Array[Array[float]]] | None = None
+    distill_token_ids: Array[Array[Array[TokenId]]] | None = None
+    distill_logprobs: Array[Array[Array[Float32]]] | None = None
 
 
 VERSION_KEY: Final = "policy_version"

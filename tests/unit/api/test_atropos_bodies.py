@@ -74,6 +74,7 @@ UNUSABLE: list[tuple[dict[str, Any], list[str | int]]] = [
     ({"scores": [0.5, math.nan]}, ["scores", 1]),
     ({"scores": [math.inf, 0.5]}, ["scores", 0]),
     ({"scores": [-math.inf, 0.5]}, ["scores", 0]),
+    ({"scores": [0.5, -1e39]}, ["scores", 1]),
     ({"scores": [0.5]}, ["scores"]),
     ({"tokens": [[0, 5, 2**31]] * 2}, ["tokens", 0, 2]),
     ({"tokens": [[0, 10**400, 6]] * 2}, ["tokens", 0, 1]),
@@ -91,7 +92,14 @@ UNUSABLE: list[tuple[dict[str, Any], list[str | int]]] = [
     ({"inference_logprobs": [[1.0, -1.0, -1.0]]}, ["inference_logprobs"]),
     ({"advantages": [[1.0, 2.0, 3.0]]}, ["advantages"]),
     ({"ref_logprobs": [[1.0, 2.0, 3.0]]}, ["ref_logprobs"]),
+    ({"advantages": [[1.0], [1e39]]}, ["advantages", 1, 0]),
     ({"distill_token_ids": [[[1]]]}, ["distill_token_ids"]),
+    ({"distill_token_ids": [[[1]], [[2**31]]]}, ["distill_token_ids", 1, 0, 0]),
+    ({"distill_token_ids": [[[1]], [[-1]]]}, ["distill_token_ids", 1, 0, 0]),
+    (
+        {"distill_token_ids": [[[1]], [[1]]], "distill_logprobs": [[[1.0]], [[1e39]]]},
+        ["distill_logprobs", 1, 0, 0],
+    ),
     (
         {"distill_token_ids": [[[1]], [[1]]], "distill_logprobs": [[[1.0]], [[1.0, 2.0]]]},
         ["distill_logprobs", 1],
