@@ -1,7 +1,8 @@
 """Recognises that an engine refused a call because its prompt fills the model's context. Pure.
 
-In: the engine's message, in the words of vLLM, SGLang, llama.cpp or OpenAI. Out: LimitReached, with
-a message and numbers that agents' clients recognise, so that a framework shortens its conversation.
+In: the engine's message, in the words of vLLM, SGLang, llama.cpp, TGI, OpenAI or other providers.
+Out: LimitReached, with a message and numbers that agents' clients recognise, so that a framework
+shortens its conversation.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from envserver_records.errors import EnvserverError, LimitReached
 
 _FULL = re.compile(
     r"context[ _](?:length|size|window|limit)|max_model_len|maximum model length"
-    r"|prompt is too long",
+    r"|prompt is too long|maximum prompt length|input is too long|input token count"
+    r"|inputs\W+must have less than|inputs\W+tokens \+ \W?max_new_tokens",
     re.I,
 )
 _MOST = re.compile(
-    r"(?:context[ _](?:length|size|window|limit)|model length|tokens >)[^\d]{0,12}(\d+)", re.I
+    r"(?:context[ _](?:length|size|window|limit)|model length|prompt length|tokens >|must be <="
+    r"|less than|tokens allowed)[^\d]{0,12}(\d+)",
+    re.I,
 )
 _PROMPT = re.compile(
     r"\((\d+) in the messages|(\d+) (?:input tokens|tokens from the input)"
     r"|(?:input|request) \((\d+) tokens|\(length (\d+)\)|resulted in (\d+) tokens"
-    r"|prompt (?:has|of) (\d+)|too long: (\d+) tokens",
+    r"|prompt (?:has|of) (\d+)|too long: (\d+) tokens|Given: (\d+)|contains (\d+) tokens"
+    r"|token count \((\d+)\)",
     re.I,
 )
 _ANSWER = re.compile(

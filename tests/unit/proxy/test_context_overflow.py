@@ -36,6 +36,12 @@ MESSAGES = [
      "tokens.", TOO_LONG),
     ("This model's maximum context length is 2048 tokens, and the prompt has 4000.", TOO_LONG),
     ("The context window is full.", "prompt is too long: "),
+    # TGI, xAI, Gemini, Bedrock
+    ("Input validation error: `inputs` must have less than 2048 tokens. Given: 4000", TOO_LONG),
+    ("`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 4000 `inputs` tokens", TOO_LONG),
+    ("This model's maximum prompt length is 2048 but the request contains 4000 tokens.", TOO_LONG),
+    ("The input token count (4000) exceeds the maximum number of tokens allowed (2048).", TOO_LONG),
+    ("Input is too long for requested model.", "prompt is too long: "),
 ]  # fmt: skip
 
 
