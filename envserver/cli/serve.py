@@ -45,6 +45,8 @@ async def serve(members: Members, console: Console) -> int:
         served = await server.run(SignalStop(console.print), console.print)
     if served.audit:
         _say(console, served.audit)
+    if served.judge:
+        _say(console, served.judge)
     # The address of a database may hold a password: it is not repeated.
     _say(console, f"{counted(served.waiting, 'group')} kept in the store for trainers.")
     if served.ending != "overdue":

@@ -16,6 +16,7 @@ from ..config import MixSettings
 from ..rollouts.agents import check_sampling
 from .bootstrap import BootstrapServer, bootstrap_server
 from .hosting import Hosted, Members, hosted, loaded_parts
+from .judging import judge_line
 from .mix import Several
 from .stopping import Ending, Stop, run_until_stopped
 
@@ -34,12 +35,14 @@ class Served:
         waiting: number of groups in the store that no trainer has acknowledged.
         cut_off: number of cancelled groups of each environment; the next start makes them again.
         audit: result of the logprob audit as text; "" if there was none.
+        judge: what the judge was asked and what it cost; "" without one.
     """
 
     ending: Ending
     waiting: int
     cut_off: dict[str, int]
     audit: str
+    judge: str
 
 
 class Serving:
@@ -81,7 +84,9 @@ class Serving:
             _log.warning("drain_overdue", groups=cut_off, drain_seconds=seconds)
         auditor = self._host.auditor
         audit = auditor.summary() if auditor.fraction else ""
-        return Served(ending, await self._waiting(), cut_off, audit)
+        asked = self._host.room.judge
+        judge = judge_line(asked) if asked is not None else ""
+        return Served(ending, await self._waiting(), cut_off, audit, judge)
 
     async def _run_then_wait(self, say: Callable[[str], object]) -> None:
         """Runs the schedulers, then waits until trainers have all groups."""

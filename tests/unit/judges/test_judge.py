@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.core import CollectorRegistry
-from support.commands import envserver, read_jsonl
+from support.commands import envserver, free_port, read_jsonl, running, until
 from support.judging import JudgeEngine, judge_engine
 
 from envserver import ConfigError, JudgeError, Result, ScorerError, Task
@@ -306,3 +308,26 @@ def test_scorers_do_not_have_the_servers_variables(judged: str) -> None:
         check=True,
     )
     assert ran.stdout == "0.0\n"
+
+
+@pytest.mark.thorough
+def test_a_server_shows_what_its_judge_costs(tmp_path: Path) -> None:
+    (tmp_path / "judged.py").write_text(ENVIRONMENT)
+    with judge_engine(lambda messages: "0.25") as engine:
+        words = ("serve", "--env", "judged.py", "--model", "sim", "--port", free_port())
+        words = (*words, "--judge.base_url", engine.url, "--judge.prompt_price", 1)
+        words = (*words, "--judge.completion_price", 1)
+        words = (*words, "--env.ensure_scores_are_not_same", "false")
+        with running(*words, folder=tmp_path) as server:
+            url = server.wait_for(r"http://127\.0\.0\.1:\d+")[0]
+
+            def shown() -> str:
+                with urllib.request.urlopen(f"{url}/metrics") as answer:
+                    return str(answer.read().decode())
+
+            none = 'envserver_groups_delivered_total{environment="judged"} 0.0'
+            until(lambda: none not in shown(), 60, server.output, alive=server.process)
+            assert 'envserver_judge_calls_total{end="cache"}' in shown()
+            server.send(signal.SIGINT)
+            assert server.end() == 0
+            assert "Judge: " in server.output() and "USD" in server.output()
