@@ -424,6 +424,10 @@ class Group(msgspec.Struct, kw_only=True):
         env_config: the environment's settings, if calls are kept.
         reward_range: the rewards that the environment can give.
         component_weights: the environment's weights of the scores' components.
+        provenance: what it was made with: environment, code, settings, engine, sampling, policy
+            versions (see `envserver.rollouts.provenance`); {} in groups of older versions.
+        digest: of everything above (see `seals`); "" in groups of older versions. The last field,
+            so that it ends the packed group.
     """
 
     group_id: str
@@ -445,6 +449,8 @@ class Group(msgspec.Struct, kw_only=True):
     env_config: dict[str, Any] = msgspec.field(default_factory=dict)
     reward_range: RewardRange = UNIT_RANGE
     component_weights: dict[str, float] = msgspec.field(default_factory=dict)
+    provenance: dict[str, Any] = msgspec.field(default_factory=dict)
+    digest: str = ""
 
 
 _CODES = {"i4": 1, "f4": 2, "u1": 3}

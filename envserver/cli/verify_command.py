@@ -86,6 +86,9 @@ def _sums(report: Report) -> Table:
     table.add_column(overflow="fold")
     count = totals["tokens"]
     table.add_row("groups", f"{report.groups:,}", "")
+    if report.unsealed:
+        words = "written by an older version or another program: changes are not found"
+        table.add_row("  without digest", f"{report.unsealed:,}", words)
     table.add_row("rows", f"{report.rows:,}", "each checked separately")
     for reason, number in report.not_compared.most_common():
         tokens = counted(report.tokens_not_compared[reason], "trained token")

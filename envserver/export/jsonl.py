@@ -69,6 +69,8 @@ def group_line(
         "reward_range": range_as_json(group.reward_range),
         "component_weights": group.component_weights,
     }
+    if group.digest:
+        line["envserver"] |= {"provenance": group.provenance, "group_digest": group.digest}
     if group.env_config:
         line["envserver"]["env_config"] = group.env_config
     return orjson.dumps(

@@ -14,6 +14,7 @@ from typing import IO
 
 from envserver_records.errors import ConfigError, StoreError
 from envserver_records.files import replacing_path, write_failure
+from envserver_records.seals import chained, digest_after
 
 
 class OutputFile:
@@ -31,14 +32,20 @@ class OutputFile:
         self._path = path.resolve()
         self._file = file
         self._replaces = replaces
+        self._previous = "" if replaces else digest_after_last_line(file)
         self._opened = contextlib.ExitStack()
 
     def append(self, line: bytes) -> None:
-        """Appends `line` and syncs it to disk.
+        """Appends `line`, chained to the line before it (see `seals`), and syncs it to disk.
 
         Raises:
             StoreError: it cannot be written; the file is unchanged.
         """
+        line = chained(line, self._previous)
+        self._append(line)
+        self._previous = digest_after(line)
+
+    def _append(self, line: bytes) -> None:
         if not self._replaces:
             append_durably(self._file, line)
             return
@@ -92,6 +99,24 @@ def lock(file: IO[bytes], path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise ConfigError(f"Another process is writing {path}.") from error
+
+
+def digest_after_last_line(file: IO[bytes]) -> str:
+    """Returns the `previous` of a line that is appended to `file`, which holds whole lines."""
+    end = file.seek(0, os.SEEK_END)
+    pieces: list[bytes] = []
+    start = end
+    while start:
+        size = min(start, 65536)
+        start -= size
+        file.seek(start)
+        piece = file.read(size)
+        body = piece[:-1] if not pieces else piece  # the newline that ends the file
+        at = body.rfind(b"\n")
+        pieces.append(piece[at + 1 :])
+        if at >= 0:
+            break
+    return digest_after(b"".join(reversed(pieces))) if end else ""
 
 
 def cut_torn_line(file: IO[bytes]) -> int:

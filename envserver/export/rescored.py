@@ -57,8 +57,10 @@ def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) ->
     lost = dict(facts.get("lost") or {})
     if missing:
         lost["unscorable"] = lost.get("unscorable", 0) + missing
-    envserver = {**facts, "rollouts": rollouts, "lost": lost, "rescored": {"by": by, "at": at}}
-    return {**line, **changed, "scores": new_scores, "advantages": None, "envserver": envserver}
+    again = {"by": by, "at": at, "of": (line.get("chain") or {}).get("digest", "")}
+    envserver = {**facts, "rollouts": rollouts, "lost": lost, "rescored": again}
+    rest = {key: value for key, value in line.items() if key != "chain"}
+    return {**rest, **changed, "scores": new_scores, "advantages": None, "envserver": envserver}
 
 
 def _rescored(rollout: Json, score: Score, rows: list[int]) -> Json:

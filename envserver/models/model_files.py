@@ -35,6 +35,7 @@ _FETCHED = [
 ]
 _REMEDY = "Name a folder with tokenizer.json and chat template by --tokens.tokenizer DIR."
 _SIMULATED = "envserver-sim"
+_SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{7,64})/?$")
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -153,3 +154,21 @@ def _fetch(name: str) -> ModelFiles:
         return ModelFiles(reason=sentence(f"{name} cannot be downloaded: {words}"))
     lack = _lack(folder)
     return ModelFiles(reason=f"{name} has {lack}.") if lack else ModelFiles(folder=folder)
+
+
+def model_source(root: str | None, folder: Path | None = None) -> dict[str, str]:
+    """Returns the name of the files that an engine serves, and their revision if the path has it.
+
+    Args:
+        root: a name on the hub or a path, as the engine reports it; of a path only the last part
+            is used.
+        folder: where its tokenizer was found here.
+    """
+    if not root:
+        return {}
+    for path in (root, str(folder or "")):
+        found = _SNAPSHOT.search(path)
+        if found is not None and root in (path, f"{found[1]}/{found[2]}"):
+            return {"source": f"{found[1]}/{found[2]}", "revision": found[3]}
+    is_path = root.startswith(("/", ".", "~", "\\")) or root.count("/") > 1 or "\\" in root
+    return {"source": re.split(r"[/\\]", root.rstrip("/\\"))[-1] if is_path else root}

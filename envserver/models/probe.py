@@ -62,6 +62,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: maximum tokens of prompt and answer together.
         root: the folder or name from which the model was loaded, as the engine reports it; for an
             adapter its base model's.
+        weights: the name of the weights that it serves now, if it tells (vLLM's /weight_info).
         tools: whether it accepts tools and lets the model decide about calling one.
         has_parser: whether it parses calls or reasoning when it turns ids into a message.
         reasoning_parser: whether it was seen to separate reasoning from content.
@@ -79,6 +80,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     server: str = ""
     max_model_len: int | None = None
     root: str | None = None
+    weights: str | None = None
     tools: bool = False
     has_parser: bool = False
     reasoning_parser: bool = False
@@ -106,6 +108,7 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeRe
     ask = ProbeClient(engine, model)
     card = await _card(ask)
     version = await ask.get("/version") or {}
+    weights = (await ask.get("/weight_info") or {}).get("weight_version")
     paused = await ask.get("/is_paused") or {}
     metrics = await ask.has_metrics()
     chat = await ask_chat(ask, exact=wanted != "opaque")
@@ -124,6 +127,7 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeRe
         server=_server(card, version.get("version")),
         max_model_len=card.max_model_len,
         root=card.root,
+        weights=weights if isinstance(weights, str) else None,
         tools="tools" not in reasons,
         has_parser=shown.has_parser,
         reasoning_parser=shown.reasoning_parser or bool(message and message.has_reasoning),

@@ -19,6 +19,7 @@ from envserver_records.records import Call, Message
 from envserver_records.sampling import LogprobsKind
 
 from ..models.engine import Engine
+from ..models.model_files import model_source
 from ..tokens.chat_format import ChatFormat
 from ..tokens.history import History, same_prompt
 from ..tokens.prepare import template_kwargs
@@ -89,6 +90,20 @@ class ReadyEngine:
             "template": self._format.template_digest,
             "tokenizer": self._format.tokenizer_digest,
         }
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what the engine says of itself and of its model's files, without paths."""
+        if self._capabilities is None:
+            return {"server": self._engine.kind}
+        probe_result = self._capabilities.probe_result
+        source = model_source(probe_result.root, self._capabilities.folder)
+        told: dict[str, Any] = {"server": probe_result.server, **source}
+        if probe_result.weights is not None:
+            told["weights"] = probe_result.weights
+        if self._format is not None:
+            told["template"] = self._format.template_digest
+            told["tokenizer"] = self._format.tokenizer_digest
+        return told
 
     @property
     def max_model_len(self) -> int | None:
@@ -278,6 +293,10 @@ class EngineEndpoint:
     def described(self) -> dict[str, Any]:
         """Describes for people how the engine is called; empty until it answered once."""
         return {} if self._ready is None else self._ready.described()
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what the engine says of itself; empty until it answered once."""
+        return {} if self._ready is None else self._ready.identity()
 
     def model(self, name: str) -> str:
         """Returns the name to request: `name` with the policy version in its placeholder, if

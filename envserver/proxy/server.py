@@ -146,6 +146,11 @@ class Proxy:
         others = {name: one.described() for name, one in self._endpoints.items() if name}
         return {**self._endpoint.described(), **({"agents": others} if others else {})}
 
+    def engine_identity(self) -> dict[str, Any]:
+        """Returns what the engines say of themselves and of their models, for the record."""
+        others = {name: one.identity() for name, one in self._endpoints.items() if name}
+        return {**self._endpoint.identity(), **({"agents": others} if others else {})}
+
     @property
     def services(self) -> ServiceRouter:
         """The environment's services."""

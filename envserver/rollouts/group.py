@@ -21,6 +21,7 @@ from envserver_records.errors import (
     Straggler,
 )
 from envserver_records.records import Group, Message, Result, Score, Task, Trajectory
+from envserver_records.seals import sealed
 from structlog.contextvars import bind_contextvars
 
 from ..config import EnvironmentConfig, RolloutsConfig, SamplingConfig
@@ -48,6 +49,7 @@ from .policy import (
     retry_delay_seconds,
     rules_of,
 )
+from .provenance import provenance_of
 from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool
 from .staleness import StalenessMonitor
 from .stream import GroupRequest
@@ -82,6 +84,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
         drop_zero_variance: drop groups whose rewards are all equal.
         staleness: cancels rollouts in flight that are too stale.
         slots: one per rollout in flight.
+        made_with: the provenance that all groups share (`provenance.made_with`).
         ceiling: judges how many tokens flags keep from training.
         demonstrator: None if solutions are not needed.
         tracer: records what each rollout does.
@@ -108,6 +111,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     slots: asyncio.Semaphore
     demonstrator: Demonstrator | None
     ceiling: UntrainedCeiling
+    made_with: dict[str, Any]
     tracer: Tracer = NO_TRACER
 
     def publish_version(self, version: int) -> None:
@@ -157,7 +161,7 @@ async def make_group(
     why_not = context.ceiling.judge(summed(member.untrained for member in members.values()))
     if why_not is not None and (isinstance(made, Group) or made.reason == "incomplete"):
         return Drop("untrained", why_not, True)
-    return made
+    return await asyncio.to_thread(sealed, made) if isinstance(made, Group) else made
 
 
 def _rules(context: RolloutContext) -> GroupRules:
@@ -496,6 +500,13 @@ def _judged(
         env_config=_kept_config(context.environment.config) if context.keep_calls else {},
         reward_range=context.scorer.rules.range,
         component_weights=context.scorer.rules.weights,
+        provenance=provenance_of(
+            context.made_with,
+            engine=context.proxy.engine_identity(),
+            model=context.model,
+            sampling=context.sampling.model_dump(),
+            trajectories=kept,
+        ),
     )
     drop = judge_group(group, rules, context.staleness.version)
     if drop is None:

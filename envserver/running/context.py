@@ -24,6 +24,7 @@ from ..registry import absolute
 from ..rollouts.agents import seats_of
 from ..rollouts.events import Event, Observer
 from ..rollouts.group import Demonstrator, RolloutContext
+from ..rollouts.provenance import made_with
 from ..rollouts.roles import roles_of
 from ..rollouts.scoring import ScorerPool
 from ..rollouts.staleness import StalenessMonitor
@@ -205,6 +206,9 @@ async def rollout_context(
             staleness=_staleness_monitor(settings.rollouts),
             slots=asyncio.Semaphore(_slots(settings, environment)),
             demonstrator=shared.demonstrator,
+            made_with=await asyncio.to_thread(
+                made_with, environment, settings.sampling, settings.tokens
+            ),
             ceiling=UntrainedCeiling(
                 settings.tokens.max_untrained_share if for_training else 1.0,
                 settings.tokens.untrained_window_groups,

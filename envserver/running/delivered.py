@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from envserver_records.records import Group, Sequence, Tokens, Trajectory, unpack
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
+from envserver_records.seals import digest_after, is_intact, link_of
 from numpy.typing import NDArray
 
 from ..formats.atropos import NO_LOGPROB, NOT_TRAINED
@@ -29,8 +30,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A fault and its place.
 
     Args:
-        kind: unreadable, rows, lengths, token_id, mask, logprob or versions (faults of the data);
-            logprobs_differ, refused or the kind of an EngineError (faults found by the engine).
+        kind: changed or order (its digest, or its place in the file, is not the one that was
+            written); unreadable, rows, lengths, token_id, mask, logprob or versions (faults of the
+            data); logprobs_differ, refused or the kind of an EngineError (faults found by the
+            engine).
     """
 
     kind: str
@@ -61,6 +64,8 @@ class Delivery(msgspec.Struct):
         not_compared: correct rows that have nothing to compare, by reason.
         tokens_not_compared: their trained tokens.
         end: bytes of the file up to the end of this group.
+        group_id: "" if it has none.
+        unsealed: it has no digest: an older version, or another program, wrote it.
     """
 
     rows: list[AuditedRow] = msgspec.field(default_factory=list)
@@ -69,6 +74,8 @@ class Delivery(msgspec.Struct):
     not_compared: Counter[str] = msgspec.field(default_factory=Counter)
     tokens_not_compared: Counter[str] = msgspec.field(default_factory=Counter)
     end: int = 0
+    group_id: str = ""
+    unsealed: bool = False
 
 
 class _Rollout(msgspec.Struct):
@@ -105,11 +112,45 @@ def read_line(data: bytes, number: int) -> Delivery:
     return _Reader(line, facts, number, -1).read()
 
 
+class LineChain:
+    """Follows the chain of a file's lines (see `seals`)."""
+
+    def __init__(self) -> None:
+        self._before = ""
+        self._any = False
+
+    def check(self, data: bytes, number: int, delivery: Delivery) -> None:
+        """Adds to `delivery` how line `number` is not the one that was written there.
+
+        Lines of older versions have no link; they come before all that have one.
+        """
+        link = link_of(data)
+        expected, self._before = self._before, digest_after(data)
+        if link is None and not (self._any or b'"chain"' in data[-512:]):
+            delivery.unsealed = True
+            return
+        self._any = True
+        place: dict[str, Any] = {"line": number, "group_id": delivery.group_id}
+        if link is None or not link.intact:
+            words = "its contents are not those that were written: the digest is another"
+            if link is None:
+                words = "its digest was removed, or the line was written anew"
+            delivery.findings.append(Finding(kind="changed", message=words, **place))
+        if link is not None and link.previous not in ("", expected):
+            words = (
+                f"it does not follow line {number - 1}"
+                if number > 1
+                else "it is not the first line that was written"
+            )
+            words += ": a group before it was changed, removed or moved"
+            delivery.findings.append(Finding(kind="order", message=words, **place))
+
+
 def read_body(group_id: str, kind: str, policy_version: int, body: bytes | memoryview) -> Delivery:
     """Reads a group from a server; `kind` is its format."""
     try:
         if kind == "group":
-            return _read_group(unpack(body, Group))
+            return _read_group(unpack(body, Group), body)
         if kind != "atropos":
             raise ValueError(f"its format {kind!r} is unknown")
         return _Reader(_decode(bytes(body)), _Facts(group_id, []), None, policy_version).read()
@@ -168,7 +209,7 @@ class _Reader:
         self._facts = facts
         self._number = line_number
         self._policy_version = policy_version
-        self._delivery = Delivery(size=len(line.tokens))
+        self._delivery = Delivery(size=len(line.tokens), group_id=facts.group_id)
 
     def read(self) -> Delivery:
         """Returns the group as a delivery."""
@@ -323,8 +364,12 @@ def _more(wrong: Column) -> str:
     return f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
 
 
-def _read_group(group: Group) -> Delivery:
-    delivery = Delivery()
+def _read_group(group: Group, body: bytes | memoryview) -> Delivery:
+    delivery = Delivery(group_id=group.group_id, unsealed=not group.digest)
+    if group.digest and not is_intact(body):
+        words = "its contents are not those that were sealed: the digest is another"
+        found = Finding(kind="changed", message=words, group_id=group.group_id)
+        delivery.findings.append(found)
     for trajectory in group.trajectories:
         for sequence in trajectory.sequences:
             _read_sequence(delivery, group, trajectory, sequence)

@@ -17,7 +17,7 @@ import msgspec
 from envserver_records.errors import ConflictError, InputError, NotFoundError
 from envserver_records.wire import GROUP_MSGPACK, WireGroup
 
-from .delivered import Delivery, newest_version, read_body, read_line
+from .delivered import Delivery, LineChain, newest_version, read_body, read_line
 
 _PAGE: Final = 256
 _SECONDS: Final = 60.0
@@ -41,15 +41,19 @@ class Source(Protocol):
 class FileSource:
     """A JSONL file.
 
+    Args:
+        digests: check the chain of its lines.
+
     Raises:
         NotFoundError: the file does not exist.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, digests: bool = True) -> None:
         if not path.is_file():
             raise NotFoundError(f"There is no file {str(path)!r}.")
         self.size = path.stat().st_size
         self._path = path
+        self._digests = digests
 
     async def newest_version(self) -> int:
         """Returns the highest version that sampled a token of the file."""
@@ -63,12 +67,15 @@ class FileSource:
         """See Source. Skips empty lines."""
         with self._path.open("rb") as lines:
             number = end = 0
+            chain = LineChain()
             while data := await asyncio.to_thread(lines.readline):
                 number += 1
                 end += len(data)
                 if data.strip():
                     delivery = await asyncio.to_thread(read_line, data, number)
                     delivery.end = end
+                    if self._digests:
+                        await asyncio.to_thread(chain.check, data, number, delivery)
                     yield delivery
 
 

@@ -164,6 +164,8 @@ class VerifySettings(Section):
     """Policy version that the engine serves now: only rows sampled by it are compared. Unset: the
     newest version in the file, or the one published at the server.
     """
+    digests: bool = True
+    """Check that no group of the file was changed, removed or moved; false for an excerpt."""
     sample: str | None = None
     """Compare only a share of the rows (1% or 0.01), or a number of them (20); unset: all."""
     seed: int = 0

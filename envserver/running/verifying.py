@@ -77,6 +77,8 @@ class Report:
         self.version = version
         self.groups = 0
         self.rows = 0
+        self.unsealed = 0
+        """Number of groups without a digest."""
         self.totals = Totals(tolerance)
         self.not_compared: Counter[str] = Counter()
         """Number of rows by reason."""
@@ -106,6 +108,7 @@ class Report:
         """Counts a group and the findings about its own data."""
         self.groups += 1
         self.rows += delivery.size
+        self.unsealed += delivery.unsealed
         self.not_compared.update(delivery.not_compared)
         self.tokens_not_compared.update(delivery.tokens_not_compared)
         for finding in delivery.findings:
@@ -150,6 +153,7 @@ class Report:
             "verdict": self.verdict,
             "groups": self.groups,
             "rows": self.rows,
+            "groups_without_digest": self.unsealed,
             "policy_version": self.version,
             "compared": self.totals.facts(),
             "not_compared": dict(self.not_compared),
@@ -285,7 +289,7 @@ async def verify_source(
         if settings.source.startswith(("http://", "https://")):
             source = await stack.enter_async_context(ServerSource(settings.source))
         else:
-            source = FileSource(Path(settings.source))
+            source = FileSource(Path(settings.source), digests=settings.digests)
         openai = await stack.enter_async_context(
             started(settings.model, settings.openai, settings.engine)
         )

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 from envserver_records.errors import ConfigError
+from support.commands import read_jsonl
 
 from envserver.export.output_file import OutputFile, lock, open_appending
+
+
+def news(path: Path) -> list[int]:
+    """What was appended; the chain of lines is tested in unit/running/test_provenance.py."""
+    return [line["new"] for line in read_jsonl(path)]
 
 
 def test_the_first_line_replaces_the_old_content_and_later_lines_are_appended(
@@ -19,12 +25,12 @@ def test_the_first_line_replaces_the_old_content_and_later_lines_are_appended(
     with open_appending(path) as old, contextlib.closing(OutputFile(path, old, replaces=True)) as f:
         lock(old, path)
         assert path.read_text() == "old 1\nold 2\n"
-        f.append(b"new 1\n")
-        assert path.read_text() == "new 1\n"
-        f.append(b"new 2\n")
+        f.append(b'{"new":1}\n')
+        assert news(path) == [1]
+        f.append(b'{"new":2}\n')
         with open_appending(path) as other, pytest.raises(ConfigError, match="Another process"):
             lock(other, path)
-    assert path.read_text() == "new 1\nnew 2\n"
+    assert news(path) == [1, 2]
 
 
 def test_a_file_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
@@ -32,6 +38,6 @@ def test_a_file_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -> 
     real.write_text("old\n")
     link.symlink_to(real)
     with open_appending(link) as old, contextlib.closing(OutputFile(link, old, replaces=True)) as f:
-        f.append(b"new\n")
+        f.append(b'{"new":1}\n')
     assert link.is_symlink()
-    assert real.read_text() == "new\n"
+    assert news(real) == [1]

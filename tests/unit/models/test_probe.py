@@ -47,7 +47,7 @@ async def test_an_engine_with_everything() -> None:
     assert not found.reasoning_parser
     assert found.reasons == {}
     assert [bool(echo.tools) for echo in found.echoes] == [False, True]
-    assert len(fake.requests) <= 13
+    assert len(fake.requests) <= 14
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,152 @@
+"""What a group was made with: code, settings, engine, model, sampling, policy versions.
+
+In: an environment and the settings of its run. Out: JSON-like facts for `Group.provenance`. What
+holds: equal facts mean equal code and settings; no secret and no path of this machine is in them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import envserver_records
+import orjson
+from envserver_records.records import Trajectory
+from envserver_records.seals import digest_of
+
+from .. import __version__
+from ..config import SamplingConfig
+from ..environment import Environment
+from ..tokens_config import TokensConfig
+
+_SOURCES: Final = frozenset(
+    {".py", ".jinja", ".j2", ".json", ".md", ".toml", ".txt", ".yaml", ".yml"}
+)
+_LARGEST_FILE: Final = 1 << 20
+_MOST_FILES: Final = 2000
+_WHERE_ONLY: Final = {"data_path_to_save_groups", "total_steps"}
+"""Settings of an environment that say where groups go and how many, not how they are made."""
+_OF_AGENTS: Final = {"api_key", "base_url", "timeout"}
+_NOT_OF_TOKENS: Final = {"tokenizer", "audit_fraction", "audit_tolerance", "keep_calls"}
+
+
+def made_with(
+    environment: Environment, sampling: SamplingConfig, tokens: TokensConfig
+) -> dict[str, Any]:
+    """Returns the facts that are the same for all groups of a run; reads source files.
+
+    Keys: `environment` (its package and version, if it is installed, and a digest of its files),
+    `code` (this package's version and a digest of its files), `settings` (a digest).
+    """
+    config = environment.config.model_dump(
+        mode="json", exclude={**dict.fromkeys(_WHERE_ONLY, True), "agents": {"__all__": _OF_AGENTS}}
+    )
+    settings = {
+        "env": config,
+        "sampling": sampling.model_dump(mode="json"),
+        "tokens": tokens.model_dump(mode="json", exclude=_NOT_OF_TOKENS),
+    }
+    return {
+        "environment": _environment(type(environment)),
+        "code": {"package": "envserver", "version": __version__, "digest": _own_digest()},
+        "settings": digest_of(orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)),
+    }
+
+
+def provenance_of(
+    run: Mapping[str, Any],
+    *,
+    engine: Mapping[str, Any],
+    model: str,
+    sampling: Mapping[str, Any],
+    trajectories: Iterable[Trajectory],
+) -> dict[str, Any]:
+    """Returns the provenance of one group.
+
+    Args:
+        run: the result of `made_with`.
+        engine: what the engine says of itself and its model.
+        model: the model's name at the engine.
+        sampling: the run's sampling parameters.
+    """
+    versions = {
+        int(version)
+        for trajectory in trajectories
+        for row in trajectory.sequences
+        for version in set(row.versions[row.mask == 1].tolist())
+    }
+    return {
+        **run,
+        "engine": {**engine, "model": model},
+        "sampling": dict(sampling),
+        "policy_versions": sorted(versions),
+    }
+
+
+def _environment(kind: type[Environment]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": kind.name}
+    package = kind.__module__.partition(".")[0]
+    for name in (package, package.replace("_", "-")):
+        try:
+            facts |= {"package": name, "version": version(name)}
+            break
+        except PackageNotFoundError:
+            continue
+    if package == "envserver_environments":
+        facts |= {"package": "envserver", "version": __version__}
+    return {**facts, **_files_facts(Path(inspect.getfile(kind)))}
+
+
+def _files_facts(file: Path) -> dict[str, Any]:
+    """Returns the number and the digest of an environment's files: its folder, or a single file
+    and the modules beside it."""
+    files = _sources(file)
+    return {"files": len(files), "digest": _digest(file.parent, files)}
+
+
+def _sources(file: Path) -> list[Path]:
+    folder = file.parent
+    if file.name not in ("env.py", "__init__.py"):
+        loaded = {Path(one) for one in map(_file_of, list(sys.modules.values())) if one}
+        beside = {
+            one for one in loaded if one.parent == folder and "site-packages" not in one.parts
+        }
+        return sorted(beside | {file})
+    found = [path for path in folder.rglob("*") if _is_source(path, folder)]
+    python = [path for path in found if path.suffix == ".py"]
+    return sorted(found if len(found) <= _MOST_FILES else python)
+
+
+def _file_of(module: ModuleType | None) -> str | None:
+    file = getattr(module, "__file__", None)
+    return file if isinstance(file, str) and file.endswith(".py") else None
+
+
+def _is_source(path: Path, folder: Path) -> bool:
+    parts = path.relative_to(folder).parts
+    hidden = any(part.startswith((".", "__pycache__")) for part in parts)
+    is_text = path.suffix in _SOURCES and path.is_file()
+    return is_text and not hidden and path.stat().st_size <= _LARGEST_FILE
+
+
+@functools.cache
+def _own_digest() -> str:
+    """Returns the digest of the Python files of this package and of the records."""
+    parts = []
+    for module in (Path(__file__).parent.parent, Path(str(envserver_records.__file__)).parent):
+        parts.append(_digest(module, sorted(module.rglob("*.py"))).encode())
+    return digest_of(*parts)
+
+
+def _digest(folder: Path, files: Iterable[Path]) -> str:
+    parts = []
+    for path in files:
+        name = path.relative_to(folder).as_posix()
+        parts.append(f"{name}\0{digest_of(path.read_bytes())}\n".encode())
+    return digest_of(*parts)

@@ -1,0 +1,202 @@
+"""Each group says what it was made with, and a changed, removed or moved one is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import orjson
+import pytest
+from envserver_records.records import Group, pack, unpack
+from envserver_records.seals import chained, digest_after, is_intact, link_of, sealed
+from hypothesis import given
+from hypothesis import strategies as st
+from support.api import native_group
+from support.commands import envserver, read_jsonl
+
+from envserver import Environment, SamplingConfig, Score, Task
+from envserver.models.model_files import model_source
+from envserver.rollouts.provenance import made_with
+from envserver.running.delivered import Delivery, LineChain, read_body
+from envserver.tokens_config import TokensConfig
+
+OBJECTS = st.dictionaries(st.text(max_size=5), st.integers(0, 9), min_size=1)
+LINES = st.lists(OBJECTS, min_size=3, max_size=6)
+FORMAL = '''
+from envserver import Environment, Score, Task
+
+class Formal(Environment):
+    """Says hello."""
+
+    class Config(Environment.Config):
+        api_key: str = ""
+
+    def tasks(self, split):
+        for number in range(4):
+            yield Task(f"t{number}", {}, {})
+
+    async def rollout(self, task, run):
+        return (await run.chat([{"role": "user", "content": "hi"}])).content
+
+    def score(self, task, result):
+        return Score(reward=0.5)
+'''
+
+
+def file_of(objects: list[dict[str, int]], *, old: int = 0) -> list[bytes]:
+    """Lines of a file, the first `old` of them without a link, as an older version wrote them."""
+    lines: list[bytes] = []
+    for number, one in enumerate(objects):
+        line = orjson.dumps(one, option=orjson.OPT_APPEND_NEWLINE)
+        if number >= old:
+            line = chained(line, digest_after(lines[-1]) if lines else "")
+        lines.append(line)
+    return lines
+
+
+def found(lines: list[bytes]) -> list[tuple[str, int | None]]:
+    chain, delivery = LineChain(), Delivery()
+    for number, line in enumerate(lines, 1):
+        chain.check(line, number, delivery)
+    return [(one.kind, one.line) for one in delivery.findings]
+
+
+@given(LINES, st.integers(0, 2), st.data())
+def test_what_was_done_to_a_file_is_found_with_its_line(
+    objects: list[dict[str, int]], old: int, data: st.DataObject
+) -> None:
+    lines = file_of(objects, old=old)
+    assert found(lines) == []
+    assert [orjson.loads(line).keys() - {"chain"} for line in lines] == [o.keys() for o in objects]
+    last = len(lines)
+    at = data.draw(st.integers(old, last - 1))
+    place = data.draw(st.integers(0, len(lines[at]) - 2))
+    changed = bytearray(lines[at])
+    changed[place] ^= 1
+    kinds = found([*lines[:at], bytes(changed), *lines[at + 1 :]])
+    assert kinds, "a changed byte is found"
+    assert kinds[0][1] in (at + 1, at + 2)
+    if at + 1 < last:
+        assert found([*lines[:at], *lines[at + 1 :]]) == [("order", at + 1)], "a line is removed"
+        unlinked = orjson.dumps(objects[at], option=orjson.OPT_APPEND_NEWLINE)
+        assert found([*lines[:at], unlinked, *lines[at + 1 :]]), "a link is removed"
+        forged = chained(unlinked, "")
+        assert found([*lines[:at], forged, *lines[at + 1 :]]) or forged == lines[at]
+    spaced = (json.dumps(orjson.loads(lines[at]), indent=None) + "\n").encode()
+    assert ("changed", at + 1) in found([*lines[:at], spaced, *lines[at + 1 :]])
+
+
+def test_two_files_one_after_the_other_are_two_chains() -> None:
+    one = file_of([{"a": 1}, {"b": 2}])
+    assert found(one + one) == []
+    assert found(one[1:]) == [("order", 1)]
+    link = link_of(one[1])
+    assert link is not None and link.intact and link.previous == digest_after(one[0])
+
+
+def test_a_stored_group_that_was_changed_is_found() -> None:
+    group = sealed(native_group("a"))
+    body = pack(group)
+    assert is_intact(body) and pack(unpack(body, Group)) == body
+    assert read_body("a", "group", 7, body).findings == []
+    group.trajectories[0].score.reward = 1.0
+    (finding,) = read_body("a", "group", 7, pack(group)).findings
+    assert (finding.kind, finding.group_id) == ("changed", "a")
+    old = msgspec.structs.replace(group, digest="")
+    delivery = read_body("a", "group", 7, pack(old))
+    assert (delivery.findings, delivery.unsealed) == ([], True)
+
+
+class Plain(Environment):
+    """Has nothing."""
+
+    def tasks(self, split: str) -> list[Task]:
+        return []
+
+    async def rollout(self, task: object, run: object) -> None:
+        return None
+
+    def score(self, task: object, result: object) -> Score:
+        return Score(reward=0.0)
+
+
+def test_the_digest_of_settings_is_of_those_that_matter() -> None:
+    def digest(sampling: SamplingConfig, tokens: TokensConfig, **env: object) -> str:
+        environment = Plain(Plain.Config.model_validate(env))
+        return str(made_with(environment, sampling, tokens)["settings"])
+
+    usual = digest(SamplingConfig(), TokensConfig())
+    where = {"data_path_to_save_groups": "/x/y.jsonl", "total_steps": 9}
+    assert digest(SamplingConfig(), TokensConfig(tokenizer=Path("/models")), **where) == usual
+    others = {
+        usual,
+        digest(SamplingConfig(temperature=0.5), TokensConfig()),
+        digest(SamplingConfig(), TokensConfig(think="keep")),
+        digest(SamplingConfig(), TokensConfig(), group_size=9),
+    }
+    assert len(others) == 4
+
+
+@pytest.mark.parametrize(
+    ("root", "folder", "expected"),
+    [
+        (None, None, {}),
+        ("Qwen/Qwen3-4B", None, {"source": "Qwen/Qwen3-4B"}),
+        ("/home/me/secret/tiny/", None, {"source": "tiny"}),
+        (
+            "/home/me/.cache/models--Qwen--Qwen3-4B/snapshots/0123abc",
+            None,
+            {"source": "Qwen/Qwen3-4B", "revision": "0123abc"},
+        ),
+        (
+            "Qwen/Qwen3-4B",
+            "/home/me/.cache/models--Qwen--Qwen3-4B/snapshots/0123abc",
+            {"source": "Qwen/Qwen3-4B", "revision": "0123abc"},
+        ),
+    ],
+)
+def test_a_model_is_named_without_its_path(
+    root: str | None, folder: str | None, expected: dict[str, str]
+) -> None:
+    assert model_source(root, Path(folder) if folder else None) == expected
+
+
+def test_process_writes_it_and_verify_names_the_changed_line(tmp_path: Path) -> None:
+    (tmp_path / "formal.py").write_text(FORMAL)
+    run: Callable[..., object] = lambda *words: envserver(  # noqa: E731
+        "process", "--env", "formal.py", "--model", "sim", "--sim.latency_seconds", 0,
+        "--env.api_key", "hush-hush", "--env.group_size", 2, "--env.total_steps", 2,
+        "--env.data_path_to_save_groups", "out.jsonl", "--workers.processes", 1, *words,
+        folder=tmp_path,
+    )  # fmt: skip
+    run()
+    run("--resume", "--env.total_steps", 4)
+    path = tmp_path / "out.jsonl"
+    facts = [line["envserver"] for line in read_jsonl(path)]
+    assert len(facts) == 4
+    told = facts[0]["provenance"]
+    assert told["environment"]["name"] == "formal" and told["environment"]["files"] == 1
+    assert told["code"]["version"] and len(told["code"]["digest"]) == 64
+    assert told["engine"]["server"] and told["engine"]["model"] == "sim"
+    assert told["sampling"]["temperature"] == 1.0 and told["policy_versions"] == [-1]
+    assert all(one["provenance"] == told for one in facts), "the same code and settings"
+    text = path.read_text()
+    assert "hush-hush" not in text and str(tmp_path) not in text
+
+    def verified(*words: object) -> tuple[int, str]:
+        done = envserver("verify", "out.jsonl", "--model", "sim", *words, folder=tmp_path)
+        return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+    assert verified()[0] == 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(
+        b"".join([lines[0], lines[1].replace(b'"reward":0.5', b'"reward":1.0'), *lines[2:]])
+    )
+    status, said = verified()
+    assert status == 1 and f"changed: line 2, {facts[1]['group_id']}" in said
+    path.write_bytes(b"".join([lines[0], *lines[2:]]))
+    status, said = verified()
+    assert status == 1 and f"order: line 2, {facts[2]['group_id']}" in said
+    assert verified("--digests", "false")[0] == 0, "an excerpt"
