@@ -237,6 +237,11 @@ def function(**fields: Any) -> Json:
         (CHAT, calls("a"), "tool_calls[0]"),
         (CHAT, calls({"type": "mcp"}), "tool_calls[0].type"),
         (CHAT, calls({"id": [METADATA]}), "tool_calls[0].id"),
+        (CHAT, calls({"id": "c" * 70_000, **function(arguments="")}), "tool_calls[0].id"),
+        (CHAT, calls({"id": "c", **function(arguments=5)}), "tool_calls[0].function.arguments"),
+        (CHAT, {"messages": [{"role": "x" * 65, "content": "a"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "c" * 70_000}]},
+         "messages[0].tool_call_id"),
         (CHAT, calls(function(arguments=[METADATA])), "tool_calls[0].function.arguments"),
         *(
             (CHAT, {"messages": [{"role": "user", "content": "a", name: {"url": METADATA}}]}, name)

@@ -48,7 +48,9 @@ _PARTS: dict[str, str] = {
     "answers in objects": '{"answer":"B"} ', "opened answers": '{"answer":"x",',
     "lists of objects": '[{"a":1},', "escapes": "\\u0041", "routes": "/math(x) ",
     "opened routes": "/math(", "commands": "python -c ", "headers": "diff --git a/x b/x\n",
-    "changed files": "--- a/x\n+++ b/x\n", "hunks": "@@ -1 +1 @@\n", "removed": "-\n",
+    "changed files": "--- a/x\n+++ b/x\n", "hunks": "@@ -1 +1 @@\n",
+    "renames": "rename from a\nrename to b\n", "four ticks": "````\n",
+    "frames": "\\fbox{7}", "removed": "-\n",
     "added": "+\n",
 }  # fmt: skip
 """What is repeated, by name."""
@@ -75,6 +77,16 @@ _WRAPPED: dict[str, tuple[str, tuple[str, str]]] = {
     "unfinished object": ("9", ('{"answer": ', "")),
     "deep object": ('{"answer":', ('{"answer": ', "")),
     "plan": ('{"id":"s","agent":"math"},', ('{"steps": [', "]}")),
+    "boxed unions": ("[1,2]\\cup", _BOXED),
+    "boxed percents": ("50\\%", _BOXED),
+    "boxed equations": ("x=", _BOXED),
+    "boxed repeating": ("0.\\overline{3}", _BOXED),
+    "tagged articles": ("a an the ", _TAGGED),
+    "program of lambdas": ("lambda:", (f"{_FENCE}f = ", "0\n```\n")),
+    "program of formats": ('f"{', (f"{_FENCE}f = ", "\n```\n")),
+    "program of attributes": (".a", (f"{_FENCE}f = a", "\n```\n")),
+    "escaped quotes": ('\\"', ('{"answer": "', '"}')),
+    "huge exponent": ("9", ('{"answer": 1e', "}")),
     "one long hunk": ("+a\n", ("--- a/x\n+++ b/x\n@@ -0,0 +1,333000 @@\n", "")),
     "one changed line": ("-a\n+b\n", ("--- a/x\n+++ b/x\n@@ -1,9 +1,9 @@\n", "")),
 }

@@ -12,7 +12,7 @@ from .checks import (
     NAME,
     Check,
     an_object,
-    either,
+    instance,
     items,
     kept,
     one_of,
@@ -24,9 +24,11 @@ from .reading import bad, mapping, objects, string
 
 _ID = text(64 * KIBIBYTE)
 """Of a tool call; some clients keep signatures in it."""
+_MOST_ROLE = 64
+_PLAIN = frozenset({"role", "content", "tool_calls", "tool_call_id"})
 _MESSAGE: dict[str, Check] = {
-    "role": text(64),
-    "content": either(LONG_TEXT, items(100_000)),
+    "role": text(_MOST_ROLE),
+    "content": instance(str, list, what="a text or a list of parts"),
     "name": NAME,
     "tool_calls": items(10_000, an_object),
     "tool_call_id": _ID,
@@ -37,7 +39,10 @@ _MESSAGE: dict[str, Check] = {
 }
 """Clients send more back (annotations, parsed values, costs), which no engine reads."""
 _CALL: dict[str, Check] = {"id": _ID, "type": one_of("function"), "function": an_object}
-_CALLED: dict[str, Check] = {"name": NAME, "arguments": either(an_object, LONG_TEXT)}
+_CALLED: dict[str, Check] = {
+    "name": NAME,
+    "arguments": instance(str, dict, what="a text or an object"),
+}
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of text parts, with the field that holds the text."""
 
@@ -49,7 +54,10 @@ def chat_messages(body: dict[str, Any]) -> list[Message]:
         InputError: a message or part is malformed or not supported; `place` names it.
     """
     given = objects(body, "messages", needed=True)
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    return [
+        message if _is_plain(message) else _message(message, f"messages[{index}]")
+        for index, message in enumerate(given)
+    ]
 
 
 def chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -89,6 +97,31 @@ def _function_name(holder: dict[str, Any], place: str) -> str:
     return string(mapping(holder, "function", place), "name", f"{place}.function")
 
 
+def _is_plain(message: Message) -> bool:
+    """Returns whether nothing in `message` needs a closer look, as in most of a conversation."""
+    if not message.keys() <= _PLAIN:
+        return False
+    for name, value in message.items():
+        if name == "tool_calls":
+            if type(value) is not list or not all(map(_is_plain_call, value)):
+                return False
+        elif type(value) is not str and (value is not None or name == "role"):
+            return False
+    ids = message.get("tool_call_id") or ""
+    return 0 < len(message.get("role", "")) <= _MOST_ROLE and len(ids) <= KIBIBYTE
+
+
+def _is_plain_call(call: Any) -> bool:
+    if type(call) is not dict or call.keys() != _CALL.keys() or call["type"] != "function":
+        return False
+    function, call_id = call["function"], call["id"]
+    if type(function) is not dict or function.keys() != _CALLED.keys() or type(call_id) is not str:
+        return False
+    name, arguments = function["name"], function["arguments"]
+    is_text = type(name) is str and type(arguments) is str
+    return is_text and len(call_id) <= KIBIBYTE and len(name) <= KIBIBYTE
+
+
 def _message(message: Message, place: str) -> Message:
     string(message, "role", place)
     known = kept(message, _MESSAGE, place)
@@ -104,6 +137,7 @@ def _message(message: Message, place: str) -> Message:
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns what is known of a tool call; its arguments may be text that is not JSON."""
     known = kept(call, _CALL, place)
     if known.get("function") is not None:
         known["function"] = kept(known["function"], _CALLED, f"{place}.function")

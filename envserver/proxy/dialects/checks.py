@@ -92,12 +92,6 @@ def mapping(size: int) -> Check:
     return check
 
 
-def an_object(value: Any, place: str) -> None:
-    """Checks that `value` is an object."""
-    if not isinstance(value, dict):
-        raise bad(place, "must be an object")
-
-
 def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> dict[str, Any]:
     """Returns the fields of `holder` that `checks` names, checked, and leaves out all others.
 
@@ -106,10 +100,13 @@ def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> 
     Raises:
         InputError: a field fails its check.
     """
-    fields = {name: holder[name] for name in checks if name in holder}
-    for name, value in fields.items():
-        if value is not None:
-            checks[name](value, f"{place}.{name}")
+    fields = {}
+    for name, value in holder.items():
+        check = checks.get(name)
+        if check is not None:
+            if value is not None:
+                check(value, f"{place}.{name}")
+            fields[name] = value
     return fields
 
 
@@ -145,6 +142,16 @@ def either(*checks: Check) -> Check:
     return check
 
 
+def instance(*types: type, what: str) -> Check:
+    """Returns the check for a value of one of `types`; `what` names them in its error."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, types):
+            raise bad(place, f"must be {what}")
+
+    return check
+
+
 def one_of(*values: Any) -> Check:
     """Returns the check for one of `values`, which are strings or whole numbers."""
 
@@ -155,6 +162,7 @@ def one_of(*values: Any) -> Check:
     return check
 
 
+an_object = instance(dict, what="an object")
 NAME = text(KIBIBYTE)
 LONG_TEXT = text(64 * KIBIBYTE * KIBIBYTE)
 """As long as a request may be."""

@@ -119,7 +119,9 @@ def check_media(messages: list[Message]) -> None:
     Raises:
         InputError: they are too many or too large.
     """
-    sizes = [_size(part) for message in messages for part in _media_parts(message)]
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    sizes = [_size(part) for part in parts if part["type"].endswith(("_url", "_audio"))]
     if len(sizes) > MAX_MEDIA:
         raise bad("messages", f"hold {len(sizes)} images, audio and videos: {MAX_MEDIA} at most")
     if sum(sizes) > MAX_MEDIA_BYTES:
@@ -146,12 +148,6 @@ def _is_known(first: bytes, kind: str) -> bool:
     if first[:4] == b"RIFF":
         return _RIFF.get(first[8:12]) == kind
     return first[4:8] in _ISO_BOXES or first.startswith(_BEGINNINGS[kind])
-
-
-def _media_parts(message: Message) -> list[dict[str, Any]]:
-    content = message.get("content")
-    parts = content if isinstance(content, list) else ()
-    return [part for part in parts if part["type"].endswith(("_url", "_audio"))]
 
 
 def _size(part: dict[str, Any]) -> int:
