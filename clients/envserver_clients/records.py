@@ -32,7 +32,7 @@ class Row:
         logprobs: float32[T], the sampled token's logprob where mask is 1, else 0. None: unknown.
         reward: the agent's, of the whole trajectory: its outcome and the rewards of its turns.
         versions: int32[T], the policy version that sampled each token; -1: unknown, or context.
-        messages: the conversation; empty if it was not sent.
+        messages: the agent's last conversation; empty if it was not sent.
         learn: False if the trajectory was cut off: count its reward, but take no gradient from it.
         trajectory: its number in the group; the rows of one agent of it share their reward.
         agent: name of the agent, None if there is only one. Compare rewards within one agent.
@@ -176,7 +176,7 @@ def _rows_of_trajectory(group_id: str, number: int, trajectory: Trajectory) -> I
             reward=reward,
             group_id=group_id,
             versions=sequence.versions,
-            messages=trajectory.messages,
+            messages=trajectory.messages_of(agent),
             learn=not trajectory.truncated,
             trajectory=number,
             agent=agent,

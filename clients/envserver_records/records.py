@@ -404,6 +404,10 @@ class Trajectory(msgspec.Struct, kw_only=True):
     turn_rewards: list[TurnReward] = msgspec.field(default_factory=list)
     agent_calls: dict[str, list[int]] = msgspec.field(default_factory=dict)
 
+    def messages_of(self, agent: str | None) -> list[Message]:
+        """Returns the last conversation of one of several agents."""
+        return next((one.messages for one in self.others if one.agent == agent), self.messages)
+
 
 class Group(msgspec.Struct, kw_only=True):
     """Trajectories of one task whose rewards are compared with each other; the unit of delivery.

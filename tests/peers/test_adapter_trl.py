@@ -131,6 +131,24 @@ def test_the_asynchronous_trainer_leases_rollouts_and_brings_its_weights_to_the_
     assert status["groups"]["acked"] > 0
 
 
+def test_the_asynchronous_trainer_learns_two_players_each_against_itself(
+    learn_python: Path, babbler: Path, tmp_path: Path
+) -> None:
+    asked = ("--environment", "duel", "--asynchronous", 1)
+    words = ("--env", SUPPORT / "duel.py", "--env.group_size", 4, "--sampling.max_tokens", 16)
+    with house(learn_python, babbler, tmp_path, *words) as urls:
+        with trainers(learn_python, babbler, tmp_path, urls, *asked) as process:
+            assert process.end(900) == 0, process.output()[-5000:]
+    by_player: dict[tuple[int, str], dict[float, float]] = {}
+    for line in lines(tmp_path / "out/async.jsonl"):
+        player = line["player"]
+        by_player.setdefault((line["group"], player), {})[line["reward"]] = line["advantage"]
+    assert {player for _, player in by_player} == {"one", "two"}
+    for told in by_player.values():
+        # Within a player of a group, more reward is more advantage.
+        assert sorted(told) == sorted(told, key=lambda reward: told[reward])
+
+
 @pytest.mark.slow
 def test_the_reward_of_trls_grpo_trainer_rises_over_100_steps(
     learn_python: Path, tmp_path: Path, tell: Callable[[str], None]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from support.api import Api, api_process, running_api
 from support.commands import free_port, running, until
@@ -24,6 +25,7 @@ from envserver import SimConfig
 from envserver.models import ASSETS
 from envserver.models.sim.server import serve_sim
 
+DUEL = Path(__file__).parents[1] / "support/duel.py"
 PEER = Path(__file__).parents[1] / "support" / "atropos_peer"
 SECONDS = 120
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
@@ -191,6 +193,39 @@ def test_its_trainer_is_fed_by_our_rollouts_and_by_its_own_environment(
     ours = [group for group in groups if group["env_id"] is None]
     assert ours
     assert all(isinstance(group["inference_logprobs"], list) for group in ours)
+
+
+def test_its_trainer_trains_two_players_each_by_its_own_score(
+    atropos_python: Path, tmp_path: Path
+) -> None:
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = ["serve", "--env", DUEL, "--env.group_size", 2, "--model", "sim", "--port", port]
+    with running(*command, folder=tmp_path) as server:
+        server.wait_for(r"Trainers: http://\S+")
+        trainer = [str(atropos_python), str(PEER / "trainer.py"), url, "8", "2"]
+        run = subprocess.run(trainer, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+        trained = json.loads(run.stdout.splitlines()[-1])
+        group = httpx.get(f"{url}/latest_example", timeout=10).json()
+    assert trained["rows"] == 8 * trained["batches"]
+    assert trained["spread"] == pytest.approx(1.0, abs=1e-3)  # of the scores, as it scaled them
+    # A rollout has two rows for each player, whose turns do not continue each other.
+    scores = np.array(group["scores"])
+    assert len(set(scores.tolist())) > 2
+    for tokens, masks, advantages in zip(
+        group["tokens"], group["masks"], group["advantages"], strict=True
+    ):
+        assert len(tokens) == len(advantages)
+        assert (
+            len(
+                {
+                    advantage
+                    for advantage, mask in zip(advantages, masks, strict=True)
+                    if mask != -100
+                }
+            )
+            == 1
+        )
 
 
 def next_of_an_environment(url: str, groups: list[dict[str, Any]]) -> dict[str, Any] | None:

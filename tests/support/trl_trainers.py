@@ -133,6 +133,7 @@ def asynchronous(asked: argparse.Namespace, output: Path, weights: LocalFull) ->
             "group": sample.group_id,
             "advantage": sample.advantage,
             "reward": sample.metrics["reward"],
+            "player": player_of(sample.prompt),
             "prompt": sample.prompt,
             "completion": sample.completion,
         }
@@ -169,6 +170,12 @@ def asynchronous(asked: argparse.Namespace, output: Path, weights: LocalFull) ->
     )
     trainer.train()
     worker.check_health(60)
+
+
+def player_of(prompt: list[dict[str, Any]]) -> str | None:
+    """The player of duel.py that the prompt is for; None in other environments."""
+    text = str(prompt[-1]["content"])
+    return next((name for name in ("one", "two") if f"You are {name}," in text), None)
 
 
 def reference(trainer: Any) -> Any:

@@ -56,19 +56,21 @@ def main(url: str, batch_size: int, steps: int) -> None:
     assert check_atropos_api(url)
     register_trainer(config)
     batches = rows = trained = 0
+    learned: list[float] = []
     for _ in range(steps):
-        for tokens, labels, advantages, temperatures, logprobs in get_data(batch_size, 2048, url)[
-            0
-        ]:
-            batches += 1
-            rows += sum(len(part) for part in tokens)
-            assert len(tokens) == len(advantages) == len(temperatures) == 1
-            trains = labels[0] != -100
-            trained += int(trains.sum())
-            assert (tokens[0][:, 1:][trains[:, :-1]] == labels[0][:, :-1][trains[:, :-1]]).all()
-            if logprobs is not None:
-                assert ((logprobs[0] <= 0) == trains).all()
-    sys.stdout.write(json.dumps({"batches": batches, "rows": rows, "trained": trained}) + "\n")
+        for columns in get_data(batch_size, 2048, url)[0]:
+            # A trajectory with several rows makes more than one tensor of `batch_size` rows.
+            for tokens, labels, advantages, _, logprobs in zip(*columns, strict=True):
+                batches += 1
+                rows += len(tokens)
+                assert len(labels) == len(advantages) == len(tokens)
+                trains = labels != -100
+                trained += int(trains.sum())
+                learned += np.asarray(advantages).ravel().tolist()
+                assert (tokens[:, 1:][trains[:, :-1]] == labels[:, :-1][trains[:, :-1]]).all()
+                assert ((logprobs <= 0) == trains).all()
+    told = {"batches": batches, "rows": rows, "trained": trained, "spread": float(np.std(learned))}
+    sys.stdout.write(json.dumps(told) + "\n")
 
 
 main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
