@@ -39,7 +39,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     def over(self, before: Counted, model: str) -> Counted:
         """Returns the rules of `before` with these overrides."""
         return Counted(
-            pass_at=self.pass_at or before.pass_at,
+            pass_at=before.pass_at if self.pass_at is None else self.pass_at,
+            worst=before.worst,
             failures=self.failures or before.failures,
             truncated=self.truncated or before.truncated,
             prices=(self.pricing(model) if self.pricing else None) or before.prices,

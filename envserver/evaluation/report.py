@@ -32,10 +32,11 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         group_size: attempts planned for each task.
         pass_at: the smallest reward of a success.
-        failures: an attempt lost to an infrastructure failure: left out (drop), or counted as 0
-            (zero).
-        truncated: an attempt in which the model was cut off: counts its score, 0, or nothing.
+        failures: an attempt lost to an infrastructure failure: left out (drop), or counted as
+            `worst` (zero).
+        truncated: an attempt in which the model was cut off: counts its score, `worst`, or nothing.
         seed: seed of the intervals.
+        worst: the environment's lowest reward, 0 in most.
     """
 
     group_size: int
@@ -43,6 +44,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     failures: Failures = "drop"
     truncated: Truncated = "score"
     seed: int = 0
+    worst: float = 0.0
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,12 +54,14 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failures: Failures = "drop"
     truncated: Truncated = "score"
     prices: Prices | None = None
+    worst: float = 0.0
 
     def rules(self, *, group_size: int, seed: int) -> Rules:
         """Returns the rules of a report."""
         return Rules(
             group_size=group_size,
             pass_at=self.pass_at,
+            worst=self.worst,
             failures=self.failures,
             truncated=self.truncated,
             seed=seed,
@@ -243,7 +247,7 @@ def counted_rewards(row: TaskRow, rules: Rules) -> list[float]:
     """Likewise for a row of a report, by `rules` that may differ from the report's own."""
     cut = row.truncated or [False] * len(row.rewards)
     found = [_counted(one, was_cut, rules) for one, was_cut in zip(row.rewards, cut, strict=True)]
-    zeros = [0.0] * row.lost if rules.failures == "zero" else []
+    zeros = [rules.worst] * row.lost if rules.failures == "zero" else []
     return [value for value in found if value is not None] + zeros
 
 
@@ -251,11 +255,11 @@ def _counted(value: float, truncated: bool, rules: Rules) -> float | None:
     """Returns what an attempt counts as; None where it does not count."""
     if not truncated or rules.truncated == "score":
         return value
-    return 0.0 if rules.truncated == "zero" else None
+    return rules.worst if rules.truncated == "zero" else None
 
 
 def _zeros(result: TaskResult, rules: Rules) -> list[float]:
-    return [0.0] * result.lost if rules.failures == "zero" else []
+    return [rules.worst] * result.lost if rules.failures == "zero" else []
 
 
 def measured(values: Sequence[Sequence[float]], rules: Rules) -> Measures | None:

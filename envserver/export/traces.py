@@ -116,7 +116,10 @@ def label_of(rollout: StoredRollout) -> str:
     """Returns `solved`, `partial` or `failed`; `unscored` without a reward."""
     if rollout.reward is None:
         return "unscored"
-    return "solved" if rollout.reward >= SOLVED else "partial" if rollout.reward > 0 else "failed"
+    bounds = rollout.reward_range
+    if bounds.is_solved(rollout.reward) or bounds.share(rollout.reward) >= SOLVED:
+        return "solved"
+    return "partial" if bounds.share(rollout.reward) > 0 else "failed"
 
 
 def file_name(text: str) -> str:

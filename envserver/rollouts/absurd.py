@@ -28,7 +28,7 @@ _ODD_MESSAGES: tuple[dict[str, Any], ...] = (
 
 
 def absurd_results(public: dict[str, Any], outputs: list[Any]) -> Iterator[KnownResult]:
-    """Results that must have the reward 0.
+    """Results that must not be rewarded: 0, or less where rewards may be.
 
     Args:
         outputs: of results that are right; those that are dicts are imitated.

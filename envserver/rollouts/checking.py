@@ -20,6 +20,7 @@ from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult
 from .absurd import MAY_RAISE, absurd_results, strings_in
+from .rewards import RewardRules, delivered_score, range_of, rules_of_rewards
 from .scoring import SCORING_FAILURES
 from .stream import group_requests
 
@@ -108,6 +109,7 @@ async def check(
         ConfigError: there are no tasks, or they cannot be read.
     """
     environment = make_environment()
+    rules = rules_of_rewards(environment)
     tasks = await asyncio.to_thread(_first, environment, most_tasks + 1)
     again = await asyncio.to_thread(_first, make_environment(), most_tasks + 1)
     problems = [*differences(tasks, again)]
@@ -119,7 +121,7 @@ async def check(
     without_gold: list[str] = []
     cases = await asyncio.to_thread(_cases, environment, tasks, problems, without_gold)
     done = 0
-    async for task, known, verdict in _scored(scorer, cases):
+    async for task, known, verdict in _scored(scorer, cases, rules):
         key = (known.name, known.least, known.most)
         kind = kinds.setdefault(
             key, Kind(name=known.name, expected_least=known.least, expected_most=known.most)
@@ -184,10 +186,12 @@ def _cases(
 ) -> list[tuple[Task, KnownResult]]:
     """Returns every result to be scored; adds failures in making them to `problems`."""
     cases: list[tuple[Task, KnownResult]] = []
+    bounds = range_of(environment)
+    nothing = max(bounds.worst, 0.0)
     for task in tasks:
         try:
             known = list(environment.known_results(task))
-            if not any(one.least > 0 for one in known):
+            if not any(one.least > nothing for one in known):
                 known += _demonstrated(environment, task)
         except Exception as error:  # noqa: BLE001 - the environment's code: what it raises is told
             problems.append(
@@ -195,10 +199,13 @@ def _cases(
                 f"{type(error).__name__}: {error}"
             )
             continue
-        right = [one.result.output for one in known if one.least > 0]
+        right = [one.result.output for one in known if one.least > nothing]
         if not right:
             without_gold.append(task.id)
-        known += absurd_results(task.public, right)
+        known += (
+            KnownResult(one.name, one.result, least=bounds.worst, most=nothing)
+            for one in absurd_results(task.public, right)
+        )
         cases += [(task, one) for one in known]
     return cases
 
@@ -210,11 +217,12 @@ def _demonstrated(environment: Environment, task: Task) -> Iterator[KnownResult]
     content = turns[-1].get("content")
     text = content if isinstance(content, str) else ""
     result = environment.response_from_row(text, turns)
-    yield KnownResult("demonstration", result, least=1.0, most=1.0)
+    bounds = range_of(environment)
+    yield KnownResult("demonstration", result, least=bounds.solved_at, most=bounds.high)
 
 
 async def _scored(
-    scorer: Scorer, cases: list[tuple[Task, KnownResult]]
+    scorer: Scorer, cases: list[tuple[Task, KnownResult]], rules: RewardRules
 ) -> AsyncIterator[tuple[Task, KnownResult, Wrong | float]]:
     """Yields each case with its verdict, in order; many are scored at a time."""
     waiting = iter(cases)
@@ -222,7 +230,7 @@ async def _scored(
 
     def fill() -> None:
         for task, known in itertools.islice(waiting, _AT_A_TIME - len(flying)):
-            flying.append((task, known, asyncio.create_task(_verdict(scorer, task, known))))
+            flying.append((task, known, asyncio.create_task(_verdict(scorer, task, known, rules))))
 
     try:
         fill()
@@ -238,13 +246,15 @@ async def _scored(
         await asyncio.gather(*(scoring for _, _, scoring in flying), return_exceptions=True)
 
 
-async def _verdict(scorer: Scorer, task: Task, known: KnownResult) -> Wrong | float:
+async def _verdict(
+    scorer: Scorer, task: Task, known: KnownResult, rules: RewardRules
+) -> Wrong | float:
     """Returns the reward if it is as expected, else what is wrong."""
     try:
         score = await _score(scorer, task, known.result)
     except SCORING_FAILURES as error:
         return Wrong(task_id=task.id, reward=None, error=f"{_cause(error)}: {error}", raised=True)
-    reward = score.reward
+    reward = delivered_score(score, rules).reward
     if reward is None:
         return Wrong(task_id=task.id, reward=None, error="It is not scorable.")
     if known.least - _TOLERANCE <= reward <= known.most + _TOLERANCE:

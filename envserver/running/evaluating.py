@@ -32,6 +32,7 @@ from ..evaluation.results import TaskFacts, facts_of, read_tasks
 from ..evaluation.suite import Suite
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed
 from ..rollouts.mixing import Share
+from ..rollouts.rewards import range_of
 from ..rollouts.stream import GroupRequest, group_requests
 from .context import SharedEngine, shared_engine
 from .engines import SIMULATED
@@ -189,6 +190,8 @@ async def evaluate_members(
     view, stop = view or EvaluationView(), stop or Stop()
     folder = choice.folder or _new_folder(members)
     parts = _claimed(members, folder, choice)
+    for part in parts:
+        _check_passable(part, choice)
     failures: list[EnvserverError] = []
     async with shared_engine(
         members[0].settings, need_engine=True, need_exact=False, folder=folder
@@ -206,6 +209,18 @@ async def evaluate_members(
         if shared.judge is not None:
             view.say(judge_line(shared.judge))
     return _reported(folder, parts, failures, view, stopped=stop.asked)
+
+
+def _check_passable(part: _Part, choice: Choice) -> None:
+    """Raises ConfigError if no attempt can reach the reward at which it passes."""
+    environment = next(iter(part.runs.values())).environment
+    bounds, asked = range_of(environment), choice.view.pass_at
+    if asked is not None and not bounds.low < asked <= bounds.high:
+        raise ConfigError(
+            f"--pass_at {asked:g} is outside of the rewards of {environment.name!r}: "
+            f"({bounds.low:g}, {bounds.high:g}].",
+            hint=f"A task is solved at {bounds.solved_at:g}.",
+        )
 
 
 def _reported(
@@ -320,7 +335,9 @@ async def _make_part(
         complete=not stop.asked and failure is None,
         finished_at=time.time(),
     )
-    part.noted.counted = choice.view.over(Counted(), shared.model)
+    bounds = range_of(next(iter(part.runs.values())).environment)
+    counted = Counted(pass_at=bounds.solved_at, worst=bounds.worst)
+    part.noted.counted = choice.view.over(counted, shared.model)
     write_run_file(part.folder, part.noted)
     return failure
 

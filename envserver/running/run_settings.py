@@ -71,8 +71,9 @@ class EvaluateSettings(MixSettings):
     """Resume in an existing folder (--out): its groups are kept, its report is made again."""
     overwrite: bool = False
     """Replace the contents of an existing folder."""
-    pass_at: float = Field(default=1.0, gt=0, le=1)
-    """Minimum reward of an attempt that passes."""
+    pass_at: float | None = Field(default=None, allow_inf_nan=False)
+    """Minimum reward of an attempt that passes; unset: that of a solved task, 1 in most
+    environments."""
     failures: Failures = "drop"
     """How to count attempts lost to infrastructure failures: leave them out (drop), or as 0 (zero).
     """

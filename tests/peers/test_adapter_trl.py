@@ -136,9 +136,11 @@ def test_the_asynchronous_trainer_learns_two_players_each_against_itself(
 ) -> None:
     asked = ("--environment", "duel", "--asynchronous", 1)
     words = ("--env", SUPPORT / "duel.py", "--env.group_size", 4, "--sampling.max_tokens", 16)
-    with house(learn_python, babbler, tmp_path, *words) as urls:
-        with trainers(learn_python, babbler, tmp_path, urls, *asked) as process:
-            assert process.end(900) == 0, process.output()[-5000:]
+    with (
+        house(learn_python, babbler, tmp_path, *words) as urls,
+        trainers(learn_python, babbler, tmp_path, urls, *asked) as process,
+    ):
+        assert process.end(900) == 0, process.output()[-5000:]
     by_player: dict[tuple[int, str], dict[float, float]] = {}
     for line in lines(tmp_path / "out/async.jsonl"):
         player = line["player"]

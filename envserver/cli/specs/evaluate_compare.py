@@ -26,7 +26,7 @@ class CompareSettings(Section):
     out: Path | None = None
     """Folder for comparison.json, comparison.md and comparison.html; unset: no files are
     written."""
-    pass_at: float | None = Field(default=None, gt=0, le=1)
+    pass_at: float | None = Field(default=None, allow_inf_nan=False)
     """Minimum reward of an attempt that passes; unset: as in A. The same holds for `failures`
     and `truncated`."""
     failures: Failures | None = None

@@ -21,7 +21,7 @@ class ReportSettings(Section):
 
     folder: Path
     """Folder of the evaluation. Can be given as the first argument."""
-    pass_at: float | None = Field(default=None, gt=0, le=1)
+    pass_at: float | None = Field(default=None, allow_inf_nan=False)
     """Minimum reward of an attempt that passes; unset: as in the evaluation. The same holds for
     `failures` and `truncated`."""
     failures: Failures | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,12 @@ from support.extent import examples
 
 import envserver
 from envserver import Group, Result, RewardError, RewardRange, Score, TurnReward, pack, unpack
+from envserver.evaluation.report import Report
 from envserver.formats.atropos import group_to_atropos
+from envserver.rollouts.events import GroupDelivered
 from envserver.rollouts.rewards import RewardRules, checked_score, with_turn_rewards
+from envserver.running.metrics import RolloutNumbers
+from envserver.running.tally import Tally
 
 GAME = '''
 from envserver import AgentRole, Environment, Score, Task, TurnReward
@@ -131,6 +136,69 @@ def test_a_reward_that_cannot_be_ends_the_run_and_is_not_tried_again(
     failures = out.with_name("out.failures.jsonl").read_text().splitlines()
     attempts = [event for line in failures if (event := orjson.loads(line)).get("attempt")]
     assert {event["attempt"] for event in attempts} == {1}
+
+
+RELATIVE = '''
+from envserver import Environment, Score, Task
+
+
+class Relative(Environment):
+    """The reward is known only once the group is; 3 is a solved task."""
+
+    reward_range = (-1.0, 5.0)
+    solved_at = 3.0
+
+    def tasks(self, split):
+        for number in range(2):
+            yield Task(f"r{number}", {"question": f"{number}?"})
+
+    async def rollout(self, task, run):
+        return (await run.chat([{"role": "user", "content": task.public["question"]}])).content
+
+    def score(self, task, result):
+        return Score(reward=0.0)
+
+    def score_group(self, task, results, scores):
+        return [Score(reward=3.0 if number else -1.0) for number in range(len(scores))]
+'''
+
+
+def test_what_is_shown_is_what_score_group_delivered(tmp_path: Path) -> None:
+    path = tmp_path / "relative.py"
+    path.write_text(RELATIVE)
+    numbers, tally = RolloutNumbers(), Tally()
+    observers = [numbers.observer("relative"), tally]
+    (group,) = envserver.groups(str(path), model="sim", env={"group_size": 2, "total_steps": 1})
+    for observe in observers:
+        observe(GroupDelivered(group=group))
+    assert (tally.rewards.mean, str(tally.rewards)) == (1.0, "lowest: 1  between: 0  solved: 1")
+    (points,) = (
+        family
+        for family in asyncio.run(numbers.families())
+        if family.name == "envserver_reward_points"
+    )
+    shown = {one.labels["sign"]: one.value for one in points.samples}
+    assert shown == {"positive": 3.0, "negative": 1.0}
+    result = envserver.process(str(path), model="sim", env={"group_size": 2, "total_steps": 2})
+    assert result.mean_reward == 1.0
+
+
+def test_an_evaluation_passes_what_the_environment_calls_solved(tmp_path: Path) -> None:
+    path = tmp_path / "relative.py"
+    path.write_text(RELATIVE)
+    found = envserver.evaluate(
+        str(path),
+        model="sim",
+        env={"group_size": 2, "total_steps": 2},
+        out=tmp_path / "out",
+        no_baselines=True,
+    )
+    report = found.report
+    assert isinstance(report, Report)
+    assert report.rules.pass_at == 3.0
+    overall = report.run.overall
+    assert overall is not None
+    assert (overall.mean_reward.value, overall.pass_at[1].value) == (1.0, 0.5)
 
 
 AGENTS = {"one": True, "two": True, "referee": False}
