@@ -39,8 +39,9 @@ _REASONS: Final = {
     "mismatch": (
         "The engine's logprobs differ from the trainer's by {mismatch_mean:.2f} nats per token on "
         "average (at most {most:g} is allowed).",
-        "Compare the model, its revision, its chat template and its dtype on both sides; "
-        "`envserver verify` shows where they differ. Nothing was learned from these batches.",
+        "Compare the model, its revision and its dtype on both sides; `envserver verify` shows "
+        "where they differ. Where staleness_mean is high, the policy may have moved too far since: "
+        "lower the learning rate or --max-staleness. Nothing was learned from these batches.",
     ),
     "gradient": (
         "The gradient is not finite.",

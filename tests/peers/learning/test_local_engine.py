@@ -195,6 +195,24 @@ def test_samples_follow_the_distribution() -> None:
         assert (seen - expected.softmax(-1)[0]).abs().max() < 0.04
 
 
+@pytest.mark.parametrize("processed", [False, True])
+def test_logprobs_are_from_before_or_after_temperature_and_filters(
+    loaded: Loaded, plain: PreTrainedModel, processed: bool
+) -> None:
+    batch = Generator(loaded.model, Adapters(loaded.model), processed=processed)
+    warm = row(PROMPTS[1], temperature=0.7, top_k=50)
+    batch.join([warm])
+    run(batch, 4)
+    with torch.no_grad():
+        logits = plain(torch.tensor([[*PROMPTS[1], *warm.ids]])).logits[0, len(PROMPTS[1]) - 1 : -1]
+    if processed:
+        logits = logits / 0.7
+        least = logits.topk(50).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(warm.ids)[:, None])[:, 0]
+    assert warm.logprobs == pytest.approx(expected.tolist(), abs=1e-3)
+
+
 def test_filters_keep_what_they_say() -> None:
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()[None]
 
