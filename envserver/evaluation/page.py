@@ -191,7 +191,7 @@ def _points(values: Mapping[int, Estimate]) -> str:
 
 
 def _worst_first(row: TaskRow) -> tuple[float, str]:
-    return (_mean(row.rewards) if row.rewards else -1.0, row.task_id)
+    return (_mean(row.rewards) if row.rewards else -math.inf, row.task_id)
 
 
 def _task_line(row: TaskRow) -> TaskLine:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -88,7 +89,7 @@ def said(rollout: StoredRollout) -> tuple[int, int]:
 
 
 def _reward(rollout: StoredRollout) -> float:
-    return -1.0 if rollout.reward is None else rollout.reward
+    return -math.inf if rollout.reward is None else rollout.reward
 
 
 class _Known(dict[str, Any]):

@@ -115,8 +115,8 @@ class StoredRollout:
 
     @property
     def failed(self) -> bool:
-        """Whether it has no reward, or a reward of 0."""
-        return not self.reward
+        """Whether it has no reward, or the lowest: 0 in most environments."""
+        return self.reward is None or self.reward_range.share(self.reward) <= 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,7 +54,9 @@ class Rewards:
     def __str__(self) -> str:
         between = self.count - self.none - self.full
         least, most = ("0", "1") if self._unit else ("lowest", "solved")
-        return f"{least}: {self.none}  between: {between}  {most}: {self.full}"
+        counts = f"{least}: {self.none}  between: {between}  {most}: {self.full}"
+        agents = [f"{agent} {mean_text(own.mean)}" for agent, own in self.agents.items()]
+        return "\n".join([counts, *agents])
 
 
 def is_full(reward: float, bounds: RewardRange) -> bool:

@@ -86,6 +86,9 @@ def one_group(game: str, **changes: Any) -> Group:
 
 def test_each_agent_and_turn_has_its_reward_on_the_native_wire(game: str) -> None:
     group = unpack(pack(one_group(game)), Group)
+    tally = Tally()
+    tally(GroupDelivered(group=group))
+    assert str(tally.rewards).splitlines()[1:] == ["one 1.50", "two -1.50"]
     assert group.reward_range == RewardRange(-2.0, 2.0, 1.0)
     first, second = (trajectory.score for trajectory in group.trajectories)
     assert first.rewards == {"one": 1.5, "two": -1.375}
