@@ -15,6 +15,7 @@ import dataclasses
 import socket
 from functools import partial
 from typing import Any, Final
+from urllib.parse import unquote
 
 import orjson
 from envserver_records.errors import UsageError
@@ -105,7 +106,7 @@ class AgentHttp(BoundedHttp):
         super().connection_lost(exc)
 
     def head_came(self) -> None:
-        owner = self._listener.proxy.in_flight(self.url.decode("latin-1"))
+        owner = self._listener.proxy.in_flight(unquote(self.url.decode("latin-1")))
         if owner is None:
             return
         if self._owner is not None and self._owner is not owner:

@@ -103,6 +103,17 @@ async def house(http: HttpBounds | None = None, **bounds: float) -> AsyncIterato
             await made.server.close()
 
 
+@pytest.mark.parametrize("beginning", [b"/r/", b"/%72/", b"/r%2f", b"/any/r/"])
+async def test_every_way_to_write_a_path_counts(beginning: bytes) -> None:
+    async with house(max_connections=2) as made:
+        asks = head(made.open(), "POST", "tools/wait", 2).replace(b"/r/", beginning) + b"{}"
+        for number in (1, 2):
+            await made.connect(asks)
+            await until(lambda most=number: made.asked == most)  # type: ignore[misc]
+        status, told = await (await made.connect(asks)).answer()
+        assert (status, told["error"]["code"]) == (429, "over_bound")
+
+
 async def test_the_longest_unused_connection_of_an_attempt_goes() -> None:
     async with house(max_connections=3) as made:
         mine, other = made.open(), made.open()
