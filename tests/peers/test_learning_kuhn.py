@@ -47,4 +47,4 @@ def test_self_play_comes_nearer_to_equilibrium(
     found = curve(run.output / "store.db")
     tell(f"kuhn, seed {seed}: exploitability " + " ".join(f"{one:.3f}" for one in found))
     assert found[0] > 0.25
-    assert found[-1] < found[0] / 2
+    assert sum(found[-3:]) / 3 < found[0] / 2  # single windows go up and down
