@@ -157,12 +157,8 @@ def _check_row(row: Sequence, place: str) -> None:
 
 def _check_words(group: Group) -> None:
     """Checks that all free-form values can be encoded as JSON."""
-    own: dict[str, Any] = {
-        "trajectories": [],
-        "failures": [],
-        "reward_range": None,
-    }  # checked by their types
-    bare = msgspec.structs.asdict(group) | own
+    checked: dict[str, Any] = {"trajectories": [], "failures": [], "reward_range": None}
+    bare = msgspec.structs.asdict(group) | checked
     parts = [("$", bare)] + [
         (f"$.trajectories[{number}]", _words(one)) for number, one in enumerate(group.trajectories)
     ]

@@ -407,11 +407,18 @@ def test_what_vllm_sampled_is_right_until_it_is_changed(
         assert worst["position"] >= vllm_server.same_sums_tokens
         assert abs(worst["difference"]) < 1e-5
     lines = read_jsonl(tmp_path / "out.jsonl")
+    made_with = lines[5]["envserver"]["provenance"]
+    assert made_with["engine"]["server"].startswith("vllm 0.")
+    assert made_with["engine"]["source"] == vllm_server.model_folder.name
+    assert str(vllm_server.model_folder) not in json.dumps(made_with)
     masks, logprobs = lines[5]["masks"][1], lines[5]["inference_logprobs"][1]
     at = next(place for place, label in enumerate(masks) if label != -100)
     logprobs[at] -= 1e-3
     write(tmp_path / "out.jsonl", lines)
     ran = envserver("verify", "out.jsonl", *engine, "--json", folder=tmp_path)
+    assert json.loads(ran.stdout)["findings_by_kind"] == {"changed": 8, "logprobs_differ": 1}
+    words = ("--digests", "false", "--json")
+    ran = envserver("verify", "out.jsonl", *engine, *words, folder=tmp_path)
     assert ran.returncode == 1
     (found,) = json.loads(ran.stdout)["findings"]
     assert (found["line"], found["row"], found["position"]) == (6, 1, at)
