@@ -9,14 +9,12 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
 from envserver_records.errors import (
     ConfigError,
-    Failure,
     RolloutError,
     Straggler,
 )
@@ -35,7 +33,8 @@ from ..workers.pool import WorkerPool
 from .agents import demonstrated
 from .attempt import Finished, run_attempt
 from .estimates import scored_of
-from .events import Observer, RolloutFailed, RolloutScored
+from .events import Observer, RolloutScored
+from .failures import GroupFailures, rollout_id_of
 from .policy import (
     Drop,
     GroupRules,
@@ -141,7 +140,7 @@ async def make_group(
         The group, or why it is not delivered. A group stops early once it cannot be delivered.
     """
     rules = rules or _rules(context)
-    failures = _Failures(context.observer, request)
+    failures = GroupFailures(context.observer, request)
     members = await _members(context, request, rules, failures)
     drop = failures.bug or judge_losses(failures.lost, rules)
     if drop is not None:
@@ -175,7 +174,7 @@ def _rules(context: RolloutContext) -> GroupRules:
 
 
 async def _members(
-    context: RolloutContext, request: GroupRequest, rules: GroupRules, failures: _Failures
+    context: RolloutContext, request: GroupRequest, rules: GroupRules, failures: GroupFailures
 ) -> dict[int, Member]:
     """Returns the scored rollouts by number; `failures` holds the reasons for the others."""
     started = time.monotonic()
@@ -212,59 +211,10 @@ async def _members(
     return dict(sorted(members.items()))
 
 
-class _Failures:
-    """The failed attempts of one group, reported to the observer and kept for the group's record.
-
-    `lost`: number of rollouts lost for good, by kind of their last failure. `scored`: number of
-    scored rollouts. `bug`: why the group is dropped, if a bug ended it before any was scored.
-    """
-
-    def __init__(self, observer: Observer, request: GroupRequest) -> None:
-        self.seen: list[Failure] = []
-        self.lost: Counter[str] = Counter()
-        self.scored = 0
-        self.bug: Drop | None = None
-        self._observer = observer
-        self._request = request
-        self._attempts: Counter[int] = Counter()
-
-    def next_attempt(self, number: int) -> int:
-        """Returns the number, from 1, of the attempt of rollout `number` that starts now."""
-        self._attempts[number] += 1
-        return self._attempts[number]
-
-    def add(self, number: int, error: RolloutError, *, final: bool) -> Failure:
-        """Notes that an attempt of rollout `number` failed; `final`: it is not retried."""
-        failure = error.failure()
-        self.seen.append(failure)
-        if final:
-            self.lost[failure.kind] += 1
-            if is_bug(error) and not self.scored:
-                bug, missing = error.detail["bug"], "missing" in error.detail
-                self.bug = Drop("incomplete", bug, True, bug=True, hopeless=missing)
-        self._observer(
-            RolloutFailed(
-                group_id=self._request.group_id,
-                index=self._request.index,
-                task_id=self._request.task.id,
-                rollout_id=_rollout_id(self._request, number),
-                attempt=self._attempts[number],
-                failure=failure,
-                final=final,
-                at=time.time(),
-            )
-        )
-        return failure
-
-
-def _rollout_id(request: GroupRequest, number: int) -> str:
-    return f"{request.group_id}-r{number}"
-
-
 async def _member(
-    context: RolloutContext, request: GroupRequest, number: int, failures: _Failures
+    context: RolloutContext, request: GroupRequest, number: int, failures: GroupFailures
 ) -> Member | None:
-    rollout_id = _rollout_id(request, number)
+    rollout_id = rollout_id_of(request, number)
     bind_contextvars(rollout_id=rollout_id)
     about = {
         "envserver.rollout_id": rollout_id,
@@ -277,9 +227,9 @@ async def _member(
 
 
 async def _until_scored(
-    context: RolloutContext, request: GroupRequest, number: int, failures: _Failures
+    context: RolloutContext, request: GroupRequest, number: int, failures: GroupFailures
 ) -> Member | None:
-    rollout_id = _rollout_id(request, number)
+    rollout_id = rollout_id_of(request, number)
     tries = 0
     while True:
         attempt = failures.next_attempt(number)
@@ -433,7 +383,7 @@ def trajectory_of(
     """Builds the trajectory of a scored rollout; `score`: as the scorer gave it."""
     finished, result = member.finished, member.finished.result
     return Trajectory(
-        rollout_id=_rollout_id(request, number),
+        rollout_id=rollout_id_of(request, number),
         attempt=member.attempt,
         task_id=request.task.id,
         env=context.environment.name,
@@ -467,7 +417,7 @@ def _judged(
     request: GroupRequest,
     rules: GroupRules,
     trajectories: dict[int, Trajectory],
-    failures: _Failures,
+    failures: GroupFailures,
 ) -> Group | Drop:
     """Returns the group of the deliverable trajectories, or why the group is dropped."""
     kept = []

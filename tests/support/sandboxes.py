@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,3 +23,14 @@ async def sandboxes(
         SandboxClient(service.address) as client,
     ):
         yield client
+
+
+def archive(**files: bytes) -> bytes:
+    """A compressed archive of `files`; a double underscore in a name stands for a slash."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name.replace("__", "/"))
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return data.getvalue()

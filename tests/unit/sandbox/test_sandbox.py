@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 import os
 import signal
-import tarfile
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 from support.process_tree import alive_with
-from support.sandboxes import sandboxes
+from support.sandboxes import archive, sandboxes
 from support.waiting import settled, until
 
 from envserver import (
@@ -63,16 +61,6 @@ async def cancelled(task: asyncio.Task[ExecResult]) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-def archive(**files: bytes) -> bytes:
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w:gz") as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name.replace("__", "/"))
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return data.getvalue()
 
 
 # Programs.
