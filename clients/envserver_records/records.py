@@ -1,24 +1,24 @@
 """The data that flows through the server, in the order in which it is made.
 
 Task -> (rollout) -> Call* -> Sequence* -> Trajectory -> Group: msgspec structs. Token data are
-numpy arrays. `pack` and `unpack` convert to MessagePack and back, arrays as little-endian bytes.
+numpy arrays. `pack` and `unpack` (`packing`) convert to MessagePack and back.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import Failure
+from .packing import pack as pack
+from .packing import unpack as unpack
 from .sampling import LogprobsKind, SamplingSpan
 from .scores import UNIT_RANGE, RewardRange, TurnReward
 from .scores import Score as Score
 from .splits import Split as Split
-
-T = TypeVar("T")
 
 Message = dict[str, Any]
 """A chat message in OpenAI's format."""
@@ -455,58 +455,3 @@ class Group(msgspec.Struct, kw_only=True):
     component_weights: dict[str, float] = msgspec.field(default_factory=dict)
     provenance: dict[str, Any] = msgspec.field(default_factory=dict)
     digest: str = ""
-
-
-_CODES = {"i4": 1, "f4": 2, "u1": 3}
-"""Numbers of the MessagePack extension types for arrays, which are decoded as views."""
-_DTYPES = {1: np.int32, 2: np.float32, 3: np.uint8}
-
-
-def _encode_array(value: object) -> object:
-    if isinstance(value, np.ndarray):
-        array = np.ascontiguousarray(value)
-        code = array.dtype.str[1:]
-        if code not in _CODES or array.dtype.byteorder == ">":
-            raise TypeError(
-                f"arrays of {array.dtype} cannot be packed; use int32, float32 or uint8"
-            )
-        raw = array.data.cast("B") if array.size else b""
-        return msgspec.msgpack.Ext(_CODES[code], raw)
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is not a record")
-
-
-def _decode_array(code: int, raw: memoryview) -> Any:
-    if code not in _DTYPES:
-        raise msgspec.DecodeError(f"unknown array type {code}")
-    try:
-        return np.frombuffer(raw, dtype=_DTYPES[code])
-    except ValueError as error:
-        raise msgspec.DecodeError(f"an array is cut off: {error}") from error
-
-
-def _decode_hook(kind: type, value: Any) -> Any:
-    if getattr(kind, "__origin__", kind) is not np.ndarray:
-        raise TypeError(f"no decoder for {kind}")
-    if isinstance(value, np.ndarray):
-        return value
-    code, raw = value  # older versions packed arrays without extensions
-    return _decode_array(_CODES.get(code, 0), raw)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-
-
-def pack(record: Any) -> bytes:
-    """Returns `record` (a struct of this module, or a list of them) as MessagePack."""
-    return _encoder.encode(record)
-
-
-def unpack(data: bytes | memoryview, kind: type[T]) -> T:
-    """Decodes the result of `pack`. Arrays are read-only views of `data`.
-
-    Raises:
-        msgspec.DecodeError: `data` is not a `kind`.
-    """
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_hook, ext_hook=_decode_array)

@@ -1,16 +1,11 @@
 """What walled code asks of the engine with its own key: only listed fields arrive there.
 
-The engine keeps every request it gets.
+The engine keeps every request it gets (support/recording_engine.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import copy
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -18,68 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dialects import json_values, mangled
 from support.extent import examples
-from support.serving import attempt_spec
+from support.recording_engine import (
+    BACKTRACKS,
+    CHAT,
+    MESSAGES,
+    METADATA,
+    PLAIN,
+    RESPONSES,
+    TEXT,
+    Json,
+    refused,
+    send,
+)
 
-from envserver import TokensConfig
-from envserver.proxy import EngineEndpoint, Proxy
-
-Json = dict[str, Any]
-
-CHAT, TEXT = "v1/chat/completions", "v1/completions"
-RESPONSES, MESSAGES = "v1/responses", "v1/messages"
-METADATA = "http://169.254.169.254/latest/meta-data"
 IMAGE = "data:image/png;base64,iVBORw0KGgoA"
-ANSWER: Json = {
-    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hi."}, "text": "Hi."}],
-    "usage": {"completion_tokens": 1, "prompt_tokens": 1},
-}
-
-
-class RecordingEngine:
-    """Answers the same to everything, and keeps what it was asked."""
-
-    kind = "openai"
-    exact = False
-
-    def __init__(self) -> None:
-        self.asked: list[Json] = []
-
-    async def post(self, path: str, body: Json, **how: Any) -> Json:
-        self.asked.append(body)
-        return copy.deepcopy(ANSWER)
-
-    @asynccontextmanager
-    async def stream(self, path: str, body: Json, **how: Any) -> AsyncIterator[AsyncIterator[Json]]:
-        raise AssertionError("Nothing here is streamed.")
-        yield
-
-
-def send(path: str, body: Json, **allowed: Any) -> tuple[int, Json, list[Json]]:
-    """Returns the status and the answer, and what the engine was asked.
-
-    Args:
-        allowed: settings of the run, as of TokensConfig.
-    """
-    engine = RecordingEngine()
-    endpoint = EngineEndpoint(engine, tokens=TokensConfig(**allowed))  # type: ignore[arg-type]
-
-    async def ask() -> tuple[int, Json]:
-        proxy = Proxy(engine, endpoint=endpoint)  # type: ignore[arg-type]
-        key = proxy.open(attempt_spec()).key
-        request = [{"type": "http.request", "body": json.dumps(body).encode()}]
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            return request.pop() if request else await asyncio.Event().wait()
-
-        async def take(message: Any) -> None:
-            sent.append(message)
-
-        scope = {"type": "http", "method": "POST", "path": f"/r/{key}/{path}", "headers": []}
-        await proxy.asgi()(scope, receive, take)
-        return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent))
-
-    return *asyncio.run(ask()), engine.asked
 
 
 def user(*parts: Json) -> Json:
@@ -112,16 +59,6 @@ def shown(kind: str, url: str) -> tuple[str, Json]:
 
 
 WAYS = ("chat", "chat's tool", "responses", "responses' tool", "messages", "messages' tool")
-
-
-def refused(path: str, body: Json, *words: str, **allowed: Any) -> None:
-    """The request is refused in its dialect's form, and nothing arrives at the engine."""
-    status, answer, asked = send(path, body, **allowed)
-    assert (status, asked) == (400, [])
-    error = answer["error"]
-    assert error["type"] == "invalid_request_error" or error["code"] == "input"
-    for word in words:
-        assert word in error["message"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -333,14 +270,7 @@ def test_media_are_bounded_each_and_together() -> None:
 
 # Fields
 
-PLAIN: dict[str, Json] = {
-    CHAT: {"messages": [{"role": "user", "content": "Hi."}]},
-    TEXT: {"prompt": "Hi."},
-    RESPONSES: {"input": "Hi."},
-    MESSAGES: {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}]},
-}
 DIALECTS = pytest.mark.parametrize("path", PLAIN)
-BACKTRACKS = "(a+)+$"
 CONTROL: Json = {
     "chat_template": "{{ raise_exception('x') }}",
     "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "169.254.169.254"},
@@ -473,95 +403,6 @@ def test_a_run_may_pass_on_more_and_its_calls_say_so(path: str) -> None:
     refused(path, {**PLAIN[path], "best_of": 5}, "best_of", **allowed)
     refused(path, {**PLAIN[path], "logit_bias": {"x": 1}}, "logit_bias.x", **allowed)
     refused(path, {**PLAIN[path], "logit_bias": {"5": "x"}}, "logit_bias.5", **allowed)
-
-
-# Constraints
-
-FUNCTION: Json = {"name": "add", "parameters": {"type": "object"}}
-SCHEMA_FORM: Json = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
-RESPONSES_FORM: Json = {"type": "json_schema", "name": "a", "schema": {}}
-FORMS: dict[str, tuple[str, Json]] = {
-    "response_format": (CHAT, {"response_format": SCHEMA_FORM}),
-    "text's response_format": (TEXT, {"response_format": {"type": "json_object"}}),
-    "strict": (CHAT, {"tools": [{"type": "function", "function": {**FUNCTION, "strict": True}}]}),
-    "tool_choice": (
-        CHAT,
-        {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"},
-    ),
-    "responses' text": (RESPONSES, {"text": {"format": RESPONSES_FORM}}),
-    "responses' strict": (RESPONSES, {"tools": [{"type": "function", **FUNCTION, "strict": True}]}),
-    "messages' output_config": (
-        MESSAGES,
-        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-    ),
-    "messages' any": (
-        MESSAGES,
-        {"tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "any"}},
-    ),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_run_may_refuse_everything_that_constrains_what_is_sampled(form: str) -> None:
-    path, fields = FORMS[form]
-    body = {**PLAIN[path], **fields}
-    assert send(path, body)[0] == 200
-    refused(path, body, "--tokens.constraints forms", constraints="none")
-    assert send(path, PLAIN[path], constraints="none")[0] == 200
-
-
-def enforced(schema: Json) -> list[tuple[str, Json]]:
-    """Requests of three APIs whose answers the engine holds to `schema`."""
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    tool = {"type": "function", "name": "add", "parameters": schema, "strict": True}
-    output = {"format": {"type": "json_schema", "schema": schema}}
-    return [
-        (CHAT, {**PLAIN[CHAT], "response_format": form}),
-        (RESPONSES, {**PLAIN[RESPONSES], "tools": [tool]}),
-        (MESSAGES, {**PLAIN[MESSAGES], "output_config": output}),
-    ]
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "string", "pattern": BACKTRACKS},
-        {"properties": {"a": {"anyOf": [{"pattern": "^(([a-z])+.)+[A-Z]$"}]}}},
-        {"patternProperties": {BACKTRACKS: {}}},
-        {"pattern": "a{1,20000}"},
-        {"pattern": "(a{9}){9}"},
-        {"pattern": "a{9999}"},
-        {"pattern": "a{1000000,}"},
-        {"properties": {f"p{n}": {"pattern": "a{100}"} for n in range(11)}},
-        {"type": "array", "maxItems": 10**9},
-        {"enum": ["x" * 1000] * 280},
-    ],
-)
-def test_a_schema_that_is_hard_for_the_engine_is_refused(schema: Json) -> None:
-    for path, body in enforced(schema):
-        status, _, asked = send(path, body)
-        assert (status, asked) == (400, [])
-        assert send(path, body, constraints="all")[0] == (400 if "enum" in schema else 200)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [r"^\d{4}-\d{2}$", r"^\(a+\)+$", "^[(a+)+]+$", "^(ab|cd)+$", "^(a+)?b*$", "^a{1,200}$"],
-)
-def test_an_ordinary_pattern_passes(pattern: str) -> None:
-    for path, body in enforced({"type": "string", "pattern": pattern}):
-        assert send(path, body)[0] == 200
-
-
-def test_a_tool_that_nothing_enforces_may_have_any_schema() -> None:
-    tool = {"type": "function", "function": {"name": "a", "parameters": {"pattern": BACKTRACKS}}}
-    assert send(CHAT, {**PLAIN[CHAT], "tools": [tool]})[0] == 200
-    refused(CHAT, {**PLAIN[CHAT], "tools": [tool], "tool_choice": "required"}, "parameters.pattern")
-
-
-def test_a_grammar_in_another_form_is_a_raw_constraint() -> None:
-    tag = {"type": "structural_tag", "structures": [], "triggers": []}
-    refused(CHAT, {**PLAIN[CHAT], "response_format": tag}, "response_format.type")
 
 
 def test_a_run_may_pass_on_what_is_dropped_otherwise() -> None:
