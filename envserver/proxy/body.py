@@ -7,9 +7,13 @@ model's default changes it. What the agent's protocol needs (stop, tools, seed, 
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import msgspec
+from envserver_records.cleaning import clean
+from envserver_records.records import Message
 
 from .constraints import RAW, constraints_of
 from .model_request import ModelRequest
@@ -37,6 +41,7 @@ _SAMPLING = (
     "reasoning_effort",
     "chat_template_kwargs",
 )
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class EngineBody(msgspec.Struct, kw_only=True):
@@ -88,7 +93,7 @@ def engine_body(
         if name in sampling:
             body[name] = sampling[name]
     if request.prompt is None:
-        body["messages"] = request.messages
+        body["messages"] = [_renderable(message) for message in request.messages]
         if request.tools:
             body["tools"] = request.tools
         if exact or request.wants_logprobs:
@@ -117,3 +122,26 @@ def _flags(request: ModelRequest, body: dict[str, Any]) -> list[str]:
     if request.unchecked:
         flags.append("unchecked_fields")
     return flags
+
+
+def _renderable(message: Message) -> Message:
+    """Returns `message` without half surrogate pairs in the arguments of its calls.
+
+    A model can write `"\\udabc"` in them, which is JSON; an engine that decodes the arguments for
+    the chat template cannot encode what it gets, and refuses the whole conversation.
+    """
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(_renderable_call, calls)]} if calls else message
+
+
+def _renderable_call(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = (call.get("function") or {}).get("arguments")
+    if not isinstance(arguments, str) or not _SURROGATE.search(arguments):
+        return call
+    try:
+        value, changes = clean(json.loads(arguments))
+    except (ValueError, RecursionError):
+        return call  # no engine can decode it either
+    if not changes:
+        return call
+    return {**call, "function": {**call["function"], "arguments": json.dumps(value)}}

@@ -6,6 +6,7 @@ The engine keeps every request it gets (support/recording_engine.py).
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import pytest
@@ -418,3 +419,16 @@ def test_only_listed_fields_of_a_tool_go_on() -> None:
     _, _, (asked,) = send(CHAT, {**PLAIN[CHAT], "tools": [tool]})
     assert asked["tools"] == [{"type": "function", "function": function}]
     refused(CHAT, {**PLAIN[CHAT], "tools": [{"type": "mcp", **extra}]}, "tools[0].type 'mcp'")
+
+
+@pytest.mark.parametrize(
+    ("written", "arrives"),
+    [(r'{"a": "\udabc!"}', "\ufffd!"), (r'{"a": "\ud83d\ude00"}', "\U0001f600")],
+)
+def test_half_a_surrogate_pair_in_arguments_is_replaced(written: str, arrives: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": written}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answer = {"role": "tool", "tool_call_id": "c", "content": "1"}
+    _, _, (asked,) = send(CHAT, {"messages": [*PLAIN[CHAT]["messages"], said, answer]})
+    arguments = asked["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(arguments) == {"a": arrives}

@@ -46,9 +46,10 @@ PROCESS = (
 )  # fmt: skip
 OF_THE_MOMENT = frozenset(
     {"created_at", "seconds", "model_seconds", "start_ts", "end_ts", "ts"}
-    | {"timestamp", "elapsed_seconds", "run_id"}
+    | {"timestamp", "elapsed_seconds", "run_id", "chain", "group_digest"}
 )
-"""Keys of what differs between any two runs: when they ran. `run_id` of a trace tells the time."""
+"""Keys of what differs between any two runs: when they ran. `run_id` of a trace tells the time, and
+digests cover it."""
 
 
 @pytest.mark.parametrize(

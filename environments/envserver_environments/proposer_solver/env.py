@@ -96,7 +96,7 @@ class ProposerSolver(Environment):
         for name, right in (("half are right", count // 2), ("all are right", count)):
             answers = [truth] * right + ["-1"] * (count - right)
             share = right / count
-            yield _known(name, problem, answers, 2 * share * (1 - share))
+            yield _known(name, problem, answers, (4 * share * (1 - share) + share) / 2)
         yield _known("none is right", problem, ["-1"] * count, 0.0)
         half = [truth] * (count // 2) + ["-1"] * (count - count // 2)
         yield _known("a problem without the numbers", "1 + 1", half, 0.0)

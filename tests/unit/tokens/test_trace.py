@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from envserver_records.errors import TokensError
 from envserver_records.records import Call, Delivered, Dialect, Edge, TracedCall, pack, unpack
+from envserver_records.sampling import LogprobsKind
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -48,6 +49,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "seconds": st.floats(0, 9),
     "seconds_to_first": st.one_of(st.none(), st.floats(0, 9)),
     "flags": st.lists(text, max_size=2),
+    "logprobs_kind": st.sampled_from(get_args(LogprobsKind)),
 }
 OF_FORESTS = {
     "index",
