@@ -17,7 +17,7 @@ import msgspec
 from .comparison import Comparison, Paired
 from .comparison_tables import comparison_notes, comparison_tables, verdicts_of
 from .estimators import Estimate
-from .report import Measures, Report, TaskRow
+from .report import Measures, Report, Rules, TaskRow, passes
 from .suite import Suite
 from .tables import estimate_text, notes_of, summary_of, tables_of, warnings_of
 
@@ -120,7 +120,7 @@ def _part(report: Report) -> Part:
         report=report,
         bars=list(_bars(report)),
         curves=list(_curves(report.run.overall)),
-        tasks=[_task_line(row) for row in rows[:MOST_TASKS]],
+        tasks=[_task_line(row, report.rules) for row in rows[:MOST_TASKS]],
         more_tasks=max(0, len(rows) - MOST_TASKS),
     )
 
@@ -194,10 +194,10 @@ def _worst_first(row: TaskRow) -> tuple[float, str]:
     return (_mean(row.rewards) if row.rewards else -math.inf, row.task_id)
 
 
-def _task_line(row: TaskRow) -> TaskLine:
+def _task_line(row: TaskRow, rules: Rules) -> TaskLine:
     cut = row.truncated or [False] * len(row.rewards)
     cells = [
-        (f"s{_shade(reward)}", f"{reward:.3g}{', cut off' if was_cut else ''}")
+        (f"s{_shade(reward, rules)}", f"{reward:.3g}{', cut off' if was_cut else ''}")
         for reward, was_cut in zip(row.rewards, cut, strict=True)
     ]
     cells += [("lost", "lost to infrastructure")] * row.lost
@@ -210,11 +210,14 @@ def _task_line(row: TaskRow) -> TaskLine:
     )
 
 
-def _shade(reward: float) -> int:
-    """Returns a shade from 0 to 5; 0 and 5 only for rewards of exactly 0 and 1."""
-    if reward <= 0 or reward >= 1:
-        return 0 if reward <= 0 else 5
-    return 1 + min(3, math.floor(reward * 4))
+def _shade(reward: float, rules: Rules) -> int:
+    """Returns a shade from 0 (no more than the environment's lowest reward) to 5 (a success)."""
+    if reward <= rules.worst or passes(reward, rules):
+        return 0 if reward <= rules.worst else 5
+    if math.isinf(rules.worst):
+        return 2
+    share = (reward - rules.worst) / (rules.pass_at - rules.worst)
+    return 1 + min(3, math.floor(share * 4))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ of at least `Rules.pass_at`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -146,8 +146,9 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         overall: None where no attempt counts.
-        by: measures by name and value of a label; under "correct", for metrics `correct_<type>`, by
-            type: there the measure is that metric.
+        by: measures by name and value of a label; under "agent", where agents have rewards of their
+            own, by agent; under "correct", for metrics `correct_<type>`, by type: there the measure
+            is that metric.
         components, metrics: means over the scored attempts that have them.
     """
 
@@ -303,6 +304,13 @@ def difference(
 
 def _by_kind(results: Sequence[TaskResult], rules: Rules) -> dict[str, dict[str, Measures]]:
     kinds = {name: dict(_of_label(results, name, rules)) for name in _telling_labels(results)}
+    agents = dict.fromkeys(
+        name for result in results for one in result.attempts for name in one.rewards
+    )
+    if agents:
+        kinds["agent"] = {
+            name: found for name in agents if (found := _of_agent(results, name, rules)) is not None
+        }
     metrics = {name for result in results for one in result.attempts for name in one.metrics}
     names = sorted(name for name in metrics if name.startswith(CORRECT))
     if names:
@@ -332,12 +340,26 @@ def _of_label(
             yield value, found
 
 
+def _of_agent(results: Sequence[TaskResult], name: str, rules: Rules) -> Measures | None:
+    """Measures the tasks by the rewards of one agent."""
+    return _of_named(results, name, lambda attempt: attempt.rewards, rules)
+
+
 def _of_metric(results: Sequence[TaskResult], name: str, rules: Rules) -> Measures | None:
     """Measures the tasks that have an attempt with this metric."""
+    return _of_named(results, name, lambda attempt: attempt.metrics, rules)
+
+
+def _of_named(
+    results: Sequence[TaskResult],
+    name: str,
+    values_of: Callable[[AttemptResult], Mapping[str, float]],
+    rules: Rules,
+) -> Measures | None:
     values = []
     for result in results:
-        having = [one for one in result.attempts if name in one.metrics]
-        said = [_counted(one.metrics[name], one.truncated, rules) for one in having]
+        having = [one for one in result.attempts if name in values_of(one)]
+        said = [_counted(values_of(one)[name], one.truncated, rules) for one in having]
         if having:
             values.append([value for value in said if value is not None] + _zeros(result, rules))
     return measured(values, rules)

@@ -31,6 +31,7 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     """One scored rollout; fields as in `records.Trajectory` and its score."""
 
     reward: float
+    rewards: dict[str, float] = {}
     components: dict[str, float] = {}
     metrics: dict[str, float] = {}
     truncated: bool = False

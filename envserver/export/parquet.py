@@ -45,7 +45,8 @@ _PLAIN: Final = (
 )
 """Columns that are fields of a rollout."""
 _AS_JSON: Final = (
-    *("components", "metrics", "agent_metrics", "output", "tools", "actions", "others", "usage"),
+    *("rewards", "turn_rewards", "components", "metrics", "agent_metrics", "output"),
+    *("tools", "actions", "others", "usage"),
 )
 """Fields that become a column NAME_json."""
 _TEXTS: Final = ("role", "content", "reasoning_content", "name", "tool_call_id")
@@ -149,8 +150,15 @@ def rows_of(rollout: StoredRollout, generation_params: Json | None = None) -> li
     shared["messages_json"] = None if exact else _json(rollout.messages)
     shared["rows"] = len(rollout.rows)
     if not rollout.rows:
-        return [shared | _without_tokens()]
-    return [shared | _tokens(number, row) for number, row in enumerate(rollout.rows)]
+        return [shared | _without_tokens() | {"agent_reward": rollout.reward}]
+    return [
+        shared | _tokens(number, row) | {"agent_reward": _reward_of(rollout, row.agent)}
+        for number, row in enumerate(rollout.rows)
+    ]
+
+
+def _reward_of(rollout: StoredRollout, agent: str | None) -> float | None:
+    return rollout.rewards.get(agent or "", rollout.reward)
 
 
 def messages_in(row: Json) -> list[Message]:
@@ -208,6 +216,7 @@ def schema() -> Schema:
             ("rows", number),
             ("row", number),
             ("agent", text),
+            ("agent_reward", real),
             ("row_flags", pa.list_(text)),
             ("versions", pa.list_(span)),
             ("tokens", pa.list_(pa.int32())),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -84,6 +85,7 @@ def export(folder: Path, groups: Sequence[StoredGroup], shard_rows: int = 1000) 
 def as_read(rollout: StoredRollout, number: int, row: StoredRow | None) -> dict[str, Any]:
     """What a row of the table must say of a training row (None: the rollout has none)."""
     names = ("components", "metrics", "agent_metrics", "output", "tools", "actions", "others")
+    agent = row.agent if row else None
     return {
         **{name: getattr(rollout, name) for name in ("rollout_id", "group_id", "env", "domain")},
         **{name: getattr(rollout, name) for name in ("task_id", "split", "model", "reward")},
@@ -93,10 +95,13 @@ def as_read(rollout: StoredRollout, number: int, row: StoredRow | None) -> dict[
         **{name: getattr(rollout, name) for name in ("length", "sampled")},
         **{name: orjson.loads(orjson.dumps(getattr(rollout, name))) for name in names},
         "usage": rollout.usage,
+        "rewards": rollout.rewards,
+        "turn_rewards": msgspec.to_builtins(rollout.turn_rewards),
         "messages": without_nulls(rollout.messages),
         "rows": len(rollout.rows),
         "row": number,
-        "agent": row.agent if row else None,
+        "agent": agent,
+        "agent_reward": rollout.rewards.get(agent or "", rollout.reward),
         "row_flags": row.flags if row else [],
         "versions": [list(span) for span in row.versions] if row else [],
         "tokens": row.tokens.tolist() if row else [],

@@ -204,6 +204,28 @@ def test_an_evaluation_passes_what_the_environment_calls_solved(tmp_path: Path) 
     assert (overall.mean_reward.value, overall.pass_at[1].value) == (1.0, 0.5)
 
 
+def test_an_evaluation_measures_each_agent(game: str, tmp_path: Path) -> None:
+    found = envserver.evaluate(
+        game,
+        model="sim",
+        env={"group_size": 2, "total_steps": 3},
+        out=tmp_path / "out",
+        no_baselines=True,
+    )
+    report = found.report
+    assert isinstance(report, Report)
+    by_agent = report.run.by["agent"]
+    means = {name: measures.mean_reward.value for name, measures in by_agent.items()}
+    # Outcomes, turn rewards, and what score_group takes from the second rollout of a group.
+    assert means == {"one": 1.5, "two": -1.375 - 0.125}
+    assert (by_agent["one"].tasks, by_agent["one"].rollouts) == (3, 6)
+    assert by_agent["one"].pass_at[1].value == 1.0
+    overall = report.run.overall
+    assert overall is not None and overall.mean_reward.value == 0.0
+    assert "agent two" in (tmp_path / "out" / "report.md").read_text()
+    assert "agent two" in (tmp_path / "out" / "report.html").read_text()
+
+
 AGENTS = {"one": True, "two": True, "referee": False}
 RULES = RewardRules(
     environment="game",
