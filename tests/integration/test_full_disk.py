@@ -97,6 +97,7 @@ _DRAIN = textwrap.dedent(
 )
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_drained_and_says_so(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

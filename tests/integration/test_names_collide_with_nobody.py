@@ -127,6 +127,7 @@ def test_an_environment_gets_the_users_packages(place: tuple[str, str], folder: 
     assert set(read_jsonl(folder / "out.jsonl")[0]["scores"]) == {1.0}
 
 
+@pytest.mark.thorough
 def test_a_users_tests_import_both(folder: Path) -> None:
     done = run_in(folder, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout

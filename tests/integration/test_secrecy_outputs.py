@@ -113,6 +113,7 @@ def answers(http: httpx.Client, admin: str, reader: str) -> Iterator[str]:
         yield f"{answer.status_code} {answer.headers} {answer.text}"
 
 
+@pytest.mark.thorough
 def test_no_secret_is_in_anything_that_a_server_shows_writes_or_answers(
     tmp_path: Path, tls: tuple[Path, Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:

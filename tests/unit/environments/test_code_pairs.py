@@ -203,6 +203,7 @@ PROGRAMS: list[tuple[str, str, float]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 async def test_programs_get_the_share_of_tests_that_they_pass() -> None:
     async with code() as env:
         task = env.task_from_row(TESTS)

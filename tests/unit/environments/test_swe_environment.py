@@ -201,6 +201,7 @@ def test_tasks_are_the_same_and_in_the_order_of_the_seed() -> None:
     assert sorted(first) == sorted(other)
 
 
+@pytest.mark.thorough
 def test_the_readmes_first_command(tmp_path: Path) -> None:
     words = "process --env swe --env.total_steps 4 --model sim --sim.solve_probability 0.5"
     ran = envserver(*words.split(), "--env.group_size", 6, folder=tmp_path)
