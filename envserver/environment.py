@@ -30,7 +30,7 @@ import abc
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
 from envserver_records.errors import InputError
@@ -50,6 +50,10 @@ from .judge_interface import Judge
 from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
 
 Isolation = Literal["pooled", "dedicated", "sandboxed"]
+NO_REWARDS: Final = (
+    "run.reward is not available with isolation 'sandboxed', where code of the model could call it;"
+    " let `score` return Score(turns=...)."
+)
 
 
 class AgentRole(msgspec.Struct, frozen=True):

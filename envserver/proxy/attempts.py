@@ -32,6 +32,7 @@ from envserver_records.errors import (
 from envserver_records.records import Call, ServiceCall, Task
 
 from ..actions import Steps
+from ..environment import Isolation
 from ..telemetry.log_budget import LogBudget
 from ..telemetry.tracing import NO_SPAN, Span
 from ..tokens.history import History
@@ -83,6 +84,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
         group_id: the group of rollouts that this one is compared with; "" for none.
         sampling: `temperature`, `top_p` (both forced) and `max_tokens` (a cap).
         agents: the route of each declared agent by name, the main one first; empty: a single agent.
+        isolation: of its worker; code of the model can reach it if that is "sandboxed".
         keep_services: whether to record the requests to services and their answers.
     """
 
@@ -98,6 +100,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Any]
     group_id: str = ""
     agents: dict[str, AgentRoute] = msgspec.field(default_factory=dict)
+    isolation: Isolation = "pooled"
     keep_services: bool = False
 
     def agent(self, name: str | None) -> str | None:

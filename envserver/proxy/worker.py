@@ -2,9 +2,9 @@
 
 `GET rollout` returns what the worker needs to run it (never a hidden part or a key), `POST result`
 takes its result once, `POST log` a log line, `POST actions` readable steps, `POST rewards` those of
-turns. A malformed result
-fails the attempt with WorkerGarbage; broken text, depth and size of an output are cleaned instead,
-and the rollout's flags say so. All that it writes is bounded.
+turns (not from a sandboxed worker). A malformed result fails the attempt with WorkerGarbage; broken
+text, depth and size of an output are cleaned instead, and the rollout's flags say so. All that it
+writes is bounded.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from envserver_records.errors import (
     Failure,
     InputError,
     LimitReached,
+    RewardError,
     SandboxError,
     ServiceError,
     TooLargeError,
@@ -30,6 +31,7 @@ from envserver_records.errors import (
     by_kind,
 )
 
+from ..environment import NO_REWARDS
 from .attempts import PostedReward, ProxyAttempt, ended
 
 _MAX_LOG_BYTES = 64 * 1024
@@ -43,7 +45,9 @@ _FLAGS: dict[Change, str] = {"cut": "result_cut_off", "replaced": "result_text_r
 
 _log = structlog.get_logger("envserver.worker")
 
-_FAILURES = by_kind(LimitReached, AgentError, EngineError, SandboxError, ServiceError)
+_FAILURES = by_kind(
+    *(LimitReached, AgentError, RewardError, EngineError, SandboxError, ServiceError)
+)
 """The kinds of failures that a worker may post. Deaths of workers are detected by the pool."""
 
 
@@ -165,11 +169,14 @@ def take_rewards(attempt: ProxyAttempt, body: bytes) -> None:
     """Handles `POST rewards`: sets the rewards of turns, before the result is posted.
 
     Raises:
-        ConflictError: the attempt is sealed, or its result was posted.
+        ConflictError: the attempt is sealed, its result was posted, or code of the model can reach
+            its worker.
         InputError: they are malformed.
     """
     if attempt.sealed or attempt.posted:
         raise ended()
+    if attempt.spec.isolation == "sandboxed":
+        raise ConflictError(NO_REWARDS)
     try:
         attempt.turn_rewards = _rewards.decode(_without_key(attempt, body))
     except _UNDECODABLE as error:

@@ -19,6 +19,7 @@ from envserver_records.errors import (
     Failure,
     LimitReached,
     Outcome,
+    RewardError,
     RolloutError,
     WorkerError,
     WorkerGarbage,
@@ -34,9 +35,8 @@ from envserver_records.records import (
     TracedCall,
     Usage,
 )
-from envserver_records.scores import TurnReward
 
-from ..environment import Isolation
+from ..environment import NO_REWARDS, Isolation
 from ..proxy.attempts import AttemptSpec, ProxyAttempt
 from ..proxy.bounds import OVER_BOUND
 from ..proxy.server import Proxy
@@ -77,7 +77,6 @@ async def run_attempt(
     proxy: Proxy,
     proxy_url: str,
     pool: WorkerPool,
-    isolation: Isolation,
     actions: Actions,
     staleness: StalenessMonitor,
     keep_calls: bool = False,
@@ -93,6 +92,7 @@ async def run_attempt(
         RolloutError: it cannot be scored; `failure().outcome` says whether to retry.
     """
     started = time.time()
+    isolation = spec.isolation
     attempt = proxy.open(spec)
     spent, death = None, None
     try:
@@ -113,7 +113,7 @@ async def run_attempt(
         proxy.seal(attempt)
     in_sandboxes = await proxy.settle(attempt)
     if isolation == "sandboxed" and attempt.calls and attempt.failure is not None:
-        attempt.failure.detail.pop("bug", None)  # code of the model may have reported it
+        _withdraw_bug(attempt.failure)
     if death is None:
         limit = ending_limit(attempt, isolation)
     else:
@@ -138,7 +138,7 @@ async def run_attempt(
             metrics=dict(attempt.metrics),
             flags=sorted(attempt.flags),
             actions=attempt.steps.taken(),
-            turn_rewards=_turn_rewards(attempt, answered, isolation),
+            turn_rewards=resolved(attempt.turn_rewards, answered, attempt.committed_at, spec),
             calls={agent or "": indices for agent, indices in answered.items()},
         ),
         sequences=sequences,
@@ -152,13 +152,15 @@ async def run_attempt(
     )
 
 
-def _turn_rewards(
-    attempt: ProxyAttempt, answered: dict[str | None, list[int]], isolation: Isolation
-) -> list[TurnReward]:
-    """Returns the rewards of `run.reward`; none from a worker that code of the model can reach."""
-    if isolation == "sandboxed":
-        return []
-    return resolved(attempt.turn_rewards, answered, attempt.committed_at, attempt.spec)
+def _withdraw_bug(failure: Failure) -> None:
+    """Takes the bug out of a failure that code of the model may have reported.
+
+    A refused `run.reward` stays one, in our words: each attempt would end with it. Code of the
+    model that reports it loses its group, and ends a run only in which no group has worked yet.
+    """
+    failure.detail.pop("bug", None)
+    if failure.kind == RewardError.kind:
+        failure.detail["bug"] = f"A bug in the environment: {NO_REWARDS}"
 
 
 @asynccontextmanager

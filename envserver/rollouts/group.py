@@ -293,7 +293,6 @@ async def run_once(
             proxy=context.proxy,
             proxy_url=context.proxy_url,
             pool=context.pool,
-            isolation=context.isolation,
             actions=context.actions,
             staleness=context.staleness,
             keep_calls=context.keep_calls,
@@ -349,6 +348,7 @@ def attempt_spec(context: RolloutContext, task: Task, rollout_id: str, attempt: 
         sampling=context.sampling.model_dump(),
         group_id=rollout_id.rpartition("-r")[0],
         agents=context.agents,
+        isolation=context.isolation,
         keep_services=context.keep_calls,
     )
 

@@ -1,8 +1,8 @@
 """Converts the error that ended an agent to the failure that its worker posts.
 
-Limits and failures of engines and sandboxes keep their kind; all else is the agent's error, with a
-traceback (where a framework wrapped one of the former, the server knows: the proxy reported it).
-An error that no further attempt can avoid is marked as a bug.
+Limits, failures of engines and sandboxes, and rewards that cannot be keep their kind; all else is
+the agent's error, with a traceback (where a framework wrapped one of the former, the server knows:
+the proxy reported it). An error that no further attempt can avoid is marked as a bug.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
     """
     if isinstance(error, LimitReached | EngineError | SandboxError | ServiceError):
         return {"kind": error.kind, "message": str(error), "detail": error.detail}
-    message = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
+    ours = isinstance(error, AgentError | RewardError)
+    message = str(error) if ours else f"{type(error).__name__}: {error}"
     return {
-        "kind": AgentError.kind,
+        "kind": RewardError.kind if isinstance(error, RewardError) else AgentError.kind,
         "message": _sendable(message[:MAX_MESSAGE_CHARACTERS]),
         "detail": {"traceback": _traceback(error, own_file), **bug_of(error)},
     }

@@ -30,7 +30,7 @@ from envserver_records.errors import (
 from envserver_records.records import Message, PublicTask, SandboxSpec
 
 from ..actions import encode
-from ..environment import Isolation, Reply
+from ..environment import NO_REWARDS, Isolation, Reply
 from ..sandbox_interface import BlockingSandbox, Sandbox
 from .event_uploader import EventUploader
 from .sandboxes import RemoteOpening, open_blocking
@@ -211,10 +211,7 @@ class AttemptRun:
 
     def reward(self, value: float, *, turn: int | None = None, agent: str | None = None) -> None:
         if self.isolation == "sandboxed":
-            raise RewardError(
-                "run.reward is not available with isolation 'sandboxed'.",
-                hint="Code of the model could call it; let `score` return Score(turns=...).",
-            )
+            raise RewardError(NO_REWARDS)
         number = float(value)
         if not math.isfinite(number):
             raise RewardError(f"run.reward({value}): rewards are finite numbers.")

@@ -73,7 +73,6 @@ async def run(parts: RolloutContext, do: str, seconds: float = 300) -> Finished:
         proxy=parts.proxy,
         proxy_url=parts.proxy_url,
         pool=parts.pool,
-        isolation=parts.isolation,
         actions=parts.actions,
         staleness=StalenessMonitor(None),
     )

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from envserver_records.records import Task
 
+from envserver.environment import Isolation
 from envserver.proxy import AttemptSpec, Limits
 from envserver.proxy.attempts import AgentRoute
 
@@ -41,6 +42,7 @@ def attempt_spec(
     temperature: float = 1.0,
     top_p: float = 1.0,
     agents: Sequence[str] = (),
+    isolation: Isolation = "pooled",
 ) -> AttemptSpec:
     """An attempt at a task whose model is called "tiny". `agents`: those that are declared."""
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
@@ -56,4 +58,5 @@ def attempt_spec(
         limits=Limits(max_turns, max_completion_tokens),
         sampling=sampling,
         agents={name: AgentRoute(model="tiny", sampling=sampling) for name in agents},
+        isolation=isolation,
     )

@@ -57,6 +57,19 @@ async def test_a_key_that_does_not_fit_is_refused(home: House) -> None:
     assert len(attempt.calls) == 3
 
 
+async def test_a_key_that_code_of_the_model_may_have_sets_no_reward(home: House) -> None:
+    reward = [{"value": 1.0, "at": 0.0, "turn": 0, "agent": None}]
+    trusted, _ = home.open()
+    assert (await home.post(trusted.key, "rewards", reward))[0] == 204
+    assert [one.value for one in trusted.turn_rewards] == [1.0]
+    sandboxed, client = home.open(isolation="sandboxed")
+    await chat(client)
+    status, answer = await home.post(sandboxed.key, "rewards", reward)
+    assert status == 409
+    assert "not available with isolation 'sandboxed'" in answer["error"]["message"]
+    assert not sandboxed.turn_rewards
+
+
 async def test_after_a_seal_nothing_is_answered_or_recorded(home: House) -> None:
     home.fake.held = asyncio.Event()
     attempt, client = home.open()

@@ -55,6 +55,8 @@ class Game(Environment):
         run.reward(-0.5, turn=0, agent="two")
         if self.config.ask == "turn":
             run.reward(1.0, turn=2)
+        if self.config.ask == "nan":
+            run.reward(float("nan"))
         return "played"
 
     def score(self, task, result):
@@ -127,6 +129,7 @@ def test_each_agent_and_turn_has_its_reward_on_the_native_wire(game: str) -> Non
     [
         ("range", r"a reward of 2.25 for the agent 'one', which is outside of its reward_range"),
         ("turn", "for turn 2 of 'one', which had 2"),
+        ("nan", r"run\.reward\(nan\): rewards are finite numbers"),
     ],
 )
 def test_a_reward_that_cannot_be_ends_the_run_and_is_not_tried_again(
@@ -136,9 +139,48 @@ def test_a_reward_that_cannot_be_ends_the_run_and_is_not_tried_again(
     env = {"ask": ask, "group_size": 4, "total_steps": 8}
     with pytest.raises(envserver.EnvserverError, match=says):
         envserver.process(game, model="sim", out=str(out), env=env)
-    failures = out.with_name("out.failures.jsonl").read_text().splitlines()
-    attempts = [event for line in failures if (event := orjson.loads(line)).get("attempt")]
-    assert {event["attempt"] for event in attempts} == {1}
+    assert failed_attempts(out) == {(1, "reward_error", "environment")}
+
+
+def failed_attempts(out: Path) -> set[tuple[int, str, str]]:
+    """The number, the kind and the blame of each failed attempt."""
+    lines = out.with_name("out.failures.jsonl").read_text().splitlines()
+    events = [event for line in lines if (event := orjson.loads(line)).get("attempt")]
+    return {(event["attempt"], event["kind"], event["blame"]) for event in events}
+
+
+SANDBOXED = '''
+from envserver import Environment, Score, Task
+
+
+class Sandboxed(Environment):
+    """Rewards a turn where code of the model could do it, too."""
+
+    isolation = "sandboxed"
+
+    def tasks(self, split):
+        for number in range(8):
+            yield Task(f"s{number}", {})
+
+    async def rollout(self, task, run):
+        await run.chat([{"role": "user", "content": "hi"}])
+        run.reward(1.0)
+
+    def score(self, task, result):
+        return Score(reward=1.0)
+'''
+
+
+@pytest.mark.thorough
+def test_a_turn_rewarded_in_a_sandboxed_worker_ends_the_run_and_is_not_tried_again(
+    tmp_path: Path,
+) -> None:
+    path, out = tmp_path / "walled.py", tmp_path / "out.jsonl"
+    path.write_text(SANDBOXED)
+    env = {"group_size": 2, "total_steps": 8}
+    with pytest.raises(envserver.EnvserverError, match=r"run\.reward is not available"):
+        envserver.process(str(path), model="sim", out=str(out), env=env)
+    assert failed_attempts(out) == {(1, "reward_error", "environment")}
 
 
 RELATIVE = '''

@@ -89,11 +89,12 @@ async def run(
     task = Task("t", {"do": do, "marker": marker})
     spec = attempt_spec(parts, task, f"{do}-{next(_numbers)}", 1)
     return await run_attempt(
-        msgspec.structs.replace(spec, deadline=time.time() + seconds),
+        msgspec.structs.replace(
+            spec, deadline=time.time() + seconds, isolation=isolation or parts.isolation
+        ),
         proxy=parts.proxy,
         proxy_url=parts.proxy_url,
         pool=parts.pool,
-        isolation=isolation or parts.isolation,
         actions=parts.actions,
         staleness=StalenessMonitor(None),
     )
