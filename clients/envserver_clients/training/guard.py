@@ -21,6 +21,8 @@ SKIPPED: Final = "skipped"
 
 
 _LEAST_MOVED: Final = 0.5
+_RATIOS_OF_POLICIES: Final = (2 / 3, 1.5)
+"""Mean ratios of policies: those of two policies have a mean of 1, see `disagree`."""
 
 
 class NothingLearned(EnvserverError):
@@ -40,7 +42,7 @@ _REASONS: Final = {
         "The engine's logprobs differ from the trainer's by {mismatch_mean:.2f} nats per token on "
         "average (at most {most:g} is allowed).",
         "Compare the model, its revision and its dtype on both sides; `envserver verify` shows "
-        "where they differ. Where staleness_mean is high, the policy may have moved too far since: "
+        "where they differ. Where mismatch_fresh is below 1, the policy may have moved too far: "
         "lower the learning rate or --max-staleness. Nothing was learned from these batches.",
     ),
     "gradient": (
@@ -82,6 +84,26 @@ _REASONS: Final = {
 }
 
 
+def disagree(numbers: Mapping[str, Any], most: float) -> bool:
+    """Returns whether the delivered logprobs cannot be those of the policy, or of an earlier one.
+
+    Those of the policy's own version differ by rounding only: their mean difference decides. An
+    earlier version differs legitimately, by any amount. But whatever the two policies are, the
+    ratios exp(own - delivered) of tokens that one sampled have a mean of 1 (they are importance
+    weights), and those of logprobs that nobody sampled with do not. So where tokens of earlier
+    versions had to be compared, that mean must be off, too.
+
+    Args:
+        numbers: `mismatch_mean`, `mismatch_ratio` and `mismatch_fresh` of a step.
+        most: the largest mean difference allowed, in nats per token.
+    """
+    if numbers.get("mismatch_mean", 0.0) <= most:
+        return False
+    least, largest = _RATIOS_OF_POLICIES
+    is_fresh = numbers.get("mismatch_fresh", 1.0) == 1.0
+    return is_fresh or not least <= numbers.get("mismatch_ratio", 1.0) <= largest
+
+
 @dataclass(frozen=True)
 class GuardSettings:
     """The bounds of a step; see the trainer's settings."""
@@ -109,7 +131,7 @@ class Guard:
         step = line.get("step", "?")
         if not reason:
             self._in_a_row = 0
-            if line.get("mismatch_mean", 0.0) > self._rules.warn_mismatch:
+            if disagree(line, self._rules.warn_mismatch):
                 log.warning(
                     "step %s: engine and trainer differ by %.3f nats per token",
                     step,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .bounds import LossSettings
 from .examples import Example
-from .guard import SKIPPED
+from .guard import SKIPPED, disagree
 from .loss import LARGEST_LOG_RATIO, policy_loss
 from .padding import Padded, micro_batches
 from .policy import Policy, tensors
@@ -66,7 +66,8 @@ class Learner:
         Returns:
             loss, clip_fraction, corrected_fraction, ratio_mean, ratio_max, kl_sampling, kl (with a
             reference), gradient_norm (before clipping), learning_rate, weights_moved,
-            mismatch_mean, mismatch_max, mismatch_kl; and why the step changed nothing as `skipped`.
+            mismatch_mean, mismatch_max, mismatch_kl, mismatch_ratio, mismatch_fresh; and why the
+            step changed nothing as `skipped`.
             Empty without examples.
         """
         if not examples:
@@ -140,7 +141,7 @@ class Learner:
             "learning_rate": rate,
         }
         most = self._rules.most_mismatch
-        if most is not None and float(differences["mismatch_mean"]) > most:
+        if most is not None and disagree(differences, most):
             return {**numbers, SKIPPED: "mismatch"}
         if not math.isfinite(norm):
             return {**numbers, SKIPPED: "gradient"}
@@ -210,8 +211,9 @@ def _mismatch(parts: Sequence[Padded], own: Sequence[Tensor]) -> Numbers:
     """Compares the policy's logprobs before the step with the delivered ones.
 
     Tokens of the policy's own version count, if there are enough; else all tokens. Differences d =
-    own - delivered are bounded as in the loss, except for the maximum. `mismatch_kl` is the mean of
-    exp(d) - d - 1, an estimate of KL(engine || trainer).
+    own - delivered are bounded as in the loss, except for the maximum. `mismatch_ratio` is the mean
+    of exp(d), `mismatch_kl` that of exp(d) - d - 1, an estimate of KL(engine || trainer);
+    `mismatch_fresh` is the share of the policy's own version in what was compared.
     """
     fresh, rest = list[np.ndarray[Any, Any]](), list[np.ndarray[Any, Any]]()
     for part, logprobs in zip(parts, own, strict=True):
@@ -219,12 +221,14 @@ def _mismatch(parts: Sequence[Padded], own: Sequence[Tensor]) -> Numbers:
         trained, new = part.mask[:, part.first :] == 1, part.fresh[:, part.first :] == 1
         fresh.append(away[trained & new])
         rest.append(away[trained & ~new])
-    judged = np.concatenate(fresh)
+    judged = own_version = np.concatenate(fresh)
     if len(judged) < _ENOUGH_TOKENS:
-        judged = np.concatenate([*fresh, *rest])
+        judged = np.concatenate([own_version, *rest])
     bounded = np.clip(judged, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return {
         "mismatch_mean": float(np.abs(bounded).mean()),
         "mismatch_max": float(np.abs(judged).max()),
         "mismatch_kl": float((np.expm1(bounded) - bounded).mean()),
+        "mismatch_ratio": float(np.exp(bounded).mean()),
+        "mismatch_fresh": len(own_version) / len(judged),
     }

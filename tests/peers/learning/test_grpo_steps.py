@@ -90,6 +90,50 @@ def test_logprobs_that_are_not_the_policys_teach_nothing(model: Path) -> None:
     assert "skipped" not in numbers
 
 
+def sampled(policy: Policy, rows: int, length: int) -> list[Example]:
+    """Rows that the policy sampled itself, with its logprobs."""
+    torch.manual_seed(1)
+    prompt = torch.randint(10, 4000, (rows, 4))
+    made = policy.model.generate(
+        prompt, do_sample=True, top_k=0, min_new_tokens=length, max_new_tokens=length
+    )
+    mask = np.r_[[0] * 4, [1] * length].astype(np.uint8)
+    return [
+        Example(
+            *(tokens, mask, np.r_[0, policy.prompt_logprobs(tokens.tolist())] * mask, 0.0, 0.01)
+        )
+        for tokens in made.numpy().astype(np.int32)
+    ]
+
+
+def test_what_an_earlier_policy_sampled_is_told_from_tampered_logprobs(model: Path) -> None:
+    """A policy that has moved far since differs by more than the bound, and legitimately."""
+    rows = sampled(Policy(str(model)), 16, 64)
+    one = learner(model, most_mismatch=0.5)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for value in one.policy.trained.values():
+            value.add_(0.05 * value.std() * torch.randn_like(value))
+    numbers = one.step(rows)
+    assert float(numbers["mismatch_mean"]) > 0.5
+    assert numbers["mismatch_fresh"] == 0.0
+    assert "skipped" not in numbers
+    assert float(numbers["mismatch_ratio"]) == pytest.approx(1.0, abs=0.3)
+    for low, high in ((-2, 0), (0, 2), (-2, 2)):
+        rng = np.random.default_rng(0)
+        spoiled = [
+            dataclasses.replace(
+                row,
+                logprobs=np.minimum(row.logprobs + rng.uniform(low, high, len(row.tokens)), 0)
+                * row.mask,
+            )
+            for row in rows
+        ]
+        assert one.step(spoiled)["skipped"] == "mismatch"
+    own = [dataclasses.replace(row, fresh=row.mask) for row in rows]
+    assert one.step(own)["skipped"] == "mismatch"  # its own version has not moved since
+
+
 @pytest.mark.parametrize("logprobs", ["raw", "processed"])
 def test_the_mismatch_is_measured_in_the_engines_logprobs(model: Path, logprobs: str) -> None:
     one = learner(model)
