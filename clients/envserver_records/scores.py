@@ -109,6 +109,14 @@ class RewardRange(msgspec.Struct, frozen=True):
         return min(max((reward - self.low) / (self.solved_at - self.low), 0.0), 1.0)
 
     @property
+    def axis(self) -> tuple[float, float]:
+        """Both ends of a line to draw rewards on: the bounds where they are finite, else `worst`
+        and `solved_at`."""
+        low = self.worst
+        high = self.high if math.isfinite(self.high) else self.solved_at
+        return low, high if high > low else low + 1.0
+
+    @property
     def worst(self) -> float:
         """The reward of an answer that cannot be scored through the model's fault."""
         return self.low if math.isfinite(self.low) else min(0.0, self.high)

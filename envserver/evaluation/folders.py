@@ -41,6 +41,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return Counted(
             pass_at=before.pass_at if self.pass_at is None else self.pass_at,
             worst=before.worst,
+            best=before.best,
             failures=self.failures or before.failures,
             truncated=self.truncated or before.truncated,
             prices=(self.pricing(model) if self.pricing else None) or before.prices,

@@ -28,9 +28,7 @@ _WIDTH, _HEIGHT = 320.0, 120.0
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """A value with its interval on a line from 0 to 1; positions in per cent of the line's
-    length.
-    """
+    """A value with its interval on a line; positions in per cent of the line's length."""
 
     name: str
     text: str
@@ -60,9 +58,10 @@ class TaskLine(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The contents of the page for one report."""
+    """The contents of the page for one report; `ends` are those of the lines of `bars`."""
 
     report: Report
+    ends: tuple[float, float]
     bars: list[Bar]
     curves: list[Curve]
     tasks: list[TaskLine]
@@ -94,7 +93,8 @@ def comparison_page(found: Comparison) -> str:
     return _template("comparison.html").render(
         title=f"{found.b} against {found.a}",
         found=found,
-        bars=[_difference_bar(name, pair) for name, pair in pairs if pair is not None],
+        bars=_differences([(name, pair) for name, pair in pairs if pair is not None], found.rules),
+        span=_span([pair for _, pair in pairs if pair is not None], found.rules),
         verdicts=verdicts_of(found),
         notes=comparison_notes(found),
         tables=comparison_tables(found),
@@ -116,60 +116,76 @@ def _at(seconds: float) -> str:
 
 def _part(report: Report) -> Part:
     rows = sorted(report.run.tasks, key=_worst_first)
+    estimates = list(_estimates(report))
+    ends = _ends([one for _, one in estimates], report.rules)
     return Part(
         report=report,
-        bars=list(_bars(report)),
+        ends=ends,
+        bars=[
+            _bar(name, one, ends, strong=number == 0 and report.run.overall is not None)
+            for number, (name, one) in enumerate(estimates)
+        ],
         curves=list(_curves(report.run.overall)),
         tasks=[_task_line(row, report.rules) for row in rows[:MOST_TASKS]],
         more_tasks=max(0, len(rows) - MOST_TASKS),
     )
 
 
-def _bars(report: Report) -> Iterator[Bar]:
+def _estimates(report: Report) -> Iterator[tuple[str, Estimate]]:
+    """Yields the mean rewards to draw, with their names; that of all tasks first."""
     if report.run.overall is not None:
-        name = report.name or report.env
-        yield _bar(name, report.run.overall.mean_reward, strong=True)
+        yield report.name or report.env, report.run.overall.mean_reward
     for name, run in report.baselines.items():
         if run.overall is not None:
-            yield _bar(f"baseline {name}", run.overall.mean_reward)
+            yield f"baseline {name}", run.overall.mean_reward
     for label, values in report.run.by.items():
         for value, measures in values.items():
-            yield _bar(f"{label} {value}", measures.mean_reward)
+            yield f"{label} {value}", measures.mean_reward
 
 
-def _bar(name: str, found: Estimate, *, strong: bool = False) -> Bar:
+def _ends(estimates: Sequence[Estimate], rules: Rules) -> tuple[float, float]:
+    """Returns the lowest and the highest reward of the environment, or of the data."""
+    found = [value for one in estimates for value in _interval(one)]
+    return min([rules.worst, *found]), max([rules.best, *found])
+
+
+def _interval(found: Estimate) -> tuple[float, float]:
     low = found.value if found.low is None else found.low
-    high = found.value if found.high is None else found.high
+    return low, found.value if found.high is None else found.high
+
+
+def _bar(name: str, found: Estimate, ends: tuple[float, float], *, strong: bool = False) -> Bar:
+    low, high = (_percent(value, ends) for value in _interval(found))
     return Bar(
         name=name,
         text=estimate_text(found),
         tasks=found.tasks,
-        at=_percent(found.value),
-        low=_percent(low),
-        width=_percent(high) - _percent(low),
+        at=_percent(found.value, ends),
+        low=low,
+        width=high - low,
         strong=strong,
     )
 
 
-def _difference_bar(name: str, pair: Paired) -> Bar:
-    """Returns a bar on a line from -1 to 1."""
-
-    def place(value: float) -> float:
-        return (value + 1) / 2
-
-    found = pair.difference
-    shifted = Estimate(
-        value=place(found.value),
-        low=None if found.low is None else place(found.low),
-        high=None if found.high is None else place(found.high),
-        tasks=found.tasks,
-    )
-    bar = _bar(name, shifted, strong=pair.test.p_value < 0.05)
-    return msgspec.structs.replace(bar, text=estimate_text(found, "+"))
+def _span(pairs: Sequence[Paired], rules: Rules) -> float:
+    """Returns the largest difference that two mean rewards can have, or have."""
+    found = [abs(value) for pair in pairs for value in _interval(pair.difference)]
+    return max([rules.best - rules.worst, *found])
 
 
-def _percent(value: float) -> float:
-    return round(100 * min(1.0, max(0.0, value)), 2)
+def _differences(pairs: Sequence[tuple[str, Paired]], rules: Rules) -> list[Bar]:
+    """Returns bars on a line with 0 in its middle."""
+    span = _span([pair for _, pair in pairs], rules)
+    bars = []
+    for name, pair in pairs:
+        bar = _bar(name, pair.difference, (-span, span), strong=pair.test.p_value < 0.05)
+        bars.append(msgspec.structs.replace(bar, text=estimate_text(pair.difference, "+")))
+    return bars
+
+
+def _percent(value: float, ends: tuple[float, float]) -> float:
+    low, high = ends
+    return round(100 * min(1.0, max(0.0, (value - low) / (high - low))), 2)
 
 
 def _curves(overall: Measures | None) -> Iterator[Curve]:
@@ -214,8 +230,6 @@ def _shade(reward: float, rules: Rules) -> int:
     """Returns a shade from 0 (no more than the environment's lowest reward) to 5 (a success)."""
     if reward <= rules.worst or passes(reward, rules):
         return 0 if reward <= rules.worst else 5
-    if math.isinf(rules.worst):
-        return 2
     share = (reward - rules.worst) / (rules.pass_at - rules.worst)
     return 1 + min(3, math.floor(share * 4))
 

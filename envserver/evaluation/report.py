@@ -36,7 +36,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
             `worst` (zero).
         truncated: an attempt in which the model was cut off: counts its score, `worst`, or nothing.
         seed: seed of the intervals.
-        worst: the environment's lowest reward, 0 in most.
+        worst, best: the environment's lowest and highest reward, 0 and 1 in most.
     """
 
     group_size: int
@@ -45,6 +45,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     truncated: Truncated = "score"
     seed: int = 0
     worst: float = 0.0
+    best: float = 1.0
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,6 +56,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     truncated: Truncated = "score"
     prices: Prices | None = None
     worst: float = 0.0
+    best: float = 1.0
 
     def rules(self, *, group_size: int, seed: int) -> Rules:
         """Returns the rules of a report."""
@@ -62,6 +64,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             group_size=group_size,
             pass_at=self.pass_at,
             worst=self.worst,
+            best=self.best,
             failures=self.failures,
             truncated=self.truncated,
             seed=seed,

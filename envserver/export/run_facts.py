@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from envserver_records.scores import RewardRange
+
 from .stored import StoredGroup, StoredRollout
 
 MOST_NAMES: Final = 50
@@ -40,8 +42,11 @@ class RunFacts:
 
     Args:
         rows, tokens, sampled: training rows, their tokens, and the trained ones among them.
-        best: rollouts with a reward of 1.
-        histogram: rollouts by reward, from [0, 0.1) to [0.9, 1]; `below` and `above` of [0, 1].
+        solved: rollouts with the reward of a solved task.
+        axis: the rewards that the histogram goes from and to, those that the environment declares;
+            None: it has rollouts with several ranges, and goes from the lowest to the highest
+            reward of each.
+        histogram: rollouts by reward, in equal parts of the axis; `below` and `above` it.
         ends: by finish reason, or by the limit that was reached.
         failures: failed attempts by kind; `lost`: missing rollouts by kind.
         first_at, last_at: when groups were made, `time.time()`.
@@ -55,10 +60,11 @@ class RunFacts:
     flags: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
+    axis: tuple[float, float] | None = (0.0, 1.0)
     histogram: list[int] = field(default_factory=lambda: [0] * BINS)
     below: int = 0
     above: int = 0
-    best: int = 0
+    solved: int = 0
     truncated: int = 0
     turns: int = 0
     rows: int = 0
@@ -90,6 +96,7 @@ class RunFacts:
             "rollouts": self.total.rollouts,
             "mean_reward": self.total.mean_reward,
             "reward_histogram": self.histogram,
+            "reward_axis": self.axis,
             "training_rows": self.rows,
             "tokens": self.tokens,
             "trained_tokens": self.sampled,
@@ -99,13 +106,25 @@ class RunFacts:
             "policy_versions": None if self.versions is None else list(self.versions),
         }
 
+    def bins(self) -> list[tuple[str, int]]:
+        """Returns the parts of the histogram with their names: "0.0 to 0.1"."""
+        low, high = self.axis or (0.0, 100.0)
+        ends = [low + (high - low) * number / BINS for number in range(BINS + 1)]
+        texts = [f"{end:.0f} %" if self.axis is None else f"{end:.4g}" for end in ends]
+        if self.axis is not None and all(float(text) == round(float(text), 1) for text in texts):
+            texts = [f"{end:.1f}" for end in ends]
+        return [
+            (f"{one} to {two}", count)
+            for one, two, count in zip(texts[:-1], texts[1:], self.histogram, strict=True)
+        ]
+
     def _add(self, rollout: StoredRollout) -> None:
         for part in (self.total, self._part(rollout.env)):
             part.rollouts += 1
             part.scored += rollout.reward is not None
             part.reward += rollout.reward or 0.0
         if rollout.reward is not None:
-            self._add_reward(rollout.reward)
+            self._add_reward(rollout.reward, rollout.reward_range)
         _count(self.models, rollout.model)
         _count(self.splits, rollout.split)
         _count(self.ends, rollout.limit or rollout.finish_reason or "unknown")
@@ -122,13 +141,19 @@ class RunFacts:
             low, high = self.versions or (rollout.policy_version, rollout.policy_version)
             self.versions = (min(low, rollout.policy_version), max(high, rollout.policy_version))
 
-    def _add_reward(self, reward: float) -> None:
-        self.best += reward >= 1
-        if not 0 <= reward <= 1:
-            self.below += reward < 0
-            self.above += reward > 1
+    def _add_reward(self, reward: float, bounds: RewardRange) -> None:
+        low, high = bounds.axis
+        if self.total.scored == 1:
+            self.axis = (low, high)
+        elif self.axis != (low, high):
+            self.axis = None
+        self.solved += bounds.is_solved(reward)
+        share = (reward - low) / (high - low)
+        if not 0 <= share <= 1:
+            self.below += share < 0
+            self.above += share > 1
             return
-        self.histogram[min(BINS - 1, math.floor(reward * BINS))] += 1
+        self.histogram[min(BINS - 1, math.floor(share * BINS))] += 1
 
     def _add_time(self, at: float) -> None:
         if at > 0:

@@ -336,7 +336,8 @@ async def _make_part(
         finished_at=time.time(),
     )
     bounds = range_of(next(iter(part.runs.values())).environment)
-    counted = Counted(pass_at=bounds.solved_at, worst=bounds.worst)
+    low, high = bounds.axis
+    counted = Counted(pass_at=bounds.solved_at, worst=low, best=high)
     part.noted.counted = choice.view.over(counted, shared.model)
     write_run_file(part.folder, part.noted)
     return failure

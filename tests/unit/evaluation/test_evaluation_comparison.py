@@ -154,6 +154,25 @@ def test_pages_need_nothing_else_and_escape_what_stands_in_the_data() -> None:
     assert "pass@2" in report_page(one)
 
 
+def test_pages_draw_rewards_on_the_range_that_the_environment_declares() -> None:
+    """A bar with its interval is `left` of the line's length; a shade is from s0 to s5."""
+    rules = Rules(group_size=1, worst=-2.0, best=2.0, pass_at=1.0)
+    rewards = {-2.0: "s0", -1.5: "s1", -1.0: "s2", -0.25: "s3", 0.5: "s4", 1.0: "s5", 2.0: "s5"}
+    tasks = {f"t{reward}": [reward] for reward in rewards}
+    page = report_page(report(tasks, rules=rules))
+    for reward, shade in rewards.items():
+        assert f'class="cell {shade}" title="{reward:.3g}"' in page
+    same = report_page(report({"a": [1.0], "b": [1.0]}, rules=rules))
+    assert "from -2 to 2, with intervals" in same
+    assert 'class="dot" style="left:75.0%"' in same
+    wide = report({"a": [-3.0], "b": [-3.0]}, rules=rules)  # of an environment that said nothing
+    assert "from -3 to 2, with" in report_page(wide)
+    better = report({"a": [0.0], "b": [0.0]}, rules=rules)
+    page = comparison_page(compare({"x": wide}, {"x": better}, rules, names=("a", "b")))
+    assert "from -4 to 4; left" in page
+    assert 'class="dot" style="left:87.5%"' in page
+
+
 def test_several_environments_count_alike_in_their_mean() -> None:
     suite = suite_of([report({"a": [1.0]}), report({str(n): [0.0] for n in range(9)}, name="code")])
     assert suite.average is not None and suite.average_pass is not None

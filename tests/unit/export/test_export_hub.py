@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -25,7 +26,9 @@ MESSAGES = [
 ]
 
 
-def groups(path: Path, *, env: str = "math", model: str = "m", split: str = "train") -> Path:
+def groups(
+    path: Path, *, env: str = "math", model: str = "m", split: str = "train", **more: Any
+) -> Path:
     """A file of two groups of two rollouts, with rewards 0 and 1."""
     lines = []
     for number in range(2):
@@ -34,7 +37,7 @@ def groups(path: Path, *, env: str = "math", model: str = "m", split: str = "tra
             for row in range(2)
         ]
         facts = {"group_id": f"g{number}", "env": env, "task_id": f"t{number}", "split": split}
-        facts |= {"seed": 0, "model": model, "policy_version": number, "created_at": 1.7e9}
+        facts |= {"seed": 0, "model": model, "policy_version": number, "created_at": 1.7e9, **more}
         lines.append(
             {
                 "tokens": [[1, 2, 3]] * 2,
@@ -99,6 +102,41 @@ def test_a_card_tells_what_it_is_made_of(tmp_path: Path) -> None:
     assert "- `where`: `turns < 6`" in card
     assert "13 words in a row in common with `exam.txt`" in card
     assert "0.9 to 1.0" in card
+
+
+GAME = {"low": -2.0, "high": 2.0, "solved_at": 1.0}
+ENDLESS = {"low": 0.0, "high": None, "solved_at": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("ranges", "counts"),
+    [
+        ([GAME], {"0.0 to 0.4": 2, "0.8 to 1.2": 2, "-2.0 to -1.6": 0}),
+        ([ENDLESS], {"0 to 0.05": 2, "0.45 to 0.5": 0}),
+        (
+            [GAME, None],
+            {"0 % to 10 %": 2, "50 % to 60 %": 2, "70 % to 80 %": 2, "90 % to 100 %": 2},
+        ),
+    ],
+)
+def test_a_card_counts_rewards_on_the_range_that_the_environment_declares(
+    tmp_path: Path, ranges: list[Any], counts: dict[str, int]
+) -> None:
+    sources = []
+    for number, bounds in enumerate(ranges):
+        more = {"reward_range": bounds} if bounds else {}
+        sources.append(str(groups(tmp_path / f"{number}.jsonl", env=f"e{number}", **more)))
+    out = tmp_path / "out"
+    where = ["--push_to_hub", "me/rollouts", "--dry_run", "--out", str(out)]
+    assert main(["export", *sources, "--to", "messages", *where]) == 0
+    card = (out / "README.md").read_text()
+    shown = {
+        name.rstrip(): int(count)
+        for name, count in re.findall(r"(?m)^(.+ to \S+(?: %)?) .* (\d+)$", card)
+    }
+    assert shown.items() >= counts.items()
+    assert ("Below that: 0; above: 2." in card) == (ranges == [ENDLESS])
+    assert ("From the lowest to the highest" in card) == (len(ranges) > 1)
 
 
 def test_nothing_of_this_machine_and_no_secret_is_in_the_folder(

@@ -216,14 +216,17 @@ def _header(facts: RunFacts, asked: Asked, rows: int, shards: Sequence[str]) -> 
 
 def _histogram(facts: RunFacts) -> Iterator[str]:
     most = max([1, *facts.histogram])
-    bins = len(facts.histogram)
+    bins = facts.bins()
+    width = max(len(name) for name, _ in bins)
     yield "```"
-    for number, count in enumerate(facts.histogram):
+    for name, count in bins:
         bar = "█" * round(_BAR * count / most)
-        yield f"{number / bins:.1f} to {(number + 1) / bins:.1f}  {bar:<{_BAR}} {count:,}"
+        yield f"{name:<{width}}  {bar:<{_BAR}} {count:,}"
     yield "```"
+    if facts.axis is None:
+        yield "\nFrom the lowest to the highest reward that each environment gives."
     if facts.below or facts.above:
-        yield f"\nBelow 0: {facts.below:,}; above 1: {facts.above:,}."
+        yield f"\nBelow that: {facts.below:,}; above: {facts.above:,}."
 
 
 def _features(columns: dict[str, str]) -> Iterator[str]:
