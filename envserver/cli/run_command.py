@@ -53,6 +53,8 @@ def _show(answered: Answered, path: Path, console: Console) -> None:
         console.print(f"The rollout hit its limit: {trajectory.limit}.", markup=False)
     if trajectory.score.reward is not None:
         console.print(f"Reward: {trajectory.score.reward:g}", markup=False)
+    if answered.judge:
+        console.print(answered.judge, markup=False)
     console.print(f"Trajectory: {path}", markup=False)
 
 

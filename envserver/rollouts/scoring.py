@@ -106,6 +106,7 @@ class ScorerPool:
         judge: JudgeServer | None = None,
     ) -> None:
         arguments = (env_reference, env_config, sandbox_address, rubric)
+        self.judge = judge
         self._scorers = [_Scorer(arguments, judge) for _ in range(processes)]
         self._free: asyncio.LifoQueue[_Scorer] = asyncio.LifoQueue()
         self._limits = ScoreLimits(

@@ -20,6 +20,7 @@ from ..environment import Environment
 from ..export.unified import unified
 from ..rollouts.single import run_single
 from .context import rollout_context
+from .judging import judge_line
 from .run_settings import RunSettings
 from .spec import RunSpec
 
@@ -33,11 +34,13 @@ class Answered:
     Args:
         task_id: id of the task that the question became.
         document: the trajectory in the unified format.
+        judge: what the judge was asked and what it cost; "" if it was not.
     """
 
     task_id: str
     trajectory: Trajectory
     document: dict[str, Any]
+    judge: str
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ async def ask(asking: Asking, failed: Callable[[Failure], None]) -> Answered:
     async with rollout_context(spec.settings, environment, spec.reference) as context:
         trajectory = await run_single(context, task, scored=question.is_scored(), failed=failed)
         ended_at, model = time.time(), context.model
+        asked = context.scorer.judge
+        judge = judge_line(asked) if asked is not None and asked.counts.calls else ""
     document = unified(
         trajectory,
         ended_at=ended_at,
@@ -87,7 +92,7 @@ async def ask(asking: Asking, failed: Callable[[Failure], None]) -> Answered:
         source="envserver run",
         tokens=spec.settings.include_tokens,
     )
-    return Answered(task.id, trajectory, document)
+    return Answered(task.id, trajectory, document, judge)
 
 
 def _question(spec: RunSpec[RunSettings]) -> Environment.Question:

@@ -137,10 +137,9 @@ async def hosted(members: Members, server: BootstrapServer) -> AsyncIterator[Hos
             EngineNumbers(room.engine, room.endpoint.gate, lambda: host.version),
             PartsNumbers(parts),
             CurriculumNumbers(curricula),
+            JudgeNumbers(room.judge),
         ):
             server.metrics.add(source.families)
-        if room.judge is not None:
-            server.metrics.add(JudgeNumbers(room.judge).families)
         await stack.enter_async_context(beside("stale-groups", host.staleness.run()))
         await stack.enter_async_context(beside("silent-runs", demand.close_silent_runs()))
         yield host

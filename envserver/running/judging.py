@@ -97,42 +97,40 @@ def judge_line(judge: JudgeServer) -> str:
 
 
 class JudgeNumbers:
-    """Metrics of the judge."""
+    """Metrics of the judge; their families are empty without one."""
 
-    def __init__(self, judge: JudgeServer) -> None:
+    def __init__(self, judge: JudgeServer | None) -> None:
         self._judge = judge
 
     async def families(self) -> Iterable[Metric]:
         """See `api.metrics.Source`."""
-        counts = self._judge.counts
-        asked = {
-            "engine": counts.calls - counts.cached,
-            "cache": counts.cached,
-            "failed": counts.failed,
-        }
-        tokens = {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens}
-        found = [
+        asked, tokens = dict[str, float](), dict[str, float]()
+        again, cost = list[tuple[tuple[str, ...], float]](), list[tuple[tuple[str, ...], float]]()
+        if (judge := self._judge) is not None:
+            counts = judge.counts
+            asked = {
+                "engine": counts.calls - counts.cached,
+                "cache": counts.cached,
+                "failed": counts.failed,
+            }
+            tokens = {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens}
+            again = [((), float(counts.again))]
+            if (paid := _cost(judge)) is not None:
+                cost = [((judge.config.currency,), paid)]
+        return [
             counter(
                 "envserver_judge_calls", "Calls to the judge by what answered them", ("end",),
                 by_key(asked),
             ),
             counter(
                 "envserver_judge_again", "Calls repeated because an answer could not be read", (),
-                [((), float(counts.again))],
+                again,
             ),
             counter(
                 "envserver_judge_tokens", "Tokens of the judge's engine", ("kind",), by_key(tokens)
             ),
+            counter("envserver_judge_cost", "Cost of the judge's tokens", ("currency",), cost),
         ]  # fmt: skip
-        if (cost := _cost(self._judge)) is not None:
-            currency = self._judge.config.currency
-            found.append(
-                counter(
-                    "envserver_judge_cost", "Cost of the judge's tokens", ("currency",),
-                    [((currency,), cost)],
-                )
-            )  # fmt: skip
-        return found
 
 
 def _cost(judge: JudgeServer) -> float | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+from envserver_records.scores import Score
 from prometheus_client.core import Metric
 
 from ..models.measured import MeasuredEngine
@@ -70,7 +71,7 @@ class RolloutNumbers:
         elif isinstance(event, GroupDelivered):
             self._delivered.add((environment,))
             for trajectory in event.group.trajectories:
-                self._rewarded(environment, trajectory.score.reward)
+                self._rewarded(environment, trajectory.score)
         elif isinstance(event, GroupDropped):
             self._dropped.add((environment, event.reason))
 
@@ -85,11 +86,14 @@ class RolloutNumbers:
         for flag, count in event.untrained.by_flag.items():
             self._untrained.add((environment, flag), count)
 
-    def _rewarded(self, environment: str, reward: float | None) -> None:
-        if reward is not None:
-            self._rewards.add((environment,), reward)
-            self._points.add((environment, "positive"), max(reward, 0.0))
-            self._points.add((environment, "negative"), max(-reward, 0.0))
+    def _rewarded(self, environment: str, score: Score) -> None:
+        """Counts the reward of each agent; a score can name declared agents only."""
+        if score.reward is None:
+            return
+        for agent, reward in (score.rewards or {"": score.reward}).items():
+            self._rewards.add((environment, agent), reward)
+            self._points.add((environment, agent, "positive"), max(reward, 0.0))
+            self._points.add((environment, agent, "negative"), max(-reward, 0.0))
 
     async def families(self) -> Iterable[Metric]:
         """See `api.metrics.Source`."""
@@ -99,10 +103,12 @@ class RolloutNumbers:
             counter(
                 "envserver_failed_attempts", "Failed attempts", (*of, "kind"), self._failures
             ),
-            histogram("envserver_reward", "Rewards in delivered groups", of, self._rewards),
+            histogram(
+                "envserver_reward", "Rewards in delivered groups", (*of, "agent"), self._rewards
+            ),
             counter(
                 "envserver_reward_points", "Sum of the positive, or of the negative, rewards in "
-                "delivered groups", (*of, "sign"), self._points,
+                "delivered groups", (*of, "agent", "sign"), self._points,
             ),
             histogram("envserver_rollout_seconds", "From start to result", of, self._seconds),
             counter("envserver_tokens", "Tokens of scored rollouts", (*of, "kind"), self._tokens),

@@ -44,6 +44,9 @@ class Judged(Environment):
         for n in range(2):
             yield Task(f"t{n}", {"question": f"Question {n}"}, {"answer": "yes"})
 
+    def task_from_question(self, asked):
+        return Task("asked", {"question": asked.question}, {"answer": asked.answer})
+
     def demonstration(self, task):
         return [{"role": "assistant", "content": "yes"}]
 
@@ -308,6 +311,19 @@ def test_scorers_do_not_have_the_servers_variables(judged: str) -> None:
         check=True,
     )
     assert ran.stdout == "0.0\n"
+
+
+def test_a_single_question_shows_what_its_judge_cost(tmp_path: Path) -> None:
+    (tmp_path / "judged.py").write_text(ENVIRONMENT)
+    with judge_engine(lambda messages: "0.25") as engine:
+        words = ("run", "--env", "judged.py", "--model", "sim", "--question", "Is it?")
+        words = (*words, "--judge.base_url", engine.url, "--judge.prompt_price", "1")
+        words = (*words, "--judge.completion_price", "1")
+        scored = envserver(*words, "--answer", "yes", folder=tmp_path)
+        assert scored.returncode == 0, scored.stderr
+        assert "Judge: 4 calls (0 from data/judge.db), 400 + 40 tokens, 0.0004 USD" in scored.stderr
+        unscored = envserver(*words, folder=tmp_path)
+        assert unscored.returncode == 0 and "Judge" not in unscored.stderr
 
 
 @pytest.mark.thorough

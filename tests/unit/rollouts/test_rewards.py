@@ -80,6 +80,16 @@ def game(tmp_path: Path) -> str:
     return str(path)
 
 
+def points_of(numbers: RolloutNumbers) -> dict[tuple[str, str], float]:
+    """The sums of positive and of negative rewards by agent, as /metrics shows them."""
+    (points,) = (
+        family
+        for family in asyncio.run(numbers.families())
+        if family.name == "envserver_reward_points"
+    )
+    return {(one.labels["agent"], one.labels["sign"]): one.value for one in points.samples}
+
+
 def one_group(game: str, **changes: Any) -> Group:
     groups = envserver.groups(game, model="sim", env={"group_size": 2, "total_steps": 1, **changes})
     (group,) = groups
@@ -88,8 +98,15 @@ def one_group(game: str, **changes: Any) -> Group:
 
 def test_each_agent_and_turn_has_its_reward_on_the_native_wire(game: str) -> None:
     group = unpack(pack(one_group(game)), Group)
-    tally = Tally()
+    tally, numbers = Tally(), RolloutNumbers()
     tally(GroupDelivered(group=group))
+    numbers.observer("game")(GroupDelivered(group=group))
+    assert points_of(numbers) == {
+        ("one", "positive"): 3.0,
+        ("one", "negative"): 0.0,
+        ("two", "positive"): 0.0,
+        ("two", "negative"): 3.0,
+    }
     assert str(tally.rewards).splitlines()[1:] == ["one 1.50", "two -1.50"]
     assert group.reward_range == RewardRange(-2.0, 2.0, 1.0)
     first, second = (trajectory.score for trajectory in group.trajectories)
@@ -217,13 +234,7 @@ def test_what_is_shown_is_what_score_group_delivered(tmp_path: Path) -> None:
     for observe in observers:
         observe(GroupDelivered(group=group))
     assert (tally.rewards.mean, str(tally.rewards)) == (1.0, "lowest: 1  between: 0  solved: 1")
-    (points,) = (
-        family
-        for family in asyncio.run(numbers.families())
-        if family.name == "envserver_reward_points"
-    )
-    shown = {one.labels["sign"]: one.value for one in points.samples}
-    assert shown == {"positive": 3.0, "negative": 1.0}
+    assert points_of(numbers) == {("", "positive"): 3.0, ("", "negative"): 1.0}
     result = envserver.process(str(path), model="sim", env={"group_size": 2, "total_steps": 2})
     assert result.mean_reward == 1.0
 
