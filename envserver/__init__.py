@@ -25,6 +25,10 @@ _HOMES = {
     "Caller": "envserver.environment",
     "Service": "envserver.environment",
     "Services": "envserver.environment",
+    "LoopEnd": "envserver.tools.calling",
+    "Tool": "envserver.tools.calling",
+    "ToolError": "envserver.tools.calling",
+    "tool": "envserver.tools.typed",
     "Task": "envserver_records",
     "PublicTask": "envserver_records",
     "Result": "envserver_records",
@@ -195,6 +199,8 @@ if TYPE_CHECKING:
     )
     from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
     from .tokens_config import TokensConfig
+    from .tools.calling import LoopEnd, Tool, ToolError
+    from .tools.typed import tool
 
 __all__ = [
     "__version__",
@@ -211,6 +217,10 @@ __all__ = [
     "Caller",
     "Service",
     "Services",
+    "LoopEnd",
+    "Tool",
+    "ToolError",
+    "tool",
     "SandboxLimits",
     "SandboxSpec",
     "SandboxUsage",

@@ -27,7 +27,7 @@ state between the three. `setup` and `close` run once per worker process.
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, Protocol
@@ -48,6 +48,8 @@ from envserver_records.records import (
 from .config import EnvironmentConfig, Section
 from .judge_interface import Judge
 from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
+from .tools.calling import LoopEnd, Tool, Tools
+from .tools.typed import TypedTool
 
 Isolation = Literal["pooled", "dedicated", "sandboxed"]
 NO_REWARDS: Final = (
@@ -198,6 +200,37 @@ class Rollout(Protocol):
     ) -> Reply:
         """`chat` for a plain `def rollout`."""
 
+    async def loop(
+        self,
+        messages: list[Message],
+        *,
+        tools: Tools | None = None,
+        final: str | None = None,
+        max_turns: int | None = None,
+        max_tool_errors: int = 10,
+        **options: Any,
+    ) -> LoopEnd:
+        """Chats and runs the model's tool calls until it answers without one: a whole agent.
+
+        Args:
+            messages: the conversation; replies and tool results are appended to it.
+            tools: tools and typed functions (see `tool`); unset: `Environment.tools`.
+            final: name of the tool whose valid call ends the loop, such as "submit".
+            max_turns: maximum number of the model's messages; the rollout's own limit applies, too.
+            max_tool_errors: calls that fail before the loop ends.
+            options: `agent` and sampling as in `chat`; the hooks of
+                `envserver.tools.loop.chat_with_tools`.
+
+        Raises:
+            LimitReached, EngineError: as `chat`.
+            AgentError: a tool raised something else than a ToolError: a bug of the environment.
+        """
+
+    def loop_blocking(
+        self, messages: list[Message], *, tools: Tools | None = None, **options: Any
+    ) -> LoopEnd:
+        """`loop` for a plain `def rollout`."""
+
     def base_url_of(self, agent: str) -> str:
         """Returns the `base_url` of one of several agents; calls are recorded under its name."""
 
@@ -303,6 +336,8 @@ class Environment(abc.ABC):
     score outside of it is a bug of the environment: its rollout is dropped at once."""
     solved_at: ClassVar[float | None] = None
     """The least reward of a solved task; None: the highest reward."""
+    tools: Sequence[Tool | Callable[..., Any]] | None = None
+    """What `run.loop` offers to the model; None: the methods that are marked with `@tool`."""
     component_weights: ClassVar[Mapping[str, float]] = {}
     """A rubric such as `{"correct": 1.0, "format": 0.1}`: the reward of a `Score(components=...)`
     without a reward is the sum of its components by these weights."""
@@ -459,6 +494,23 @@ class Environment(abc.ABC):
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         """Returns the result for a bare response text (`envserver score`)."""
         return Result(output=response, messages=messages)
+
+
+def tools_of(environment: Environment) -> Sequence[Tool | Callable[..., Any]]:
+    """Returns the tools of `run.loop`: `environment.tools`, else its methods that are tools."""
+    if environment.tools is not None:
+        return environment.tools
+    return list(typed_methods(environment).values())
+
+
+def typed_methods(environment: Environment) -> dict[str, TypedTool]:
+    """Returns the methods of an environment that are marked with `@tool`, base classes first."""
+    held: dict[str, Any] = {}
+    for base in reversed(type(environment).__mro__):
+        held.update(vars(base))
+    return {
+        name: one.__get__(environment) for name, one in held.items() if isinstance(one, TypedTool)
+    }
 
 
 _ANSWERS = ("final_answer", "answer", "patch", "code", "plan", "text")

@@ -27,7 +27,7 @@ import orjson
 from envserver_records.cleaning import clean
 from envserver_records.errors import AgentError, LimitReached
 
-from ..environment import Environment
+from ..environment import Environment, tools_of
 from .failures import failure_of
 from .instances import Instances
 from .run import AttemptRun, Job
@@ -127,6 +127,7 @@ class WorkerAttempt:
         environment = await self._workshop.instances.get(job.env_reference, job.env_config)
         self._began = True
         run.isolation = environment.isolation
+        run.tools = tools_of(environment)
         try:
             if inspect.iscoroutinefunction(environment.rollout):
                 return await environment.rollout(job.task, run)

@@ -60,6 +60,9 @@ def bug_of(error: BaseException) -> dict[str, str]:
         `bug`: what happened, its place in the environment's code, and what helps.
         `missing`: "yes" where a library or a setting is missing, so that nothing can work.
     """
+    if isinstance(error, AgentError) and error.detail.get("bug"):
+        place = _place(error.__cause__ or error)
+        return {"bug": _sendable(f"A bug in the environment: {error.message} {place}")}
     if not isinstance(error, _BUGS):
         return {}
     if isinstance(error, ConfigError):

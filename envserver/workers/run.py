@@ -32,6 +32,8 @@ from envserver_records.records import Message, PublicTask, SandboxSpec
 from ..actions import encode
 from ..environment import NO_REWARDS, Isolation, Reply
 from ..sandbox_interface import BlockingSandbox, Sandbox
+from ..tools.calling import LoopEnd, Tools
+from ..tools.loop import chat_with_tools
 from .event_uploader import EventUploader
 from .sandboxes import RemoteOpening, open_blocking
 
@@ -83,6 +85,7 @@ class AttemptRun:
         self.metrics: dict[str, float] = {}
         self.rewards: list[dict[str, Any]] = []
         self.isolation: Isolation = "pooled"
+        self.tools: Tools = ()
         self._url = url
         self._http = http
         self._patiently = patiently
@@ -155,6 +158,19 @@ class AttemptRun:
     ) -> Reply:
         reply: Reply = self._wait(self.chat(messages, tools=tools, agent=agent, **sampling))
         return reply
+
+    async def loop(
+        self, messages: list[Message], *, tools: Tools | None = None, **options: Any
+    ) -> LoopEnd:
+        return await chat_with_tools(
+            self, messages, self.tools if tools is None else tools, **options
+        )
+
+    def loop_blocking(
+        self, messages: list[Message], *, tools: Tools | None = None, **options: Any
+    ) -> LoopEnd:
+        end: LoopEnd = self._wait(self.loop(messages, tools=tools, **options))
+        return end
 
     def base_url_of(self, agent: str) -> str:
         return f"{self._url}/a/{quote(agent, safe='')}/v1"

@@ -11,19 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from envserver_tools.calling import (
-    MAX_RESULT_CHARACTERS,
-    Tool,
-    function_tool,
-    toolbox,
-)
-from envserver_tools.loop import chat_with_tools
+from envserver_tools.calling import MAX_RESULT_CHARACTERS
 from envserver_tools.sandboxed import sandbox_tools
 from envserver_tools.visible import visible_text
+from msgspec import Meta
 
-from envserver import Message, PublicTask, Rollout, Sandbox
+from envserver import Message, PublicTask, Rollout, Sandbox, tool
 
 from .extraction import MAX_CODE_CHARACTERS, fenced_blocks
 from .hoisting import hoisted
@@ -37,6 +32,8 @@ MAX_TURNS = 10
 MAX_TOOL_ERRORS = 10
 MAX_ERROR_CHARACTERS = 500
 PYTHON_SECONDS = 6
+
+Code = Annotated[str, Meta(max_length=MAX_CODE_CHARACTERS)]
 
 
 async def solve(
@@ -62,13 +59,12 @@ class Workbench:
         self._public = task.public
         self._sandbox = sandbox
         python = sandbox_tools(sandbox, names=["python"], command_seconds=PYTHON_SECONDS)["python"]
-        self.tools = toolbox(
-            Tool(_described("run_tests", "Runs the visible tests on a program."), self._run_tests),
-            dataclasses.replace(python, max_characters=MAX_RESULT_CHARACTERS),
-            Tool(_described("submit", "Hands in the program and ends the task."), self._submit),
-        )
+        python = dataclasses.replace(python, max_characters=MAX_RESULT_CHARACTERS)
+        self.tools = [self.run_tests, python, self.submit]
 
-    async def _run_tests(self, code: str) -> str:
+    @tool
+    async def run_tests(self, code: Code) -> str:
+        """Runs the visible tests on a program."""
         tests = self._public["tests"]
         if not tests:
             return "There are no visible tests."
@@ -92,16 +88,17 @@ class Workbench:
         trial = Trial(program_of(public, code, tests), calls)
         return judged(tests, await run_trial(trial, self._sandbox))
 
-    def _submit(self, code: str) -> str:
+    @tool
+    def submit(self, code: Code) -> str:
+        """Hands in the program and ends the task."""
         self.submitted = next(iter(fenced_blocks(code)), code)
         return "Submitted."
 
 
 async def _with_tools(messages: list[Message], run: Rollout, bench: Workbench) -> dict[str, Any]:
-    end = await chat_with_tools(
-        run,
+    end = await run.loop(
         messages,
-        bench.tools,
+        tools=bench.tools,
         final="submit",
         max_turns=MAX_TURNS,
         max_tool_errors=MAX_TOOL_ERRORS,
@@ -113,11 +110,6 @@ async def _with_tools(messages: list[Message], run: Rollout, bench: Workbench) -
 def _has_block(text: str) -> bool:
     seen = visible_text(text)
     return seen is not None and any(fenced_blocks(seen))
-
-
-def _described(name: str, does: str) -> dict[str, Any]:
-    code = {"type": "string", "maxLength": MAX_CODE_CHARACTERS}
-    return function_tool(name, does, {"code": code}, ["code"])
 
 
 def _outcome_text(verdict: Verdict) -> str:

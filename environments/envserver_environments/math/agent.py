@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from envserver_tools.calculator import CALCULATE, calculate
 from envserver_tools.calling import (
@@ -21,9 +21,9 @@ from envserver_tools.calling import (
     cut,
     toolbox,
 )
-from envserver_tools.loop import chat_with_tools
+from msgspec import Meta
 
-from envserver import Message, PublicTask, Rollout
+from envserver import Message, PublicTask, Rollout, tool
 
 from .prompts import question, system_prompt
 
@@ -32,21 +32,14 @@ MAX_TOOL_ERRORS = 10
 MAX_COMMAND_CHARACTERS = 4_000
 """Longer commands are refused unread."""
 
-FINISH: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "finish",
-        "description": "Gives the final answer and ends the task.",
-        "parameters": {
-            "type": "object",
-            "properties": {"answer": {"type": "string", "maxLength": 500}},
-            "required": ["answer"],
-            "additionalProperties": False,
-        },
-    },
-}
 
-TOOLS = toolbox(Tool(CALCULATE, calculate), Tool(FINISH, lambda answer: answer))
+@tool
+def finish(answer: Annotated[str, Meta(max_length=500)]) -> str:
+    """Gives the final answer and ends the task."""
+    return answer
+
+
+TOOLS = toolbox(Tool(CALCULATE, calculate), finish)
 
 
 async def solve(
@@ -75,18 +68,16 @@ def finish_answer(message: Message) -> str | None:
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
         try:
-            tool, arguments = checked_call(TOOLS, call)
+            called, arguments = checked_call(TOOLS, call)
         except ToolError:
             continue
-        if tool.name == "finish":
+        if called.name == "finish":
             return str(arguments["answer"])
     return None
 
 
 async def _with_tools(messages: list[Message], run: Rollout) -> dict[str, Any]:
-    end = await chat_with_tools(
-        run, messages, TOOLS, final="finish", max_tool_errors=MAX_TOOL_ERRORS
-    )
+    end = await run.loop(messages, tools=TOOLS, final="finish", max_tool_errors=MAX_TOOL_ERRORS)
     return {"answer": end.result, "text": end.last_text}
 
 

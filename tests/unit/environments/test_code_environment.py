@@ -35,6 +35,7 @@ from envserver import (
     SandboxSpec,
     Task,
 )
+from envserver.workers.run import AttemptRun
 
 
 def sample_rows() -> list[dict[str, Any]]:
@@ -329,6 +330,8 @@ class ScriptedRun:
         self.tools: list[dict[str, Any]] | None = None
         self.calls = 0
         self.metrics: dict[str, float] = {}
+
+    loop = AttemptRun.loop
 
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None

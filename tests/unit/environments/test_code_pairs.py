@@ -272,7 +272,7 @@ async def test_tools_and_prompts_show_the_visible_pairs_only() -> None:
         assert "3 4 5" not in asked and "named" not in asked and "standard input" in asked
         async with env.sandboxes.open(SPEC) as sandbox:
             bench = Workbench(task.without_hidden(), sandbox)
-            run = bench.tools["run_tests"].function
+            run = bench.run_tests.function
             assert (await run(code=SUM)).startswith("2 of 2 visible tests passed.")
             told = await run(code="print(input()[5])")
         assert told.startswith("0 of 2") and "IndexError" in told and "'5\\n'" not in told

@@ -9,6 +9,7 @@ import pytest
 from envserver_environments.math.env import Math
 
 from envserver import Reply, Result
+from envserver.workers.run import AttemptRun
 
 
 def call(name: str, _id: str = "c1", **arguments: Any) -> dict[str, Any]:
@@ -35,6 +36,8 @@ class ScriptedRun:
         self.tools: list[dict[str, Any]] | None = None
         self.calls = 0
         self.metrics: dict[str, float] = {}
+
+    loop = AttemptRun.loop
 
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None

@@ -1,0 +1,264 @@
+"""Runs a model's tool calls: checks arguments strictly, never raises for what a model wrote.
+
+In: a tool's name and arguments, or one tool call in OpenAI's format. Out: the text for the model,
+and whether the call succeeded. JSON is strict (no duplicate keys, NaN or lone surrogates); the
+arguments must be an object that is valid against the tool's JSON schema. An exception other than
+ToolError raised by a tool is a bug in the tool and propagates.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
+
+MAX_RESULT_CHARACTERS = 4000
+CUT_MARKER = "\n[cut: the result is longer]"
+
+
+class ToolError(Exception):
+    """The call cannot be carried out; the message is shown to the model."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function tool.
+
+    Args:
+        description: in OpenAI's format.
+        function: gets the arguments by name; plain or `async`. It may raise ToolError.
+        max_characters: longer results are cut.
+        parallel: whether its calls in one message may run at the same time.
+        on_server: whether the server runs it (see `typed.tool`).
+    """
+
+    description: dict[str, Any]
+    function: Callable[..., str | Awaitable[str]]
+    max_characters: int = MAX_RESULT_CHARACTERS
+    parallel: bool = False
+    on_server: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.description["function"]["name"])
+
+    @cached_property
+    def validator(self) -> Draft202012Validator:
+        from jsonschema import Draft202012Validator
+
+        return Draft202012Validator(self.description["function"]["parameters"])
+
+    def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns valid arguments, as the function takes them.
+
+        Raises:
+            ToolError: they violate the schema; it names the argument.
+        """
+        try:
+            broken = next(iter(self.validator.iter_errors(arguments)), None)
+        except RecursionError:
+            raise ToolError(f"the arguments of {self.name} are nested too deeply.") from None
+        if broken is not None:
+            place = f" (at `{broken.json_path}`)" if broken.path else ""
+            reason = _short(f"{broken.message}{place}")
+            raise ToolError(f"the arguments of {self.name} are not valid: {reason}")
+        return arguments
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """The result of a call: its text for the model, and whether the call succeeded."""
+
+    text: str
+    ok: bool
+
+
+Tools = Mapping[str, Tool] | Iterable[Tool | Callable[..., Any]]
+"""Tools by name, or a list of tools and typed functions."""
+
+EndReason = Literal["final_tool", "text", "cut_off", "limit"]
+
+
+@dataclass(frozen=True)
+class LoopEnd:
+    """How a loop ended.
+
+    Args:
+        reason: "limit" means the turns or the tool errors.
+        text: the last message's text; may be empty.
+        last_text: the last text that is not empty.
+        result: what the final tool returned; None without a valid call of it.
+    """
+
+    reason: EndReason
+    text: str
+    last_text: str
+    result: str | None = None
+
+
+def function_tool(
+    name: str, does: str, properties: dict[str, Any], required: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Describes a function tool in OpenAI format; other arguments are refused."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": does,
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": list(required),
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+def toolbox(*tools: Tool) -> dict[str, Tool]:
+    """Returns a dict of tools by name."""
+    return {tool.name: tool for tool in tools}
+
+
+def descriptions(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    """Returns the `tools` argument of a chat completion."""
+    return [tool.description for tool in tools]
+
+
+def run_tool_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> ToolResult:
+    """Runs `call` with the tool it names, which must be a plain function.
+
+    Returns:
+        The result, cut at the tool's limit; "Error: ..." if the call is not valid.
+    """
+    try:
+        tool, arguments = checked_call(tools, call)
+        text = tool.function(**arguments)
+    except ToolError as error:
+        return refused(error)
+    if not isinstance(text, str):
+        if inspect.iscoroutine(text):
+            text.close()
+        raise TypeError(f"{tool.name} is asynchronous: await call_tool(tools, call)")
+    return ToolResult(cut(text, tool.max_characters), ok=True)
+
+
+async def call_tool(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> ToolResult:
+    """Runs `call` with a plain or asynchronous tool; otherwise like `run_tool_call`."""
+    try:
+        tool, arguments = checked_call(tools, call)
+    except ToolError as error:
+        return refused(error)
+    return await _called(tool, arguments)
+
+
+async def use_tool(tools: Mapping[str, Tool], name: object, arguments: object) -> ToolResult:
+    """Like `call_tool`, for arguments that are already parsed."""
+    try:
+        tool, valid = checked_arguments(tools, name, arguments)
+    except ToolError as error:
+        return refused(error)
+    return await _called(tool, valid)
+
+
+async def _called(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
+    try:
+        outcome = tool.function(**arguments)
+        text = await outcome if inspect.isawaitable(outcome) else outcome
+    except ToolError as error:
+        return refused(error)
+    return ToolResult(cut(str(text), tool.max_characters), ok=True)
+
+
+def refused(error: ToolError) -> ToolResult:
+    """Returns the result of a call that cannot be carried out."""
+    return ToolResult(cut(f"Error: {error}"), ok=False)
+
+
+def checked_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> tuple[Tool, dict[str, Any]]:
+    """Returns the tool that `call` names, and its arguments.
+
+    Raises:
+        ToolError: the tool does not exist, or the arguments violate its schema.
+    """
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ToolError("a tool call must hold a function.")
+    tool = _named(tools, function.get("name"))
+    source = function.get("arguments")
+    if not isinstance(source, str):
+        raise ToolError("the arguments must be a JSON object, as a string.")
+    try:
+        arguments = json.loads(source, cls=StrictDecoder)
+        check_characters(source, arguments)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the arguments are not valid JSON: {error}") from error
+    return checked_arguments(tools, tool.name, arguments)
+
+
+def checked_arguments(
+    tools: Mapping[str, Tool], name: object, arguments: object
+) -> tuple[Tool, dict[str, Any]]:
+    """Returns the named tool and its valid arguments; raises like `checked_call`."""
+    tool = _named(tools, name)
+    if not isinstance(arguments, dict):
+        raise ToolError("the arguments must be a JSON object.")
+    return tool, tool.checked(arguments)
+
+
+def cut(text: str, limit: int = MAX_RESULT_CHARACTERS) -> str:
+    """Cuts `text` to `limit` characters and appends a marker if it was longer."""
+    return text if len(text) <= limit else text[:limit] + CUT_MARKER
+
+
+class StrictDecoder(json.JSONDecoder):
+    """Strict JSON: ValueError for NaN, numbers out of range and duplicate keys."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            object_pairs_hook=_no_duplicates,
+        )
+
+
+def check_characters(source: str, value: object) -> None:
+    """Raises ValueError if `value`, decoded from `source`, contains a lone surrogate."""
+    if "\\u" in source or not source.isascii():
+        json.dumps(value, ensure_ascii=False).encode()
+
+
+def _named(tools: Mapping[str, Tool], name: object) -> Tool:
+    if not isinstance(name, str) or name not in tools:
+        raise ToolError(f"there is no tool {_short(repr(name))}; there are: {', '.join(tools)}.")
+    return tools[name]
+
+
+def _short(text: str) -> str:
+    """Shortens an error message to its start and its end, which names the fault."""
+    return text if len(text) <= 300 else f"{text[:200]} ... {text[-90:]}"
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError("a number is out of range")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return value

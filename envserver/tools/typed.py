@@ -1,0 +1,255 @@
+"""Makes a tool of a typed function: `@tool`.
+
+In: a function with type hints and a docstring. Out: a `TypedTool`: its description for the model,
+arguments that are checked and converted to the declared types, and a result as text. A wrong
+argument and a `ToolError` are shown to the model; any other exception of the function is a bug of
+the environment (an `AgentError`, told once), except those of envserver (limits, engines, sandboxes)
+and `OSError`, which pass as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from typing import Annotated, Any, get_type_hints, overload
+
+import msgspec
+from envserver_records.errors import AgentError, EnvserverError
+
+from .calling import MAX_RESULT_CHARACTERS, Tool, ToolError
+from .docstrings import parse_docstring
+
+CALLER = "caller"
+"""The parameter of a tool on the server that gets the `Caller`; the model does not see it."""
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
+_PLAIN = (str, int, float, bool, Enum, type(None))
+
+
+@dataclass(frozen=True)
+class TypedTool(Tool):
+    """A tool made of a typed function; calling it calls the function.
+
+    Args:
+        original: the function itself.
+        arguments: the struct that its arguments are converted to.
+    """
+
+    original: Callable[..., Any] = lambda: None
+    arguments: type[msgspec.Struct] = msgspec.Struct
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.original(*args, **named)
+
+    def __get__(self, instance: Any, owner: Any = None) -> TypedTool:
+        """Returns the tool of an object's method: `self.search` is a tool, too."""
+        if instance is None:
+            return self
+        bound = partial(self.original, instance)
+        return replace(self, original=bound, function=_showing(self.name, bound))
+
+    def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        try:
+            values = msgspec.convert(arguments, self.arguments)
+        except (msgspec.ValidationError, RecursionError) as error:
+            reason = str(error).replace("`$.", "`").replace("Object ", "")
+            raise ToolError(f"the arguments of {self.name} are not valid: {reason}.") from error
+        return {name: getattr(values, name) for name in self.arguments.__struct_fields__}
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> TypedTool: ...
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    max_characters: int = MAX_RESULT_CHARACTERS,
+    parallel: bool = False,
+    on_server: bool = False,
+) -> Callable[[Callable[..., Any]], TypedTool]: ...
+def tool(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    max_characters: int = MAX_RESULT_CHARACTERS,
+    parallel: bool = False,
+    on_server: bool = False,
+) -> Any:
+    """Makes a tool of a function or method, plain or `async`.
+
+    Types may be str, int, float, bool, Literal, Enum, list, dict, Optional, dataclasses and msgspec
+    structs. Describe a parameter in the docstring's `Args:`, or as `Annotated[int, "how many"]`;
+    `Annotated[str, msgspec.Meta(max_length=500)]` limits it. A str is returned to the model as it
+    is, anything else as JSON. A plain function must not wait: it runs on the event loop.
+
+    Args:
+        name: unset: the function's.
+        description: unset: the docstring without its `Args:` and `Raises:`.
+        max_characters: longer results are cut.
+        parallel: lets adjacent calls in one message run at the same time, if it is `async`.
+        on_server: a method of an environment that runs in the server (keys, network, the hidden
+            part of the task); its parameter `caller: Caller` gets the rollout. A plain function
+            runs in a thread there.
+
+    Raises:
+        TypeError: a type or the description is missing, or cannot be given to a model.
+    """
+    if function is None:
+        return partial(
+            _typed, name, description, max_characters, parallel=parallel, on_server=on_server
+        )
+    return _typed(name, description, max_characters, function)
+
+
+def as_tool(given: Tool | Callable[..., Any]) -> Tool:
+    """Returns a tool as it is, and a typed function as a tool. Raises like `tool`."""
+    return given if isinstance(given, Tool) else tool(given)
+
+
+def result_text(result: Any) -> str:
+    """Returns a tool's result as the model reads it: a text as it is, anything else as JSON."""
+    return result if isinstance(result, str) else msgspec.json.encode(result).decode()
+
+
+def bug_in(name: str, error: Exception) -> Exception:
+    """Returns what an exception of the tool `name` means: a bug, unless it says otherwise."""
+    if isinstance(error, EnvserverError | ToolError | OSError):
+        return error
+    return AgentError(f"The tool {name!r} raised {type(error).__name__}: {error}", bug="tool")
+
+
+def _typed(
+    name: str | None,
+    description: str | None,
+    max_characters: int,
+    function: Callable[..., Any],
+    *,
+    parallel: bool = False,
+    on_server: bool = False,
+) -> TypedTool:
+    named = str(name or getattr(function, "__name__", ""))
+    if not _NAME.fullmatch(named):
+        raise TypeError(f"{named!r} is not a name for a tool: letters, digits, _ and -, up to 64.")
+    doc = parse_docstring(inspect.getdoc(function) or "")
+    told = doc.description if description is None else description
+    if not told:
+        raise TypeError(f"The tool {named!r} needs a docstring: the model reads what it does.")
+    struct = _arguments(named, function, doc.arguments, hides_caller=on_server)
+    described = {
+        "type": "function",
+        "function": {"name": named, "description": told, "parameters": schema_of(struct)},
+    }
+    return TypedTool(
+        described, _showing(named, function), max_characters,
+        parallel=parallel and inspect.iscoroutinefunction(function), on_server=on_server,
+        original=function, arguments=struct,
+    )  # fmt: skip
+
+
+def _showing(name: str, function: Callable[..., Any]) -> Callable[..., str | Awaitable[str]]:
+    """Wraps `function`: its result becomes text, and its bugs are typed."""
+
+    def shown(**arguments: Any) -> str:
+        try:
+            return result_text(function(**arguments))
+        except Exception as error:
+            raise bug_in(name, error) from error
+
+    async def shown_later(**arguments: Any) -> str:
+        try:
+            return result_text(await function(**arguments))
+        except Exception as error:
+            raise bug_in(name, error) from error
+
+    waits = function.func if isinstance(function, partial) else function
+    return shown_later if inspect.iscoroutinefunction(waits) else shown
+
+
+def _arguments(
+    name: str, function: Callable[..., Any], told: dict[str, str], *, hides_caller: bool
+) -> type[msgspec.Struct]:
+    """Returns the struct of a function's arguments, described by the docstring where `told`."""
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise TypeError(f"A type of the tool {name!r} is not known: {error}.") from error
+    fields: list[Any] = []
+    parameters = list(inspect.signature(function).parameters.values())
+    if parameters and parameters[0].name == "self":
+        parameters = parameters[1:]
+    for one in parameters:
+        if hides_caller and one.name == CALLER:
+            continue
+        if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            raise TypeError(f"The tool {name!r} takes {one}: a model names each argument.")
+        if one.name not in hints:
+            raise TypeError(f"The parameter {one.name!r} of the tool {name!r} needs a type.")
+        type_ = _described(hints[one.name], told.get(one.name))
+        fields.append((one.name, type_, *_default(one.default)))
+    if unknown := told.keys() - {one.name for one in parameters}:
+        raise TypeError(f"The docstring of {name!r} describes {sorted(unknown)}, which it lacks.")
+    try:
+        struct = msgspec.defstruct(
+            f"{name}_arguments", fields, kw_only=True, forbid_unknown_fields=True
+        )
+        msgspec.json.schema(struct)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"The tool {name!r} has a type that JSON cannot hold: {error}") from error
+    return struct
+
+
+def _default(value: Any) -> tuple[Any, ...]:
+    """Returns the default of a field; nothing for a required one."""
+    if value is inspect.Parameter.empty:
+        return ()
+    return (
+        (value,) if isinstance(value, _PLAIN) else (msgspec.field(default_factory=lambda: value),)
+    )
+
+
+def _described(hint: Any, told: str | None) -> Any:
+    """Adds a description to a type: that of `Annotated[type, "..."]`, else the docstring's."""
+    metadata: tuple[Any, ...] = getattr(hint, "__metadata__", ())
+    own = [one for one in metadata if isinstance(one, str)]
+    text = own[0] if own else told
+    bare = hint.__origin__ if metadata else hint
+    limits = [one for one in metadata if isinstance(one, msgspec.Meta)]
+    for one in (*limits, *([msgspec.Meta(description=text)] if text else [])):
+        bare = Annotated[bare, one]
+    return bare
+
+
+def schema_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Returns the JSON schema of arguments. Only recursive types stay references: a chat template
+    shows the schema to the model as it is."""
+    (top,), definitions = msgspec.json.schema_components((struct,), ref_template="#/$defs/{name}")
+    schema: dict[str, Any] = _inlined(top, definitions, ())
+    schema.pop("title", None)
+    kept = {name: one for name, one in definitions.items() if f'#/$defs/{name}"' in _text(schema)}
+    if kept:
+        schema["$defs"] = definitions
+    return schema
+
+
+def _inlined(schema: Any, definitions: dict[str, Any], within: tuple[str, ...]) -> Any:
+    if isinstance(schema, list):
+        return [_inlined(one, definitions, within) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+    if name in definitions and name not in within:
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        inner = _inlined(definitions[name], definitions, (*within, name))
+        inner.pop("title", None)
+        return {**inner, **rest}
+    return {key: _inlined(value, definitions, within) for key, value in schema.items()}
+
+
+def _text(schema: Any) -> str:
+    return msgspec.json.encode(schema).decode()
