@@ -62,7 +62,7 @@ def group_line(
         "rendering": group.rendering,
         "services": group.services,
         "created_at": group.created_at,
-        "rollouts": _rollouts(group.trajectories, include_actions),
+        "rollouts": _rollouts(group.trajectories, include_actions, include_messages),
         "failures": [_failure(failure) for failure in group.failures],
         "asked": group.asked,
         "lost": group.lost,
@@ -78,7 +78,9 @@ def group_line(
     )
 
 
-def _rollouts(trajectories: list[Trajectory], include_actions: bool) -> list[dict[str, Any]]:
+def _rollouts(
+    trajectories: list[Trajectory], include_actions: bool, include_messages: bool
+) -> list[dict[str, Any]]:
     facts, row = [], 0
     for trajectory in trajectories:
         rows = max(1, len(trajectory.sequences))
@@ -118,12 +120,21 @@ def _rollouts(trajectories: list[Trajectory], include_actions: bool) -> list[dic
                 },
             }
         )
+        if include_messages and not _has_row_of_main_agent(trajectory):
+            facts[-1]["messages"] = trajectory.messages
         if include_actions:
             facts[-1]["actions"] = trajectory.actions
         if trajectory.calls:
             facts[-1] |= kept_calls(trajectory)
         row += rows
     return facts
+
+
+def _has_row_of_main_agent(trajectory: Trajectory) -> bool:
+    """Returns whether a row has the main agent's conversation as its `messages`."""
+    others = {other.agent for other in trajectory.others}
+    agents = {row.agent for row in trajectory.sequences} or {None}
+    return not agents <= others
 
 
 def _turn(reward: TurnReward) -> dict[str, Any]:

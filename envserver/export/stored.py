@@ -216,6 +216,7 @@ class _Rollout(msgspec.Struct):
     tools: list[Json] = []
     actions: list[Json] | None = None
     others: list[Json] = []
+    messages: list[Message] | None = None
     usage: Json = {}
     versions: list[list[list[int]]] = []
     agents: list[str | None] = []
@@ -287,8 +288,19 @@ def _check_columns(columns: _Line, facts: _Facts) -> None:
         raise ValueError(f"its rollouts' rows are not its {number} rows, each once")
 
 
+def _conversation(columns: _Line, told: _Rollout) -> list[Message]:
+    """Returns the conversation of the main agent: that of a row of an agent that `others` lacks."""
+    if told.messages is not None:
+        return told.messages
+    if not columns.messages or not told.rows:
+        return []
+    others = {other.get("agent") for other in told.others}
+    rows = (row for row, agent in zip(told.rows, told.agents, strict=False) if agent not in others)
+    return columns.messages[next(rows, told.rows[0])]
+
+
 def _stored(columns: _Line, facts: _Facts, told: _Rollout) -> StoredRollout:
-    messages = columns.messages[told.rows[0]] if columns.messages and told.rows else []
+    messages = _conversation(columns, told)
     return StoredRollout(
         env=facts.env,
         task_id=facts.task_id,

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
-from envserver_records.records import Group, Sequence, Trajectory
+from envserver_records.records import Group, Message, Sequence, Trajectory
 from envserver_records.returns import Earned, token_advantages, turn_advantages
 from envserver_records.scores import RewardRange
 
@@ -37,7 +37,7 @@ def group_to_atropos(
     all.
 
     Args:
-        include_messages: give each row the conversation of its trajectory.
+        include_messages: give each row the conversation of its agent.
         score_range: "unit" leaves rewards as they are, "pm1" maps the environment's range to
             [-1, 1].
     """
@@ -58,7 +58,9 @@ def group_to_atropos(
         ],
         "advantages": _advantages(group, rows),
         "ref_logprobs": None,
-        "messages": [list(t.messages) for t, _ in rows] if include_messages else None,
+        "messages": [list(conversation_of(trajectory, row.agent)) for trajectory, row in rows]
+        if include_messages
+        else None,
         "generation_params": _generation_params(group, [sequence for _, sequence in rows]),
         "inference_logprobs": [_logprobs(sequence) for _, sequence in rows],
         "overrides": _overrides([trajectory for trajectory, _ in rows]),
@@ -78,6 +80,12 @@ def _generation_params(group: Group, rows: list[Sequence]) -> dict[str, Any] | N
     if not all(span.is_plain for row in rows for span in row.sampling):
         params["sampling"] = msgspec.to_builtins([row.sampling for row in rows])
     return params or None
+
+
+def conversation_of(trajectory: Trajectory, agent: str | None) -> list[Message]:
+    """Returns the last conversation of `agent`: one of `others`, else that of the trajectory."""
+    others = (one.messages for one in trajectory.others if one.agent == agent)
+    return next(others, trajectory.messages)
 
 
 def score_in_range(reward: float, score_range: ScoreRange, bounds: RewardRange) -> float:

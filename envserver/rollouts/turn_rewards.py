@@ -1,7 +1,8 @@
 """The rewards that a rollout gave to its turns (`run.reward`), as records. Pure.
 
 In: what the worker posted, and the calls that the proxy recorded. Out: TurnRewards, each for a turn
-that exists. A turn is a call that its agent received an answer to.
+that exists. A turn is a call that its agent received an answer to; of several answers to one
+request (`n`), the one that it went on with is the turn, which earned what came of it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,38 @@ from envserver_records.records import Call
 from envserver_records.scores import TurnReward
 
 from ..proxy.attempts import AttemptSpec, PostedReward
+from ..tokens.builder import find_parents
 
 
 def answered_calls(calls: Sequence[Call]) -> dict[str | None, list[int]]:
-    """Returns the indices of the calls that each agent received an answer to, turn by turn; of
-    several answers to one request, the first."""
+    """Returns the indices of the calls that each agent received an answer to, turn by turn.
+
+    Of several answers to one request it is the one whose tokens a later prompt continues; if there
+    is none or more than one, the first of them.
+
+    Args:
+        calls: all of an attempt, in order of commit: answers to one request are beside each other.
+    """
+    chosen = _continued(calls)
     answered: dict[str | None, list[int]] = {}
     for call in calls:
-        if call.delivered != "none" and call.choice == 0:
-            answered.setdefault(call.agent, []).append(call.index)
+        if call.delivered == "none":
+            continue
+        turns = answered.setdefault(call.agent, [])
+        if call.choice == 0:
+            turns.append(call.index)
+        elif call.index in chosen and turns and turns[-1] not in chosen:
+            first = call.index - call.choice  # the first answer to the same request
+            turns[-1] = call.index if turns[-1] >= first else turns[-1]
     return answered
+
+
+def _continued(calls: Sequence[Call]) -> set[int]:
+    """Returns the indices of the calls that others continue; none where no request had several
+    answers."""
+    if not any(call.choice for call in calls):
+        return set()
+    return {calls[parent].index for parent in find_parents(list(calls)) if parent >= 0}
 
 
 def resolved(

@@ -16,13 +16,17 @@ from envserver_records.scores import outcome, range_as_json, range_from_json, wi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
+from support.forests import call
 
 import envserver
 from envserver import Group, Result, RewardError, RewardRange, Score, TurnReward, pack, unpack
 from envserver.evaluation.report import Report
+from envserver.export import group_of
+from envserver.export.jsonl import group_line
 from envserver.formats.atropos import group_to_atropos
 from envserver.rollouts.events import GroupDelivered
 from envserver.rollouts.rewards import RewardRules, checked_score, with_turn_rewards
+from envserver.rollouts.turn_rewards import answered_calls
 from envserver.running.metrics import RolloutNumbers
 from envserver.running.tally import Tally
 
@@ -127,7 +131,14 @@ def test_each_agent_and_turn_has_its_reward_on_the_native_wire(game: str) -> Non
         assert len(row.turns) == 2
         assert row.components == {"fair": 1.0}
         assert set(row.calls[row.mask == 1].tolist()) <= set(row.turns)
-    atropos = group_to_atropos(group, include_messages=False)
+    atropos = group_to_atropos(group, include_messages=True)
+    for row, messages in zip(rows, atropos["messages"], strict=True):
+        assert [one["content"] for one in messages[:-1]] == [f"{row.agent} 1"]
+    line = group_line(group, include_messages=True, score_range="unit")
+    for again, rollout in zip(
+        group_of(orjson.loads(line), "here").rollouts, group.trajectories, strict=True
+    ):
+        assert again.messages == rollout.messages and again.messages[0]["content"] == "one 1"
     assert atropos["scores"] == [row.reward for row in rows]
     for row, advantages in zip(rows, atropos["advantages"], strict=True):
         assert len(advantages) == len(row.tokens)
@@ -139,6 +150,35 @@ def test_each_agent_and_turn_has_its_reward_on_the_native_wire(game: str) -> Non
     two = next(row for row in rows if row.agent == "two")
     assert [one.turn_rewards[call] for call in one.turns] == [0.25, 0.25]
     assert [two.turn_rewards[call] for call in two.turns] == [-0.5, 0.125]
+
+
+def test_a_written_rollout_keeps_its_conversation_also_without_a_row_of_its_main_agent(
+    game: str,
+) -> None:
+    group = one_group(game)
+    for rollout in group.trajectories:
+        rollout.sequences = [row for row in rollout.sequences if row.agent == "two"]
+    for shown in (True, False):
+        line = group_line(group, include_messages=shown, score_range="unit")
+        for rollout in group_of(orjson.loads(line), "here").rollouts:
+            assert [one["content"] for one in rollout.messages[:-1]] == ["one 1"] * shown
+            assert {row.agent for row in rollout.rows} == {"two"}
+
+
+def test_of_several_answers_the_one_that_the_agent_went_on_with_is_the_turn() -> None:
+    full: Any = {"delivered": "full"}
+    calls = [
+        call(0, [1], [2], **full),
+        call(1, [1], [3], choice=1, **full),
+        call(2, [1], [4], choice=2, **full),
+        call(3, [1, 4, 9], [5], **full),  # goes on with the third answer
+        call(4, [1, 4, 9], [6], choice=1, **full),
+        call(5, [7], [8], **full),  # goes on with none
+        call(6, [7], [8], choice=1, delivered="none"),
+    ]
+    assert answered_calls(calls) == {None: [2, 3, 5]}
+    both = [*calls, call(7, [1, 2, 9], [5], **full)]  # and later with the first, too
+    assert answered_calls(both) == {None: [0, 3, 5, 7]}
 
 
 @pytest.mark.parametrize(
