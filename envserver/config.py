@@ -212,7 +212,20 @@ class SimConfig(Section):
     solve_probability: float = Field(default=0.6, ge=0, le=1)
     """Probability that a rollout solves its task."""
     openers: bool = True
-    """Put up to three meaningless sentences before an answer."""
+    """Put up to three meaningless sentences before an answer, unless the environment declares that
+    its demonstrations are played exactly."""
+    refusal_rate: float = Field(default=0.0, ge=0, le=1)
+    """Probability that an answer is a refusal."""
+    repetition_rate: float = Field(default=0.0, ge=0, le=1)
+    """Probability that an answer repeats itself until the limit of the request."""
+    malformed_call_rate: float = Field(default=0.0, ge=0, le=1)
+    """Probability that a tool call is malformed: cut off, of an unknown tool, or with arguments
+    that the tool does not take."""
+    broken_json_rate: float = Field(default=0.0, ge=0, le=1)
+    """Probability that an answer in JSON is not valid JSON."""
+    transcript: Path | None = None
+    """File of recorded conversations whose answers are played exactly, instead of demonstrations:
+    a file of `process` or `run`, or JSONL with `messages`. The settings above do not apply then."""
     latency_seconds: float = Field(default=0.02, ge=0)
     """Seconds until the first token."""
     seconds_per_token: float = Field(default=0.0, ge=0)

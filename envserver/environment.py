@@ -338,6 +338,9 @@ class Environment(abc.ABC):
     """The least reward of a solved task; None: the highest reward."""
     tools: Sequence[Tool | Callable[..., Any]] | None = None
     """What `run.loop` offers to the model; None: the methods that are marked with `@tool`."""
+    exact_demonstrations: ClassVar[bool] = False
+    """Whether the simulated engine plays demonstrations word for word, with no sentence before
+    them. Set it where `rollout` reads an answer as a whole, such as a move of a game."""
     component_weights: ClassVar[Mapping[str, float]] = {}
     """A rubric such as `{"correct": 1.0, "format": 0.1}`: the reward of a `Score(components=...)`
     without a reward is the sum of its components by these weights."""

@@ -61,8 +61,8 @@ _LATE = ["call_after_seal"]
 class Demonstrator(Protocol):
     """Gets the solution of each rollout's task; the simulated engine plays it."""
 
-    def assign(self, rollout_id: str, turns: list[Message]) -> None:
-        """Sets the turns that solve the task of `rollout_id`."""
+    def assign(self, rollout_id: str, turns: list[Message], *, exact: bool) -> None:
+        """Sets the turns that solve the task of `rollout_id`. `exact`: play them word for word."""
 
     def forget(self, rollout_id: str) -> None:
         """Drops the solution: the rollout is over."""
@@ -308,7 +308,7 @@ def _demonstrated(context: RolloutContext, task: Task, rollout_id: str) -> Itera
     try:
         for key, turns in solutions.items():
             assert demonstrator is not None
-            demonstrator.assign(key, turns)
+            demonstrator.assign(key, turns, exact=context.environment.exact_demonstrations)
         yield
     finally:
         for key in solutions:

@@ -61,7 +61,8 @@ def demonstration_solver(
 ) -> TextSolver:
     """Returns a solver that knows the first tasks of an environment that have a demonstration."""
     tasks = itertools.islice(environment.tasks(split), max_tasks)
-    return TextSolver(_demonstrations(environment, tasks))
+    exact = environment.exact_demonstrations
+    return TextSolver(_demonstrations(environment, tasks), exact=exact)
 
 
 def question_text(task: Task) -> str:

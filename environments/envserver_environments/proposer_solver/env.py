@@ -39,6 +39,7 @@ class ProposerSolver(Environment):
     """Self-play in which one agent makes problems for the other."""
 
     name = "proposer_solver"
+    exact_demonstrations = True
     solved_at = 0.75  # both agents' mean where the solver is right half of the time
 
     class Config(Environment.Config):

@@ -48,6 +48,7 @@ class TwentyQuestions(Environment):
     """Twenty questions about a secret on the server, paid by turn."""
 
     name = "twenty_questions"
+    exact_demonstrations = True
 
     class Config(Environment.Config):
         max_turns: int = 20

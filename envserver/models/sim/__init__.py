@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "SimEngine": "engine",
     "RolloutSolver": "solver",
+    "Solution": "solver",
+    "Speaker": "policy",
     "Solver": "solver",
     "TextSolver": "solver",
     "serve_sim": "server",
@@ -22,10 +24,20 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from .engine import SimEngine
+    from .policy import Speaker
     from .server import serve_sim, sim_app
-    from .solver import RolloutSolver, Solver, TextSolver
+    from .solver import RolloutSolver, Solution, Solver, TextSolver
 
-__all__ = ["RolloutSolver", "SimEngine", "Solver", "TextSolver", "serve_sim", "sim_app"]
+__all__ = [
+    "RolloutSolver",
+    "SimEngine",
+    "Solution",
+    "Solver",
+    "Speaker",
+    "TextSolver",
+    "serve_sim",
+    "sim_app",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,8 +21,10 @@ from ..engine import ReplicaHealth
 from .answers import MODEL
 from .conversation import refusal
 from .planner import Json, Plan, Planner
+from .policy import Policy, Speaker
 from .solver import Solver
 from .tokenizer import MAX_MODEL_LEN, SimTokenizer, shared_tokenizer
+from .transcript import Transcript
 
 OWNER = "envserver-simulated"
 _BROKE = "The simulated engine broke off in the middle, as its disconnect_rate asks."
@@ -38,16 +40,23 @@ class SimEngine:
     Args:
         config: see SimConfig.
         solver: source of right answers; without one the answers are arbitrary text.
+        speaker: says the answers instead of the script, which then has no part in them.
+
+    Raises:
+        ConfigError: the transcript of `config` cannot be used.
     """
 
     kind = "sim"
     exact = True
 
-    def __init__(self, config: SimConfig, solver: Solver | None = None) -> None:
+    def __init__(
+        self, config: SimConfig, solver: Solver | None = None, *, speaker: Speaker | None = None
+    ) -> None:
         self._config = config
         self._started_at = int(time.time())
         self.tokenizer: SimTokenizer = shared_tokenizer()
-        self._planner = Planner(config, solver, self.tokenizer)
+        speaker = speaker or _speaker_of(config, solver)
+        self._planner = Planner(config, speaker, self.tokenizer)
 
     async def __aenter__(self) -> SimEngine:
         return self
@@ -139,6 +148,12 @@ class SimEngine:
             "max_model_len": MAX_MODEL_LEN,
             "permission": [],
         }
+
+
+def _speaker_of(config: SimConfig, solver: Solver | None) -> Speaker:
+    if config.transcript is not None:
+        return Transcript.read(config.transcript)
+    return Policy(config, solver)
 
 
 def _now() -> float:

@@ -27,7 +27,7 @@ from .conversation import (
     plain_messages,
     refusal,
 )
-from .policy import Policy, Wish, generator
+from .policy import Speaker, Wish, generator
 from .requests import (
     Body,
     ChatBody,
@@ -39,7 +39,6 @@ from .requests import (
     check_sampling,
     read,
 )
-from .solver import Solver
 from .tokenizer import MAX_MODEL_LEN, Prompt, SimTokenizer
 
 Json = dict[str, Any]
@@ -91,12 +90,12 @@ class Planner:
 
     Args:
         config: seed and probabilities; times are not used here.
-        solver: source of right answers; without one the answers are arbitrary text.
+        speaker: says the answers.
     """
 
-    def __init__(self, config: SimConfig, solver: Solver | None, tokenizer: SimTokenizer) -> None:
+    def __init__(self, config: SimConfig, speaker: Speaker, tokenizer: SimTokenizer) -> None:
         self._config = config
-        self._policy = Policy(config.seed, config.solve_probability, solver, openers=config.openers)
+        self._speaker = speaker
         self._tokenizer = tokenizer
         self._asked: OrderedDict[tuple[str, int, int], int] = OrderedDict()
 
@@ -199,7 +198,10 @@ class Planner:
         for number in range(body.n or 1):
             key = f"{place}|{_nonce(body, asked)}|{number}"
             fate = f"{wish.rollout_id}|{number}" if wish.rollout_id else key
-            ids = self._tokenizer.encode(self._policy.say(conversation, wish, fate=fate, key=key))
+            said = self._speaker.say(conversation, wish, fate=fate, key=key)
+            ids = self._tokenizer.encode(said.text)
+            if said.endless:
+                ids = ids * (1 + ending.max_tokens // len(ids))
             ids.append(self._tokenizer.im_end)
             if chance.random() < self._config.truncate_rate:
                 ids = ids[: chance.randint(1, max(1, len(ids) - 1))]

@@ -1,8 +1,9 @@
 """Decides what the simulated model says next: a script with random choices, not a language model.
 
 In flow the conversation and what the request allows, out flows the text of the next assistant turn.
-What always holds: the same seed, key and conversation give the same text; calls name a tool of the
-request and have canonical arguments; the text holds no special token.
+What always holds: the same seed, key and conversation give the same text; the text holds no special
+token; unless a fault is drawn (faulty_answers), calls name a tool of the request and have canonical
+arguments.
 
 With a demonstration the policy plays it turn by turn, in words of its own around it, and answers
 right with the configured probability; else the last turn's answer is spoiled. Without one it
@@ -14,29 +15,24 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from envserver_records.records import Message
 
+from ...config import SimConfig
 from .conversation import Conversation, refusal
+from .faulty_answers import Said, Turn, faulty
 from .schema_values import drawn_value
-from .solver import Solver
+from .solver import Solution, Solver
 from .spoil import spoiled_arguments, spoiled_text
-from .tokenizer import END_OF_TEXT, IM_END, IM_START, assistant_text, canonical_arguments
+from .tokenizer import END_OF_TEXT, IM_END, IM_START, canonical_arguments
 from .wording import CLOSERS, NOUNS, OPENERS, VERBS
 
 _BABBLED_TURNS = 6
 """After this many turns without a demonstration the policy calls no more tools."""
 _NOT_PROSE = ("{", "[", "<")
 """Answers that begin like this are read by programs: nothing is put before them."""
-
-
-class Turn(msgspec.Struct, frozen=True):
-    """One assistant message: text, and calls as name and canonical JSON arguments."""
-
-    content: str
-    calls: tuple[tuple[str, str], ...] = ()
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,23 +51,26 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
 
 
+class Speaker(Protocol):
+    """Says the assistant's turns: the Policy, a transcript, or a person."""
+
+    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
+        """See Policy.say."""
+
+
 class Policy:
     """See the module.
 
     Args:
-        solve_probability: in [0, 1].
-        openers: put words of its own before a demonstration's.
+        config: probabilities, and whether words are put before a demonstration's.
     """
 
-    def __init__(
-        self, seed: int, solve_probability: float, solver: Solver | None, *, openers: bool = True
-    ) -> None:
-        self._seed = seed
-        self._openers = openers
-        self._solve_probability = solve_probability
+    def __init__(self, config: SimConfig, solver: Solver | None) -> None:
+        self._seed = config.seed
+        self._config = config
         self._solver = solver
 
-    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> str:
+    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
         """Returns the text of the next assistant turn.
 
         Args:
@@ -83,36 +82,48 @@ class Policy:
         """
         rng = generator(self._seed, "words", key)
         tools = _callable_tools(conversation, wish)
-        script = self._script(conversation, wish, tools)
-        if script:
-            turn = self._played(script, conversation.turn(), wish, fate, rng)
+        solution = self._solution(conversation, wish)
+        if solution is not None:
+            turn = self._played(solution, conversation.turn(), tools, wish, fate, rng)
         else:
             turn = _babble(conversation.turn(), tools, wish, rng)
-        if wish.choice not in ("none", "auto") and not turn.calls:
+        free = wish.choice in ("none", "auto")
+        if not free and not turn.calls:
             turn = Turn(turn.content, (_drawn_call(tools, rng),))
         if not wish.parallel:
             turn = Turn(turn.content, turn.calls[:1])
-        return without_specials(assistant_text(_message(turn)))
+        chance = generator(self._seed, "faulty", key)
+        said = faulty(turn, self._config, chance, tools=tools, free=free) or Said(turn.text())
+        return Said(without_specials(said.text), said.endless)
 
-    def _script(self, conversation: Conversation, wish: Wish, tools: dict[str, Any]) -> list[Turn]:
+    def _solution(self, conversation: Conversation, wish: Wish) -> Solution | None:
         if self._solver is None:
-            return []
-        turns = self._solver.solve(conversation.messages, wish.rollout_id)
-        return playable([_turn(message) for message in turns], set(tools)) if turns else []
+            return None
+        solution = self._solver.solve(conversation.messages, wish.rollout_id)
+        return solution if solution is not None and solution.turns else None
 
     def _played(
-        self, script: list[Turn], index: int, wish: Wish, fate: str, rng: random.Random
+        self,
+        solution: Solution,
+        index: int,
+        tools: dict[str, Any],
+        wish: Wish,
+        fate: str,
+        rng: random.Random,
     ) -> Turn:
+        script = playable([_turn(message) for message in solution.turns], set(tools))
         last = len(script) - 1
         turn = script[min(index, last)]
         if index >= last and not self._solves(fate):
-            turn = spoiled(turn, generator(self._seed, "spoil", fate))
+            turn = spoiled(turn, generator(self._seed, "spoil", fate), tools)
         if index > last:
-            return Turn(f"{rng.choice(CLOSERS)}\n{as_text(turn)}")
-        return worded(turn, rng) if self._openers and not wish.response_format else turn
+            said = as_text(turn)
+            return Turn(said if solution.exact else f"{rng.choice(CLOSERS)}\n{said}")
+        exact = solution.exact or not self._config.openers or wish.response_format
+        return turn if exact else worded(turn, rng)
 
     def _solves(self, fate: str) -> bool:
-        return generator(self._seed, "solve", fate).random() < self._solve_probability
+        return generator(self._seed, "solve", fate).random() < self._config.solve_probability
 
 
 def generator(seed: int, purpose: str, key: str) -> random.Random:
@@ -142,12 +153,17 @@ def as_text(turn: Turn) -> str:
     return turn.content or json.dumps(arguments, ensure_ascii=False)
 
 
-def spoiled(turn: Turn, rng: random.Random) -> Turn:
-    """Returns the turn with a wrong answer: in its last call, or else in its text."""
+def spoiled(turn: Turn, rng: random.Random, tools: dict[str, Any]) -> Turn:
+    """Returns the turn with a wrong answer: in its last call, or else in its text.
+
+    Wrong arguments are still valid for the call's tool.
+    """
     if not turn.calls:
         return Turn(spoiled_text(turn.content, rng))
     *others, (name, arguments) = turn.calls
-    wrong = canonical_arguments(spoiled_arguments(json.loads(arguments), rng))
+    wrong = canonical_arguments(
+        spoiled_arguments(json.loads(arguments), rng, tools.get(name) or {})
+    )
     content = spoiled_text(turn.content, rng) if "\\boxed{" in turn.content else turn.content
     return Turn(content, (*others, (name, wrong)))
 
@@ -182,11 +198,6 @@ def _turn(message: Message) -> Turn:
         raise refusal(
             f"The demonstration holds a message that cannot be played: {error}"
         ) from error
-
-
-def _message(turn: Turn) -> Message:
-    calls = [{"function": {"name": name, "arguments": text}} for name, text in turn.calls]
-    return {"role": "assistant", "content": turn.content, "tool_calls": calls}
 
 
 def _callable(turn: Turn, names: set[str]) -> bool:

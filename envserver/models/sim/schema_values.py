@@ -1,7 +1,8 @@
 """Values that a JSON schema allows, drawn at random: arguments for tools nobody demonstrated.
 
 Covered: type, enum, const, properties, required, items, minItems, string lengths, numeric bounds,
-multipleOf, anyOf/oneOf (the first), allOf (merged) and local $ref. `pattern` and `format` are not.
+multipleOf, anyOf/oneOf (the first), allOf (merged), local $ref and common formats of text (dates,
+addresses, ids). `pattern` is not.
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ _MAX_DEPTH = 32
 _MAX_VALUES = 2000
 _MAX_CHARACTERS = 4000
 _MAX_STEPS = 8
+_FORMATS = {
+    "date": ("2024-02-29", "2025-11-03", "1999-12-31"),
+    "time": ("08:30:00Z", "23:59:59Z"),
+    "date-time": ("2024-02-29T08:30:00Z", "2025-11-03T17:00:00Z"),
+    "email": ("river@example.com", "stone.bridge@example.org"),
+    "hostname": ("example.com", "www.example.org"),
+    "uri": ("https://example.com/garden", "https://example.org/"),
+    "uuid": ("6f1c3a52-9d0e-4b7a-8c21-5e4f3d2b1a09", "0b9d7f3e-1a2c-4d5e-9f80-7a6b5c4d3e2f"),
+    "ipv4": ("192.0.2.7", "198.51.100.23"),
+}
 
 
 def drawn_value(schema: Any, rng: random.Random) -> Any:
@@ -104,6 +115,8 @@ class _Drawer:
         return int(value) if whole else float(value)
 
     def _string(self, schema: dict[str, Any]) -> str:
+        if schema.get("format") in _FORMATS:
+            return self._rng.choice(_FORMATS[schema["format"]])
         text = " ".join(self._rng.choice(NOUNS) for _ in range(self._rng.randint(1, 4)))
         shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
         if shortest > _MAX_CHARACTERS:

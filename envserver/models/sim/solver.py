@@ -6,16 +6,29 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
+import msgspec
 from envserver_records.records import Message
 
 _REMEMBERED_TEXTS = 4096
 
 
+class Solution(msgspec.Struct, frozen=True):
+    """A demonstration that is played.
+
+    Args:
+        turns: the assistant's messages, one per turn.
+        exact: they are played word for word, with no sentence before or after them.
+    """
+
+    turns: list[Message]
+    exact: bool = False
+
+
 class Solver(Protocol):
     """Finds the demonstration of the task that a conversation is about."""
 
-    def solve(self, messages: list[Message], rollout_id: str) -> list[Message] | None:
-        """Returns the assistant's messages that solve it, one per turn, or None if none are known.
+    def solve(self, messages: list[Message], rollout_id: str) -> Solution | None:
+        """Returns its demonstration, or None if none is known.
 
         `rollout_id` is "" for requests from outside. Called for every request on the event loop, so
         it must be fast.
@@ -26,22 +39,22 @@ class RolloutSolver:
     """Demonstrations by rollout, assigned by the code that starts the rollouts."""
 
     def __init__(self) -> None:
-        self._turns: dict[str, list[Message]] = {}
+        self._solutions: dict[str, Solution] = {}
 
-    def assign(self, rollout_id: str, turns: list[Message] | None) -> None:
-        """Assigns a demonstration to `rollout_id`; None: it has none."""
+    def assign(self, rollout_id: str, turns: list[Message] | None, *, exact: bool = False) -> None:
+        """Assigns a demonstration to `rollout_id`; None: it has none. `exact`: see Solution."""
         if turns:
-            self._turns[rollout_id] = turns
+            self._solutions[rollout_id] = Solution(turns, exact)
         else:
             self.forget(rollout_id)
 
     def forget(self, rollout_id: str) -> None:
         """Forgets a rollout that is over; unknown ids are ignored."""
-        self._turns.pop(rollout_id, None)
+        self._solutions.pop(rollout_id, None)
 
-    def solve(self, messages: list[Message], rollout_id: str) -> list[Message] | None:
+    def solve(self, messages: list[Message], rollout_id: str) -> Solution | None:
         """See Solver."""
-        return self._turns.get(rollout_id)
+        return self._solutions.get(rollout_id)
 
 
 class TextSolver:
@@ -52,37 +65,40 @@ class TextSolver:
 
     Args:
         tasks: question and demonstration; of equal questions the last counts, empty ones do not.
+        exact: see Solution.
     """
 
-    def __init__(self, tasks: Iterable[tuple[str, list[Message]]]) -> None:
-        self._turns = {text.strip(): turns for text, turns in tasks if text.strip()}
+    def __init__(self, tasks: Iterable[tuple[str, list[Message]]], *, exact: bool = False) -> None:
+        self._solutions = {
+            text.strip(): Solution(turns, exact) for text, turns in tasks if text.strip()
+        }
         # Questions by their last characters, so that a message is searched for all of them at once.
         self._by_ending: dict[int, dict[str, list[str]]] = {}
-        for question in sorted(self._turns, key=len, reverse=True):
+        for question in sorted(self._solutions, key=len, reverse=True):
             length = min(len(question), 24)
             endings = self._by_ending.setdefault(length, {})
             endings.setdefault(question[-length:], []).append(question)
-        self._found: OrderedDict[str, list[Message] | None] = OrderedDict()
+        self._found: OrderedDict[str, Solution | None] = OrderedDict()
 
-    def solve(self, messages: list[Message], rollout_id: str) -> list[Message] | None:
+    def solve(self, messages: list[Message], rollout_id: str) -> Solution | None:
         """See Solver."""
         for message in reversed(messages):
             if message.get("role") == "user":
-                turns = self._remembered(str(message.get("content") or ""))
-                if turns is not None:
-                    return turns
+                solution = self._remembered(str(message.get("content") or ""))
+                if solution is not None:
+                    return solution
         return None
 
-    def _remembered(self, text: str) -> list[Message] | None:
+    def _remembered(self, text: str) -> Solution | None:
         if text in self._found:
             self._found.move_to_end(text)
             return self._found[text]
         question = self._last_question(text)
-        turns = None if question is None else self._turns[question]
-        self._found[text] = turns
+        solution = None if question is None else self._solutions[question]
+        self._found[text] = solution
         if len(self._found) > _REMEMBERED_TEXTS:
             self._found.popitem(last=False)
-        return turns
+        return solution
 
     def _last_question(self, text: str) -> str | None:
         for end in range(len(text), 0, -1):

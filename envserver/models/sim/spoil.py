@@ -5,8 +5,13 @@ from __future__ import annotations
 import random
 import re
 import string
+from collections.abc import Iterator
 from typing import Any
 
+from .schema_values import drawn_value
+
+_DRAWS = 8
+"""Values that are drawn from a schema until one differs and is allowed."""
 _OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
 _WORD = re.compile(r"[^\W\d_]+")
 _COMMAND_OR_WORD = re.compile(r"\\[a-zA-Z]+|[^\W\d_]+")
@@ -36,16 +41,51 @@ def spoiled_answer(answer: str, rng: random.Random) -> str:
     return f"{answer}{rng.choice('123456789')}"
 
 
-def spoiled_arguments(arguments: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Returns a call's arguments with a wrong `answer`, or else a wrong longest value."""
-    if not arguments:
-        return arguments
-    name = (
-        "answer"
-        if "answer" in arguments
-        else max(arguments, key=lambda key: len(str(arguments[key])))
-    )
-    return {**arguments, name: _spoiled_value(arguments[name], rng)}
+def spoiled_arguments(
+    arguments: dict[str, Any], rng: random.Random, schema: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns a call's arguments with a wrong `answer`, or else a wrong longest value.
+
+    Args:
+        schema: of the arguments. A wrong value that it does not allow is drawn from it; if it
+            allows no other, the next longest value is made wrong.
+    """
+    names = sorted(arguments, key=lambda name: (name != "answer", -len(str(arguments[name]))))
+    for name in names:
+        wrong = {**arguments, name: _spoiled_value(arguments[name], rng)}
+        if not schema or is_valid(wrong, schema):
+            return wrong
+        declared = (schema.get("properties") or {}).get(name)
+        for value in _other_values(declared, arguments[name], rng):
+            if is_valid({**arguments, name: value}, schema):
+                return {**arguments, name: value}
+    return arguments
+
+
+def is_valid(arguments: dict[str, Any], schema: dict[str, Any]) -> bool:
+    """Returns whether the schema allows the arguments; a schema that is broken allows anything."""
+    from jsonschema import Draft202012Validator, SchemaError
+
+    try:
+        Draft202012Validator.check_schema(schema)
+        return bool(Draft202012Validator(schema).is_valid(arguments))
+    except (SchemaError, RecursionError):
+        return True
+
+
+def _other_values(schema: Any, value: Any, rng: random.Random) -> Iterator[Any]:
+    """Yields values for `schema` that differ from `value`."""
+    if isinstance(schema, dict) and isinstance(schema.get("enum"), list):
+        others = [one for one in schema["enum"] if one != value]
+        yield from rng.sample(others, len(others))
+        return
+    for _ in range(_DRAWS):
+        try:
+            drawn = drawn_value(schema, rng)
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+            return  # an unusual schema: this value stays right
+        if drawn != value:
+            yield drawn
 
 
 def _spoiled_value(value: Any, rng: random.Random) -> Any:

@@ -87,7 +87,7 @@ def test_games_of_kuhn_are_played_on_the_server(tmp_path: Path) -> None:
         assert not set(json.dumps(task.public)) & set("JQK")
     out = tmp_path / "kuhn.jsonl"
     ran = envserver(
-        *("process", "--env", "kuhn", "--model", "sim", "--sim.openers", "false"),
+        *("process", "--env", "kuhn", "--model", "sim"),
         *("--env.total_steps", 60, "--env.group_size", 2, "--sim.solve_probability", 1),
         *("--env.data_path_to_save_groups", out),
         folder=tmp_path,
@@ -108,7 +108,7 @@ def test_twenty_questions_pays_what_a_question_finds_out() -> None:
         "twenty_questions",
         model="sim",
         env={"total_steps": 1, "group_size": 2},
-        sim={"solve_probability": 1.0, "openers": False},
+        sim={"solve_probability": 1.0},
     )
     for trajectory in group.trajectories:
         score = trajectory.score

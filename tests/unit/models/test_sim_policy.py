@@ -118,7 +118,8 @@ def test_text_solver_takes_the_last_question_of_the_last_user() -> None:
     solver = TextSolver([("How many?", short), ("So: How many?", long), ("Who?", other)])
 
     def solved(*contents: str) -> Any:
-        return solver.solve([{"role": "user", "content": text} for text in contents], "")
+        solution = solver.solve([{"role": "user", "content": text} for text in contents], "")
+        return solution and solution.turns
 
     assert solved("Example. Who? Task. How many? Think.") is short
     assert solved("So: How many?") is long

@@ -23,7 +23,7 @@ from envserver import OpenAIConfig, SimConfig
 from envserver.cli import main
 from envserver.environment import Environment
 from envserver.models import OpenAIEngine, TextSolver
-from envserver.models.sim import Solver, serve_sim
+from envserver.models.sim import Solution, Solver, serve_sim
 from envserver.running.simulated_server import demonstration_solver, question_text
 
 QUESTION = "What is 6 times 7?"
@@ -265,7 +265,7 @@ def test_demonstrations_of_an_environment_are_found_by_their_question() -> None:
         number: solver.solve([{"role": "user", "content": f"Hello. What is {number} + 1?"}], "")
         for number in (3, 4, 52)
     }
-    assert solved == {3: None, 4: [{"role": "assistant", "content": "5"}], 52: None}
+    assert solved == {3: None, 4: Solution([{"role": "assistant", "content": "5"}]), 52: None}
     assert question_text(Task("t", {"a": "short", "b": "much longer"})) == "much longer"
 
 

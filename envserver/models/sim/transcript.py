@@ -1,0 +1,198 @@
+"""Plays recorded answers: the simulated engine says what another model said before.
+
+In: conversations from a file of `process`, of conversations (JSONL) or of `run`. Out: the text of
+the next assistant turn, word for word. What always holds: an answer is one that was recorded for
+the same opening (everything before the first answer); without such a recording the request is
+refused, never answered with something else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from envserver_records.errors import ConfigError, EngineRefused
+from envserver_records.records import Message
+
+from .conversation import Conversation, plain_messages, refusal
+from .faulty_answers import Said
+from .policy import Wish, without_specials
+from .tokenizer import assistant_text
+
+_REMEMBERED_ROLLOUTS = 16_384
+_SHOWN = 80
+_AGENT = re.compile(r"(-r\d+)/\w+(\|\d+)$")
+"""The end of a declared agent's fate: GROUP-rNUMBER/AGENT|CHOICE."""
+
+Opening = tuple[tuple[str, str], ...]
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """The answers of one conversation.
+
+    Args:
+        rollout: the recorded rollout that it belongs to, with those of the other agents.
+        answers: the texts of the assistant's turns.
+    """
+
+    rollout: str
+    answers: list[str]
+
+
+class Transcript:
+    """Recorded conversations by their opening.
+
+    A rollout plays one recorded rollout, all its agents included, from the first to the last turn;
+    rollouts with the same opening take those recorded in turn. Requests without a rollout go on
+    with a recording that has said the same so far.
+
+    Args:
+        conversations: each with its rollout, and with text contents as `plain_messages` gives them.
+    """
+
+    def __init__(self, conversations: Iterable[tuple[str, list[Message]]]) -> None:
+        self._recordings: dict[Opening, list[Recording]] = {}
+        for rollout, messages in conversations:
+            answers = _answers(messages)
+            if answers:
+                for key in _keys(messages):
+                    recording = Recording(rollout, answers)
+                    self._recordings.setdefault(key, []).append(recording)
+        self._next: Counter[Opening] = Counter()
+        self._playing: OrderedDict[str, tuple[str, dict[Opening, Recording]]] = OrderedDict()
+
+    @classmethod
+    def read(cls, path: Path) -> Transcript:
+        """Reads the file.
+
+        Raises:
+            ConfigError: it cannot be read, or holds no answer.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The transcript {str(path)!r} cannot be read: {error}.") from error
+        transcript = cls(_conversations(text, path))
+        if not transcript._recordings:
+            raise ConfigError(
+                f"The transcript {str(path)!r} holds no conversation with an answer.",
+                hint="Give a file of `process`, or JSONL with `messages` in each line.",
+            )
+        return transcript
+
+    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
+        """Returns the recorded text of the next assistant turn.
+
+        Raises:
+            EngineRefused: no recording begins so, or it has no further turn.
+        """
+        keys = _keys(conversation.messages)
+        opening = next((one for one in keys if one in self._recordings), None)
+        if opening is None:
+            last = conversation.messages[-1]["content"][:_SHOWN]
+            raise refusal(f"The transcript has no conversation that begins so: {last!r}.")
+        turn = conversation.turn()
+        if wish.rollout_id:
+            answers = self._of_rollout(_AGENT.sub(r"\1\2", fate), opening).answers
+        else:
+            answers = self._of_nobody(opening, conversation, turn).answers
+        if turn >= len(answers):
+            raise refusal(f"The recorded conversation has no turn {turn + 1}.")
+        return Said(without_specials(answers[turn]))
+
+    def _of_rollout(self, rollout: str, opening: Opening) -> Recording:
+        """Returns what this rollout plays after `opening`, always the same."""
+        if rollout not in self._playing:
+            self._playing[rollout] = (self._taken(opening).rollout, {})
+            if len(self._playing) > _REMEMBERED_ROLLOUTS:
+                self._playing.popitem(last=False)
+        recorded, chosen = self._playing[rollout]
+        if opening not in chosen:
+            same = [one for one in self._recordings[opening] if one.rollout == recorded]
+            chosen[opening] = same[0] if same else self._taken(opening)
+        return chosen[opening]
+
+    def _of_nobody(self, opening: Opening, conversation: Conversation, turn: int) -> Recording:
+        """Returns a recording that has said what this conversation has."""
+        if not turn:
+            return self._taken(opening)
+        so_far = _answers(conversation.messages)
+        recordings = self._recordings[opening]
+        same = (one for one in recordings if one.answers[:turn] == so_far)
+        return max(same, key=lambda one: len(one.answers), default=recordings[0])
+
+    def _taken(self, opening: Opening) -> Recording:
+        """Returns the recordings of an opening in turn."""
+        recordings = self._recordings[opening]
+        self._next[opening] += 1
+        return recordings[(self._next[opening] - 1) % len(recordings)]
+
+
+def _keys(messages: list[Message]) -> Iterator[Opening]:
+    """Yields the opening with and without system messages, which may hold the time or the tools."""
+    opening = []
+    for message in messages:
+        if message["role"] == "assistant":
+            break
+        opening.append((message["role"], message["content"].strip()))
+    yield tuple(opening)
+    without = tuple(one for one in opening if one[0] != "system")
+    if len(without) < len(opening):
+        yield without
+
+
+def _answers(messages: list[Message]) -> list[str]:
+    return [assistant_text(message) for message in messages if message["role"] == "assistant"]
+
+
+def _conversations(text: str, path: Path) -> Iterator[tuple[str, list[Message]]]:
+    for place, document in _documents(text, path):
+        for number, (rollout, messages) in enumerate(_messages_in(document)):
+            try:
+                yield rollout or f"{place}, {number}", plain_messages(messages)
+            except (EngineRefused, AttributeError) as error:
+                raise ConfigError(f"{place}: a conversation cannot be read: {error}") from error
+
+
+def _documents(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the JSON documents with their places: the whole file, or else its lines."""
+    try:
+        yield str(path), json.loads(text)
+        return
+    except ValueError:
+        pass
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                yield place, json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{place}: it is not JSON: {error}.") from error
+
+
+def _messages_in(document: Any) -> Iterator[tuple[str, list[Message]]]:
+    """Yields the conversations of a group, of a unified trajectory or of a plain row, each with the
+    rollout that it belongs to ("" if there is none)."""
+    if not isinstance(document, dict):
+        return
+    held = document.get("messages")
+    held = held if isinstance(held, list) else []
+    rollouts = (document.get("envserver") or {}).get("rollouts") or []
+    for rollout in rollouts:
+        # A row has its agent's conversation, and so may several rows, and `others`.
+        own = [held[row] for row in rollout["rows"] if row < len(held)]
+        others = [other["messages"] for other in rollout.get("others") or ()]
+        distinct = {json.dumps(one): one for one in (*own, *others) if one}
+        yield from ((str(rollout["rollout_id"]), one) for one in distinct.values())
+    if not rollouts:
+        yield from (("", one) for one in held if isinstance(one, list) and one)
+    if held and isinstance(held[0], dict):
+        yield "", held
+    for agent in (document.get("metadata") or {}).get("sequences") or ():
+        if agent.get("messages"):
+            yield "the rollout of the document", agent["messages"]
