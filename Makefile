@@ -76,6 +76,8 @@ bench: .venv/.tests-installed
 	@for name in tokens proxy store api workers sandbox agents tau; do $(BIN)/python tests/benchmarks/bench_$$name.py || exit 1; done
 
 lint: .venv/.tests-installed
+	@test -z "$$(git ls-files '.venv*')" || { echo "A link to a virtual environment is committed:" \
+	  "a merge would replace the real one. git rm --cached .venv-*" >&2; exit 1; }
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
