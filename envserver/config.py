@@ -273,6 +273,9 @@ class WorkersConfig(Section):
     max_requests_per_second: float = Field(default=100, gt=0)
     """Average requests of one rollout to the proxy per second, ten seconds' worth at once; further
     ones wait for a moment, then 429."""
+    max_recorded_mb: float = Field(default=64, ge=1)
+    """Megabytes that the requests of one rollout may take in its record, where what is repeated
+    counts once; all rollouts together may have 32 times as much. More is refused (limit record)."""
 
 
 class SandboxConfig(Section):

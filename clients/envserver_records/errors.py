@@ -145,7 +145,8 @@ class RolloutError(EnvserverError):
 
 
 class LimitReached(RolloutError):
-    """`detail["limit"]` is turns, tokens, time or context (the model's window is full)."""
+    """`detail["limit"]` is turns, tokens, time, context (the model's window is full) or record (its
+    requests hold too much memory)."""
 
     kind, blame, outcome, status = "limit_reached", Blame.MODEL, Outcome.SCORE, 429
 

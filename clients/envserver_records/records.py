@@ -70,9 +70,11 @@ class Result(msgspec.Struct, kw_only=True):
         messages: the last conversation that the agent sent, with the model's last answer.
         finish_reason: the last call's ("length": cut off), None without a call.
         truncated: the model was cut off: by the length of its last call, by the limits "tokens",
-            "time" or "context", or by "crash". After "turns" its last answer is complete.
-        limit: the limit that ended the rollout: "turns", "tokens", "time", "context", "crash" (code
-            of the model ended its agent's process) or None.
+            "time" or "context", or by "crash". After "turns" and "record" its last answer is
+            complete.
+        limit: the limit that ended the rollout: "turns", "tokens", "time", "context", "record" (its
+            requests hold too much memory), "crash" (code of the model ended its agent's process) or
+            None.
         turns: number of model calls.
         completion_tokens: number of tokens sampled in all calls.
         metrics: numbers that the agent logged with `run.log_metric`.

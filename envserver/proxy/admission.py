@@ -20,6 +20,7 @@ from .dialects.tables import FieldTable
 from .model_request import ModelRequest
 
 _DEFAULT = TokensConfig()
+_READ = ("messages", "input", "prompt", "system")
 
 
 def read_request(
@@ -46,6 +47,8 @@ def read_request(
     request.unchecked = not passed.keys() <= RAW.keys()
     check_media(request.messages)
     check_constraints(request.fields, request.tools, tokens.constraints)
+    for name in _READ:
+        known.pop(name, None)  # a retry's answer needs the rest only
     return request
 
 

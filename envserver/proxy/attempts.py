@@ -40,6 +40,7 @@ from .asgi import Interrupts
 from .bounds import InFlight
 from .context_length import context_limit
 from .reached import ReachedLimits
+from .recorded import RecordedRequests
 from .retries import Retries
 
 _MAX_LOG_BYTES = 8 * 1024 * 1024
@@ -172,6 +173,7 @@ class ProxyAttempt:
         histories: the conversations that can be continued, by engine.
         span: trace span of the agent's run, the parent of its model calls.
         in_flight: its connections, bytes and requests.
+        recorded: the requests that its record holds.
         planning: held while one of its long prompts is planned, or waits for that.
     """
 
@@ -203,6 +205,7 @@ class ProxyAttempt:
     histories: dict[Any, History] = field(default_factory=dict)
     span: Span = NO_SPAN
     in_flight: InFlight = field(default_factory=InFlight)
+    recorded: RecordedRequests = field(init=False)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     _unanswered: dict[str | None, Failure] = field(default_factory=dict)
     _turns: Counter[str | None] = field(default_factory=Counter)
@@ -213,13 +216,17 @@ class ProxyAttempt:
     _sampling: dict[object, int] = field(default_factory=dict)
     _held: set[asyncio.Task[Any]] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.recorded = RecordedRequests(self.in_flight)
+
     @property
     def seconds_left(self) -> float:
         return self.spec.deadline - time.time()
 
     @property
     def limit(self) -> str | None:
-        """The limit that holds an agent back: "turns", "tokens", "time" or "context"."""
+        """The limit that holds an agent back: "turns", "tokens", "time", "context" or
+        "record"."""
         return self.limits.latest
 
     @property
@@ -394,6 +401,7 @@ class ProxyAttempt:
         self.retries.clear()
         self.memory.clear()
         self.histories.clear()
+        self.recorded.clear()
 
     def reached(self, limit: str, message: str, agent: str | None = None) -> LimitReached:
         """Records that `agent` reached `limit`; returns the error for it."""

@@ -18,12 +18,12 @@ from typing import Literal, Protocol, Self
 
 import msgspec
 import structlog
-from envserver_records.errors import UsageError
+from envserver_records.errors import LimitReached, UsageError
 
 from ..buckets import Bucket
 from ..config import WorkersConfig
 
-Bound = Literal["connections", "requests", "bytes", "idle"]
+Bound = Literal["connections", "requests", "bytes", "recorded", "idle"]
 
 KEPT_CONNECTIONS = 8
 """Connections of an attempt while the server has few descriptors left."""
@@ -32,6 +32,8 @@ _KEPT_BYTES = 4_000_000
 _MEGABYTE = 1_000_000
 _SHARES = 8
 """All attempts together may have so many times the bytes of one."""
+_RECORD_SHARES = 32
+"""The same for the bytes of their records."""
 _BURST_SECONDS = 10
 READING_SHARE = 0.25
 """Of one processor's time, for reading the requests of one attempt: the event loop does it."""
@@ -54,10 +56,15 @@ class AttemptBounds(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 64
     max_request_mb: float = 128
     max_requests_per_second: float = 100
+    max_recorded_mb: float = 64
 
     @property
     def max_bytes(self) -> int:
         return int(self.max_request_mb * _MEGABYTE)
+
+    @property
+    def max_recorded_bytes(self) -> int:
+        return int(self.max_recorded_mb * _MEGABYTE)
 
     @classmethod
     def of(cls, settings: WorkersConfig) -> Self:
@@ -111,17 +118,19 @@ class Connections:
 
 
 class Totals:
-    """What all attempts together have in flight, and what was refused."""
+    """What all attempts together have in flight and in their records, and what was refused."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, max_recorded: int) -> None:
         self.max_bytes = max_bytes
+        self.max_recorded = max_recorded
         self.bytes = 0
+        self.recorded = 0
         self.connections = 0
         self.refused: Counter[Bound] = Counter()
 
     @classmethod
     def of(cls, bounds: AttemptBounds) -> Self:
-        return cls(bounds.max_bytes * _SHARES)
+        return cls(bounds.max_bytes * _SHARES, bounds.max_recorded_bytes * _RECORD_SHARES)
 
 
 class InFlight:
@@ -143,6 +152,8 @@ class InFlight:
         self.bounds = bounds or AttemptBounds()
         self.connections = Connections()
         self.bytes = 0
+        self.recorded = 0
+        """Bytes of requests in its record, see `recorded.py`."""
         self.reading_seconds = 0.0
         """CPU time that reading its requests took."""
         self._totals = totals or Totals.of(self.bounds)
@@ -222,6 +233,27 @@ class InFlight:
         self.bytes = mine
         self._totals.bytes = all_bytes
 
+    def keep(self, size: int) -> None:
+        """Takes bytes of the record (gives them back, if `size` is negative).
+
+        Raises:
+            LimitReached: the attempt has used up its own; asking again does not help.
+            OverBound: all attempts together have; this one may have a small part in any case.
+        """
+        mine, everybody = self.recorded + size, self._totals.recorded + size
+        if size > 0 and mine > self.bounds.max_recorded_bytes:
+            self.refused("recorded")
+            raise LimitReached(
+                f"All {self.bounds.max_recorded_mb:g} MB that one rollout's requests may leave in"
+                " its record are used up.",
+                hint="--workers.max_recorded_mb is the bound.",
+                limit="record",
+            )
+        if size > 0 and everybody > self._totals.max_recorded and mine > _KEPT_BYTES:
+            self.refused("recorded")
+            raise over_bound("recorded", "The records of all rollouts together are full.")
+        self.recorded, self._totals.recorded = mine, everybody
+
 
 class Hold:
     """Bytes of one request; a context manager that gives them back.
@@ -264,5 +296,8 @@ class Hold:
 
 def over_bound(bound: Bound, message: str) -> OverBound:
     """Returns the error for an attempt that is over `bound`."""
-    hint = "--workers.max_connections, max_request_mb and max_requests_per_second are the bounds."
+    hint = (
+        "--workers.max_connections, max_request_mb, max_requests_per_second and max_recorded_mb are"
+        " the bounds."
+    )
     return OverBound(message, hint=hint, bound=bound, retry_after_seconds=1)

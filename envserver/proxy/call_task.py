@@ -174,6 +174,9 @@ class CallTask:
         finally:
             # The task is kept for retries, and a list of ids takes ten times their size.
             self._prompt = PromptPlan()
+            if self.request.prompt is not None:
+                self.request.prompt = self._sent.prompt = ""
+                self._body.body.pop("prompt", None)
 
     async def _whole(self) -> dict[str, Any]:
         with await self._reserved() as reservation:

@@ -11,22 +11,27 @@ import re
 
 from envserver_records.errors import EnvserverError, LimitReached
 
+_SEQ_LEN = (
+    r"max\w*[ _]seq(?:uence)?[ _]?len(?:gth)?|exceed\w*(?: the)? seq(?:uence)?[ _]?len(?:gth)?"
+)
 _FULL = re.compile(
     r"context[ _](?:length|size|window|limit)|max_model_len|maximum model length"
     r"|prompt is too long|maximum prompt length|input is too long|input token count"
-    r"|inputs\W+must have less than|inputs\W+tokens \+ \W?max_new_tokens",
+    rf"|inputs\W+must have less than|inputs\W+tokens \+ \W?max_new_tokens|{_SEQ_LEN}",
     re.I,
 )
+_SUM = re.compile(r"(\d+) \+ (\d+) > (\d+)")
+"""Prompt, answer and most: Anthropic's words."""
 _MOST = re.compile(
-    r"(?:context[ _](?:length|size|window|limit)|model length|prompt length|tokens >|must be <="
-    r"|less than|tokens allowed)[^\d]{0,12}(\d+)",
+    r"(?:context[ _](?:length|size|window|limit)|model length|maximum prompt length"
+    rf"|\d(?: tokens)? >|must be <=|less than|tokens allowed|{_SEQ_LEN})[^\d]{{0,12}}(\d++)(?! >)",
     re.I,
 )
 _PROMPT = re.compile(
     r"\((\d+) in the messages|(\d+) (?:input tokens|tokens from the input)"
     r"|(?:input|request) \((\d+) tokens|\(length (\d+)\)|resulted in (\d+) tokens"
-    r"|prompt (?:has|of) (\d+)|too long: (\d+) tokens|Given: (\d+)|contains (\d+) tokens"
-    r"|token count \((\d+)\)",
+    r"|prompt (?:has|of) (\d+)|(\d+)(?: tokens)? > \d|Given: (\d+)|contains (\d+) tokens"
+    r"|(?:token count|tokens) \((\d+)\)|(?:prompt|input) length (\d+)",
     re.I,
 )
 _ANSWER = re.compile(
@@ -45,11 +50,13 @@ def context_limit(message: str) -> LimitReached | None:
     """
     if not _FULL.search(message):
         return None
-    found = {
-        "prompt_tokens": _number(_PROMPT, message),
-        "answer_tokens": _number(_ANSWER, message),
-        "context_tokens": _number(_MOST, message),
-    }
+    together = _SUM.search(message)
+    prompt, answer, most = (
+        map(int, together.groups())
+        if together
+        else (_number(one, message) for one in (_PROMPT, _ANSWER, _MOST))
+    )
+    found = {"prompt_tokens": prompt, "answer_tokens": answer, "context_tokens": most}
     numbers = {name: number for name, number in found.items() if number is not None}
     error = LimitReached(_as_clients_know_it(message, numbers), limit="context")
     error.detail |= numbers
@@ -72,4 +79,8 @@ def _as_clients_know_it(message: str, numbers: dict[str, int]) -> str:
     prompt, most = numbers.get("prompt_tokens"), numbers.get("context_tokens")
     if prompt is None or most is None:
         return f"{_KNOWN} exceeded: {message}"
+    answer = numbers.get("answer_tokens")
+    if answer is not None and prompt <= most:
+        asked = f"you requested {prompt + answer} tokens ({prompt} in the messages, {answer} in the"
+        return f"{_KNOWN} {most} tokens. However, {asked} completion)."
     return f"{_KNOWN} {most} tokens. However, your messages resulted in {prompt} tokens."

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from envserver_records.errors import EngineTimeout, EnvserverError
+from envserver_records.errors import EngineTimeout, EnvserverError, LimitReached
 
 from .admission import read_request
 from .asgi import (
@@ -32,6 +32,7 @@ from .call_task import CallTask
 from .dialects import DialectAdapter, EventWriter
 from .endpoint import EngineEndpoint
 from .model_request import ModelRequest
+from .recorded import Kept
 from .retries import RetryMarks
 from .streaming import chunks_of
 
@@ -94,9 +95,27 @@ class RequestHandler:
                 await self._guarded(earlier, again=True)
                 return
         self._attempt.take_turn(self._agent)
+        kept = self._kept(request)
         call_task = CallTask(self._endpoint, self._attempt, request, self._agent, marks.digest)
         retries.begin(marks, call_task)
-        await self._guarded(call_task, again=False)
+        try:
+            await self._guarded(call_task, again=False)
+        finally:
+            if call_task.task is None:
+                kept.end(recorded=bool(call_task.calls))
+            else:  # it may go on without this request
+                call_task.task.add_done_callback(lambda _: kept.end(recorded=bool(call_task.calls)))
+
+    def _kept(self, request: ModelRequest) -> Kept:
+        """Takes the request's space in the record, or gives its turn back."""
+        try:
+            with self._attempt.in_flight.reading():
+                return self._attempt.recorded.take(request)
+        except EnvserverError as error:
+            self._attempt.return_turn(self._agent)
+            if isinstance(error, LimitReached):
+                self._attempt.limits.refused("record", self._agent)
+            raise
 
     async def _guarded(self, call_task: CallTask, *, again: bool) -> None:
         """Answers with `call_task`; an early end is recorded and reported to the agent."""

@@ -51,6 +51,7 @@ from .dialects import DIALECTS, DialectAdapter
 from .endpoint import EngineEndpoint
 from .gate import Gate
 from .guest import generate, pass_through
+from .recorded import RecordedRequests
 from .request_handler import RequestHandler
 from .retries import RetryMarks, digest_of
 from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
@@ -172,6 +173,7 @@ class Proxy:
         attempt.in_flight = InFlight(
             self.bounds, self.totals, rollout_id=spec.rollout_id, flags=attempt.flags
         )
+        attempt.recorded = RecordedRequests(attempt.in_flight)
         self._attempts[attempt.key] = attempt
         return attempt
 

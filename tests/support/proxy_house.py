@@ -90,9 +90,10 @@ async def house(
     max_body_bytes: int = 100_000,
     find: Any = None,
     tokens: Any = None,
+    bounds: Any = None,
     **how: Any,
 ) -> Any:
-    """`find`, `tokens`: as of EngineEndpoint; `how`: as of FakeVllm."""
+    """`find`, `tokens`: as of EngineEndpoint; `bounds`: as of Proxy; `how`: as of FakeVllm."""
     async with fake_vllm(**how) as fake:
         config = OpenAIConfig(base_url=fake.url, server_type=server_type)
         async with (
@@ -104,6 +105,7 @@ async def house(
                 engine,
                 endpoint=EngineEndpoint(engine, find=find, tokens=tokens),
                 max_body_bytes=max_body_bytes,
+                bounds=bounds,
                 clock=lambda: made.now,
             )
             async with serving(made.watched(made.proxy.asgi())) as url:

@@ -42,6 +42,14 @@ MESSAGES = [
     ("This model's maximum prompt length is 2048 but the request contains 4000 tokens.", TOO_LONG),
     ("The input token count (4000) exceeds the maximum number of tokens allowed (2048).", TOO_LONG),
     ("Input is too long for requested model.", "prompt is too long: "),
+    # Anthropic, DeepSpeed, ExLlamaV2
+    ("input length and `max_tokens` exceed context limit: 2000 + 500 > 2048, decrease input length "
+     "or `max_tokens` and try again", NO_ROOM),
+    ("prompt is too long: 4000 tokens > 2048 maximum", TOO_LONG),
+    ("Prompt length 4000 exceeds seq len 2048", TOO_LONG),
+    ("The prompt of 4000 tokens exceeds the sequence length of 2048", TOO_LONG),
+    ("Prompt exceeds max_seq_len (4000 > 2048)", TOO_LONG),
+    ("Requested tokens (4000) exceed context window of 2048", TOO_LONG),
 ]  # fmt: skip
 
 

@@ -381,23 +381,11 @@ def test_the_command_says_by_its_exit_status_that_rows_have_errors(
     assert json.loads(target.read_text())["reward"] == (None if status else 1.0)
 
 
-ONE_SECOND = """
-from envserver_environments.math import env, verification
-
-verification.CPU_SECONDS = 1
-
-
-class OneSecond(env.Math):
-    name = "one-second"
-"""
-
-
 async def test_hostile_answers_leave_the_other_rows_alone(tmp_path: Path) -> None:
     hostile = [r"\boxed{10^{8}!}", r"\boxed{9^{9^{9^{9}}}}"]
     task = {"problem": "p", "solution": r"\boxed{7}"}
     rows = [{"task": task, "response": text} for text in [*hostile, *[r"\boxed{7}"] * 20]]
-    (tmp_path / "one_second.py").write_text(ONE_SECOND)
-    _, scores = await score_lines(tmp_path, list(rows), env=str(tmp_path / "one_second.py"))
+    _, scores = await score_lines(tmp_path, list(rows))
     assert [score["reward"] for score in scores] == [0.0] * 2 + [1.0] * 20
     assert all(score["error"] is None for score in scores)
 
