@@ -21,6 +21,7 @@ from envserver_records.errors import (
     Outcome,
     RewardError,
     RolloutError,
+    ServiceError,
     WorkerError,
     WorkerGarbage,
     by_kind,
@@ -238,6 +239,8 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
         return "crash"
     if asked_too_much and failure.kind == AgentError.kind:
         return "crash"
+    if failure.kind == ServiceError.kind and attempt.service_failure is not None:
+        raise as_error(attempt.service_failure)  # the server knows why
     raise as_error(failure)
 
 

@@ -34,6 +34,7 @@ from ..sandbox.client import SandboxClient
 from ..sandbox.service import SandboxService
 from ..telemetry.tracing import Tracer
 from ..tokens.flags import chosen
+from ..tools.serving import services_of
 from ..workers.local import LocalPool
 from ..workers.sandboxed import WorkerSandbox
 from .agent_engines import OwnEndpoint, own_endpoints
@@ -148,7 +149,7 @@ async def rollout_context(
         sandboxes = await stack.enter_async_context(SandboxClient(address)) if address else None
         trying = await stack.enter_async_context(_beside(_tried(sandboxes, environment)))
         host = await stack.enter_async_context(_host(settings, environment, sandboxes))
-        services = await stack.enter_async_context(environment.services())
+        services = await stack.enter_async_context(services_of(environment))
         proxy = Proxy(
             engine,
             endpoint=endpoint,

@@ -18,8 +18,9 @@ from functools import partial
 from typing import Annotated, Any, get_type_hints, overload
 
 import msgspec
-from envserver_records.errors import AgentError, EnvserverError
+from envserver_records.errors import AgentError
 
+from .bugs import is_bug
 from .calling import MAX_RESULT_CHARACTERS, Tool, ToolError
 from .docstrings import parse_docstring
 
@@ -43,6 +44,10 @@ class TypedTool(Tool):
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self.original(*args, **named)
+
+    @property
+    def is_async(self) -> bool:
+        return _is_async(self.original)
 
     def __get__(self, instance: Any, owner: Any = None) -> TypedTool:
         """Returns the tool of an object's method: `self.search` is a tool, too."""
@@ -117,13 +122,6 @@ def result_text(result: Any) -> str:
     return result if isinstance(result, str) else msgspec.json.encode(result).decode()
 
 
-def bug_in(name: str, error: Exception) -> Exception:
-    """Returns what an exception of the tool `name` means: a bug, unless it says otherwise."""
-    if isinstance(error, EnvserverError | ToolError | OSError):
-        return error
-    return AgentError(f"The tool {name!r} raised {type(error).__name__}: {error}", bug="tool")
-
-
 def _typed(
     name: str | None,
     description: str | None,
@@ -159,16 +157,25 @@ def _showing(name: str, function: Callable[..., Any]) -> Callable[..., str | Awa
         try:
             return result_text(function(**arguments))
         except Exception as error:
-            raise bug_in(name, error) from error
+            raise _meaning(name, error) from error
 
     async def shown_later(**arguments: Any) -> str:
         try:
             return result_text(await function(**arguments))
         except Exception as error:
-            raise bug_in(name, error) from error
+            raise _meaning(name, error) from error
 
-    waits = function.func if isinstance(function, partial) else function
-    return shown_later if inspect.iscoroutinefunction(waits) else shown
+    return shown_later if _is_async(function) else shown
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function.func if isinstance(function, partial) else function)
+
+
+def _meaning(name: str, error: Exception) -> Exception:
+    if not is_bug(error):
+        return error
+    return AgentError(f"The tool {name!r} raised {type(error).__name__}: {error}", bug="tool")
 
 
 def _arguments(

@@ -7,9 +7,7 @@ the proxy reported it). An error that no further attempt can avoid is marked as 
 
 from __future__ import annotations
 
-import sysconfig
 import traceback
-from pathlib import Path
 from typing import Any
 
 from envserver_records.errors import (
@@ -23,16 +21,14 @@ from envserver_records.errors import (
 )
 from envserver_records.extras import missing_module_hint
 
+from ..tools.bugs import place_of
+
 MAX_TRACEBACK_CHARACTERS = 8000
 MAX_MESSAGE_CHARACTERS = 2000
 
 _BUGS = (
     *(ConfigError, RewardError),
     *(ImportError, NameError, SyntaxError, TypeError, AttributeError),
-)
-_LIBRARIES = (
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[1]),
 )
 
 
@@ -61,28 +57,18 @@ def bug_of(error: BaseException) -> dict[str, str]:
         `missing`: "yes" where a library or a setting is missing, so that nothing can work.
     """
     if isinstance(error, AgentError) and error.detail.get("bug"):
-        place = _place(error.__cause__ or error)
+        place = place_of(error.__cause__ or error)
         return {"bug": _sendable(f"A bug in the environment: {error.message} {place}")}
     if not isinstance(error, _BUGS):
         return {}
     if isinstance(error, ConfigError):
         return {"bug": _sendable(f"The environment cannot run: {error}"), "missing": "yes"}
     message = str(error)[:MAX_MESSAGE_CHARACTERS]
-    text = f"A bug in the environment: {type(error).__name__}: {message} {_place(error)}"
+    text = f"A bug in the environment: {type(error).__name__}: {message} {place_of(error)}"
     if not isinstance(error, ImportError):
         return {"bug": _sendable(text)}
     hint = f" {missing_module_hint(error.name)}" if error.name else ""
     return {"bug": _sendable(text + hint), "missing": "yes"}
-
-
-def _place(error: BaseException) -> str:
-    """Returns the innermost place outside of libraries (else the innermost)."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    own = [one for one in frames if not one[0].f_code.co_filename.startswith(_LIBRARIES)]
-    if not frames:
-        return ""
-    frame, line = (own or frames)[-1]
-    return f"({frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname})."
 
 
 def _traceback(error: BaseException, own_file: str) -> str:

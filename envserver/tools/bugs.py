@@ -1,0 +1,31 @@
+"""What an exception of a tool means, and where it was raised."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+from envserver_records.errors import EnvserverError
+
+from .calling import ToolError
+
+_LIBRARIES = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+)
+
+
+def is_bug(error: Exception) -> bool:
+    """Returns whether a tool's exception is a bug of its author: it has no other meaning here."""
+    return not isinstance(error, EnvserverError | ToolError | OSError)
+
+
+def place_of(error: BaseException) -> str:
+    """Returns the innermost place outside of libraries (else the innermost)."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [one for one in frames if not one[0].f_code.co_filename.startswith(_LIBRARIES)]
+    if not frames:
+        return ""
+    frame, line = (own or frames)[-1]
+    return f"({frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname})."
