@@ -68,6 +68,9 @@ def test_verl_pads_and_scores_its_rows(told: dict[str, Any]) -> None:
     assert ends == [1, None, 1, 0]
     assert [sum(row) for row in batch["rm_scores"]] == [0.5, 0.0, 1.0, 0.5]
     assert batch["versions"] == [3, 3, 4, 3]
+    assert batch["turn_scores"] == [[], [], [], []]
+    assert batch["for_a_queue"] == [0.25, 0.0, 0.0, 0.75]
+    assert "token_rewards" not in batch["names_for_a_queue"]
 
 
 def test_skyrl_checks_joins_and_merges_them(told: dict[str, Any]) -> None:

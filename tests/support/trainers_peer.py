@@ -21,6 +21,7 @@ import typing_extensions
 from envserver_clients.adapters import skyrl as skyrl_adapter
 from envserver_clients.adapters import verl as verl_adapter
 from envserver_records.records import Trajectory, unpack
+from envserver_records.scores import Score, TurnReward
 
 torch.set_num_threads(1)
 PROMPT, RESPONSE = 8, 16
@@ -105,7 +106,24 @@ async def by_verl(folder: Path, made: list[Trajectory]) -> dict[str, Any]:
     batch = await worker.generate_sequences(rows)
     told = {name: batch.batch[name].tolist() for name in batch.batch.keys()}  # noqa: SIM118
     told["versions"] = [int(one) for one in batch.non_tensor_batch["max_global_steps"]]
+    told["turn_scores"] = [list(one) for one in batch.non_tensor_batch["turn_scores"]]
+    turns = with_turns(made[1])
+    serve([turns])
+    loop = verl_adapter.EnvserverLoop(
+        SimpleNamespace(config=config), url="http://server", environment="math", rows="all"
+    )
+    (row,) = await loop.run({}, extra_info={"task_id": turns.task_id})
+    told["for_a_queue"] = row.as_dict()["rm_scores"].tolist()
+    told["names_for_a_queue"] = sorted(row.as_dict())
     return told
+
+
+def with_turns(made: Trajectory) -> Trajectory:
+    """The rollout of a row of five tokens; its two turns earned 0.25 and 0.5 of a reward of 1."""
+    (row,) = made.sequences
+    row.calls = np.array([-1, 0, -1, -1, 1], np.int32)
+    made.score = Score(reward=1.0, turns=[TurnReward(0, 0.25, call=0), TurnReward(1, 0.5, call=1)])
+    return made
 
 
 async def by_skyrl(made: list[Trajectory]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from .whole_groups import (
     masked_logprobs,
     named,
     reward_of,
+    turn_rewards,
 )
 
 
@@ -216,18 +217,20 @@ def _token_rewards(trajectory: Trajectory, row: Completion, *, ends: bool) -> li
     Args:
         ends: whether it is the trajectory's last row, which has the outcome.
     """
-    by_call = trajectory.score.call_rewards(row.agent)
     found = [0.0] * len(row.mask)
-    own = {call: place for place, call in enumerate(row.calls) if row.mask[place]}
-    for call, place in own.items():
-        found[place] += by_call.get(call, 0.0)
+    for place, reward in turn_rewards(trajectory, row).items():
+        found[place] += reward
     if ends:
         rows = completions_of_agent(trajectory, row.agent)
-        placed = {
-            call for one in rows for call, kept in zip(one.calls, one.mask, strict=True) if kept
+        turns = {
+            call: reward
+            for one in rows
+            for call, reward in (
+                (one.calls[place], reward)
+                for place, reward in turn_rewards(trajectory, one).items()
+            )
         }
-        turns = math.fsum(value for call, value in by_call.items() if call in placed)
-        found[-1] += reward_of(trajectory, row.agent) - turns
+        found[-1] += reward_of(trajectory, row.agent) - math.fsum(turns.values())
     return found
 
 

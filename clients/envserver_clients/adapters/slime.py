@@ -9,6 +9,10 @@ its history is a list of samples that share a `rollout_id`.
 
 The server is `args.envserver_url` (slime's `--custom-config-path` sets it) or ENVSERVER_URL; the
 default environment is `args.envserver_environment`. Sampling settings are those of the server.
+
+slime has one reward for a sample and spreads it over all of its tokens, so rewards of turns are
+part of it; `metadata["turn_rewards"]` has them as [place in the response, value], for a
+`--custom-reward-post-process-path` of your own.
 slime is not on a package index: this follows the published fields of its `Sample` and works with
 any class that has them.
 """
@@ -25,7 +29,14 @@ from envserver_clients.http import EnvClient
 
 from .completions import Completion, completions_of
 from .temperatures import check_trajectories
-from .whole_groups import GroupOrder, complete_groups, masked_logprobs, named, reward_of
+from .whole_groups import (
+    GroupOrder,
+    complete_groups,
+    masked_logprobs,
+    named,
+    reward_of,
+    turn_rewards,
+)
 
 URL_VARIABLE: Final = "ENVSERVER_URL"
 TEMPERATURE_FLAG: Final = "--rollout-temperature"
@@ -73,6 +84,8 @@ def _filled(sample: Any, trajectory: Trajectory, row: Completion, *, siblings: b
     sample.status = statuses.TRUNCATED if trajectory.truncated else statuses.COMPLETED
     sample.remove_sample = trajectory.truncated
     sample.metadata = {**(sample.metadata or {}), "rollout_id": trajectory.rollout_id}
+    if turns := turn_rewards(trajectory, row):
+        sample.metadata["turn_rewards"] = [[place, reward] for place, reward in turns.items()]
     if siblings and getattr(sample, "rollout_id", None) is None:
         sample.rollout_id = sample.index
     return sample

@@ -5,6 +5,11 @@ varies, `environment`. Out: verl's `AgentLoopOutput`: `prompt_ids` up to the
 first sampled token, `response_ids` from there on with `response_mask` 1 where the policy sampled,
 `response_logprobs` 0.0 elsewhere. verl pads; no text is tokenised again.
 
+Rewards of turns are verl's `turn_scores`. Its trainers with a TransferQueue also get them for each
+token: at the last one of their turn, and the rest of the reward at the end of the row, so that the
+tokens add up to `reward_score`. Its default trainer has one number for a row, and puts it at its
+end: `AgentLoopOutput` has no other place, and no estimator of verl reads `turn_scores`.
+
 For verl's `agent_loop_config_path`, with `agent_name: envserver` in the data set:
 
     - name: envserver
@@ -18,6 +23,8 @@ its trainer's batch.
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, Final, Literal
 
 from envserver_records import InputError, Split, Trajectory
@@ -35,6 +42,7 @@ from .whole_groups import (
     masked_logprobs,
     named,
     reward_of,
+    turn_rewards,
 )
 
 Rows = Literal["one", "all"]
@@ -105,8 +113,9 @@ class EnvserverLoop:
             AgentLoopOutput,
         )
 
+        kind = with_token_rewards(AgentLoopOutput)
         outputs = [
-            AgentLoopOutput(**output)
+            kind(**output)
             for output in outputs_of(
                 trajectory,
                 self._rows,
@@ -116,6 +125,24 @@ class EnvserverLoop:
             )
         ]
         return outputs if self._rows == "all" else outputs[0]
+
+
+@functools.cache
+def with_token_rewards(output: type[Any]) -> type[Any]:
+    """Returns verl's `AgentLoopOutput` with `token_rewards`, which are its `rm_scores` where a
+    TransferQueue asks for them."""
+
+    class Output(output):  # type: ignore[misc]
+        token_rewards: list[float] | None = None
+
+        def as_dict(self) -> dict[str, Any]:
+            fields: dict[str, Any] = super().as_dict()
+            rewards = fields.pop("token_rewards", None)
+            if rewards is not None:
+                fields["rm_scores"] = fields["rm_scores"].new_tensor(rewards)
+            return fields
+
+    return Output
 
 
 def outputs_of(
@@ -154,6 +181,7 @@ def outputs_of(
 def _output(trajectory: Trajectory, row: Completion, length: int) -> dict[str, Any]:
     mask = loss_mask(trajectory, row)
     reward, usage = reward_of(trajectory, row.agent), trajectory.usage
+    turns = turn_rewards(trajectory, row)
     versions = [version for version in row.versions if version != _UNKNOWN]
     return {
         "prompt_ids": row.prompt_ids,
@@ -172,5 +200,15 @@ def _output(trajectory: Trajectory, row: Completion, length: int) -> dict[str, A
             "min_global_steps": min(versions, default=None),
             "max_global_steps": max(versions, default=None),
             "rollout_id": trajectory.rollout_id,
+            "turn_scores": list(turns.values()),
+            "tool_rewards": [],
         },
+        **({"token_rewards": _token_rewards(reward, turns, len(mask[:length]))} if turns else {}),
     }
+
+
+def _token_rewards(reward: float, turns: dict[int, float], length: int) -> list[float]:
+    """Returns the reward of each token of a row; they add up to `reward`."""
+    found = [turns.get(place, 0.0) for place in range(length)]
+    found[-1] += reward - math.fsum(found)
+    return found

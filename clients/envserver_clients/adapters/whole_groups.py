@@ -146,6 +146,13 @@ def reward_of(trajectory: Trajectory, agent: str | None) -> float:
     return reward
 
 
+def turn_rewards(trajectory: Trajectory, row: Completion) -> dict[int, float]:
+    """Returns the rewards of the turns of a row, by the place of the last trained token of each."""
+    by_call = trajectory.score.call_rewards(row.agent)
+    ends = {call: place for place, call in enumerate(row.calls) if row.mask[place]}
+    return {place: by_call[call] for call, place in ends.items() if call in by_call}
+
+
 def named(columns: dict[str, Any], environment: str | None, where: str) -> tuple[str, str]:
     """Returns the environment and the task id that the `columns` of a trainer's row name.
 

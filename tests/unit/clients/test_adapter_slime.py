@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from support.extent import examples
 from support.trajectories import sequence, trajectories, trajectory
 
-from envserver import ConfigError, InputError
+from envserver import ConfigError, InputError, Score, TurnReward
 
 
 class Status(enum.Enum):
@@ -74,6 +74,17 @@ def test_a_sample_says_what_was_answered_and_by_which_weights() -> None:
     (sample,) = samples_of(trajectory("r", sequence([1, 2, 3, 4], [0, 1, 0, 1])), Sample())
     assert (sample.response, sample.weight_versions) == ("2", ["3"])
     assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 0, 1], [-0.25, 0.0, -0.5])
+
+
+def test_rewards_of_turns_are_told_beside_the_reward() -> None:
+    row = sequence([1, 2, 3, 4], [0, 1, 1, 1])
+    row.calls[:] = [-1, 0, 0, 1]
+    score = Score(reward=1.0, turns=[TurnReward(0, 0.25, call=0), TurnReward(1, 0.5, call=1)])
+    asked = Sample(metadata={"task_id": "t"})
+    (sample,) = samples_of(trajectory("r", row, score=score), asked)
+    assert sample.reward == 1.0
+    assert sample.metadata["turn_rewards"] == [[1, 0.25], [2, 0.5]]
+    assert asked.metadata == {"task_id": "t"}
 
 
 async def test_what_is_not_named_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

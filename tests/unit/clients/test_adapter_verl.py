@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.extent import examples
 from support.trajectories import sequence, trajectories, trajectory
 
-from envserver import InputError
+from envserver import InputError, Score, TurnReward
 
 FORKED = trajectory("r", sequence([1, 2, 3], [0, 1, 0]), sequence([1, 4, 5, 6], [0, 1, 0, 1]))
 
@@ -49,6 +49,21 @@ def test_a_forked_history_is_its_richest_row_or_all_rows() -> None:
     assert one["extra_fields"]["min_global_steps"] == 3
     rows = outputs_of(FORKED, "all", prompt_length=9, response_length=9)
     assert [row["response_ids"] for row in rows] == [[2], [4, 5, 6]]
+
+
+def test_rewards_of_turns_are_at_the_ends_of_their_turns() -> None:
+    row = sequence([1, 2, 3, 4, 5, 6], [0, 1, 1, 0, 1, 1])
+    row.calls[:] = [-1, 0, 0, -1, 2, 2]
+    turns = [TurnReward(0, 0.25, call=0), TurnReward(1, -0.5, call=2), TurnReward(1, 9.0, call=7)]
+    made = trajectory("r", row, score=Score(reward=1.0, turns=turns))
+    (one,) = outputs_of(made, "all", prompt_length=9, response_length=9)
+    assert one["extra_fields"]["turn_scores"] == [0.25, -0.5]
+    assert one["token_rewards"] == [0.0, 0.25, 0.0, 0.0, 0.75]  # the rest comes with the last
+    assert sum(one["token_rewards"]) == one["reward_score"] == 1.0
+    (cut,) = outputs_of(made, "all", prompt_length=9, response_length=3)
+    assert cut["token_rewards"] == [0.0, 0.25, 0.75]
+    (none,) = outputs_of(trajectory("r", row), "all", prompt_length=9, response_length=9)
+    assert none["extra_fields"]["turn_scores"] == [] and "token_rewards" not in none
 
 
 def test_a_prompt_that_is_too_long_is_not_cut() -> None:
