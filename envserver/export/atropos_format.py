@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .formats import Options, Row
+from .formats import Options, Row, Writer
+from .shards import Files
 from .stored import StoredGroup, StoredRollout
 
 _OF_ROWS = (
@@ -16,13 +17,16 @@ _OF_ROWS = (
 
 
 class Atropos:
-    """Writes lines that every reader of `process` files understands."""
+    """Writes lines that every reader of `process` files understands, chained as those are."""
 
     name = "atropos"
     suffix = ".jsonl"
 
     def __init__(self, options: Options) -> None:
         del options
+
+    def writer(self) -> Writer:
+        return Files(chained=True)
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         if len(kept) == len(group.rollouts):

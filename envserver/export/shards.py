@@ -21,6 +21,7 @@ from typing import IO, Any
 import orjson
 from envserver_records.errors import ConfigError, InputError, StoreError
 from envserver_records.files import replace_folder, write_failure
+from envserver_records.seals import chained, digest_after
 
 from .formats import Format, HasWriter, NamedFile, Row, Writer, Written
 
@@ -31,7 +32,14 @@ _CHUNK = 1 << 20
 
 
 class Files:
-    """The writer of all formats without one of their own."""
+    """The writer of all formats without one of their own.
+
+    Args:
+        chained: each line of a file is chained to the one before it (see `seals`).
+    """
+
+    def __init__(self, *, chained: bool = False) -> None:
+        self._chained = chained
 
     def open(self, folder: Path, shard_rows: int | None) -> None:
         self._folder = folder
@@ -58,10 +66,15 @@ class Files:
     def _append(self, row: Json) -> None:
         if self._shard is None:
             path = self._folder / f"part-{len(self._shards):05d}.jsonl"
-            self._shard, self._rows = path.open("wb"), 0
+            self._shard, self._rows, self._previous = path.open("wb"), 0, ""
+        if self._chained:
+            row = {key: value for key, value in row.items() if key != "chain"}
         data = orjson.dumps(
             row, default=str, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
         )
+        if self._chained:
+            data = chained(data, self._previous)
+            self._previous = digest_after(data)
         self._shard.write(data)
         self._rows += 1
         if self._rows == self._shard_rows:

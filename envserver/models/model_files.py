@@ -36,6 +36,8 @@ _FETCHED = [
 _REMEDY = "Name a folder with tokenizer.json and chat template by --tokens.tokenizer DIR."
 _SIMULATED = "envserver-sim"
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{7,64})/?$")
+_PATH = re.compile(r"(?<![\w:/.-])(?:~|\.{0,2})/(?:[^\s/]+/)+([^\s/]+)")
+"""A path of several parts, not one within an address."""
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -154,6 +156,11 @@ def _fetch(name: str) -> ModelFiles:
         return ModelFiles(reason=sentence(f"{name} cannot be downloaded: {words}"))
     lack = _lack(folder)
     return ModelFiles(reason=f"{name} has {lack}.") if lack else ModelFiles(folder=folder)
+
+
+def without_folders(text: str) -> str:
+    """Returns `text` with only the last part of each path in it: what may leave this machine."""
+    return _PATH.sub(r"\1", text)
 
 
 def model_source(root: str | None, folder: Path | None = None) -> dict[str, str]:

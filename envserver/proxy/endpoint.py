@@ -19,7 +19,7 @@ from envserver_records.records import Call, Message
 from envserver_records.sampling import LogprobsKind
 
 from ..models.engine import Engine
-from ..models.model_files import model_source
+from ..models.model_files import model_source, without_folders
 from ..tokens.chat_format import ChatFormat
 from ..tokens.history import History, same_prompt
 from ..tokens.prepare import template_kwargs
@@ -82,7 +82,7 @@ class ReadyEngine:
             "continues": not why_not,
         }
         if why_not or self._format is None:
-            return {**told, "why_not": why_not}
+            return {**told, "why_not": without_folders(why_not)}
         return {
             **told,
             "think": self._tokens.think,
@@ -289,6 +289,12 @@ class EngineEndpoint:
             return (await self.ready()).max_model_len
         except (EngineError, ConfigError):
             return None
+
+    @property
+    def logprobs_kind(self) -> LogprobsKind:
+        """Whether the engine's logprobs are from before the temperature; unknown until it answered
+        once."""
+        return "unknown" if self._ready is None else self._ready.logprobs_kind
 
     def described(self) -> dict[str, Any]:
         """Describes for people how the engine is called; empty until it answered once."""

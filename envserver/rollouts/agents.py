@@ -90,6 +90,20 @@ def _route(
     )
 
 
+def temperatures(environment: Environment, sampling: SamplingConfig) -> dict[str, float]:
+    """Returns the temperature of each trained agent, by the setting that says it."""
+    settings = environment.config.agents
+    roles: dict[str, AgentRole] = {**roles_of(environment)} or {"": AgentRole()}
+    found = {}
+    for name in (name for name, role in roles.items() if role.trained):
+        own = (settings.get(name) or AgentConfig()).temperature
+        if own is None:
+            found["sampling.temperature"] = sampling.temperature
+        else:
+            found[f"env.agents.{name}.temperature"] = own
+    return found
+
+
 def check_sampling(environment: Environment, sampling: SamplingConfig) -> None:
     """Checks that trainers can learn from trained agents: they must be able to compute the
     distribution that tokens are sampled from.

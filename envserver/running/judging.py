@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 import structlog
@@ -72,6 +72,18 @@ def kept_answers(config: JudgeConfig) -> JudgeConfig:
 def folder_of(place: str) -> Path:
     """Returns the folder of a file, or of a store; `data` for a database on another machine."""
     return Path("data") if "://" in place else Path(place).parent
+
+
+def beside_source(sources: Sequence[str], otherwise: Path) -> Path:
+    """Returns the folder of the first source, where `process` or `serve` had the judge's cache.
+
+    Args:
+        otherwise: for a source that is not a file or folder of this machine.
+    """
+    first = Path(sources[0])
+    if first.is_dir():
+        return first
+    return first.parent if first.exists() else otherwise
 
 
 def scorer_processes(wanted: int, config: JudgeConfig) -> int:

@@ -40,7 +40,7 @@ from ..rollouts.stream import GroupRequest
 from ..telemetry.tracing import NO_TRACER
 from ..workers.debugging import DebugPool
 from .context import SharedEngine, rollout_context
-from .judging import folder_of, judge_of
+from .judging import beside_source, folder_of, judge_of
 from .task_finder import TaskFinder
 
 _NAMES_SHOWN = 8
@@ -54,13 +54,14 @@ class Record:
     """A rollout as it was delivered.
 
     Args:
-        place: place of its group in the source.
+        source: what it was read from, the first of several; place: its group's in there.
         facts: the value of "envserver" in the group's line.
         sampling: settings that all rollouts of the group shared.
         kept: whether its calls were kept (`tokens.keep_calls`), so that they need not be
             reconstructed from the conversation.
     """
 
+    source: str
     place: str
     facts: dict[str, Any]
     sampling: dict[str, Any]
@@ -131,7 +132,8 @@ def read_record(sources: Sequence[str], rollout_id: str) -> Record:
         for rollout, told in zip(group.rollouts, group.line["envserver"]["rollouts"], strict=True):
             if rollout.rollout_id == rollout_id:
                 sampling = group.line.get("generation_params") or {}
-                return _record(group.place, group.line["envserver"], sampling, rollout, told)
+                facts = group.line["envserver"]
+                return _record(sources[0], group.place, facts, sampling, rollout, told)
             if len(seen) < _NAMES_SHOWN:
                 seen.append(rollout.rollout_id)
     raise NotFoundError(
@@ -141,6 +143,7 @@ def read_record(sources: Sequence[str], rollout_id: str) -> Record:
 
 
 def _record(
+    source: str,
     place: str,
     facts: dict[str, Any],
     sampling: dict[str, Any],
@@ -159,7 +162,7 @@ def _record(
         raise InputError(
             f"{place}, rollout {rollout.rollout_id}: {error.message}", hint=error.hint, place=place
         ) from error
-    return Record(place, facts, sampling, rollout, told, exchanges, services, kept)
+    return Record(source, place, facts, sampling, rollout, told, exchanges, services, kept)
 
 
 def _exchanges(rollout: StoredRollout, agents: list[str], all_count: bool) -> list[Exchange]:
@@ -227,9 +230,10 @@ async def replay(
     engine = MeasuredEngine(player)
     # The record answers, no engine: what the run allowed is allowed again.
     tokens = settings.tokens.model_copy(update={"constraints": "all"})
+    otherwise = folder_of(settings.store)
     async with (
         engine,
-        judge_of(settings.judge, folder_of(settings.store)) as judge,
+        judge_of(settings.judge, beside_source([record.source], otherwise)) as judge,
         rollout_context(
             settings,
             environment,

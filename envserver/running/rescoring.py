@@ -34,7 +34,7 @@ from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..judge_config import JudgeConfig
 from ..registry import absolute
 from ..rollouts.scoring import SCORING_FAILURES, ScorerPool
-from .judging import judge_line, judge_of, scorer_processes
+from .judging import beside_source, judge_line, judge_of, scorer_processes
 from .sandboxes import sandboxes_of
 from .task_finder import TaskFinder, environment_of
 
@@ -166,7 +166,7 @@ async def rescore(
         judge = judge or JudgeConfig()
         async with (
             sandboxes_of(environment, sandbox or SandboxConfig()) as service,
-            judge_of(judge, _beside(sources, out)) as asked,
+            judge_of(judge, beside_source(sources, out.parent)) as asked,
         ):
             address = service.address if service is not None else None
             async with ScorerPool(
@@ -194,14 +194,6 @@ async def rescore(
                         on_progress(tally)
             tally.judge = judge_line(asked) if asked is not None else None
     return tally
-
-
-def _beside(sources: Sequence[str], out: Path) -> Path:
-    """Returns the folder of the judge's cache: the first source's, where `process` had it."""
-    first = Path(sources[0])
-    if first.is_dir():
-        return first
-    return first.parent if first.exists() else out.parent
 
 
 class _Unseen:

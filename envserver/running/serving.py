@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import structlog
 from envserver_records.errors import ConfigError
+from envserver_records.sampling import LogprobsKind
 from fastapi import FastAPI
 
 from ..api.app import create_api
-from ..config import MixSettings
-from ..rollouts.agents import check_sampling
+from ..config import MixSettings, SamplingConfig
+from ..environment import Environment
+from ..rollouts.agents import check_sampling, temperatures
 from .bootstrap import BootstrapServer, bootstrap_server
 from .hosting import Hosted, Members, hosted, loaded_parts
 from .judging import judge_line
@@ -118,6 +120,9 @@ async def serving(members: Members) -> AsyncIterator[Serving]:
         hosted(members, opened) as host,
     ):
         await opened.open(_api(members, opened, host))
+        for one in members:
+            kind = host.room.endpoint.logprobs_kind
+            warn_of_raw_logprobs(one.environment, settings.sampling, kind)
         yield Serving(settings, opened, host)
 
 
@@ -137,6 +142,29 @@ def _api(members: Members, server: BootstrapServer, host: Hosted) -> FastAPI:
         runners=host.elsewhere,
         orders=host.orders,
     )
+
+
+def warn_of_raw_logprobs(
+    environment: Environment, sampling: SamplingConfig, kind: LogprobsKind
+) -> None:
+    """Warns of rows that most trainers refuse.
+
+    Args:
+        kind: of the engine's logprobs; unknown where it has not answered yet.
+    """
+    if kind != "raw":
+        return
+    for setting, temperature in temperatures(environment, sampling).items():
+        if temperature != 1:
+            _log.warning(
+                "raw_logprobs",
+                setting=setting,
+                temperature=temperature,
+                why="The engine's logprobs are from before the temperature, so trainers refuse "
+                "these rows; envserver_clients.grpo learns from those of its own version only.",
+                hint="Start the engine with --logprobs-mode processed_logprobs, or set the "
+                "temperature to 1.",
+            )
 
 
 def _check_alike(members: Members) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.commands import free_port, running
 from support.vllm_server import VllmServer, running_vllm
 
 import envserver
@@ -121,3 +122,16 @@ def test_rows_say_how_they_were_sampled_and_the_trainer_computes_the_same(
     assert warm["mismatch_max"] < 1e-3
     assert warm["ratio_max"] == pytest.approx(1.0, abs=1e-3)
     assert plain["mismatch_mean"] > 0.1
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_serve_warns_of_raw_logprobs_at_another_temperature(
+    vllm_server: VllmServer, tmp_path: Path, temperature: float
+) -> None:
+    (tmp_path / "babble.py").write_text(ENVIRONMENT)
+    words = ("serve", "--env", "babble.py", "--openai.base_url", vllm_server.base_url)
+    words = (*words, "--openai.model_name", vllm_server.model, "--port", str(free_port()))
+    with running(*words, "--sampling.temperature", temperature, folder=tmp_path) as server:
+        server.wait_for("Model endpoint for other environments")
+        said = server.output()
+    assert ("raw_logprobs" in said and "processed_logprobs" in said) == (temperature != 1)

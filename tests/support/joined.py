@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import numpy as np
 from envserver_records.records import Group, pack
+from envserver_records.sampling import SamplingSpan
 
 from envserver.rollouts import group_id
 from support.api import Api, native_group
@@ -77,4 +78,11 @@ def spoiled(**columns: Any) -> bytes:
     for name, values in columns.items():
         dtype = np.float32 if name == "logprobs" else np.uint8 if name == "mask" else np.int32
         setattr(group.trajectories[0].sequences[0], name, np.array(values, dtype))
+    return pack(group)
+
+
+def sampled(*spans: SamplingSpan) -> bytes:
+    """A packed group whose first row of five tokens was sampled so."""
+    group = stream_group(0)
+    group.trajectories[0].sequences[0].sampling = list(spans)
     return pack(group)

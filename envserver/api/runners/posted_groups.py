@@ -27,7 +27,15 @@ from ...remote.batch import MOST_GROUPS
 from ...store import compression
 from ...store.groups import EncodedPut, encode_puts
 from ...store.sink import put_of
-from .validation import COLUMNS, Stream, check_group, check_names, decoded, wrong_reward
+from .validation import (
+    COLUMNS,
+    Stream,
+    check_group,
+    check_names,
+    decoded,
+    wrong_reward,
+    wrong_span,
+)
 
 ReadGroup = EncodedPut | InputError
 
@@ -201,7 +209,7 @@ def _is_whole(row: Row) -> bool:
         column = getattr(row, name)
         if column.size != length or column.dtype != dtype:
             return False
-    return True
+    return wrong_span(row) is None
 
 
 def _free_words(group: Group) -> list[object]:

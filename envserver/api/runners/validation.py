@@ -16,6 +16,7 @@ import orjson
 from envserver_records.errors import InputError
 from envserver_records.records import Group, Sequence, Split, Trajectory, unpack
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
+from envserver_records.seals import is_intact
 
 from ...rollouts.stream import again_prefix, group_id
 
@@ -68,9 +69,9 @@ def check_group(group: Group, stream: Stream) -> None:
 
 
 def decoded(body: bytes) -> Group:
-    """Decodes a packed group. Raises InputError if `body` is not one."""
+    """Decodes a packed group. Raises InputError if `body` is not one, or not as it was sealed."""
     try:
-        return unpack(body, Group)
+        group: Group = unpack(body, Group)
     except msgspec.DecodeError as error:
         place = _PLACE.search(str(error))
         raise InputError(f"No packed group: {error}.", place=place[1] if place else "$") from None
@@ -78,6 +79,9 @@ def decoded(body: bytes) -> Group:
         raise InputError(
             f"Not a packed group: an array is malformed ({type(error).__name__}).", place="$"
         ) from None
+    if group.digest and not is_intact(body):
+        _refuse("$.digest", "is not that of the group: it was changed after it was made")
+    return group
 
 
 def check_names(group: Group, stream: Stream) -> None:
@@ -127,6 +131,17 @@ def wrong_reward(trajectory: Trajectory, group: Group) -> str | None:
     return next((f"turns[{number}]" for number in wrong), None)
 
 
+def wrong_span(row: Sequence) -> int | None:
+    """Returns the number of a sampling span that cannot be, or None."""
+    end = 0
+    for number, span in enumerate(row.sampling):
+        fits = end <= span.start < span.end <= len(row.tokens)
+        if not fits or not 0 <= span.temperature < math.inf:
+            return number
+        end = span.end
+    return None
+
+
 def _check_row(row: Sequence, place: str) -> None:
     length = len(row.tokens)
     for name, dtype in COLUMNS.items():
@@ -139,6 +154,9 @@ def _check_row(row: Sequence, place: str) -> None:
         _refuse(f"{place}.tokens", "is empty")
     if not row.path:
         _refuse(f"{place}.path", "is empty")
+    wrong_at = wrong_span(row)
+    if wrong_at is not None:
+        _refuse(f"{place}.sampling[{wrong_at}]", "is not a span of the row, or overlaps another")
     trained = row.mask == 1
     logprobs = row.logprobs[trained]
     wrong = {

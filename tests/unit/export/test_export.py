@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
+from envserver_records.seals import link_of
 from envserver_records.zstd import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,11 +96,30 @@ def test_the_manifest_tells_files_checksums_and_counts(source: Path, tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
 
 
+def without_chain(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key != "chain"}
+
+
+def test_lines_of_an_export_are_chained_by_digests(source: Path, tmp_path: Path) -> None:
+    """Each file is a chain of its own, also where groups of the source's chain are left out."""
+    export(source, "--to", "atropos", "--out", tmp_path / "all.jsonl")
+    words = ("--min_reward", 0.5, "--shard_rows", 2)
+    export(tmp_path / "all.jsonl", "--to", "atropos", "--out", tmp_path / "some", *words)
+    files = [tmp_path / "all.jsonl", *sorted((tmp_path / "some").glob("part-*"))]
+    assert len(files) > 2
+    for file in files:
+        previous = ""
+        for written in file.read_bytes().splitlines(keepends=True):
+            link = link_of(written)
+            assert link is not None and link.intact and link.previous == previous
+            previous = link.digest
+
+
 def test_groups_can_be_read_again_and_lose_only_what_was_dropped(
     source: Path, tmp_path: Path
 ) -> None:
     export(source, "--to", "atropos", "--out", tmp_path / "all.jsonl")
-    assert (tmp_path / "all.jsonl").read_bytes() == source.read_bytes()
+    assert [without_chain(one) for one in read_jsonl(tmp_path / "all.jsonl")] == read_jsonl(source)
     export(source, "--to", "atropos", "--out", tmp_path / "some.jsonl", "--min_reward", 0.5)
     before, after = list(read_groups([str(source)])), list(read_groups([f"{tmp_path}/some.jsonl"]))
     assert len(after) == 4

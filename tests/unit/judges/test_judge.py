@@ -277,6 +277,15 @@ def test_commands_ask_it_and_show_its_cost_and_never_its_key(tmp_path: Path) -> 
         )
         assert again.returncode == 0, again.stderr
         assert len(engine.asked) == asked, "rescore paid again"
+        (tmp_path / "data").rename(tmp_path / "kept")
+        rollout = groups[0]["envserver"]["rollouts"][0]["rollout_id"]
+        replayed = envserver(
+            *("replay", "kept/judged.jsonl", "--env", "judged.py", "--rollout", rollout, *judge),
+            folder=tmp_path,
+        )
+        assert "0.25" in replayed.stdout, replayed.stderr
+        assert len(engine.asked) == asked, "replay paid again"
+        (tmp_path / "kept").rename(tmp_path / "data")
         assert "0 + 0 tokens" in again.stderr
         assert [group["scores"] for group in read_jsonl(tmp_path / "new.jsonl")] == [
             [0.75, 0.75]

@@ -11,7 +11,7 @@ import pytest
 from envserver_records.errors import ConfigError
 
 from envserver.models import ProbeResult
-from envserver.models.model_files import find_model_files
+from envserver.models.model_files import find_model_files, without_folders
 
 NAME = "owner/model"
 
@@ -112,3 +112,20 @@ def test_a_model_that_is_nowhere_gives_a_reason_and_a_remedy() -> None:
 def test_the_simulated_engine_brings_its_own() -> None:
     found = find_model_files(served("sim", model="sim", server="envserver-sim 0.1.0"))
     assert found.folder is not None and (found.folder / "tokenizer.json").is_file()
+
+
+def test_why_prompts_are_not_continued_leaves_this_machine_without_its_folders(
+    tmp_path: Path,
+) -> None:
+    empty = tmp_path / "secret" / "run-7"
+    empty.mkdir(parents=True)
+    why = find_model_files(served(str(empty))).reason
+    assert str(empty) in why
+    assert "secret" not in without_folders(why) and "run-7 has no tokenizer.json" in why
+    for text, shown in (
+        ("~/models/a is not a folder", "a is not a folder"),
+        ("no file '/data/x/config.json'.", "no file 'config.json'."),
+        ("owner/model at https://hub.example/owner/model", None),
+        ("the engine lacks /tokenize", None),
+    ):
+        assert without_folders(text) == (shown or text)

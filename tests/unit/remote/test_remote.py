@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 from envserver_records.errors import ConfigError, ConflictError, InputError
-from envserver_records.records import Task, pack
+from envserver_records.records import Group, Task, pack, unpack
+from envserver_records.sampling import SamplingSpan
+from envserver_records.seals import sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import Api, running_api
 from support.clocks import Clock
 from support.commands import free_port
 from support.extent import examples
-from support.joined import join, registration, spoiled, stream_group
+from support.joined import join, registration, sampled, spoiled, stream_group
 from support.waiting import settled, until
 
 from envserver.api import Metrics, Stream, create_token
@@ -154,6 +157,18 @@ REFUSED = {
     ],
     "$.trajectories[0].sequences[0].versions": [spoiled(versions=[7, -1, 7, 7, 7])],
     "$.policy_version": [spoiled(versions=[-1, -1, 6, 7, 7])],
+    "$.digest": [
+        pack(msgspec.structs.replace(sealed(stream_group(0)), created_at=1.0)),
+        pack(msgspec.structs.replace(stream_group(0), digest="0" * 64)),
+    ],
+    "$.trajectories[0].sequences[0].sampling[0]": [
+        sampled(SamplingSpan(2, 6)), sampled(SamplingSpan(-1, 5)), sampled(SamplingSpan(3, 3)),
+        sampled(SamplingSpan(2, 5, NAN)), sampled(SamplingSpan(2, 5, -0.5)),
+        sampled(SamplingSpan(2, 5, float("inf"))),
+    ],
+    "$.trajectories[0].sequences[0].sampling[1]": [
+        sampled(SamplingSpan(2, 4), SamplingSpan(3, 5)),
+    ],
 }  # fmt: skip
 
 
@@ -169,6 +184,8 @@ async def test_malformed_groups_are_refused_with_their_place(tmp_path: Path) -> 
         plain = await one.send("POST", "/groups", content=pack(one.group(0)))
         assert plain.status_code == 415
         assert (await api.get("/v1/status"))["groups"]["queued"] == 0
+        whole = sealed(unpack(sampled(SamplingSpan(2, 4, 0.7), SamplingSpan(4, 5)), Group))
+        assert (await one.post(pack(whole))).status_code == 200
 
 
 @settings(max_examples=examples(80), deadline=None)

@@ -12,22 +12,27 @@ import numpy as np
 import orjson
 import pytest
 from envserver_clients.records import ClientGroup
+from envserver_records.sampling import LogprobsKind
 from envserver_records.scores import outcome, range_as_json, range_from_json, with_totals
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from support.extent import examples
 from support.forests import call
 
 import envserver
 from envserver import Group, Result, RewardError, RewardRange, Score, TurnReward, pack, unpack
+from envserver.config import SamplingConfig
 from envserver.evaluation.report import Report
 from envserver.export import group_of
 from envserver.export.jsonl import group_line
 from envserver.formats.atropos import group_to_atropos
+from envserver.registry import find
 from envserver.rollouts.events import GroupDelivered
 from envserver.rollouts.rewards import RewardRules, checked_score, with_turn_rewards
 from envserver.rollouts.turn_rewards import answered_calls
 from envserver.running.metrics import RolloutNumbers
+from envserver.running.serving import warn_of_raw_logprobs
 from envserver.running.tally import Tally
 
 GAME = '''
@@ -160,9 +165,9 @@ def test_a_written_rollout_keeps_its_conversation_also_without_a_row_of_its_main
         rollout.sequences = [row for row in rollout.sequences if row.agent == "two"]
     for shown in (True, False):
         line = group_line(group, include_messages=shown, score_range="unit")
-        for rollout in group_of(orjson.loads(line), "here").rollouts:
-            assert [one["content"] for one in rollout.messages[:-1]] == ["one 1"] * shown
-            assert {row.agent for row in rollout.rows} == {"two"}
+        for again in group_of(orjson.loads(line), "here").rollouts:
+            assert [one["content"] for one in again.messages[:-1]] == ["one 1"] * shown
+            assert {row.agent for row in again.rows} == {"two"}
 
 
 def test_of_several_answers_the_one_that_the_agent_went_on_with_is_the_turn() -> None:
@@ -317,6 +322,21 @@ def test_an_evaluation_measures_each_agent(game: str, tmp_path: Path) -> None:
     assert overall is not None and overall.mean_reward.value == 0.0
     assert "agent two" in (tmp_path / "out" / "report.md").read_text()
     assert "agent two" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_serve_warns_of_temperatures_that_raw_logprobs_do_not_show(game: str) -> None:
+    kind = find(game)
+    settings = {"agents": {"two": {"temperature": 1.0}, "referee": {}}}
+    environment = kind(kind.Config.model_validate(settings))
+    engines: tuple[LogprobsKind, ...] = ("raw", "processed", "unknown")
+    with capture_logs() as logs:
+        for engine in engines:
+            warn_of_raw_logprobs(environment, SamplingConfig(temperature=0.7), engine)
+        warn_of_raw_logprobs(environment, SamplingConfig(temperature=1.0), "raw")
+    (warning,) = logs
+    assert (warning["event"], warning["log_level"]) == ("raw_logprobs", "warning")
+    assert (warning["setting"], warning["temperature"]) == ("sampling.temperature", 0.7)
+    assert "--logprobs-mode processed_logprobs" in warning["hint"]
 
 
 AGENTS = {"one": True, "two": True, "referee": False}
