@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
-import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,50 +20,14 @@ from envserver_clients.adapters.trl_prompts import TaskName, task_of
 from envserver_clients.adapters.trl_rollouts import RolloutsLost, grouped, rows_of
 from envserver_clients.adapters.trl_weights import Versions
 from envserver_tools.calling import ToolError
-from support.commands import Running, running
+from support.foreign_trainers import SUPPORT, alone, house, trainer
 from support.learning import mean, tiny_model
 
 from envserver import InputError
 
-SUPPORT = Path(__file__).parents[1] / "support"
 LETTERS = SUPPORT / "letters.py"
 ROUNDING = 1e-3
-
-
-def alone() -> dict[str, str]:
-    """One thread, no network, our packages."""
-    root = str(SUPPORT.parent.parent)
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    return {**os.environ, **quiet, "PYTHONPATH": root}
-
-
-@contextlib.contextmanager
-def house(python: Path, model: Path, folder: Path, *words: object) -> Iterator[tuple[str, str]]:
-    """A local engine and a server before it; their addresses."""
-    command = ("-m", "envserver_local", "--model", model, "--port", 0, "--threads", 1)
-    with running(*command, folder=folder, program=python) as engine:
-        base_url = engine.wait_for(r"http://127\.0\.0\.1:\d+/v1", 300).group()
-        serve = ("serve", "--openai.base_url", base_url, "--port", 0, "--store", "groups.db")
-        serve += ("--rollouts.max_queued_groups", 0, "--workers.processes", 1, *words)
-        with running(*serve, folder=folder) as server:
-            url = server.wait_for(r"Trainers: (http://\S+)", 300)[1]
-            yield url, base_url.removesuffix("/v1")
-
-
-@contextlib.contextmanager
-def trainers(
-    python: Path, model: Path, folder: Path, urls: tuple[str, str], *words: object
-) -> Iterator[Running]:
-    command = (SUPPORT / "trl_trainers.py", "--server", urls[0], "--engine", urls[1])
-    command += ("--model", model, "--output", folder / "out", *words)
-    before = dict(os.environ)
-    os.environ.update(alone())
-    try:
-        with running(*command, folder=folder, program=python) as process:
-            yield process
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+trainers = functools.partial(trainer, "trl_trainers.py")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -143,7 +106,7 @@ def test_the_asynchronous_trainer_learns_two_players_each_against_itself(
         assert process.end(900) == 0, process.output()[-5000:]
     by_player: dict[tuple[int, str], dict[float, float]] = {}
     for line in lines(tmp_path / "out/async.jsonl"):
-        player = line["player"]
+        player = line["prompt"][-1]["content"].partition("You are ")[2].partition(",")[0]
         by_player.setdefault((line["group"], player), {})[line["reward"]] = line["advantage"]
     assert {player for _, player in by_player} == {"one", "two"}
     for told in by_player.values():

@@ -133,7 +133,6 @@ def asynchronous(asked: argparse.Namespace, output: Path, weights: LocalFull) ->
             "group": sample.group_id,
             "advantage": sample.advantage,
             "reward": sample.metrics["reward"],
-            "player": player_of(sample.prompt),
             "prompt": sample.prompt,
             "completion": sample.completion,
         }
@@ -158,6 +157,7 @@ def asynchronous(asked: argparse.Namespace, output: Path, weights: LocalFull) ->
             per_device_train_batch_size=asked.batch,
             token_budget=0,
             learning_rate=asked.rate,
+            seed=asked.seed,
             save_strategy="steps",
             save_steps=asked.asynchronous,
             save_only_model=True,
@@ -170,12 +170,6 @@ def asynchronous(asked: argparse.Namespace, output: Path, weights: LocalFull) ->
     )
     trainer.train()
     worker.check_health(60)
-
-
-def player_of(prompt: list[dict[str, Any]]) -> str | None:
-    """The player of duel.py that the prompt is for; None in other environments."""
-    text = str(prompt[-1]["content"])
-    return next((name for name in ("one", "two") if f"You are {name}," in text), None)
 
 
 def reference(trainer: Any) -> Any:
@@ -253,6 +247,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--tasks", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=42)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     output = Path(asked.output)
