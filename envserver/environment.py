@@ -341,6 +341,9 @@ class Environment(abc.ABC):
     exact_demonstrations: ClassVar[bool] = False
     """Whether the simulated engine plays demonstrations word for word, with no sentence before
     them. Set it where `rollout` reads an answer as a whole, such as a move of a game."""
+    demonstrations_solve: ClassVar[bool] = True
+    """Whether demonstrations solve their tasks. False where they are only fair play, as in a game
+    between agents; `envserver check` then expects no reward of them."""
     component_weights: ClassVar[Mapping[str, float]] = {}
     """A rubric such as `{"correct": 1.0, "format": 0.1}`: the reward of a `Score(components=...)`
     without a reward is the sum of its components by these weights."""
@@ -457,7 +460,8 @@ class Environment(abc.ABC):
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         """Yields results of `task` with known rewards: the gold one, broken ones, reward hacks.
 
-        `envserver check` scores them all, and adds empty and absurd results by itself.
+        `envserver check` scores them all, adds empty and absurd results by itself, and plays
+        demonstrations through `rollout`.
         """
         return iter(())
 

@@ -1,10 +1,9 @@
-"""`envserver check`: prints the report of an environment check; the check itself is
-`rollouts.checking`."""
+"""`envserver check`: prints the report of a check; the work is in `running.checking`."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import msgspec
 import orjson
@@ -12,21 +11,16 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..environment import Environment
-from ..registry import absolute
-from ..rollouts.checking import EnvironmentReport, Kind, check
-from ..rollouts.checking import Progress as OnProgress
-from ..rollouts.scoring import ScorerPool
-from ..running.judging import judge_of, scorer_processes
-from ..running.sandboxes import sandboxes_of
-from ..running.spec import RunSpec
+from ..rollouts.check_report import EnvironmentReport, Kind, Wrong
+from ..running.check_plays import DEMONSTRATION
+from ..running.checking import check_environment
 from ..running.tally import counted
-from ..sandbox.watched import WatchedSandboxes
+from .check_card import card, ended_by, milliseconds, number
 from .command_line import read_run_spec
 from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
-from .specs.check_command import COMMAND, CheckSettings
+from .specs.check_command import COMMAND
 
 _WRONG_SHOWN = 5
 
@@ -40,48 +34,21 @@ def run(argv: list[str]) -> int:
     line = read_run_spec(COMMAND, argv)
     configure_logs(line.settings.log_level, line.settings.log_format)
     with _bar(Console(stderr=True)) as bar:
-        shown = bar.add_task("results", total=None)
+        shown = {name: bar.add_task(name, total=None) for name in ("results", "plays")}
         report = run_loop(
-            check_environment(line, lambda done, of: bar.update(shown, completed=done, total=of))
+            check_environment(
+                line,
+                lambda name, done, of: bar.update(shown[name], completed=done, total=of),
+            )
         )
     if line.settings.as_json:
         facts = {**msgspec.to_builtins(report), "ok": report.ok}
         sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
+    elif line.settings.card:
+        sys.stdout.write(card(report))
     else:
         _show(Console(), report)
     return 0 if report.ok else 1
-
-
-async def check_environment(
-    line: RunSpec[CheckSettings], progress: OnProgress
-) -> EnvironmentReport:
-    """Checks the environment given on the command line and returns the report.
-
-    Raises:
-        ConfigError: it cannot be loaded, has no tasks, or needs a sandbox and no backend works.
-    """
-    settings = line.settings
-    config = settings.env.model_dump(mode="json")
-    async with (
-        sandboxes_of(line.make_environment(), settings.sandbox) as service,
-        judge_of(settings.judge, Path("data")) as judge,
-    ):
-        address = service.address if service is not None else None
-
-        def fresh() -> Environment:
-            environment = line.make_environment()
-            if address is not None:
-                environment.sandboxes = WatchedSandboxes(address)
-            return environment
-
-        async with ScorerPool(
-            absolute(line.reference),
-            config,
-            scorer_processes(settings.processes, settings.judge),
-            sandbox_address=address,
-            judge=judge,
-        ) as scorer:
-            return await check(fresh, scorer, most_tasks=settings.tasks, progress=progress)
 
 
 def _bar(console: Console) -> Progress:
@@ -98,25 +65,22 @@ def _show(console: Console, report: EnvironmentReport) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("result", "scored", "least", "most", "expected", "verdict"):
-        table.add_column(name, justify="right" if name in ("scored", "least", "most") else "left")
+    console.print(_results(report))
     for kind in report.kinds:
-        verdict = f"WRONG: {len(kind.wrong)}" if kind.wrong else "ok"
-        verdict += f" ({kind.raised} raise)" if kind.raised else ""
-        table.add_row(
-            kind.name, str(kind.count), _number(kind.least), _number(kind.most),
-            _expected(kind), verdict,
-        )  # fmt: skip
-    console.print(table)
-    for kind in report.kinds:
-        for wrong in kind.wrong[:_WRONG_SHOWN]:
-            got = wrong.error or f"reward {wrong.reward:g}"
-            say(f"{kind.name}, task {wrong.task_id}: {got}; expected {_expected(kind)}")
-        if len(kind.wrong) > _WRONG_SHOWN:
-            say(f"{kind.name}: {len(kind.wrong) - _WRONG_SHOWN} more")
+        _show_wrong(say, kind.name, kind.wrong, _expected(kind))
+    if report.plays:
+        console.print(_plays(report))
+    for played in report.plays:
+        expected = "" if played.way != DEMONSTRATION else "a solved task"
+        _show_wrong(say, f"Played: {played.way}", played.wrong, expected)
     for problem in report.problems:
         say(problem)
+    if report.scoring is not None:
+        cost = report.scoring
+        say(
+            f"A score takes {milliseconds(cost.cpu_seconds)} of CPU, at most "
+            f"{milliseconds(cost.most_cpu_seconds)} (limit {cost.limit_cpu_seconds:g} s)."
+        )
     all_of = "all" if report.whole else "the first"
     say(f"{report.environment}, {report.split}: {all_of} {counted(report.tasks, 'task')}.")
     if report.without_gold:
@@ -124,11 +88,47 @@ def _show(console: Console, report: EnvironmentReport) -> None:
     say("All checks passed." if report.ok else "Checks FAILED: see above.")
 
 
+def _results(report: EnvironmentReport) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("result", "scored", "least", "most", "expected", "verdict"):
+        table.add_column(name, justify="right" if name in ("scored", "least", "most") else "left")
+    for kind in report.kinds:
+        verdict = f"WRONG: {len(kind.wrong)}" if kind.wrong else "ok"
+        verdict += f" ({kind.raised} raise)" if kind.raised else ""
+        table.add_row(
+            kind.name, str(kind.count), number(kind.least), number(kind.most),
+            _expected(kind), verdict,
+        )  # fmt: skip
+    return table
+
+
+def _plays(report: EnvironmentReport) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("played", "rollouts", "solved", "least", "mean", "most", "turns", "ended by"):
+        left = name in ("played", "ended by")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name == "played")
+    for one in report.plays:
+        scored = len(one.rewards)
+        table.add_row(
+            one.way, str(scored), str(one.solved), number(min(one.rewards, default=None)),
+            number(one.mean), number(max(one.rewards, default=None)),
+            f"{one.turns / scored:.1f}" if scored else "-", ended_by(one),
+        )  # fmt: skip
+    return table
+
+
+def _show_wrong(say: Callable[[str], None], name: str, wrong: list[Wrong], expected: str) -> None:
+    for one in wrong[:_WRONG_SHOWN]:
+        place = f"{name}, task {one.task_id}"
+        if one.reward is None and not expected:
+            say(f"{place}: {one.error}")
+        else:
+            say(f"{place}: {one.error or f'reward {one.reward:g}'}; expected {expected}")
+    if len(wrong) > _WRONG_SHOWN:
+        say(f"{name}: {len(wrong) - _WRONG_SHOWN} more")
+
+
 def _expected(kind: Kind) -> str:
     if kind.expected_least == kind.expected_most:
         return f"{kind.expected_least:g}"
     return f"{kind.expected_least:g} to {kind.expected_most:g}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"

@@ -3,94 +3,45 @@
 In: an environment and its scorers. Every result whose reward is known (the author's own, and absurd
 ones) goes through the real scorer. Out: an EnvironmentReport: one row per kind of result, and every
 task with an unexpected reward. A scorer that fails is wrong, too, because the rollout would be
-lost, except for results that no agent produces.
+lost, except for results that no agent produces. `running.check_plays` adds what rollouts show.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol
 
-import msgspec
 import orjson
 from envserver_records.errors import EnvserverError
 from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult
 from .absurd import MAY_RAISE, absurd_results, strings_in
+from .check_report import EnvironmentReport, Kind, Wrong
 from .rewards import RewardRules, delivered_score, range_of, rules_of_rewards
 from .scoring import SCORING_FAILURES
-from .stream import group_requests
+from .task_digests import digest_of, first_tasks, packed
 
 SHORTEST_SECRET = 20
 """Characters; a hidden text this long is not in the public part by chance."""
 _TOLERANCE = 1e-9
 _AT_A_TIME = 32
+_SCORED_AGAIN = 5
+"""Number of right results that are scored again, to see that scores do not change."""
 
 Progress = Callable[[int, int], None]
 """Is called with the number of scored results and the total."""
 
 
-class Wrong(msgspec.Struct, frozen=True, kw_only=True):
-    """A result whose reward is not as expected. `reward` None: `error` says why there is none."""
-
-    task_id: str
-    reward: float | None
-    error: str = ""
-    raised: bool = False
-
-
-class Kind(msgspec.Struct, kw_only=True):
-    """All results with one name and expectation.
-
-    Args:
-        name: as in KnownResult.
-        count: number of scored results.
-        expected_least, expected_most: bounds of the expected reward.
-        least, most: lowest and highest reward given, None without any.
-        wrong: results with an unexpected reward.
-        raised: results for which the scorer raised, where it may.
-    """
-
-    name: str
-    expected_least: float
-    expected_most: float
-    count: int = 0
-    least: float | None = None
-    most: float | None = None
-    wrong: list[Wrong] = msgspec.field(default_factory=list)
-    raised: int = 0
-
-
-class EnvironmentReport(msgspec.Struct, kw_only=True):
-    """The findings of a check.
-
-    Args:
-        tasks: number of tasks checked.
-        whole: these are all tasks of the split.
-        without_gold: ids of tasks for which no right result is known.
-        problems: what is wrong with the tasks, as text.
-    """
-
-    environment: str
-    split: str
-    tasks: int
-    whole: bool
-    kinds: list[Kind]
-    without_gold: list[str]
-    problems: list[str]
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems and not any(kind.wrong for kind in self.kinds)
-
-
 class Scorer(Protocol):
-    """Scores like `ScorerPool.score`."""
+    """Scores and lists tasks like `ScorerPool`."""
 
     async def score(self, task: Task, result: Result) -> Score: ...
+
+    async def task_digests(self, count: int) -> list[str]: ...
 
 
 async def check(
@@ -99,8 +50,8 @@ async def check(
     *,
     most_tasks: int,
     progress: Progress = lambda done, of: None,
-) -> EnvironmentReport:
-    """Checks the first tasks of the environment's split.
+) -> tuple[EnvironmentReport, list[Task]]:
+    """Checks the first tasks of the environment's split; also returns these tasks.
 
     Args:
         make_environment: a fresh instance, ready for `tasks`.
@@ -110,9 +61,11 @@ async def check(
     """
     environment = make_environment()
     rules = rules_of_rewards(environment)
-    tasks = await asyncio.to_thread(_first, environment, most_tasks + 1)
-    again = await asyncio.to_thread(_first, make_environment(), most_tasks + 1)
+    tasks = await asyncio.to_thread(first_tasks, environment, most_tasks + 1)
+    again = await asyncio.to_thread(first_tasks, make_environment(), most_tasks + 1)
     problems = [*differences(tasks, again)]
+    if not problems:
+        problems += elsewhere(tasks, await scorer.task_digests(most_tasks + 1))
     whole = len(tasks) <= most_tasks
     tasks = tasks[:most_tasks]
     for task in tasks:
@@ -129,7 +82,8 @@ async def check(
         _count(kind, task, verdict)
         done += 1
         progress(done, len(cases))
-    return EnvironmentReport(
+    problems += await _changed_scores(scorer, cases, rules)
+    report = EnvironmentReport(
         environment=environment.name,
         split=environment.config.split,
         tasks=len(tasks),
@@ -137,22 +91,46 @@ async def check(
         kinds=list(kinds.values()),
         without_gold=without_gold,
         problems=problems,
+        reward_range=_shown_range(environment),
     )
+    return report, tasks
+
+
+def _shown_range(environment: Environment) -> tuple[float | None, float | None, float]:
+    bounds = range_of(environment)
+    low, high = (one if math.isfinite(one) else None for one in (bounds.low, bounds.high))
+    return low, high, bounds.solved_at
 
 
 def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
     """Yields the differences between two listings of the same tasks."""
     if len(tasks) != len(again):
         yield f"Listed twice, there are {len(tasks)} tasks and then {len(again)}."
-    changed = [
-        one.id for one, two in zip(tasks, again, strict=False) if _packed(one) != _packed(two)
-    ]
+    changed = [one.id for one, two in zip(tasks, again, strict=False) if packed(one) != packed(two)]
     if changed:
         yield f"Listed twice, tasks differ: {_named(changed)}."
     seen: set[str] = set()
     twice = [task.id for task in tasks if task.id in seen or seen.add(task.id)]  # type: ignore[func-returns-value]
     if twice:
         yield f"Several tasks have the same id: {_named(twice)}."
+
+
+def elsewhere(tasks: list[Task], digests: list[str]) -> Iterator[str]:
+    """Yields the differences from a listing in another process, which has its own order of sets."""
+    changed = [
+        task.id for task, digest in zip(tasks, digests, strict=False) if digest_of(task) != digest
+    ]
+    if changed or len(tasks) != len(digests):
+        yield (
+            f"In another process the tasks differ: {_named(changed) or len(digests)}. Sort what "
+            "comes from a set, and seed every random generator by the settings."
+        )
+
+
+def secrets_of(task: Task) -> list[str]:
+    """Returns the hidden texts that are too long to stand somewhere by chance."""
+    texts = sorted({text.strip() for text in strings_in(task.hidden)}, key=len)
+    return [text for text in texts if len(text) >= SHORTEST_SECRET]
 
 
 def task_problems(task: Task) -> Iterator[str]:
@@ -163,22 +141,9 @@ def task_problems(task: Task) -> Iterator[str]:
     except (TypeError, ValueError, RecursionError) as error:
         yield f"Task {task.id!r} cannot be sent: {error}."
     shown = list(strings_in(task.public))
-    for secret in sorted(set(strings_in(task.hidden)), key=len):
-        text = secret.strip()
-        if len(text) >= SHORTEST_SECRET and any(text in one for one in shown):
-            yield f"Task {task.id!r} shows hidden text: {text[:60]!r}."
-
-
-def _first(environment: Environment, count: int) -> list[Task]:
-    made = group_requests(environment, repeat=False)
-    return [request.task for request in itertools.islice(made, count)]
-
-
-def _packed(task: Task) -> bytes | None:
-    try:
-        return pack(task)
-    except (TypeError, ValueError, RecursionError):  # reported by `task_problems`
-        return None
+    for secret in secrets_of(task):
+        if any(secret in one for one in shown):
+            yield f"Task {task.id!r} shows hidden text: {secret[:60]!r}."
 
 
 def _cases(
@@ -191,8 +156,6 @@ def _cases(
     for task in tasks:
         try:
             known = list(environment.known_results(task))
-            if not any(one.least > nothing for one in known):
-                known += _demonstrated(environment, task)
         except Exception as error:  # noqa: BLE001 - the environment's code: what it raises is told
             problems.append(
                 f"The known results of task {task.id!r} cannot be made: "
@@ -210,15 +173,25 @@ def _cases(
     return cases
 
 
-def _demonstrated(environment: Environment, task: Task) -> Iterator[KnownResult]:
-    turns = environment.demonstration(task)
-    if not turns or isinstance(turns, Mapping):
-        return  # parts of several agents do not form one conversation to score
-    content = turns[-1].get("content")
-    text = content if isinstance(content, str) else ""
-    result = environment.response_from_row(text, turns)
-    bounds = range_of(environment)
-    yield KnownResult("demonstration", result, least=bounds.solved_at, most=bounds.high)
+async def _changed_scores(
+    scorer: Scorer, cases: list[tuple[Task, KnownResult]], rules: RewardRules
+) -> list[str]:
+    """Scores some right results once more and returns whose rewards change."""
+    nothing = max(rules.range.worst, 0.0)
+    right = [case for case in cases if case[1].least > nothing][:_SCORED_AGAIN]
+    problems = []
+    for task, known in right:
+        rewards = [await _verdict(scorer, task, known, rules) for _ in range(2)]
+        if rewards[0] != rewards[1]:
+            shown = " and then ".join(_shown(one) for one in rewards)
+            problems.append(f"Scored twice, {known.name} of task {task.id!r} gets {shown}.")
+    return problems
+
+
+def _shown(verdict: Wrong | float) -> str:
+    if not isinstance(verdict, Wrong):
+        return f"{verdict:g}"
+    return verdict.error if verdict.reward is None else f"{verdict.reward:g}"
 
 
 async def _scored(

@@ -42,15 +42,19 @@ from ..sandbox.watched import WatchedSandboxes
 from ..workers.failures import bug_of
 from .rewards import RewardRules, checked_score, rules_of_rewards, with_turn_rewards
 from .rubric import with_rubric
+from .task_digests import digest_of, first_tasks
 
 TRACEBACK_CHARACTERS = 4000
 
 
 class ScorerAnswer(msgspec.Struct, frozen=True):
-    """The result of a call: `value` or `failure`."""
+    """The result of a call: `value` or `failure`. `seconds` by the clock, `cpu_seconds` of this
+    process."""
 
     value: Any = None
     failure: Failure | None = None
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +128,13 @@ def answer(request: bytes) -> ScorerAnswer:
             function, arguments = pickle.loads(request)
             return function(*arguments)
 
-    return _guarded(call)
+    began, cpu = time.perf_counter(), time.process_time()
+    answered = _guarded(call)
+    return msgspec.structs.replace(
+        answered,
+        seconds=time.perf_counter() - began,
+        cpu_seconds=time.process_time() - cpu,
+    )
 
 
 def declared() -> Declared:
@@ -137,6 +147,14 @@ def declared() -> Declared:
         ),
         rewards=rules_of_rewards(environment),
     )
+
+
+def task_digests(count: int) -> list[str]:
+    """Returns digests of the first `count` tasks, as this process lists them."""
+    environment = _environment()
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the limit is for scores
+    return [digest_of(task) for task in first_tasks(environment, count)]
 
 
 def score(task: Task, result: Result) -> Score:

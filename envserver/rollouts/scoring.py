@@ -49,6 +49,7 @@ from .scorer_process import Declared, RowToScore, ScoreLimits, ScorerAnswer
 SETTINGS = "ENVSERVER_"
 """What the names of the server's variables begin with; scorers need none of them."""
 START_TIMEOUT_SECONDS = 120.0
+_LISTING_SECONDS = 600.0
 KILL_GRACE_SECONDS = 0.5
 """Seconds between SIGTERM and SIGKILL of a scorer past its timeout."""
 
@@ -93,6 +94,7 @@ class ScorerPool:
         sandbox_address: where the environment's `sandboxes` are made; unset: it has none.
         rubric: scores instead of the environment (see `rubric`); its file should be absolute.
         judge: what `self.judge` asks; it stays open for as long as this pool.
+        spent: is called with the seconds by the clock and the CPU seconds of each score.
     """
 
     def __init__(
@@ -104,7 +106,9 @@ class ScorerPool:
         sandbox_address: str | None = None,
         rubric: str | None = None,
         judge: JudgeServer | None = None,
+        spent: Callable[[float, float], None] = lambda seconds, cpu_seconds: None,
     ) -> None:
+        self._spent = spent
         arguments = (env_reference, env_config, sandbox_address, rubric)
         self.judge = judge
         self._scorers = [_Scorer(arguments, judge) for _ in range(processes)]
@@ -173,6 +177,20 @@ class ScorerPool:
         final: list[Score] = await self._ask(scorer_process.score_group, task, results, scores)
         return final
 
+    async def task_digests(self, count: int) -> list[str]:
+        """Returns digests of the first tasks, as a scorer process lists them (`checking`).
+
+        Raises:
+            ConfigError, ScorerError: they cannot be read.
+        """
+        unlimited = ScoreLimits(cpu_seconds=math.inf, timeout_seconds=_LISTING_SECONDS)
+        async with self._free_scorer() as scorer:
+            answer = await scorer.call(scorer_process.task_digests, (count,), unlimited)
+        if answer.failure is not None:
+            _raise(answer.failure)
+        digests: list[str] = answer.value
+        return digests
+
     async def score_row(self, row: RowToScore) -> ScoredRow:
         """Returns the score of a bare row; its `error` holds any failure.
 
@@ -230,6 +248,7 @@ class ScorerPool:
 
     async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         outcome = await self._answer(function, *args)
+        self._spent(outcome.seconds, outcome.cpu_seconds)
         if outcome.failure is not None:
             _raise(outcome.failure)
         return outcome.value

@@ -43,6 +43,7 @@ class Kuhn(Environment):
     reward_range = (-2.0, 2.0)
     solved_at = 1.0
     exact_demonstrations = True
+    demonstrations_solve = False
 
     class Config(Environment.Config):
         group_size: int = 8

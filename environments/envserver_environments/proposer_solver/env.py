@@ -40,6 +40,7 @@ class ProposerSolver(Environment):
 
     name = "proposer_solver"
     exact_demonstrations = True
+    demonstrations_solve = False
     solved_at = 0.75  # both agents' mean where the solver is right half of the time
 
     class Config(Environment.Config):

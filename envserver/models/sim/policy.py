@@ -177,6 +177,14 @@ def worded(turn: Turn, rng: random.Random) -> Turn:
     return Turn("\n".join(line for line in lines if line), turn.calls)
 
 
+def drawn_call(
+    conversation: Conversation, wish: Wish, rng: random.Random
+) -> tuple[str, str] | None:
+    """Returns a call of one of the offered tools with valid arguments; None without tools."""
+    tools = _callable_tools(conversation, wish)
+    return _drawn_call(tools, rng) if tools else None
+
+
 def without_specials(text: str) -> str:
     """Returns `text` without anything that would become a special token."""
     while any(special in text for special in (END_OF_TEXT, IM_START, IM_END)):

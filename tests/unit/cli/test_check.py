@@ -16,7 +16,8 @@ from envserver.rollouts.checking import differences, task_problems
 
 ENVIRONMENT = '''
 import itertools, random
-from envserver import Environment, KnownResult, Result, Score, Task
+from contextlib import nullcontext
+from envserver import AgentRole, Environment, KnownResult, Result, Score, Task
 
 SECRET = "the answer that nobody may see: {}"
 
@@ -30,7 +31,8 @@ class Base(Environment):
             yield Task(f"t{number}", {"question": f"Number {number}?"}, hidden)
 
     async def rollout(self, task, run):
-        return {"said": ""}
+        reply = await run.chat([{"role": "user", "content": task.public["question"]}])
+        return {"said": reply.content}
 
     def demonstration(self, task):
         return [{"role": "assistant", "content": task.hidden["answer"]}]
@@ -88,6 +90,61 @@ class Shows(Sound):
             yield Task(task.id, {"question": f"Is it {task.hidden['answer']}?"}, task.hidden)
 
 
+class Moody(Sound):
+    """Whoever is right is paid what comes to its mind."""
+
+    def score(self, task, result):
+        return Score(reward=super().score(task, result).reward and random.uniform(0.9, 1.0))
+
+    def known_results(self, task):
+        answer = {"said": task.hidden["answer"]}
+        yield KnownResult("gold", Result(output=answer), least=0.9, most=1.0)
+
+
+class Unordered(Sound):
+    def tasks(self, split):
+        for name in {f"t{number}" for number in range(40)}:
+            yield Task(name, {"question": name}, {"answer": SECRET.format(name)})
+
+
+class Pair(Sound):
+    """One agent asks the other; only the second is judged."""
+
+    def agents(self):
+        return {"first": AgentRole(), "second": AgentRole(trained=False)}
+
+    async def rollout(self, task, run):
+        question = [{"role": "user", "content": task.public["question"]}]
+        await run.chat(question, agent="first")
+        reply = await run.chat(question, agent="second")
+        return {"said": reply.content}
+
+    def demonstration(self, task):
+        said = [{"role": "assistant", "content": task.hidden["answer"]}]
+        return {"first": [{"role": "assistant", "content": "Please."}], "second": said}
+
+
+class Faulty(Base):
+    """Its service gives the answer away, its agent fails at silence, its scorer pays for words."""
+
+    def services(self):
+        async def secret(arguments, caller):
+            return caller.task.hidden["answer"]
+
+        return nullcontext({"secret": secret})
+
+    async def rollout(self, task, run):
+        secret = await run.call_tool("secret", {})
+        reply = await run.chat([{"role": "user", "content": f"Say {secret!r}!"}])
+        if not reply.content:
+            raise ValueError("I cannot read this answer")
+        return {"said": reply.content}
+
+    def score(self, task, result):
+        said = result.output.get("said") if isinstance(result.output, dict) else ""
+        return Score(reward=float(isinstance(said, str) and len(said.split()) > 3))
+
+
 class Random(Sound):
     def tasks(self, split):
         for number in range(3):
@@ -117,8 +174,10 @@ def check(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
     return envserver("check", *words, folder=folder)
 
 
-def report(zoo: Path, name: str) -> dict[str, Any]:
-    ran = check("--env", f"{zoo}:{name}", "--json", folder=zoo.parent)
+def report(zoo: Path, name: str, plays: int = 0) -> dict[str, Any]:
+    """The report; rollouts cost most, so only tests about them play."""
+    ran = check("--env", f"{zoo}:{name}", "--json", "--plays", plays, folder=zoo.parent)
+    assert ran.stdout, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
     assert ran.returncode == (0 if found["ok"] else 1), ran.stderr
     return found
@@ -134,15 +193,38 @@ def test_a_sound_environment_passes(zoo: Path) -> None:
     kinds = {kind["name"]: kind for kind in found["kinds"]}
     assert (kinds["gold"]["count"], kinds["gold"]["least"], kinds["gold"]["most"]) == (4, 1.0, 1.0)
     assert {"no output", "empty text", "huge text", "wrong type", "question echoed"} <= kinds.keys()
-    assert "demonstration" not in kinds
+    assert found["plays"] == [] and found["scoring"]["count"] > 100
 
 
-def test_demonstrations_stand_in_for_gold_and_endless_tasks_are_cut(zoo: Path) -> None:
-    ran = check("--env", f"{zoo}:Endless", "--tasks", 3, folder=zoo.parent)
+def test_endless_tasks_are_cut_and_a_card_is_made(zoo: Path) -> None:
+    ran = check("--env", f"{zoo}:Endless", "--tasks", 3, "--plays", 1, "--card", folder=zoo.parent)
     assert ran.returncode == 0, ran.stderr
-    assert "demonstration" in ran.stdout
-    assert "the first 3 tasks" in ran.stdout
-    assert "All checks passed." in ran.stdout
+    lines = ran.stdout.splitlines()
+    assert "| verdict | passes `envserver check` |" in lines
+    assert "| tasks | first 3 of `train` |" in lines
+    assert "| demonstrations, played | 3 of 3 solve their task, mean reward 1, 1.0 turns |" in lines
+    assert "| refusal | 0 of 1 | 0 |" in lines
+
+
+def test_demonstrations_are_played_through_the_rollout_of_several_agents(zoo: Path) -> None:
+    found = report(zoo, "Pair", plays=2)
+    assert found["ok"], (found["problems"], wrong_kinds(found))
+    plays = {one["way"]: one for one in found["plays"]}
+    assert plays["demonstration"]["rewards"] == [1.0] * 4 and plays["demonstration"]["turns"] == 4
+    assert plays["spoiled"]["rewards"] == [0.0] * 2
+    cheats = [one for one in plays.values() if one["cheat"]]
+    assert len(cheats) == 6 and not any(one["solved"] for one in cheats)
+
+
+def test_faults_that_only_a_rollout_shows_are_found(zoo: Path) -> None:
+    found = report(zoo, "Faulty", plays=3)
+    problems = "\n".join(found["problems"])
+    assert "The prompt of task 't0' shows hidden text: 'the answer that nobody may see" in problems
+    assert "A cheat solves 3 of 3 tasks: the prompt again." in problems
+    assert "Spoiled demonstrations are rewarded like right ones" in problems
+    plays = {one["way"]: one for one in found["plays"]}
+    assert "I cannot read this answer" in plays["nothing"]["wrong"][0]["error"]
+    assert not found["ok"] and plays["demonstration"]["solved"] == 4
 
 
 @pytest.mark.parametrize(
@@ -172,6 +254,8 @@ def test_rewards_that_are_wrong_are_found(zoo: Path, name: str, kinds: set[str])
         ("Random", "tasks differ: 'the same'"),
         ("Random", "have the same id: 'the same'"),
         ("Broken", "cannot be made: KeyError"),
+        ("Moody", "Scored twice, gold of task 't0' gets 0.9"),
+        ("Unordered", "In another process the tasks differ"),
     ],
 )
 def test_tasks_that_are_not_sound_are_found(zoo: Path, name: str, words: str) -> None:
@@ -181,13 +265,13 @@ def test_tasks_that_are_not_sound_are_found(zoo: Path, name: str, words: str) ->
 
 
 def test_tasks_without_a_known_right_result_are_told_of(zoo: Path) -> None:
-    ran = check("--env", f"{zoo}:NoGold", folder=zoo.parent)
+    ran = check("--env", f"{zoo}:NoGold", "--plays", 0, folder=zoo.parent)
     assert ran.returncode == 0
     assert "No correct result is known for 4 tasks." in ran.stdout
 
 
 def test_a_failed_check_shows_where(zoo: Path) -> None:
-    ran = check("--env", f"{zoo}:Substring", folder=zoo.parent)
+    ran = check("--env", f"{zoo}:Substring", "--plays", 0, folder=zoo.parent)
     assert ran.returncode == 1
     assert "every answer, task t0: reward 1; expected 0" in ran.stdout
     assert "Checks FAILED" in ran.stdout
