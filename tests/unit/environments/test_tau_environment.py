@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,82 +14,19 @@ from envserver_environments.tau.domains.kinds import OWN, find_domain
 from envserver_environments.tau.env import Tau
 from envserver_environments.tau.episodes import GREETING, STOP
 from envserver_environments.tau.evaluation import pass_hat_ks
-from envserver_environments.tau.judging import read_verdicts, verdicts
 from envserver_environments.tau.users import MAX_REPEATS, ScriptedCustomer
 from envserver_environments.tau.wire import assistant_calls, calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import read_jsonl
 from support.extent import examples
+from support.tau_talk import Seat, says, talk, tasks_of
 
-from envserver import (
-    ConfigError,
-    InputError,
-    JudgeError,
-    JudgeReply,
-    LimitReached,
-    Message,
-    Reply,
-    Result,
-    Score,
-    ServiceError,
-    Task,
-)
+from envserver import InputError, Message, ServiceError
 from envserver.cli.settings import load_settings
-from envserver.judge_config import JudgeConfig
-from envserver.judges.client import ScorerJudge
 from envserver.running import ProcessSettings, RunSpec, alone, process_run
-from envserver.running.judging import judge_settings
 
 LINE = {"customer_id": "C21", "line_id": "L21"}
-
-
-class Seat:
-    """A run whose models say what is laid before them; when that is at an end, the turns are."""
-
-    def __init__(self, says: Mapping[str, Iterable[Message]], judge: Any = None) -> None:
-        self.says = {name: deque(turns) for name, turns in says.items()}
-        self.asked: list[tuple[str, list[Message], Any]] = []
-        self.actions: list[tuple[str, Any, Any]] = []
-        self.metrics: dict[str, float] = {}
-        self.judge = judge
-
-    async def chat(
-        self, messages: list[Message], *, tools: Any = None, agent: str = "", stop: Any = None
-    ) -> Reply:
-        self.asked.append((agent, [dict(message) for message in messages], tools))
-        if not self.says.get(agent):
-            raise LimitReached("All turns are used up.", limit="turns")
-        message = self.says[agent].popleft()
-        reason = message.get("finish", "tool_calls" if message.get("tool_calls") else "stop")
-        message = {name: value for name, value in message.items() if name != "finish"}
-        return Reply(message["content"], message.get("tool_calls") or [], reason, message)
-
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
-        assert name == "judge"
-        return {"verdicts": await self.judge(arguments["messages"])}
-
-    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
-        self.actions.append((tool, input, output))
-
-    def log_metric(self, name: str, value: float) -> None:
-        self.metrics[name] = value
-
-
-def tasks_of(**config: Any) -> tuple[Tau, dict[str, Task]]:
-    environment = Tau(Tau.Config(**config))
-    return environment, {task.id: task for task in environment.tasks("train")}
-
-
-def talk(environment: Tau, task: Task, seat: Seat) -> tuple[dict[str, Any], Score]:
-    """The output and the score of one live conversation."""
-    output = asyncio.run(environment.rollout(task.without_hidden(), seat))  # type: ignore[arg-type]
-    output = json.loads(json.dumps(output))  # as it travels
-    return output, environment.score(task, Result(output=output))
-
-
-def says(text: str, **more: Any) -> Message:
-    return {"role": "assistant", "content": text, **more}
 
 
 def raw_call(name: str, arguments: Any) -> Message:
@@ -310,142 +246,6 @@ def test_a_customers_model_that_says_nothing_is_our_failure() -> None:
         {"user": [says("I w", finish="length"), says("Hi."), says(STOP)], "agent": [says("Hm")]}
     )
     assert talk(environment, task, cut)[0]["ending"] == "user_stop"
-
-
-JUDGED = {
-    "id": "kind",
-    "user_scenario": {"instructions": "Have t1 finished."},
-    "evaluation_criteria": {
-        "actions": [
-            {"name": "update_task_status", "arguments": {"task_id": "t1", "status": "completed"}}
-        ],
-        "nl_assertions": ["The assistant is kind to the customer."],
-        "reward_basis": ["DB", "NL_ASSERTION"],
-    },
-}
-PLAIN = {**JUDGED, "id": "plain", "evaluation_criteria": {"actions": []}}
-
-
-@pytest.fixture
-def tau2(tmp_path: Path) -> Path:
-    folder = tmp_path / "tau2" / "mock"
-    folder.mkdir(parents=True)
-    task = {"task_id": "t1", "title": "First", "status": "pending"}
-    data = {"tasks": {"t1": task}, "users": {"u": {"user_id": "u", "name": "U", "tasks": ["t1"]}}}
-    (folder / "db.json").write_text(json.dumps(data))
-    (folder / "tasks.json").write_text(json.dumps([JUDGED, PLAIN]))
-    (folder / "policy.md").write_text("Be kind.")
-    return folder.parent
-
-
-def test_tasks_that_need_a_judge_are_skipped_or_scored_without_him(tau2: Path) -> None:
-    environment, tasks = tasks_of(domain="mock", tau2_data=tau2)
-    assert list(tasks) == ["mock/plain"]
-    assert environment.dropped == {"it needs a judge (nl_assertions)": 1}
-    environment, tasks = tasks_of(domain="mock", tau2_data=tau2, nl_assertions="ignore")
-    task = tasks["mock/kind"]
-    seat = Seat(environment.demonstration(task))
-    seat.says["agent"].append(says("It is done."))
-    _, score = talk(environment, task, seat)
-    assert score.reward == 1.0 and "nl_assertion" not in score.components
-    with pytest.raises(ValueError, match=r"is for --env.nl_assertions judge"):
-        Tau.Config(agents={"judge": {"base_url": "http://localhost:1"}})
-
-
-class Verdicts(ScorerJudge):
-    """A judge that says whether the assertions are met."""
-
-    def __init__(self, *texts: str) -> None:
-        super().__init__(None)
-        self.texts = texts
-        self.asked: list[str] = []
-
-    def chat_blocking(self, messages: list[Message], **_: Any) -> JudgeReply:
-        self.asked.append(json.dumps(messages))
-        return JudgeReply(content=self.texts[min(len(self.asked), len(self.texts)) - 1], model="m")
-
-
-@pytest.mark.parametrize("met", [True, False])
-def test_the_judge_is_asked_when_a_conversation_is_scored(tau2: Path, met: bool) -> None:
-    answer = {"results": [{"expectation": "kind", "reasoning": "so", "met": met}]}
-    judge = Verdicts("I cannot say.", f"```json\n{json.dumps(answer)}\n```")
-    environment, tasks = tasks_of(domain="mock", tau2_data=tau2, nl_assertions="judge")
-    environment.judge = judge
-    task = tasks["mock/kind"]
-    seat = Seat(environment.demonstration(task))
-    seat.says["agent"].append(says("It is done."))
-    output, score = talk(environment, task, seat)
-    assert score.reward == float(met) and len(judge.asked) == 2
-    assert "is kind to the customer" in judge.asked[0] and "update_task_status" in judge.asked[0]
-    assert "is kind to" not in json.dumps([task.public, [m for _, m, _ in seat.asked]])
-    environment.judge = Verdicts("I cannot say.")
-    with pytest.raises(JudgeError, match="3 times"):
-        environment.score(task, Result(output=output))
-    # Verdicts that were recorded with a conversation still count, and no judge is asked.
-    old = Result(output={**output, "verdicts": [not met]})
-    assert environment.score(task, old).reward == float(not met)
-    unfinished = {**output, "messages": output["messages"][:-1]}
-    assert environment.score(task, Result(output=unfinished)).reward == 0.0
-    assert set(environment.agents()) == {"agent", "user"}
-
-
-async def test_the_old_name_of_the_judges_settings_still_counts(tau2: Path) -> None:
-    old = {"base_url": "http://localhost:1", "model_name": "big", "api_key": "sk-judge"}
-    config = Tau.Config(nl_assertions="judge", agents={"judge": old})
-    found = judge_settings(JudgeConfig(), config)
-    assert (found.base_url, found.model_name) == ("http://localhost:1", "big")
-    assert found.api_key.get_secret_value() == "sk-judge"
-    new = JudgeConfig(base_url="http://localhost:2")
-    assert judge_settings(new, config) is new
-    assert set(Tau(config).agents()) == {"agent", "user", "judge"}
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ('{"results": [{"met": true}, {"met": false}]}', [True, False]),
-        ('Sure: {"results": [{"met": true, "x": 1}, {"met": true}]} so.', [True, True]),
-        ('{"results": [{"met": true}]}', None),
-        ('{"results": [{"met": "true"}, {"met": 1}]}', None),
-        ("{" * 99999, None),
-        ("", None),
-    ],
-)
-def test_verdicts_are_read_or_not_at_all(text: str, found: Any) -> None:
-    if found is None:
-        with pytest.raises(ValueError):
-            read_verdicts(text, 2)
-    else:
-        assert read_verdicts(text, 2) == found
-
-
-def test_where_nothing_is_to_be_judged_nobody_is_asked() -> None:
-    assert verdicts(Verdicts(), [], []) == []
-
-
-def test_domains_are_mixed_and_splits_are_those_of_the_domain(tau2: Path) -> None:
-    def ids(**config: Any) -> list[str]:
-        return list(tasks_of(domain=["mock", "mini_telecom"], tau2_data=tau2, **config)[1])
-
-    one, again, other = ids(), ids(), ids(seed=1)
-    assert one == again != other and set(one) == set(other)
-    assert {task_id.partition("/")[0] for task_id in one} == {"mock", "mini_telecom"}
-    with pytest.raises(ConfigError, match="has no split 'small'"):
-        ids(task_split="small")
-    with pytest.raises(ValueError, match="must be of mini_"):
-        Tau.Config(domain="mock,nosuch")
-    assert Tau.Config(domain="mock,retail").domain == ["mock", "retail"]
-    with pytest.raises(ConfigError, match="has no script"):
-        tasks_of(domain="mock", tau2_data=tau2, user="script", nl_assertions="ignore")
-
-
-def test_the_strict_reward_is_for_training_and_for_domains_of_ours(tau2: Path) -> None:
-    def strict(domain: str, split: Any, **config: Any) -> bool:
-        environment = Tau(Tau.Config(domain=domain, tau2_data=tau2, **config))
-        return bool(next(environment.tasks(split)).hidden["strict"])
-
-    assert strict("mock", "train") and strict("mini_telecom", "test")
-    assert not strict("mock", "test") and not strict("mock", "train", strict=False)
 
 
 def test_a_person_may_ask_one_question(tmp_path: Path) -> None:
