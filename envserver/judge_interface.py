@@ -1,4 +1,4 @@
-"""What `score`, `score_group` and rubrics ask models with: `self.judge`.
+"""The judge (`self.judge`) that `score`, `score_group` and rubrics call models with.
 
 Implementation: `judges/client.py`, in a scorer process. The call itself is made by the server
 (`judges/server.py`), which has the key, the cache and the bounds.

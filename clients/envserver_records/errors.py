@@ -61,7 +61,7 @@ class Blame(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-    """What happens to a rollout that failed."""
+    """The consequence of a failed rollout."""
 
     SCORE = "score"
     RETRY = "retry"

@@ -244,8 +244,8 @@ class Sequence(msgspec.Struct, kw_only=True):
 KilledBy = Literal[
     "", "wall", "cpu", "memory", "disk", "inodes", "processes", "output", "cancelled", "lost"
 ]
-"""What ended a program in a sandbox: a limit, the caller ("cancelled"), a failure of the server
-("lost"), or "": it ended by itself (also by a signal that it caused)."""
+"""Reason why a program in a sandbox was killed: a limit, the caller ("cancelled"), or a failure of
+the server ("lost"). Empty if the program ended by itself, also by a signal that it caused."""
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):

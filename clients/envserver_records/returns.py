@@ -25,7 +25,7 @@ _LEAST_STD: Final = 1e-4
 
 
 class Earned(NamedTuple):
-    """What one agent earned in one trajectory.
+    """The rewards of one agent in one trajectory.
 
     Args:
         reward: all of it: the outcome and the rewards of turns.

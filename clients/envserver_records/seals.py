@@ -2,8 +2,8 @@
 
 A packed group ends with the digest of all bytes before it. A line of JSONL ends with `chain`: the
 digest of the line before it, and its own, which covers its bytes and that of the line before. A
-digest shows that data are as they were written; it is no signature: who rewrites a whole file can
-make new ones.
+digest shows that data are as they were written; it is not a signature: whoever rewrites a whole
+file can make new ones.
 """
 
 from __future__ import annotations

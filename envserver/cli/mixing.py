@@ -61,7 +61,7 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
 
 
 def _has_own_steps(entry: MixEntry, settings: MixSettings) -> bool:
-    """Whether `total_steps` is the entry's own, not a flag's, a variable's or the file's."""
+    """Whether the entry itself sets `total_steps`, and no flag, variable or file overrides it."""
     own = entry.env.get("total_steps")
     return own is not None and own == settings.env.total_steps
 

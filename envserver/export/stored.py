@@ -115,7 +115,7 @@ class StoredRollout:
 
     @property
     def failed(self) -> bool:
-        """Whether it has no reward, or the lowest: 0 in most environments."""
+        """Whether the rollout has no reward, or the lowest one (0 in most environments)."""
         return self.reward is None or self.reward_range.share(self.reward) <= 0
 
 

@@ -20,7 +20,7 @@ from ..judge_interface import TRIES, JudgeReply
 T = TypeVar("T")
 
 MOST_BYTES = 64 << 20
-"""Of one frame."""
+"""Maximum size of one frame."""
 LENGTH_BYTES = 4
 
 

@@ -40,7 +40,7 @@ _decoder = msgspec.json.Decoder(_Verdict)
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """What a judge says of a group.
+    """A judge's ranking of the answers of one group.
 
     Args:
         shares: for each answer the share of its comparisons that it won, in [0, 1]; 0.5 if all are

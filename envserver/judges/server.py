@@ -45,7 +45,7 @@ Pause = Callable[[], AbstractContextManager[None]]
 
 
 class JudgeCounts(msgspec.Struct):
-    """What the judge was asked since the start.
+    """Counts of judge calls since the start.
 
     Args:
         calls: answered calls, from the engine or the cache.

@@ -54,7 +54,7 @@ class Replica:
 
     @property
     def usable(self) -> bool:
-        """Whether a call may go there now."""
+        """Whether calls may be sent to this replica now."""
         return self._breaker.allows and self.clock() >= self._busy_until
 
     @property

@@ -31,12 +31,12 @@ OVER_BOUND = "over_bound"
 _KEPT_BYTES = 4_000_000
 _MEGABYTE = 1_000_000
 _SHARES = 8
-"""All attempts together may have so many times the bytes of one."""
+"""Limit of bytes for all attempts together, as a multiple of the limit for one attempt."""
 _RECORD_SHARES = 32
 """The same for the bytes of their records."""
 _BURST_SECONDS = 10
 READING_SHARE = 0.25
-"""Of one processor's time, for reading the requests of one attempt: the event loop does it."""
+"""Share of one processor that the event loop may spend reading the requests of one attempt."""
 READING_BURST_SECONDS = 5.0
 _PATIENCE_SECONDS = 0.25
 """How long a request waits for its turn, and how long a refusal is held back."""
@@ -76,7 +76,7 @@ class Connection(Protocol):
 
     @property
     def is_answered(self) -> bool:
-        """Whether a whole request of it is being answered now."""
+        """Whether the server is answering a complete request of this connection."""
 
     def drop(self, error: OverBound) -> None:
         """Closes it; `error` says why."""
@@ -118,7 +118,7 @@ class Connections:
 
 
 class Totals:
-    """What all attempts together have in flight and in their records, and what was refused."""
+    """Bytes in flight and in records, connections, and refused requests, over all attempts."""
 
     def __init__(self, max_bytes: int, max_recorded: int) -> None:
         self.max_bytes = max_bytes
@@ -134,7 +134,7 @@ class Totals:
 
 
 class InFlight:
-    """What one attempt has in flight.
+    """Bytes and connections in flight for one attempt.
 
     Args:
         totals: those of all attempts; default: its own.

@@ -149,7 +149,7 @@ class CallTask:
 
     @property
     def is_lost(self) -> bool:
-        """Whether no request waits for the answer and none got it."""
+        """Whether no request received the answer and none waits for it."""
         return not (self._waiting or self._delivered)
 
     # Whole answers

@@ -176,9 +176,9 @@ def _repeats(pattern: str) -> float:
     a group that repeats something is repeated."""
     total = 0.0
     repeats = [False]
-    """Whether each open group, the outermost first, holds a repetition."""
+    """For each open group, outermost first: whether it contains a repetition."""
     closed = False
-    """Whether the last atom is a group that holds one."""
+    """Whether the last atom is a group that contains a repetition."""
     for word in _REGEX_WORD.findall(pattern):
         least, most = _times(word)
         if most > 1:

@@ -251,7 +251,7 @@ class EngineEndpoint:
         self.gate = gate or Gate()
         self.policy_version = -1
         self.names_versions = False
-        """Whether the engine has reported version numbers, since its trainer names its weights."""
+        """Whether the engine reports version numbers because its trainer names the weights."""
         self._engine = engine
         self._find = find
         self.tokens = tokens or TokensConfig()

@@ -62,7 +62,7 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_named(self) -> bool:
-        """Whether one version was requested by its name, so that no other may answer."""
+        """Whether the request named a version, so that no other version may answer."""
         return VERSION_PLACEHOLDER in self.model
 
 

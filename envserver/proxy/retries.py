@@ -24,7 +24,7 @@ class Answering(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether no request waits for its answer and none got it."""
+        """Whether no request received its answer and none waits for it."""
 
 
 TaskT = TypeVar("TaskT", bound=Answering)

@@ -117,7 +117,7 @@ class Proxy:
         self.bounds = bounds or AttemptBounds()
         self._max_body_bytes = min(max_body_bytes, self.bounds.max_bytes)
         self.totals = Totals.of(self.bounds)
-        """What all attempts have in flight, and what was refused."""
+        """Totals over all attempts."""
         self._strangers = InFlight(self.bounds, self.totals)
         self._guests_in_flight = InFlight(_GUESTS, Totals.of(_GUESTS))
         self._clock = clock

@@ -1,4 +1,4 @@
-"""What one attempt keeps on the server for the environment's services (`Services.state`).
+"""State of the environment's services, kept on the server for one attempt (`Services.state`).
 
 In: what makes the state. Out: the state, for each request of the attempt. It is entered once and
 left once, in one task, which outlives single requests: so it may hold an `asyncio.TaskGroup`.

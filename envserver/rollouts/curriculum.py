@@ -112,7 +112,7 @@ def _unsolved(
 
 
 def _is_unsolved(estimate: Estimate, rules: CurriculumConfig) -> bool:
-    """Whether the task is unsolved; one without current weight was unsolved when last tried."""
+    """Whether the task is unsolved. A task without current weight was unsolved when last tried."""
     mean = estimate.mean_reward
     return mean is None or mean <= rules.unsolved_below
 

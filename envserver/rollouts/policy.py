@@ -46,7 +46,7 @@ def is_bug(error: RolloutError) -> bool:
 
 
 def counts_as_attempt(error: RolloutError) -> bool:
-    """Whether a failure counts as an attempt: not if another rollout ended the shared process.
+    """Whether a failure counts as an attempt. It does not if another rollout ended the process.
 
     Only the pool knows that; what an agent reports about its own failure is not considered.
     """
@@ -83,7 +83,7 @@ def retry_delay_seconds(attempts: int, jitter: float) -> float:
 
 
 def is_stale(oldest: int, version: int, most: int | None) -> bool:
-    """Whether a token of version `oldest` is more than `most` versions behind; -1 never is."""
+    """Whether version `oldest` is more than `most` versions behind `version`; -1 is never stale."""
     return most is not None and oldest >= 0 and version - oldest > most
 
 

@@ -1,4 +1,4 @@
-"""What a group was made with: code, settings, engine, model, sampling, policy versions.
+"""Records what produced a group: code, settings, engine, model, sampling, policy versions.
 
 In: an environment and the settings of its run. Out: JSON-like facts for `Group.provenance`. What
 holds: equal facts mean equal code and settings; no secret and no path of this machine is in them.

@@ -1,4 +1,4 @@
-"""What an environment may give as a reward, and the checks of what it gave. Pure.
+"""Checks the rewards that an environment returns against its declarations. Pure.
 
 In: an environment's declarations (`reward_range`, `solved_at`, `component_weights`, `agents`) and a
 score of it. Out: the score as plain numbers, with the turn rewards of the rollout, or a

@@ -65,7 +65,7 @@ class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Declared(msgspec.Struct, frozen=True, kw_only=True):
-    """What the environment declares about its scores."""
+    """The environment's declarations about scoring."""
 
     limits: ScoreLimits
     rewards: RewardRules

@@ -47,7 +47,7 @@ from .rewards import RewardRules, delivered_score
 from .scorer_process import Declared, RowToScore, ScoreLimits, ScorerAnswer
 
 SETTINGS = "ENVSERVER_"
-"""What the names of the server's variables begin with; scorers need none of them."""
+"""Prefix of the server's environment variables, which scorers do not get."""
 START_TIMEOUT_SECONDS = 120.0
 _LISTING_SECONDS = 600.0
 KILL_GRACE_SECONDS = 0.5
@@ -56,7 +56,7 @@ KILL_GRACE_SECONDS = 0.5
 CONSTS.term_timeout = KILL_GRACE_SECONDS
 
 SCORING_FAILURES = ScorerError, SandboxError, JudgeError
-"""What scoring raises through no fault of the model: it is tried again."""
+"""Errors of scoring that are not the model's fault. Scoring is retried."""
 _THEIR_ERRORS: dict[str, type[SandboxError | JudgeError]] = {
     **by_kind(SandboxError),
     **by_kind(JudgeError),
@@ -150,7 +150,7 @@ class ScorerPool:
 
     @property
     def rules(self) -> RewardRules:
-        """What the environment declares about its rewards; known once the context is entered."""
+        """The environment's declarations about rewards, available once the context is entered."""
         assert self._rules is not None
         return self._rules
 

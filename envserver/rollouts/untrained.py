@@ -28,7 +28,7 @@ _REMEDIES: Final = {
     "finish_abort": "pause the engine by drain or keep, not by abort",
     "mixed_versions": "publish less often, or pause by drain",
 }
-"""What to do about the flags that most often mask."""
+"""Advice for the flags that most often mask tokens."""
 
 
 class Untrained(msgspec.Struct, frozen=True):
@@ -118,7 +118,7 @@ class UntrainedCeiling:
 
     @property
     def is_over(self) -> bool:
-        """Whether the window is full and has a larger share."""
+        """Whether the window is full and its untrained share exceeds `most`."""
         return len(self._window) == self._window.maxlen and self.window.share > self.most
 
     def judge(self, group: Untrained) -> str | None:

@@ -57,7 +57,7 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is only on or off, so that its flag needs no value."""
+        """Whether the option is boolean, so that its flag needs no value."""
         return set(_members(self.annotation)) <= {bool, type(None)}
 
     @property

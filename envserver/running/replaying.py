@@ -87,7 +87,7 @@ class Fact:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs but clock times."""
+        """Whether the values are equal apart from clock times."""
         return not self.places
 
     @property

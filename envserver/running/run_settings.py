@@ -133,7 +133,7 @@ class ReplaySettings(Settings):
     rollout: str
     """Id of the rollout."""
     services: Literal["auto", "record", "live"] = "auto"
-    """What answers the agent's calls to the environment's services: the record, or the services
+    """Where answers to the agent's service calls come from: the record, or the running services
     (live); auto: the record if calls were kept (`--tokens.keep_calls true` of `process`).
     """
     debug: bool = False

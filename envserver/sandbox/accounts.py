@@ -57,7 +57,7 @@ class Totals:
 
 
 class Accounts:
-    """What all children used that this process has waited for, and all that those had waited for.
+    """Resource usage of all children that this process has waited for, and of their descendants.
 
     The files are opened once: a process that may not be traced cannot open its own any more.
     """

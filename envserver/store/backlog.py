@@ -14,7 +14,7 @@ from .transaction import Memory
 
 
 class Backlog(msgspec.Struct, frozen=True):
-    """What waits for a run.
+    """Queued and leased groups of one run.
 
     Args:
         queued_groups: groups that it may lease now. Shared runs count the same groups.

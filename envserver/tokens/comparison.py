@@ -137,8 +137,8 @@ def _pressed(text: str) -> str:
 
 
 def _same_sayable(sampled: str, shown: str, segment: Segment) -> bool:
-    """Whether they differ only in what the returned answer could not contain: broken UTF-8, special
-    tokens, and what was sampled beyond the content."""
+    """Whether the texts differ only in parts that the answer could not contain: broken UTF-8,
+    special tokens, and tokens sampled after the content."""
     for piece in (*segment.specials, UNREADABLE):
         sampled, shown = sampled.replace(piece, ""), shown.replace(piece, "")
     sampled, shown, tail = _pressed(sampled), _pressed(shown), _pressed(segment.tail)

@@ -301,7 +301,7 @@ def _edge(match: Match, differences: list[set[Difference]]) -> Edge:
 
 
 def _lost_its_answer(recorded: Message, replayed: Message) -> bool:
-    """Whether the answer was only reasoning, as the engine parsed it, and the agent dropped it."""
+    """Whether the engine parsed the answer as reasoning only and the agent dropped it."""
     return bool(
         reasoning_of(recorded)
         and not (recorded.get("content") or recorded.get("tool_calls"))

@@ -35,7 +35,7 @@ LOOK_SECONDS = 0.1
 _MB = 2**20
 _SPARE_ADDRESS_SPACE_MB = 8192
 _OPEN_FILES = 512
-"""Of each process. Connections to the proxy are descriptors of the server, too."""
+"""Per process. Each connection to the proxy also takes a descriptor of the server."""
 _HEARD = {
     *(signal.SIGKILL, signal.SIGSTOP),  # cannot be handled
     *(signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCONT, signal.SIGURG),

@@ -101,7 +101,7 @@ class Row:
         self.adapter = adapter
         self.told = told
         self.eager = eager
-        """Whether to call `told` for each token, and not only at the end."""
+        """Whether to call `told` after each token rather than only at the end."""
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % (1 << 64)
         self.ids: list[int] = []
         self.logprobs: list[float] = []

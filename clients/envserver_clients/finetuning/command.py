@@ -1,5 +1,5 @@
-"""What `python -m envserver_clients.sft` and `envserver_clients.dpo` share: settings, errors, exit
-status.
+"""Settings, errors and exit status shared by `python -m envserver_clients.sft` and
+`envserver_clients.dpo`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ so that its gradient is that of the KL divergence (DeepSeek-V3.2, arXiv 2512.025
 `use_bias_correction_kl`)."""
 
 Correction = Literal["mask", "truncate", "none"]
-"""What is done about tokens whose w is far from 1.
+"""Treatment of tokens whose w is far from 1.
 
 mask: tokens with w outside [least_correction, most_correction] are not learned from (IcePop, arXiv
 2510.18855). truncate: w is at most `most_correction` (truncated importance

@@ -120,7 +120,7 @@ class _LimitedParser:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether it parses nothing any more, however short."""
+        """Whether the parsing budget is used up, so that even short code is refused."""
         return self._left < _LEAST_COST
 
     def parse(self, code: str, *, dedented: bool = False) -> ast.Module | None:

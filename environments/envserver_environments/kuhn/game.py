@@ -19,7 +19,7 @@ from typing import Literal
 
 Action = Literal["pass", "bet"]
 Spot = tuple[str, str]
-"""What a player knows: the own card, and the actions so far, each by its first letter."""
+"""A player's information: their card, and the first letters of the actions so far."""
 Strategy = Mapping[Spot, float]
 """The probability of `bet` at each spot of both players."""
 
@@ -29,7 +29,7 @@ DEALS = list(itertools.permutations(CARDS, 2))
 ENDED = ("pp", "bp", "bb", "pbp", "pbb")
 SPOTS: list[Spot] = [(card, history) for history in ("", "pb", "p", "b") for card in CARDS]
 VALUE = -1 / 18
-"""What player 0 wins in equilibrium, in chips a game."""
+"""Expected win of player 0 in equilibrium, in chips per game."""
 
 
 def to_move(history: str) -> int:

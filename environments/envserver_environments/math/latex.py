@@ -33,7 +33,7 @@ _SPELLINGS = (
     (re.compile(r"_\{\s*(\w)\s*\}"), r"_\1"),
     (re.compile(r"(?<!\\)~"), " "),
 )
-"""What math-verify does not read, and the same as it does."""
+"""Patterns that math-verify cannot read, with equivalents that it can."""
 
 _EQUAL = re.compile(r"(?<![<>!:])=")
 _ORDER = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|leqslant|geqslant)(?![A-Za-z])")

@@ -157,7 +157,7 @@ def equality(
 ) -> "Callable[..., bool]":
     """Returns a function for `left == right`, either of which may be of a class of the tested code.
 
-    It is no method: every class can be found, and its methods replaced.
+    This is a function because tested code can find every class and replace its methods.
 
     Args:
         trusted: see `classes_now`.

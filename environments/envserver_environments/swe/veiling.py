@@ -100,7 +100,7 @@ class _Column:
 
 @dataclass(frozen=True)
 class _Told:
-    """What takes the place of a check, and the numbers of its answers; `by_row`: of each row."""
+    """The text that replaces a check, and the numbers of its answers (`by_row`: of each row)."""
 
     text: str
     numbers: range

@@ -163,7 +163,9 @@ class RunAnswer(BaseModel):
     delivery: Delivery
     environments: list[str]
     warnings: list[str]
-    """What of the run's filter matches nothing so far; at a POST also in `X-Envserver-Warning`."""
+    """Parts of the run's filter that match nothing so far; a POST also sends them in
+    `X-Envserver-Warning`.
+    """
 
 
 class RunsAnswer(BaseModel):
@@ -261,7 +263,7 @@ class StatusAnswer(BaseModel):
     groups: dict[str, int]
     """Groups in the shared queue, by state."""
     runs: dict[str, RunBacklog]
-    """What waits for each open run, and what it has leased."""
+    """Queued and leased groups of each open run."""
     damaged: list[dict[str, Any]]
     """The latest groups whose stored bodies cannot be read: `group_id`, `reason`, `found_at`."""
     atropos: dict[str, Any]

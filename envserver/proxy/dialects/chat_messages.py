@@ -23,7 +23,7 @@ from .media import media_part
 from .reading import bad, mapping, objects, string
 
 _ID = text(64 * KIBIBYTE)
-"""Of a tool call; some clients keep signatures in it."""
+"""Id of a tool call. Some clients keep signatures in it, so it may be long."""
 _MOST_ROLE = 64
 _PLAIN = frozenset({"role", "content", "tool_calls", "tool_call_id"})
 _MESSAGE: dict[str, Check] = {

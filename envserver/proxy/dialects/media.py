@@ -19,7 +19,7 @@ MAX_MEDIA = 256
 """Images, audio and videos of one request."""
 MAX_MEDIUM_BYTES = 20 * 1024 * 1024
 MAX_MEDIA_BYTES = 40 * 1024 * 1024
-"""Of all media of one request together."""
+"""Maximum total size of the media of one request."""
 _HEAD = re.compile(r"data:([a-z]+)/[\w.+-]{1,64}(?:;[\w.=+-]{1,64}){0,4};base64,", re.I)
 _SNIFFED = 64
 """Characters of base64 that tell what a medium is."""

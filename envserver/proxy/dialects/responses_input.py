@@ -128,7 +128,7 @@ class _Answer:
         return self.reasoning is not None or self.text is not None or bool(self.calls)
 
     def goes_on_with(self, more: _Answer) -> bool:
-        """Whether `more` can belong to it, because no part that comes later is present yet."""
+        """Whether `more` can be added: no part that must come after it is present yet."""
         if more.reasoning is not None:
             return not self.begun
         return bool(more.calls) or (self.text is None and not self.calls)

@@ -132,7 +132,7 @@ def pays_for_nothing(domain: Domain, task: TauTask) -> bool:
 
 @dataclass(frozen=True)
 class _Scope:
-    """What is evaluated, which components make the reward, and which basis is reported."""
+    """The components to evaluate, those that make the reward, and the reported basis."""
 
     parts: frozenset[str]
     counting: frozenset[str]
