@@ -1,21 +1,16 @@
-"""The environment `code` with sandboxes of its own, as a scorer has it."""
+"""The environment `code` with sandboxes, as a scorer has it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from envserver_environments.code.env import Code
 
-from envserver import SandboxConfig
-from envserver.sandbox import SandboxService, WatchedSandboxes
+from envserver import Sandboxes
 
 
-@asynccontextmanager
-async def code(**settings: Any) -> AsyncIterator[Code]:
-    """An instance whose sandboxes end with the block."""
+def code(rooms: Sandboxes, **settings: Any) -> Code:
+    """Returns an instance that runs programs in `rooms`."""
     environment = Code(Code.Config(**settings))
-    async with SandboxService(SandboxConfig(concurrent=8)) as service:
-        environment.sandboxes = WatchedSandboxes(service.address)
-        yield environment
+    environment.sandboxes = rooms
+    return environment

@@ -7,8 +7,7 @@ import json
 import sys
 import types
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from envserver import (
     Reply,
     Result,
     Sandbox,
+    Sandboxes,
     SandboxSpec,
     Task,
 )
@@ -70,30 +70,30 @@ def test_tasks_follow_the_seed_and_half_of_their_tests_is_hidden() -> None:
         assert task.hidden["code"] not in task.public.values()
 
 
-async def test_all_references_pass_and_agree_with_themselves() -> None:
-    async with code() as env:
+async def test_all_references_pass_and_agree_with_themselves(rooms: Sandboxes) -> None:
+    env = code(rooms)
 
-        async def check(task: Task) -> None:
-            result = Result(output=task.hidden["output"])
-            score = await env.score(task, result)
-            assert (score.reward, score.metrics["fuzz_agreement"]) == (1.0, 1.0), task.id
+    async def check(task: Task) -> None:
+        result = Result(output=task.hidden["output"])
+        score = await env.score(task, result)
+        assert (score.reward, score.metrics["fuzz_agreement"]) == (1.0, 1.0), task.id
 
-        await asyncio.gather(*(check(task) for task in env.tasks("train")))
+    await asyncio.gather(*(check(task) for task in env.tasks("train")))
 
 
-async def test_obvious_solutions_pass_all_tests_but_one() -> None:
+async def test_obvious_solutions_pass_all_tests_but_one(rooms: Sandboxes) -> None:
     obvious = {
         "initials": "def initials(n): return ''.join(w[0].upper() + '.' for w in n.split(' '))",
         "leap_years": "def leap_years(a, b): return [y for y in range(a, b + 1) if y % 4 == 0]",
     }
-    async with code() as env:
-        for task in env.tasks("test"):
-            program = obvious.get(task.public["entry_point"])
-            if program is not None:
-                score = await env.score(task, Result(output=fenced(program)))
-                tests = len(task.public["tests"] + task.hidden["tests"])
-                assert score.reward == 0.0
-                assert score.components["fraction"] == pytest.approx(1 - 1 / tests)
+    env = code(rooms)
+    for task in env.tasks("test"):
+        program = obvious.get(task.public["entry_point"])
+        if program is not None:
+            score = await env.score(task, Result(output=fenced(program)))
+            tests = len(task.public["tests"] + task.hidden["tests"])
+            assert score.reward == 0.0
+            assert score.components["fraction"] == pytest.approx(1 - 1 / tests)
 
 
 def test_there_are_cheats_of_many_kinds() -> None:
@@ -123,31 +123,33 @@ async def check_all(env: Code, tasks: list[Task]) -> None:
                 checks.create_task(check(task, known))
 
 
-async def test_no_cheat_is_rewarded() -> None:
-    async with code() as env:
-        quick = [t for t in env.tasks("test") if not set(SLOW) & set(dict(cheats_for(t)))]
-        first, second = {next(cheats_for(t)): t for t in quick}.values()
-        assert dict(cheats_for(first)).keys() | dict(cheats_for(second)).keys() == FAST.keys()
-        await check_all(env, [first, second])
+async def test_no_cheat_is_rewarded(rooms: Sandboxes) -> None:
+    env = code(rooms)
+    quick = [t for t in env.tasks("test") if not set(SLOW) & set(dict(cheats_for(t)))]
+    first, second = {next(cheats_for(t)): t for t in quick}.values()
+    assert dict(cheats_for(first)).keys() | dict(cheats_for(second)).keys() == FAST.keys()
+    await check_all(env, [first, second])
 
 
 @pytest.mark.thorough
-async def test_no_program_that_never_ends_is_rewarded_or_takes_the_scorer_with_it() -> None:
-    async with code() as env:
-        task = next(t for t in env.tasks("test") if t.public["entry_point"] == "is_balanced")
+async def test_no_program_that_never_ends_is_rewarded_or_takes_the_scorer_with_it(
+    rooms: Sandboxes,
+) -> None:
+    env = code(rooms)
+    task = next(t for t in env.tasks("test") if t.public["entry_point"] == "is_balanced")
 
-        async def check(program: str) -> None:
-            text = fenced(written(program, "is_balanced"))
-            assert (await env.score(task, Result(output=text))).reward == 0.0
+    async def check(program: str) -> None:
+        text = fenced(written(program, "is_balanced"))
+        assert (await env.score(task, Result(output=text))).reward == 0.0
 
-        await asyncio.gather(*map(check, SLOW.values()))
-        assert (await env.score(task, Result(output=task.hidden["output"]))).reward == 1.0
+    await asyncio.gather(*map(check, SLOW.values()))
+    assert (await env.score(task, Result(output=task.hidden["output"]))).reward == 1.0
 
 
 @pytest.mark.slow
-async def test_no_cheat_is_rewarded_for_any_task() -> None:
-    async with code() as env:
-        await check_all(env, list(env.tasks("test")))
+async def test_no_cheat_is_rewarded_for_any_task(rooms: Sandboxes) -> None:
+    env = code(rooms)
+    await check_all(env, list(env.tasks("test")))
 
 
 # Where rows come from.
@@ -200,28 +202,28 @@ ROWS: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("name", ROWS)
 async def test_rows_of_each_shape_become_tasks_that_their_references_solve(
-    name: str, tmp_path: Path
+    rooms: Sandboxes, name: str, tmp_path: Path
 ) -> None:
     row, tests = ROWS[name]
     (tmp_path / "test.jsonl").write_text(json.dumps(row))
-    async with code(data_set=name, data_path=tmp_path) as env:
-        (task,) = env.tasks("test")
-        assert (task.id, task.public["entry_point"]) == (f"{name}-0", "twice")
-        assert len(task.public["tests"] + task.hidden["tests"]) == tests
-        assert env.tests_left_out == (2 if name == "humaneval" else 0)
-        assert task.public["data_set"] in (name, name.removesuffix("_plus"))
-        (message,) = env.demonstration(task) or []
-        assert (await env.score(task, Result(output=message["content"]))).reward == 1.0
-        assert (await env.score(task, Result(output=fenced("def twice(x): return x")))).reward == 0
-        # A bare row is read by its fields; a solution may lean on what the prompt defines.
-        assert read_problem(row).entry_point == "twice"
+    env = code(rooms, data_set=name, data_path=tmp_path)
+    (task,) = env.tasks("test")
+    assert (task.id, task.public["entry_point"]) == (f"{name}-0", "twice")
+    assert len(task.public["tests"] + task.hidden["tests"]) == tests
+    assert env.tests_left_out == (2 if name == "humaneval" else 0)
+    assert task.public["data_set"] in (name, name.removesuffix("_plus"))
+    (message,) = env.demonstration(task) or []
+    assert (await env.score(task, Result(output=message["content"]))).reward == 1.0
+    assert (await env.score(task, Result(output=fenced("def twice(x): return x")))).reward == 0
+    # A bare row is read by its fields; a solution may lean on what the prompt defines.
+    assert read_problem(row).entry_point == "twice"
 
 
-async def test_a_program_has_what_the_prompt_of_its_task_defines() -> None:
-    async with code() as env:
-        task = env.task_from_row(HUMAN_EVAL)
-        program = "def twice(xs: List[int]) -> List[int]:\n    return [x + x for x in xs]"
-        assert (await env.score(task, Result(output=fenced(program)))).reward == 1.0
+async def test_a_program_has_what_the_prompt_of_its_task_defines(rooms: Sandboxes) -> None:
+    env = code(rooms)
+    task = env.task_from_row(HUMAN_EVAL)
+    program = "def twice(xs: List[int]) -> List[int]:\n    return [x + x for x in xs]"
+    assert (await env.score(task, Result(output=fenced(program)))).reward == 1.0
 
 
 BAD_ROWS: dict[str, dict[str, Any]] = {
@@ -242,16 +244,18 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_rows_that_are_no_good_are_dropped_and_counted(tmp_path: Path) -> None:
+async def test_rows_that_are_no_good_are_dropped_and_counted(
+    rooms: Sandboxes, tmp_path: Path
+) -> None:
     rows = [OPC, *({**OPC, **change} for change in BAD_ROWS.values())]
     rows[1] = ["no object"]  # type: ignore[call-overload]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    async with code(data_set="opc", data_path=tmp_path) as env:
-        (task,) = env.tasks("train")
-        assert task.hidden["code"] == OPC["code"]
-        assert env.dropped.total() == len(BAD_ROWS)
-        assert env.dropped["the reference fails its own tests"] == 3
-        assert env.dropped["no reference"] == 1
+    env = code(rooms, data_set="opc", data_path=tmp_path)
+    (task,) = env.tasks("train")
+    assert task.hidden["code"] == OPC["code"]
+    assert env.dropped.total() == len(BAD_ROWS)
+    assert env.dropped["the reference fails its own tests"] == 3
+    assert env.dropped["no reference"] == 1
     unchecked = Code(Code.Config(data_set="opc", data_path=tmp_path, check_references=False))
     assert len(list(unchecked.tasks("train"))) == 5
 
@@ -289,7 +293,7 @@ def test_one_file_is_divided_into_splits_that_never_meet(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", HUBS)
 async def test_the_hub_is_asked_for_the_right_data(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    rooms: Sandboxes, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
 
@@ -298,9 +302,9 @@ async def test_the_hub_is_asked_for_the_right_data(
         return [{**ROWS[name][0], "n": n} for n in range(20)]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    async with code(data_set=name) as env:
-        (task,) = env.tasks("test")
-        assert (await env.score(task, Result(output=fenced(task.hidden["code"])))).reward == 1.0
+    env = code(rooms, data_set=name)
+    (task,) = env.tasks("test")
+    assert (await env.score(task, Result(output=fenced(task.hidden["code"])))).reward == 1.0
     assert (
         asked
         == {
@@ -359,22 +363,21 @@ def said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-@asynccontextmanager
-async def playing(
-    messages: list[dict[str, Any]], finish_reason: str = "stop", **settings: Any
-) -> AsyncIterator[tuple[ScriptedRun, Any]]:
-    """The run and the output of an agent that doubles numbers."""
-    async with code(**{"mode": "tools", **settings}) as env:
-        run = ScriptedRun(env, messages, finish_reason)
-        task = env.task_from_row(OPC)
-        output = await env.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
-        yield run, output
+async def played(
+    rooms: Sandboxes, messages: list[dict[str, Any]], finish_reason: str = "stop", **settings: Any
+) -> tuple[ScriptedRun, Any]:
+    """Returns the run and the output of an agent that doubles numbers."""
+    env = code(rooms, **{"mode": "tools", **settings})
+    run = ScriptedRun(env, messages, finish_reason)
+    task = env.task_from_row(OPC)
+    output = await env.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
+    return run, output
 
 
 WRONG, RIGHT = "def twice(x):\n    return x * x", "def twice(x):\n    return x + x"
 
 
-async def test_tools_run_visible_tests_and_programs_and_end_by_submit() -> None:
+async def test_tools_run_visible_tests_and_programs_and_end_by_submit(rooms: Sandboxes) -> None:
     script = [
         call("run_tests", code=WRONG),
         call("run_tests", code="def twice(x): return {}[x]"),
@@ -384,23 +387,25 @@ async def test_tools_run_visible_tests_and_programs_and_end_by_submit() -> None:
         call("submit", code=RIGHT),
         call("submit", code=WRONG),
     ]
-    async with playing(script) as (run, output):
-        assert output == {"code": RIGHT, "text": ""} and run.calls == 6
-        assert [t["function"]["name"] for t in run.tools or []] == ["run_tests", "python", "submit"]
-        results = [m["content"] for m in run.sent if m["role"] == "tool"]
-        assert results[0].startswith("0 of 1") and "it gave 1" in results[0]
-        assert "KeyError: 1 (line 1)" in results[1]
-        assert results[2] == "1 of 1 visible tests passed.\nassert twice(1) == 2\n  passed"
-        assert results[3] == "[exit status 0]\n42\n"
-        assert "ZeroDivisionError" in results[4] and results[4].startswith("[exit status 1]")
-        assert "assert twice(2) == 4" not in json.dumps(run.sent)
+    run, output = await played(rooms, script)
+    assert output == {"code": RIGHT, "text": ""} and run.calls == 6
+    assert [t["function"]["name"] for t in run.tools or []] == ["run_tests", "python", "submit"]
+    results = [m["content"] for m in run.sent if m["role"] == "tool"]
+    assert results[0].startswith("0 of 1") and "it gave 1" in results[0]
+    assert "KeyError: 1 (line 1)" in results[1]
+    assert results[2] == "1 of 1 visible tests passed.\nassert twice(1) == 2\n  passed"
+    assert results[3] == "[exit status 0]\n42\n"
+    assert "ZeroDivisionError" in results[4] and results[4].startswith("[exit status 1]")
+    assert "assert twice(2) == 4" not in json.dumps(run.sent)
 
 
-async def test_a_text_with_a_block_ends_the_rollout_and_one_without_is_reminded() -> None:
+async def test_a_text_with_a_block_ends_the_rollout_and_one_without_is_reminded(
+    rooms: Sandboxes,
+) -> None:
     script = [said("Let me think."), said(f"Here:\n{fenced(RIGHT)}"), said("never asked")]
-    async with playing(script) as (run, output):
-        assert output["code"] is None and RIGHT in output["text"] and run.calls == 2
-        assert "submit" in run.sent[-1]["content"] and run.sent[-1]["role"] == "user"
+    run, output = await played(rooms, script)
+    assert output["code"] is None and RIGHT in output["text"] and run.calls == 2
+    assert "submit" in run.sent[-1]["content"] and run.sent[-1]["role"] == "user"
 
 
 @pytest.mark.parametrize(
@@ -412,48 +417,52 @@ async def test_a_text_with_a_block_ends_the_rollout_and_one_without_is_reminded(
         ([call("submit", code="x" * 60_000)] * 12, 10),
     ],
 )
-async def test_turns_and_errors_are_bounded(script: list[dict[str, Any]], calls: int) -> None:
-    async with playing(script) as (run, output):
-        assert output["code"] is None and run.calls == calls
+async def test_turns_and_errors_are_bounded(
+    rooms: Sandboxes, script: list[dict[str, Any]], calls: int
+) -> None:
+    run, output = await played(rooms, script)
+    assert output["code"] is None and run.calls == calls
 
 
-async def test_a_cut_off_answer_is_not_acted_on() -> None:
-    async with playing([call("submit", code=RIGHT)], finish_reason="length") as (_, output):
-        assert output["code"] is None
+async def test_a_cut_off_answer_is_not_acted_on(rooms: Sandboxes) -> None:
+    _, output = await played(rooms, [call("submit", code=RIGHT)], finish_reason="length")
+    assert output["code"] is None
 
 
 @pytest.mark.thorough
-async def test_endless_programs_end_and_say_so() -> None:
+async def test_endless_programs_end_and_say_so(rooms: Sandboxes) -> None:
     script = [call("python", code="while True: pass"), call("run_tests", code="while True: pass")]
-    async with playing([*script, call("submit", code=RIGHT)]) as (run, _):
-        results = [m["content"] for m in run.sent if m["role"] == "tool"]
-        assert "CPU time" in results[0] or "too long" in results[0]  # on a busy machine
-        assert "too long" in results[1]
+    run, _ = await played(rooms, [*script, call("submit", code=RIGHT)])
+    results = [m["content"] for m in run.sent if m["role"] == "tool"]
+    assert "CPU time" in results[0] or "too long" in results[0]  # on a busy machine
+    assert "too long" in results[1]
 
 
 @pytest.mark.parametrize(("shown", "count"), [(0, 0), ("1", 1), ("all", 1)])
-async def test_prompts_show_as_many_visible_tests_as_asked(shown: object, count: int) -> None:
-    async with playing([said("no")], mode="single", show_tests=shown) as (run, output):
-        prompt = run.sent[-1]["content"]
-        assert output == {"code": None, "text": "no"} and run.tools is None
-        assert prompt.count("assert ") == count and "must be named `twice`" in prompt
+async def test_prompts_show_as_many_visible_tests_as_asked(
+    rooms: Sandboxes, shown: object, count: int
+) -> None:
+    run, output = await played(rooms, [said("no")], mode="single", show_tests=shown)
+    prompt = run.sent[-1]["content"]
+    assert output == {"code": None, "text": "no"} and run.tools is None
+    assert prompt.count("assert ") == count and "must be named `twice`" in prompt
 
 
 @pytest.mark.parametrize("mode", ["single", "tools"])
 async def test_demonstrations_solve_their_tasks_and_no_request_holds_what_is_hidden(
-    mode: str,
+    rooms: Sandboxes, mode: str
 ) -> None:
-    async with code(mode=mode, show_tests="all") as env:
-        for task in list(env.tasks("train"))[:12]:
-            run = ScriptedRun(env, env.demonstration(task) or [])
-            output = await env.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
-            assert (await env.score(task, Result(output=output))).reward == 1.0, task.id
-            assert not run.left and run.metrics.get("tool_errors", 0) == 0
-            asked = json.dumps([m for m in run.sent if m["role"] != "assistant"])
-            for test in task.hidden["tests"]:
-                assert json.dumps(test)[1:-1] not in asked
-                for part in hoisted(test, task.public["entry_point"]).calls:
-                    assert json.dumps(part)[1:-1] not in asked or part in str(task.public)
+    env = code(rooms, mode=mode, show_tests="all")
+    for task in list(env.tasks("train"))[:12]:
+        run = ScriptedRun(env, env.demonstration(task) or [])
+        output = await env.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
+        assert (await env.score(task, Result(output=output))).reward == 1.0, task.id
+        assert not run.left and run.metrics.get("tool_errors", 0) == 0
+        asked = json.dumps([m for m in run.sent if m["role"] != "assistant"])
+        for test in task.hidden["tests"]:
+            assert json.dumps(test)[1:-1] not in asked
+            for part in hoisted(test, task.public["entry_point"]).calls:
+                assert json.dumps(part)[1:-1] not in asked or part in str(task.public)
 
 
 @pytest.mark.parametrize("mode", first_of("tools", "single"))

@@ -22,7 +22,7 @@ from envserver_environments.code.running import SPEC
 from support.code_house import code
 from support.commands import envserver, read_jsonl
 
-from envserver import ConfigError, InputError, Result
+from envserver import ConfigError, InputError, Result, Sandboxes
 
 SUM = "print(sum(map(int, input().split())))"
 INPUTS, OUTPUTS = ["1 2\n", "3 4 5\n", "-1 1\n", "7\n"], ["3\n", "12\n", "0\n", "7\n"]
@@ -64,15 +64,17 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-async def test_rows_of_programs_become_tasks_that_only_a_solution_solves(name: str) -> None:
-    async with code() as env:
-        task = env.task_from_row(ROWS[name])
-        assert task.public["entry_point"] == ""
-        if "lines" not in name:
-            assert (task.public["tests"], task.hidden["tests"]) == (PAIRS[:2], PAIRS[2:])
-        assert task.hidden["code"] == SUM
-        for program, reward in ((SUM, 1.0), (f"{SUM}\nprint(1)", 0.0), ("print(3)", 0.0)):
-            assert (await env.score(task, Result(output=fenced(program)))).reward == reward
+async def test_rows_of_programs_become_tasks_that_only_a_solution_solves(
+    rooms: Sandboxes, name: str
+) -> None:
+    env = code(rooms)
+    task = env.task_from_row(ROWS[name])
+    assert task.public["entry_point"] == ""
+    if "lines" not in name:
+        assert (task.public["tests"], task.hidden["tests"]) == (PAIRS[:2], PAIRS[2:])
+    assert task.hidden["code"] == SUM
+    for program, reward in ((SUM, 1.0), (f"{SUM}\nprint(1)", 0.0), ("print(3)", 0.0)):
+        assert (await env.score(task, Result(output=fenced(program)))).reward == reward
 
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
@@ -94,18 +96,18 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-async def test_rows_that_name_a_function_are_calls(name: str) -> None:
-    async with code() as env:
-        task = env.task_from_row(FUNCTIONS[name])
-        assert task.public["tests"] == ["assert close(add(*[1, 2]), 3)"]
-        assert task.hidden["tests"] == ["assert close(add(*[3, 4]), 7)"]
-        hint = ": List[int]" if name == "cases" else ""
-        method = f"class Solution:\n    def add(self, a{hint}, b): return a + b"
-        programs = {"def add(a, b): return a + b": 1.0, method: 1.0, "def add(a, b): return 3": 0.0}
-        for program, reward in programs.items():
-            assert (await env.score(task, Result(output=fenced(program)))).reward == reward
-        if name == "cases":
-            assert "class Solution" in question(task.public, "single", "0")
+async def test_rows_that_name_a_function_are_calls(rooms: Sandboxes, name: str) -> None:
+    env = code(rooms)
+    task = env.task_from_row(FUNCTIONS[name])
+    assert task.public["tests"] == ["assert close(add(*[1, 2]), 3)"]
+    assert task.hidden["tests"] == ["assert close(add(*[3, 4]), 7)"]
+    hint = ": List[int]" if name == "cases" else ""
+    method = f"class Solution:\n    def add(self, a{hint}, b): return a + b"
+    programs = {"def add(a, b): return a + b": 1.0, method: 1.0, "def add(a, b): return 3": 0.0}
+    for program, reward in programs.items():
+        assert (await env.score(task, Result(output=fenced(program)))).reward == reward
+    if name == "cases":
+        assert "class Solution" in question(task.public, "single", "0")
 
 
 @pytest.mark.parametrize(
@@ -204,46 +206,48 @@ PROGRAMS: list[tuple[str, str, float]] = [
 
 
 @pytest.mark.thorough
-async def test_programs_get_the_share_of_tests_that_they_pass() -> None:
-    async with code() as env:
-        task = env.task_from_row(TESTS)
+async def test_programs_get_the_share_of_tests_that_they_pass(rooms: Sandboxes) -> None:
+    env = code(rooms)
+    task = env.task_from_row(TESTS)
 
-        async def share(program: str) -> float:
-            score = await env.score(task, Result(output=fenced(program)))
-            assert score.reward == float(score.components["fraction"] == 1.0)
-            return score.components["fraction"]
+    async def share(program: str) -> float:
+        score = await env.score(task, Result(output=fenced(program)))
+        assert score.reward == float(score.components["fraction"] == 1.0)
+        return score.components["fraction"]
 
-        shares = await asyncio.gather(*(share(program) for _, program, _ in PROGRAMS))
+    shares = await asyncio.gather(*(share(program) for _, program, _ in PROGRAMS))
     got = {name: found for (name, *_), found in zip(PROGRAMS, shares, strict=True)}
     assert got == {name: wanted for name, _, wanted in PROGRAMS}
 
 
 @pytest.mark.thorough
-async def test_no_cheat_is_rewarded() -> None:
-    async with code() as env:
-        task = env.task_from_row(TESTS)
-        known = list(env.known_results(task))
-        assert len(known) > 20
+async def test_no_cheat_is_rewarded(rooms: Sandboxes) -> None:
+    env = code(rooms)
+    task = env.task_from_row(TESTS)
+    known = list(env.known_results(task))
+    assert len(known) > 20
 
-        scores = await asyncio.gather(*(env.score(task, one.result) for one in known))
-        wrong = [
-            (one.name, score.reward)
-            for one, score in zip(known, scores, strict=True)
-            if score.reward is None or not one.least <= score.reward <= one.most
-        ]
-        assert wrong == []
+    scores = await asyncio.gather(*(env.score(task, one.result) for one in known))
+    wrong = [
+        (one.name, score.reward)
+        for one, score in zip(known, scores, strict=True)
+        if score.reward is None or not one.least <= score.reward <= one.most
+    ]
+    assert wrong == []
 
 
-async def test_slow_programs_take_bounded_time() -> None:
+async def test_slow_programs_take_bounded_time(rooms: Sandboxes) -> None:
     tests = [{"input": str(n), "output": str(n)} for n in range(30)]
-    async with code() as env:
-        task = env.task_from_row({**TESTS, "tests": tests, "time_limit": 1})
-        async with asyncio.timeout(20):
-            endless = Result(output=fenced("while True: pass"))
-            assert (await env.score(task, endless)).reward == 0.0
+    env = code(rooms)
+    task = env.task_from_row({**TESTS, "tests": tests, "time_limit": 1})
+    async with asyncio.timeout(20):
+        endless = Result(output=fenced("while True: pass"))
+        assert (await env.score(task, endless)).reward == 0.0
 
 
-async def test_rows_of_a_file_are_tasks_and_bad_ones_are_counted(tmp_path: Path) -> None:
+async def test_rows_of_a_file_are_tasks_and_bad_ones_are_counted(
+    rooms: Sandboxes, tmp_path: Path
+) -> None:
     wrong = [{"input": "1", "output": "2"}, {"input": "2", "output": "3"}]
     same = [{"input": "1 2", "output": "3"}, {"input": "3", "output": "3\n"}]
     rows = [
@@ -253,30 +257,30 @@ async def test_rows_of_a_file_are_tasks_and_bad_ones_are_counted(tmp_path: Path)
     ]  # fmt: skip
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    async with code(data_set="pairs", data_path=path) as env:
-        assert [task.id for task in env.tasks("train")] == ["pairs-0", "pairs-1"]
-        assert dict(env.dropped) == {
-            "A program that always gives the same passes its tests.": 1,
-            "the reference fails its own tests": 1,
-            "The row has fewer than two tests.": 1,
-        }
+    env = code(rooms, data_set="pairs", data_path=path)
+    assert [task.id for task in env.tasks("train")] == ["pairs-0", "pairs-1"]
+    assert dict(env.dropped) == {
+        "A program that always gives the same passes its tests.": 1,
+        "the reference fails its own tests": 1,
+        "The row has fewer than two tests.": 1,
+    }
     with pytest.raises(ConfigError, match="file"):
         next(Code(Code.Config(data_set="pairs", check_references=False)).tasks("train"))
 
 
-async def test_tools_and_prompts_show_the_visible_pairs_only() -> None:
-    async with code() as env:
-        task = env.task_from_row(TESTS)
-        asked = question(task.public, "single", "1")
-        assert "Input:\n```\n1 2\n```\nOutput:\n```\n3\n```" in asked
-        assert "3 4 5" not in asked and "named" not in asked and "standard input" in asked
-        async with env.sandboxes.open(SPEC) as sandbox:
-            bench = Workbench(task.without_hidden(), sandbox)
-            run = bench.run_tests.function
-            assert (await run(code=SUM)).startswith("2 of 2 visible tests passed.")
-            told = await run(code="print(input()[5])")
-        assert told.startswith("0 of 2") and "IndexError" in told and "'5\\n'" not in told
-        assert "-1 1" not in told
+async def test_tools_and_prompts_show_the_visible_pairs_only(rooms: Sandboxes) -> None:
+    env = code(rooms)
+    task = env.task_from_row(TESTS)
+    asked = question(task.public, "single", "1")
+    assert "Input:\n```\n1 2\n```\nOutput:\n```\n3\n```" in asked
+    assert "3 4 5" not in asked and "named" not in asked and "standard input" in asked
+    async with env.sandboxes.open(SPEC) as sandbox:
+        bench = Workbench(task.without_hidden(), sandbox)
+        run = bench.run_tests.function
+        assert (await run(code=SUM)).startswith("2 of 2 visible tests passed.")
+        told = await run(code="print(input()[5])")
+    assert told.startswith("0 of 2") and "IndexError" in told and "'5\\n'" not in told
+    assert "-1 1" not in told
 
 
 def test_answers_to_rows_are_scored_by_the_command(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.code_house import code
 from support.extent import examples
 
-from envserver import ExecResult, Result, SandboxError
+from envserver import ExecResult, Result, SandboxError, Sandboxes
 
 GOOD = "def twice(x):\n    return 2 * x\n"
 FENCED_INSIDE = (
@@ -423,52 +423,54 @@ PROGRAMS: list[tuple[str, tuple[str, ...], str, float]] = [
 ]  # fmt: skip
 
 
-async def test_programs_get_the_share_of_tests_that_they_pass() -> None:
-    async with code() as env:
-        got = {}
-        for name, tests, program, _ in PROGRAMS:
-            row = {"instruction": "Do it.", "entry_point": "f", "testcase": list(tests)}
-            result = env.response_from_row(f"```python\n{program}\n```", [])
-            score = await env.score(env.task_from_row(row), result)
-            assert score.reward == float(score.components["fraction"] == 1.0)
-            got[name] = score.components["fraction"]
+async def test_programs_get_the_share_of_tests_that_they_pass(rooms: Sandboxes) -> None:
+    env = code(rooms)
+    got = {}
+    for name, tests, program, _ in PROGRAMS:
+        row = {"instruction": "Do it.", "entry_point": "f", "testcase": list(tests)}
+        result = env.response_from_row(f"```python\n{program}\n```", [])
+        score = await env.score(env.task_from_row(row), result)
+        assert score.reward == float(score.components["fraction"] == 1.0)
+        got[name] = score.components["fraction"]
     assert got == {name: pytest.approx(share) for name, _, _, share in PROGRAMS}
 
 
-async def test_rewards_follow_the_rules() -> None:
+async def test_rewards_follow_the_rules(rooms: Sandboxes) -> None:
     row = {"instruction": "Square it.", "entry_point": "f", "testcase": list(TESTS)}
     right, half = "```python\ndef f(x): return x * x\n```", "```python\ndef f(x): return 4\n```"
-    async with code(partial_credit=True) as env:
-        task = env.task_from_row(row)
-        partial = await env.score(task, Result(output=half))
-        assert partial.reward == pytest.approx(1 / 3)
-        assert (partial.metrics["visible_passed"], partial.metrics["hidden_passed"]) == (1.0, 0.0)
-        whole = await env.score(task, Result(output={"code": "def f(x): return x * x", "text": ""}))
-        assert (whole.reward, whole.metrics["hidden_passed"]) == (1.0, 1.0)
-        said = [{"role": "user", "content": half}, {"role": "assistant", "content": right}]
-        assert (await env.score(task, Result(messages=said))).reward == 1.0
-        for nothing in (None, "", 5, {"code": 5, "text": None}, {"code": None, "text": "none"}):
-            score = await env.score(task, Result(output=nothing))
-            assert score.reward == 0.0 and score.metrics["answered"] == 0.0
-        cut_off = await env.score(task, Result(output=right, truncated=True))
-        assert cut_off.reward == 0.0 and cut_off.metrics["truncated"] == 1.0
+    env = code(rooms, partial_credit=True)
+    task = env.task_from_row(row)
+    partial = await env.score(task, Result(output=half))
+    assert partial.reward == pytest.approx(1 / 3)
+    assert (partial.metrics["visible_passed"], partial.metrics["hidden_passed"]) == (1.0, 0.0)
+    whole = await env.score(task, Result(output={"code": "def f(x): return x * x", "text": ""}))
+    assert (whole.reward, whole.metrics["hidden_passed"]) == (1.0, 1.0)
+    said = [{"role": "user", "content": half}, {"role": "assistant", "content": right}]
+    assert (await env.score(task, Result(messages=said))).reward == 1.0
+    for nothing in (None, "", 5, {"code": 5, "text": None}, {"code": None, "text": "none"}):
+        score = await env.score(task, Result(output=nothing))
+        assert score.reward == 0.0 and score.metrics["answered"] == 0.0
+    cut_off = await env.score(task, Result(output=right, truncated=True))
+    assert cut_off.reward == 0.0 and cut_off.metrics["truncated"] == 1.0
 
 
-async def test_a_table_of_all_tests_is_told_from_a_solution_by_the_reference() -> None:
+async def test_a_table_of_all_tests_is_told_from_a_solution_by_the_reference(
+    rooms: Sandboxes,
+) -> None:
     row = {
         "instruction": "Square it.", "entry_point": "f", "testcase": list(TESTS),
         "code": "def f(x): return x * x",
     }  # fmt: skip
     table = Result(output="```python\ndef f(x): return {2: 4, 3: 9, -1: 1}.get(x, 0)\n```")
     almost = Result(output="```python\ndef f(x): return x * x if x else None\n```")
-    async with code() as env:
-        task = env.task_from_row(row)
-        caught = await env.score(task, table)
-        assert caught.reward == 0.0 and caught.metrics["tests_passed"] == 1.0
-        assert caught.metrics["fuzz_agreement"] < 0.5
-        assert (await env.score(task, almost)).reward == 1.0
-        env.config.fuzz = 0
-        assert (await env.score(task, table)).reward == 1.0
+    env = code(rooms)
+    task = env.task_from_row(row)
+    caught = await env.score(task, table)
+    assert caught.reward == 0.0 and caught.metrics["tests_passed"] == 1.0
+    assert caught.metrics["fuzz_agreement"] < 0.5
+    assert (await env.score(task, almost)).reward == 1.0
+    env.config.fuzz = 0
+    assert (await env.score(task, table)).reward == 1.0
 
 
 async def test_a_failure_of_the_sandbox_is_no_score() -> None:
@@ -485,11 +487,10 @@ async def test_a_failure_of_the_sandbox_is_no_score() -> None:
         async def run_python(self, *_: object, **__: object) -> ExecResult:
             return ExecResult(exit=None, killed_by="lost")
 
-    async with code() as env:
-        env.sandboxes = Lost()  # type: ignore[assignment]
-        row = {"instruction": "Do it.", "entry_point": "f", "testcase": list(TESTS)}
-        with pytest.raises(SandboxError):
-            await env.score(env.task_from_row(row), Result(output="```python\nf = abs\n```"))
+    env = code(Lost())  # type: ignore[arg-type]
+    row = {"instruction": "Do it.", "entry_point": "f", "testcase": list(TESTS)}
+    with pytest.raises(SandboxError):
+        await env.score(env.task_from_row(row), Result(output="```python\nf = abs\n```"))
 
 
 def test_unusual_types_keep_their_equality() -> None:

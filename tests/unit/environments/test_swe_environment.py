@@ -8,12 +8,10 @@ import json
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from envserver_environments.swe.agent import AgentKind
 from envserver_environments.swe.cheats import result_of
 from envserver_environments.swe.env import Swe
@@ -25,20 +23,12 @@ from support.commands import envserver, read_jsonl
 from support.extent import first_of
 from support.swe_scripts import ROMAN, SUBMIT, Scripted, attempt, bash, call
 
-from envserver import SandboxConfig, Sandboxes, Settings, Task
+from envserver import Sandboxes, Settings, Task
 from envserver.rollouts import make_group
 from envserver.rollouts.group import GroupRequest
 from envserver.running import rollout_context
-from envserver.sandbox import SandboxService, WatchedSandboxes
 
 SIM = ("--model", "sim", "--sim.latency_seconds", 0)
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def rooms() -> AsyncIterator[Sandboxes]:
-    """As the server has them: `tasks` opens them in an event loop of its own."""
-    async with SandboxService(SandboxConfig()) as service:
-        yield WatchedSandboxes(service.address)
 
 
 @pytest.mark.parametrize("kind", first_of("bash", "tools", "text"))

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from envserver_environments.swe.cheats import result_of
 from envserver_environments.swe.env import Swe
 from support.swe_scripts import SUBMIT, attempt, bash
 
-from envserver import ConfigError, InputError, SandboxConfig, Sandboxes
-from envserver.sandbox import SandboxService, WatchedSandboxes
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def rooms() -> AsyncIterator[Sandboxes]:
-    """As the server has them: `tasks` opens them in an event loop of its own."""
-    async with SandboxService(SandboxConfig()) as service:
-        yield WatchedSandboxes(service.address)
+from envserver import ConfigError, InputError, Sandboxes
 
 
 @pytest.fixture

@@ -6,20 +6,17 @@ import asyncio
 import io
 import json
 import tarfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from envserver_environments.swe.cheats import PROGRAMS, result_of
 from envserver_environments.swe.env import Swe
 from envserver_environments.swe.trees import make_patch, tree_of
 from envserver_environments.swe.tripwires import FRAUD, added_suspicions
 from support.commands import envserver, read_jsonl
 
-from envserver import InputError, SandboxConfig, Sandboxes, Task
-from envserver.sandbox import SandboxService, WatchedSandboxes
+from envserver import InputError, Sandboxes, Task
 
 WRONG = "def double(x):\n    return x + 3\n\n\ndef one():\n    return 1\n"
 RIGHT = WRONG.replace("x + 3", "x + x")
@@ -90,12 +87,6 @@ def write_task(folder: Path, **changes: Any) -> Path:
     }  # fmt: skip
     (folder / "task.json").write_text(json.dumps(row))
     return folder
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def rooms() -> AsyncIterator[Sandboxes]:
-    async with SandboxService(SandboxConfig()) as service:
-        yield WatchedSandboxes(service.address)
 
 
 def tasks_of(rooms: Sandboxes, path: Path) -> tuple[Swe, list[Task]]:

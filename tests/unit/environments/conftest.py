@@ -1,0 +1,17 @@
+"""Sandboxes for the tests of environments."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from envserver import SandboxConfig, Sandboxes
+from envserver.sandbox import SandboxService, WatchedSandboxes
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def rooms() -> AsyncIterator[Sandboxes]:
+    """The sandboxes of one service, as the server has them; usable from every event loop."""
+    async with SandboxService(SandboxConfig(concurrent=8)) as service:
+        yield WatchedSandboxes(service.address)
