@@ -88,6 +88,7 @@ def test_it_runs_in_every_isolation_and_only_pooled_and_dedicated_agents_can_rea
     assert {rollout["metrics"]["read"] for rollout in rollouts} == {readable}
 
 
+@pytest.mark.thorough
 def test_a_sandboxed_agent_imports_later_only_what_is_preloaded(tmp_path: Path) -> None:
     outputs = {}
     for name in ("Misplaced", "Preloaded"):
@@ -119,6 +120,7 @@ def test_given_answers_are_scored(reference: str, task: str, answer: str, tmp_pa
     assert [row["reward"] for row in read_jsonl(tmp_path / "scores.jsonl")] == [1.0, 0.0]
 
 
+@pytest.mark.thorough
 def test_another_machine_joins_with_it(tmp_path: Path) -> None:
     """The server does not have the files."""
     server_folder, joiner_folder = tmp_path / "server", tmp_path / "joiner"

@@ -92,7 +92,7 @@ def run_in(folder: Path, *words: object, path: str = "") -> subprocess.Completed
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("program", [(ENVSERVER,), (sys.executable, "-m", "envserver")])
+@pytest.mark.parametrize("program", first_of((ENVSERVER,), (sys.executable, "-m", "envserver")))
 @pytest.mark.parametrize("path", first_of(".", ""))
 def test_all_built_ins_are_listed(program: tuple[object, ...], path: str, folder: Path) -> None:
     done = run_in(folder, *program, "list", path=path)

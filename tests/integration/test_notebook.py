@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
 
 
+@pytest.mark.thorough
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}

@@ -99,6 +99,7 @@ def test_the_score_has_our_verdict_and_the_leaderboards(
     assert (score.components["correct"], score.metrics["leaderboard_correct"]) == verdicts
 
 
+@pytest.mark.thorough
 def test_score_and_evaluate_show_both_verdicts(tmp_path: Path) -> None:
     row = {"task": {"Question": "q", "Final answer": "5"}, "response": "FINAL ANSWER: 5"}
     (scored,) = envserver.score("gaia", [row], processes=1).rows

@@ -29,6 +29,7 @@ from envserver_environments.gaia.loading import (
 )
 from envserver_environments.gaia.scoring import is_usable_truth, question_scorer
 from support.commands import envserver, read_jsonl
+from support.extent import first_of
 
 from envserver import Caller, ConfigError, NotFoundError, PublicTask
 
@@ -389,10 +390,7 @@ def test_plans_have_model_calls_of_their_own() -> None:
     assert Gaia.Config(max_steps=7, max_turns=20).max_turns == 20
 
 
-@pytest.mark.parametrize(
-    "agent",
-    ["code", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("tools", "plain"))],
-)
+@pytest.mark.parametrize("agent", first_of("plain", "code", "tools"))
 def test_a_model_that_is_right_gets_everything_by_each_agent(agent: str, tmp_path: Path) -> None:
     if agent != "plain":
         pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")
