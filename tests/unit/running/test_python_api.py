@@ -44,12 +44,12 @@ def test_groups_are_made_and_returned() -> None:
 def test_groups_can_be_taken_as_they_finish_and_left(tmp_path: Path) -> None:
     endless = {"model": "sim", "env": {"total_steps": 1000, "group_size": 2}}
     taken = []
-    for group in envserver.groups("math", **endless):
+    for group in envserver.groups(Echo, **endless):
         taken.append(group.group_id)
         if len(taken) == 3:
             break
     assert len(set(taken)) == 3
-    assert len(list(envserver.groups("math", **SIM))) == 2
+    assert len(list(envserver.groups(Echo, **SIM))) == 2
 
 
 @pytest.mark.parametrize("environment", [Echo, Echo(Echo.Config(group_size=2))])
@@ -83,17 +83,17 @@ def test_an_unknown_environment_is_told_with_the_nearest_name() -> None:
 
 
 async def test_it_works_inside_a_running_event_loop_and_as_coroutines() -> None:
-    assert envserver.process("math", **SIM).delivered == 2  # as a notebook calls it
+    assert envserver.process(Echo, **SIM).delivered == 2  # as a notebook calls it
     mix = {"math": 2.0, "router": 1.0}
     result = await envserver.aio.process(mix, model="sim", env={"total_steps": 3, "group_size": 2})
     assert sorted(group.env for group in result.groups) == ["math", "math", "router"]
-    taken = [group async for group in envserver.aio.groups("math", **SIM)]
+    taken = [group async for group in envserver.aio.groups(Echo, **SIM)]
     assert len(taken) == 2
 
 
 async def test_a_cancelled_run_ends() -> None:
     endless = {"model": "sim", "env": {"total_steps": 10_000, "group_size": 2}}
-    task = asyncio.create_task(envserver.aio.process("math", **endless))
+    task = asyncio.create_task(envserver.aio.process(Echo, **endless))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -102,7 +102,7 @@ async def test_a_cancelled_run_ends() -> None:
 
 def test_a_server_hands_out_groups_while_its_block_runs(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"store": str(tmp_path / "groups.db"), "server": {"port": 0}}
-    with envserver.serve("math", model="sim", env={"group_size": 2}, **settings) as server:
+    with envserver.serve(Echo, model="sim", env={"group_size": 2}, **settings) as server:
         with SyncEnvClient(server.url, run="trainer", batch_size=1) as client:
             batch = client.lease(wait_seconds=60)
             assert batch is not None and len(batch.rows) == 2
