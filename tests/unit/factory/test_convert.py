@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from envserver_factory.trajectories.convert_foreign import unified_of_foreign
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from envserver import main
@@ -210,6 +210,8 @@ JSON = st.recursive(
 
 
 @given(JSON)
+@example({"end_ts": -1, "task": "before 1970, without a start"})
+@example({"start_ts": 5, "end_ts": 3, "task": "ends before it starts"})
 def test_whatever_it_is_it_becomes_valid_or_is_refused(value: Any) -> None:
     try:
         document = unified_of_foreign(value, task_id="swe-1", domain="swe")

@@ -19,6 +19,7 @@ meaning.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -191,9 +192,9 @@ def _metadata(document: Json, messages: list[Json], actions: list[Json], key: st
     own = own if isinstance(own, dict) else {}
     facts = {**document, **own}
     times = [ts for action in actions if (ts := _seconds(action.get("ts"))) is not None]
-    started = next(_times(facts, _STARTED), min(times, default=0.0))
-    ended = next(_times(facts, _ENDED), max([started, *times]))
-    found: Json = {"start_ts": min([started, *times]), "end_ts": max([ended, *times])}
+    known = [*times, *itertools.islice(_times(facts, _ENDED), 1)]
+    started = next(_times(facts, _STARTED), min(known, default=0.0))
+    found: Json = {"start_ts": min([started, *times]), "end_ts": max([started, *known])}
     found["source"] = source if isinstance(source := own.get("source"), str) else "converted"
     found |= _model(facts) | _seed(facts) | _reward(facts)
     if messages:
