@@ -86,7 +86,8 @@ async def test_it_works_inside_a_running_event_loop_and_as_coroutines() -> None:
     assert envserver.process(Echo, **SIM).delivered == 2  # as a notebook calls it
     mix = {"math": 2.0, "router": 1.0}
     result = await envserver.aio.process(mix, model="sim", env={"total_steps": 3, "group_size": 2})
-    assert sorted(group.env for group in result.groups) == ["math", "math", "router"]
+    assert len(result.groups) == 3
+    assert {group.env for group in result.groups} <= {*mix}  # the first that are complete
     taken = [group async for group in envserver.aio.groups(Echo, **SIM)]
     assert len(taken) == 2
 
