@@ -445,7 +445,8 @@ class EnvironmentSettings(Section):
     """Settings of every command with an environment; `env` gets the type of its Config."""
 
     environment: str | None = None
-    """Name of a built-in or installed environment, or path/to/file.py[:Class], or a folder."""
+    """Name of a built-in or installed environment, path/to/file.py[:Class], a folder, or rows:
+    rows.jsonl, hub:owner/name."""
     log_level: LogLevel = "info"
     """Minimum log level."""
     log_format: LogFormat = "auto"

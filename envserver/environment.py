@@ -27,9 +27,11 @@ state between the three. `setup` and `close` run once per worker process.
 from __future__ import annotations
 
 import abc
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
@@ -347,6 +349,8 @@ class Environment(abc.ABC):
     component_weights: ClassVar[Mapping[str, float]] = {}
     """A rubric such as `{"correct": 1.0, "format": 0.1}`: the reward of a `Score(components=...)`
     without a reward is the sum of its components by these weights."""
+    scores_token_ids: bool = False
+    """Whether `score` reads `result.completion_ids`; may be set in `prepare_scoring`."""
     score_cpu_seconds: ClassVar[float] = 30.0
     """CPU seconds that the scorer process may use for one `score`, rounded up to whole seconds.
     Processes that `score` starts, waiting, and `prepare_scoring` do not count."""
@@ -386,6 +390,38 @@ class Environment(abc.ABC):
 
     def __init__(self, config: EnvironmentConfig | None = None) -> None:
         self.config = config if config is not None else self.Config()
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: str | Path | Sequence[Mapping[str, Any]],
+        *,
+        reward: Any = None,
+        **settings: Any,
+    ) -> type[Environment]:
+        """Makes an environment of rows and reward functions (`envserver/rows`).
+
+            Sums = Environment.from_rows("sums.jsonl", prompt="question", reward=exact)
+
+        Args:
+            rows: a JSONL, JSON, CSV, TSV or Parquet file (looked for beside the calling file, then
+                in the working directory), a folder of them by split, a data set on the hub, or a
+                list of rows.
+            reward: a function, a list of functions, or pairs of functions and weights. TRL's and
+                verifiers' run unchanged. A name ("trl.rewards:accuracy_reward",
+                "my_rewards.py:exact") is imported by scorers only.
+            settings: defaults of its Config: `prompt`, `answer`, `columns`, `splits` and so on.
+
+        Returns:
+            A class. Name it at the top level of a file, or subclass it there.
+
+        Raises:
+            ConfigError, NotFoundError: there are no such rows, or an argument is wrong.
+        """
+        from .rows.environment import from_rows
+
+        module = sys._getframe(1).f_globals.get("__name__", "__main__")
+        return from_rows(cls, rows, reward, module, settings)
 
     @abc.abstractmethod
     def tasks(self, split: Split) -> Iterator[Task]:

@@ -85,6 +85,8 @@ class Result(msgspec.Struct, kw_only=True):
         turn_rewards: those that the rollout gave with `run.reward`.
         calls: for each agent ("": without a name) the indices of the calls that it received an
             answer to, turn by turn.
+        completion_ids: the ids of all trained tokens, in order, for an environment with
+            `scores_token_ids`; None: they are unknown, or it does not ask for them.
 
     Turns, tokens, messages and ends are those of the trained agents, if there are any.
     """
@@ -101,6 +103,7 @@ class Result(msgspec.Struct, kw_only=True):
     actions: list[dict[str, Any]] = msgspec.field(default_factory=list)
     turn_rewards: list[TurnReward] = msgspec.field(default_factory=list)
     calls: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    completion_ids: list[int] | None = None
 
 
 Dialect = Literal["chat", "completions", "responses", "messages"]

@@ -19,6 +19,7 @@ import yaml
 from envserver_records.errors import ConfigError, InputError, UsageError
 
 from ..config import MixEntry, MixSettings
+from ..folders import is_environment_folder
 from ..registry import (
     builtin_names,
     defines_environment,
@@ -26,7 +27,6 @@ from ..registry import (
     find,
     is_path,
 )
-from ..registry.folders import is_environment_folder
 from ..running.evaluating import Member
 from ..running.spec import RunSpec
 from .command_line import CommandSpec

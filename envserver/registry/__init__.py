@@ -1,4 +1,4 @@
-"""Finds environments by the name of an entry point, or by the path of a .py file or a folder.
+"""Finds environments by the name of an entry point, or by the path of a .py file, a folder or rows.
 
 An entry point of the group `envserver.environments` names an Environment subclass; the built-in
 environments are those that this project registers. A file, or a folder with `env.py` or
@@ -20,7 +20,8 @@ from envserver_records.errors import ConfigError, NotFoundError
 
 from ..config import EnvironmentConfig
 from ..environment import Environment, Isolation
-from .folders import import_path, is_environment_folder, same_folder
+from ..folders import import_path, is_environment_folder, same_folder
+from ..rows.sources import is_data
 
 ENTRY_POINT_GROUP = "envserver.environments"
 
@@ -49,13 +50,18 @@ def find(reference: str) -> type[Environment]:
     The result is kept: a sandboxed worker does not see the file any more.
 
     Args:
-        reference: an entry point's name, `path/to/file.py[:ClassName]` or `folder[:ClassName]`.
+        reference: an entry point's name, `path/to/file.py[:ClassName]`, `folder[:ClassName]`, or
+            rows: `rows.jsonl`, `hub:owner/name` (see `rows.sources.is_data`).
 
     Raises:
         NotFoundError: nothing has that name; the message holds the nearest one.
         ConfigError: it cannot be imported, defines several environments, or is incomplete.
     """
     path, _, class_name = reference.partition(":")
+    if _is_data(reference):
+        from ..rows.environment import rows_class
+
+        return rows_class(reference)
     if is_path(path):
         return _load_path(Path(path), class_name, reference)
     points = entry_point_names()
@@ -71,6 +77,13 @@ def find(reference: str) -> type[Environment]:
     )
 
 
+def _is_data(reference: str) -> bool:
+    """Whether `reference` names rows (`--env rows.jsonl`); installed names and code win."""
+    if reference in entry_point_names() or is_environment_folder(Path(reference)):
+        return False
+    return is_data(reference)
+
+
 def is_path(reference: str) -> bool:
     """Whether `reference`, without its class name, is a file or folder; installed names win."""
     if reference.endswith(".py") or "/" in reference:
@@ -81,6 +94,8 @@ def is_path(reference: str) -> bool:
 def absolute(reference: str) -> str:
     """`reference` in a form that another process, in another folder, understands."""
     path, colon, class_name = reference.partition(":")
+    if _is_data(reference):
+        return reference if path == "hub" else str(Path(reference).resolve())
     if not is_path(path):
         return reference
     made = str(Path(path).resolve())

@@ -28,6 +28,7 @@ from ..models.engine import Engine
 from ..proxy.attempts import AgentRoute, AttemptSpec, Limits, routing_key
 from ..proxy.server import Proxy
 from ..telemetry.tracing import NO_TRACER, Tracer, current, root, within
+from ..tokens.builder import trained_ids
 from ..tokens.flags import Actions
 from ..workers.pool import WorkerPool
 from .agents import demonstrated
@@ -254,6 +255,8 @@ async def _try_member(
 ) -> Member:
     async with context.slots:
         finished = await run_once(context, request, rollout_id, attempt)
+    if context.scorer.needs_token_ids:
+        finished.result.completion_ids = trained_ids(finished.sequences)
     with within(current().child("score", {"envserver.environment": request.env})) as span:
         score = await score_once(context.scorer, request.task, finished.result)
         scorable = context.scorer.delivered(score).reward

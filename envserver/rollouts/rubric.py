@@ -24,7 +24,7 @@ from typing import Any
 from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 
 from ..environment import Environment
-from ..registry.folders import import_path
+from ..folders import import_path
 
 
 def with_rubric(environment: Environment, reference: str) -> Environment:

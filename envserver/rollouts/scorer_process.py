@@ -69,6 +69,7 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True):
 
     limits: ScoreLimits
     rewards: RewardRules
+    token_ids: bool = False
 
 
 class RowToScore(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +147,7 @@ def declared() -> Declared:
             timeout_seconds=float(environment.score_timeout_seconds),
         ),
         rewards=rules_of_rewards(environment),
+        token_ids=bool(environment.scores_token_ids),
     )
 
 

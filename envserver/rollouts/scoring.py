@@ -117,6 +117,8 @@ class ScorerPool:
             cpu_seconds=math.inf, timeout_seconds=START_TIMEOUT_SECONDS
         )  # until the environment is loaded
         self._rules: RewardRules | None = None
+        self.needs_token_ids = False
+        """Whether scores need `Result.completion_ids`; known once the context is entered."""
 
     async def __aenter__(self) -> Self:
         """Starts the processes.
@@ -136,6 +138,7 @@ class ScorerPool:
             _raise(failure)
         declared: Declared = outcomes[0].value
         self._limits, self._rules = declared.limits, declared.rewards
+        self.needs_token_ids = declared.token_ids
         for scorer in self._scorers:
             self._free.put_nowait(scorer)
         return self

@@ -34,6 +34,7 @@ from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..judge_config import JudgeConfig
 from ..registry import absolute
 from ..rollouts.scoring import SCORING_FAILURES, ScorerPool
+from ..tokens.builder import trained_ids
 from .judging import beside_source, judge_line, judge_of, scorer_processes
 from .sandboxes import sandboxes_of
 from .task_finder import TaskFinder, environment_of
@@ -280,7 +281,7 @@ class _Rescoring:
             self.tally.leave_out("not_found", f"{group.place}: {error}")
             return None
         try:
-            scores = await self._scores(task, [result_of(each) for each in group.rollouts])
+            scores = await self._scores(task, [self._result(each) for each in group.rollouts])
         except RolloutError as error:
             self.tally.leave_out("failed", f"{group.place}: {error}")
             return None
@@ -289,6 +290,12 @@ class _Rescoring:
         if line is None:
             self.tally.leave_out("unscorable", group.place)
         return line
+
+    def _result(self, rollout: StoredRollout) -> Result:
+        result = result_of(rollout)
+        if self.scorers.needs_token_ids:
+            result.completion_ids = trained_ids(rollout.rows)
+        return result
 
     async def _scores(self, task: Task, results: list[Result]) -> list[Score]:
         """Scores the results of a task's rollouts.

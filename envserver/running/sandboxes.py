@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from ..config import SandboxConfig
 from ..environment import Environment
-from ..registry.folders import loaded_paths
+from ..folders import loaded_paths
 from ..sandbox.client import SandboxClient
 from ..sandbox.service import SandboxService
 from ..sandbox.watched import WatchedSandboxes

@@ -13,6 +13,7 @@ pair of calls).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 from envserver_records.records import Call, Mask, Sequence, Tokens
@@ -54,6 +55,22 @@ def build(calls: list[Call], actions: Actions = DEFAULT) -> list[Sequence]:
         if sequence.mask.any():
             sequences.append(sequence)
     return sequences
+
+
+class TrainedRow(Protocol):
+    """Has the tokens of a row, and where they are trained."""
+
+    @property
+    def tokens(self) -> Tokens: ...
+
+    @property
+    def mask(self) -> Mask: ...
+
+
+def trained_ids(rows: Iterable[TrainedRow]) -> list[int] | None:
+    """Returns the ids of the trained tokens of all rows, in order; None without rows."""
+    parts = [row.tokens[row.mask.astype(bool)].tolist() for row in rows]
+    return [one for part in parts for one in part] if parts else None
 
 
 def all_flags(calls: list[Call], sequences: list[Sequence]) -> list[str]:

@@ -33,7 +33,7 @@ from envserver_records.errors import ConfigError, EnvserverError
 
 from .. import registry
 from ..environment import Environment
-from ..registry.folders import import_for
+from ..folders import import_for
 from ..sandbox import outer
 from ..sandbox.backend import NamespaceBackend
 from ..sandbox.wire import NAMESPACE_BACKENDS

@@ -1,0 +1,239 @@
+"""Environments of rows and reward functions: kinds of files, bad rows, settings, the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import envserver
+
+from envserver import ConfigError, Environment, InputError, NotFoundError, Result, Split, Task
+from envserver.registry import absolute, find
+
+ROWS = [
+    {"question": "What is 2 + 3?", "answer": "5", "level": 1},
+    {"question": "What is 20 + 3?", "answer": "23", "level": 2},
+    {"question": 'Which line\nbreaks, "here"?', "answer": "this, one", "level": 3},
+]
+
+
+def exact(answer: Any, output: str) -> float:
+    return float(output.strip() == str(answer))
+
+
+def tasks_of(
+    data: Path | list[dict[str, Any]] | str, split: Split = "train", **settings: Any
+) -> list[Task]:
+    given = {"prompt": "question", "shuffle": False, "reward": exact, **settings}
+    made = Environment.from_rows(data, **given)()
+    return list(made.tasks(split))
+
+
+def write(folder: Path, suffix: str, rows: list[dict[str, Any]] = ROWS) -> Path:
+    path = folder / f"sums{suffix}"
+    if suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif suffix == ".json":
+        path.write_text(json.dumps({"version": 1, "data": rows}))
+    elif suffix == ".csv":
+        lines = ["question,answer,level"]
+        for row in rows:
+            quoted = [str(value).replace('"', '""') for value in row.values()]
+            lines.append(",".join(f'"{value}"' for value in quoted))
+        path.write_text("\n".join(lines) + "\n")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_kind_of_file_makes_the_same_tasks(tmp_path: Path, suffix: str) -> None:
+    tasks = tasks_of(write(tmp_path, suffix))
+    assert [task.id for task in tasks] == ["row-0", "row-1", "row-2"]
+    for task, row in zip(tasks, ROWS, strict=True):
+        assert task.public["messages"] == [{"role": "user", "content": row["question"]}]
+        assert "answer" not in json.dumps(task.public) and row["answer"] == task.hidden["answer"]
+        assert str(task.hidden["columns"]["level"]) == str(row["level"])
+
+
+def test_a_list_of_rows_templates_systems_and_conversations() -> None:
+    tasks = tasks_of(ROWS, prompt="{question} Level {level}.", system="Be brief.")
+    assert tasks[0].public["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 2 + 3? Level 1."},
+    ]
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (task,) = tasks_of([{"talk": talk, "gold": {"right": 7}}], prompt="talk", answer="gold.right")
+    assert task.public["messages"] == talk and task.hidden["answer"] == 7
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """Stands for a data set on the hub: `datasets` looks for such a folder first."""
+    hub = tmp_path / "acme" / "sums"
+    hub.mkdir(parents=True)
+    (hub / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    (hub / "test.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
+    return hub
+
+
+@pytest.mark.thorough  # imports `datasets`
+def test_data_sets_of_the_hub(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    assert [t.hidden["answer"] for t in tasks_of("hub:acme/sums", "test")] == ["23"]
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        tasks_of("hub:acme/sums", "validation")
+
+
+def test_splits_of_folders(hub: Path) -> None:
+    assert [t.hidden["answer"] for t in tasks_of(hub)] == ["5"]
+    assert [t.hidden["answer"] for t in tasks_of(hub, "test")] == ["23"]
+    renamed = tasks_of(hub, "validation", splits={"validation": "test"})
+    assert [t.hidden["answer"] for t in renamed] == ["23"]
+    with pytest.raises(NotFoundError, match="no rows of the split 'validation'"):
+        tasks_of(hub, "validation")
+
+
+def test_held_out_rows_are_in_one_split_only() -> None:
+    many = [{"question": f"{n}?", "answer": str(n)} for n in range(200)]
+    splits: tuple[Split, ...] = ("train", "validation", "test")
+    parts = [{t.id for t in tasks_of(many, split, held_out=0.5)} for split in splits]
+    assert set.union(*parts) == {t.id for t in tasks_of(many)}
+    assert sum(map(len, parts)) == 200 and min(map(len, parts)) > 20
+
+
+BAD = """{"question": "What is 2 + 3?", "answer": "5"}
+{"question": "What is 1 + 1?"
+
+["no", "columns"]
+{"question": "", "answer": "5"}
+{"question": "What is 4?", "answer": null}
+"""
+
+
+def test_bad_rows_are_named_with_their_place_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_text(BAD)
+    with pytest.raises(ConfigError) as raised:
+        tasks_of(path)
+    lines = raised.value.message.splitlines()
+    assert lines[0] == "4 of 5 rows make no task:"
+    for line, number, what in zip(
+        lines[1:],
+        (2, 4, 5, 6),
+        ("not JSON", "not an object", "'question' is empty", "'answer' has no value"),
+        strict=True,
+    ):
+        assert line.startswith(f"{path}:{number}: ") and what in line
+    assert [task.id for task in tasks_of(path, bad_rows="skip")] == ["row-0"]
+
+
+def test_bad_tables_are_named_with_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "sums.csv"
+    path.write_text('question,answer\n"two\nlines",5\nonly one\n')
+    with pytest.raises(ConfigError, match=r"sums.csv:4: it has 1 values for 2 columns"):
+        tasks_of(path)
+    path.write_text("question,question\na,b\n")
+    with pytest.raises(ConfigError, match=r"sums.csv:1: .* names question twice"):
+        tasks_of(path)
+    path.write_text('question,answer\n"never closed,5\n')
+    with pytest.raises(ConfigError, match=r"sums.csv:2: it cannot be read"):
+        tasks_of(path)
+
+
+def test_wrong_names_say_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="'prompt' is missing; there are question, answer, level"):
+        tasks_of(ROWS, prompt="prompt")
+    with pytest.raises(ConfigError, match="no argument 'promt'"):
+        Environment.from_rows(ROWS, reward=exact, promt="question")
+    with pytest.raises(ConfigError, match="held_out: Input should be less than 1"):
+        Environment.from_rows(ROWS, reward=exact, held_out=5)
+    with pytest.raises(ConfigError, match="braces"):
+        tasks_of(ROWS, prompt="{question")
+    with pytest.raises(ConfigError, match="no reward function"):
+        Environment.from_rows(ROWS)()
+    with pytest.raises(NotFoundError, match=r"no data file 'nowhere.jsonl'"):
+        Environment.from_rows("nowhere.jsonl", reward=exact)
+    with pytest.raises(NotFoundError):
+        find("nowhere.jsonl")
+
+
+def test_subclasses_and_rows_of_questions() -> None:
+    class Sums(Environment.from_rows(ROWS, prompt="question", reward=exact)):  # type: ignore[misc]
+        """Has a demonstration of its own."""
+
+        def demonstration(self, task: Task) -> list[dict[str, Any]]:
+            return [{"role": "assistant", "content": f" {task.hidden['answer']} "}]
+
+    made = Sums()
+    task = next(made.tasks("train"))
+    shown = made.demonstration(task)[0]["content"]
+    assert Sums.name == "sums" and made.score(task, Result(output=shown)).reward == 1.0
+    row = made.task_from_row({"question": "Why?", "answer": "So."})
+    assert made.score(row, Result(output="So.")).reward == 1.0
+    with pytest.raises(InputError, match="'question' is missing"):
+        made.task_from_row({"answer": "So."})
+
+
+REWARDS = """
+def exact(answer, output):
+    return output.strip() == answer
+
+async def short(completions, **columns):
+    return [1.0 if len(text) < 40 else 0.0 for text in completions]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, ".jsonl")
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "own.py").write_text(
+        "from envserver import Environment\n"
+        "from my_rewards import exact, short\n"
+        "Own = Environment.from_rows(\n"
+        "    'sums.jsonl', prompt='question', reward=[(exact, 1.0), (short, 0.5)])\n"
+    )
+    return tmp_path
+
+
+def test_the_command_takes_rows_and_functions(folder: Path) -> None:
+    flags = ["--env", "sums.jsonl", "--env.prompt", "question"]
+    rewards = ["--env.reward", "my_rewards.py:exact", "--env.reward", "my_rewards.py:short=0.5"]
+    ran = envserver(
+        *("process", *flags, *rewards, "--model", "sim", "--sim.solve_probability", 1),
+        *("--sim.openers", "false", "--sampling.temperature", 0, "--out", "out.jsonl"),
+        folder=folder,
+    )
+    assert ran.returncode == 0, ran.stderr
+    groups = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert len(groups) == 3
+    assert {score for group in groups for score in group["scores"]} == {1.5}
+    assert absolute("sums.jsonl") == str(Path("sums.jsonl").resolve())
+
+
+def test_check_is_green_for_a_file_that_names_rows(folder: Path) -> None:
+    plain = folder / "exact.py"
+    plain.write_text((folder / "own.py").read_text().replace(", (short, 0.5)", ""))
+    ran = envserver("check", "--env", "exact.py", folder=folder)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "sums_rows, train: all 3 tasks." in ran.stdout
+    ran = envserver("check", "--env", "own.py", folder=folder)  # `short` pays for nothing said
+    assert ran.returncode == 1 and "empty text, task row-" in ran.stdout
+
+
+def test_the_command_says_what_is_wrong(folder: Path) -> None:
+    (folder / "bad.jsonl").write_text(BAD)
+    flags = ["--env.prompt", "question", "--env.reward", "my_rewards.py:exact"]
+    ran = envserver("check", "--env", "bad.jsonl", *flags, folder=folder)
+    assert ran.returncode == 2 and "4 of 5 rows make no task" in ran.stderr
+    assert f"{folder.resolve() / 'bad.jsonl'}:2: " in ran.stderr
+    flags[-1] = "my_rewards.py:exakt"
+    ran = envserver("check", "--env", "sums.jsonl", *flags, folder=folder)
+    assert ran.returncode == 2 and "has no function 'exakt'" in ran.stderr
