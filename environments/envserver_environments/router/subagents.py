@@ -16,7 +16,7 @@ from envserver_environments.code.agent import solve as write_program
 from envserver_environments.code.extraction import extract_code
 from envserver_environments.math.agent import solve as solve_problem
 from envserver_tools.calling import Tool, cut, function_tool, toolbox
-from envserver_tools.loop import chat_with_tools
+from envserver_tools.loop import LoopEnd, chat_with_tools
 from envserver_tools.retrieval import BM25
 from envserver_tools.visible import visible_text
 
@@ -144,6 +144,9 @@ class _OwnRun:
         reply = await self._run.chat(messages, **{**asked, "agent": self._agent})
         self.cut_off = reply.finish_reason == "length"
         return reply
+
+    async def loop(self, messages: list[Message], *, tools: Any, **options: Any) -> LoopEnd:
+        return await chat_with_tools(cast("Rollout", self), messages, tools, **options)
 
 
 def _printed(result: ExecResult) -> str:
