@@ -70,6 +70,11 @@ _MODELS = {
     "probe": _other("models_probe", "show what an engine supports and what it lacks"),
     "sim": _other("models_sim", "serve the simulated engine over HTTP"),
 }
+_ENV = {
+    "install": _other("env_command", "install a package of environments", "run_install", "INSTALL"),
+    "list": _other("env_command", "list what is installed", "run_list", "LIST"),
+    "remove": _other("env_command", "remove an installed package", "run_remove", "REMOVE"),
+}
 _TOKEN = {
     "create": _other("token_command", "make a token for a role; print it", "run_create", "CREATE"),
     "list": _other("token_command", "list tokens: name, role, expiry", "run_list", "LIST"),
@@ -99,6 +104,7 @@ COMMANDS = {
     "merge": _other("merge_command", "merge models: base + alpha * (rl - sft)"),
     "check": Command("check_command", "check that an environment's rewards cannot be cheated"),
     "models": Command("", "start a model, make a tiny one, probe an engine", False, words=_MODELS),
+    "env": Command("", "install and share packages of environments", False, words=_ENV),
     "token": Command("", "create, list and revoke access tokens", False, words=_TOKEN),
     "doctor": _other("doctor_command", "show what this machine can do, sandboxes first"),
     "list": _other("list_command", "list the installed environments", spec=""),

@@ -9,6 +9,7 @@ from envserver_records.errors import EnvserverError, UsageError
 
 from ..environment import Environment
 from ..registry import builtin_names, entry_point_names, find
+from ..registry.installed import with_own_interpreter
 
 HELP = """Usage: envserver list
 
@@ -42,6 +43,9 @@ def _rows() -> Iterator[tuple[str, str, str, str]]:
     for name, point in sorted(entry_point_names().items()):
         if name not in built_in:
             yield _row(name, point.dist.name if point.dist else point.value)
+    for name, (package, _) in sorted(with_own_interpreter().items()):
+        if name not in entry_point_names():
+            yield _row(name, f"{package.package} (own venv)")
 
 
 def _row(name: str, origin: str) -> tuple[str, str, str, str]:

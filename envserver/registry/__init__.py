@@ -1,5 +1,8 @@
 """Finds environments by the name of an entry point, or by the path of a .py file, a folder or rows.
 
+Installed packages (`installed`) offer entry points, too. An environment with an interpreter of its
+own is found as a class that stands for it (`hosted`).
+
 An entry point of the group `envserver.environments` names an Environment subclass; the built-in
 environments are those that this project registers. A file, or a folder with `env.py` or
 `__init__.py`, must define exactly one Environment subclass, or be followed by `:ClassName`; see
@@ -22,6 +25,7 @@ from ..config import EnvironmentConfig
 from ..environment import Environment, Isolation
 from ..folders import import_path, is_environment_folder, same_folder
 from ..rows.sources import is_data
+from .installed import installed, with_own_interpreter
 
 ENTRY_POINT_GROUP = "envserver.environments"
 
@@ -32,11 +36,17 @@ def builtin_names() -> list[str]:
 
 
 def entry_point_names() -> dict[str, EntryPoint]:
-    """Environments that installed packages offer. A built-in's name is not replaced by
+    """Environments that packages offer to this interpreter. A built-in's name is not replaced by
     another's.
     """
+    installed()  # adds their folders to sys.path
     points = sorted(entry_points(group=ENTRY_POINT_GROUP), key=_is_ours)
     return {point.name: point for point in points}
+
+
+def known_names() -> list[str]:
+    """All names that `find` takes, sorted."""
+    return sorted({*entry_point_names(), *with_own_interpreter()})
 
 
 def _is_ours(point: EntryPoint) -> bool:
@@ -67,7 +77,11 @@ def find(reference: str) -> type[Environment]:
     points = entry_point_names()
     if reference in points:
         return _load_entry_point(points[reference])
-    names = sorted(points)
+    if (one := with_own_interpreter().get(reference)) is not None:
+        from .hosted import hosted_class
+
+        return hosted_class(*one)
+    names = known_names()
     near = difflib.get_close_matches(reference, names, n=1)
     raise NotFoundError(
         f"There is no environment {reference!r}.",
@@ -79,7 +93,7 @@ def find(reference: str) -> type[Environment]:
 
 def _is_data(reference: str) -> bool:
     """Whether `reference` names rows (`--env rows.jsonl`); installed names and code win."""
-    if reference in entry_point_names() or is_environment_folder(Path(reference)):
+    if reference in known_names() or is_environment_folder(Path(reference)):
         return False
     return is_data(reference)
 
@@ -88,7 +102,7 @@ def is_path(reference: str) -> bool:
     """Whether `reference`, without its class name, is a file or folder; installed names win."""
     if reference.endswith(".py") or "/" in reference:
         return True
-    return reference not in entry_point_names() and is_environment_folder(Path(reference))
+    return reference not in known_names() and is_environment_folder(Path(reference))
 
 
 def absolute(reference: str) -> str:

@@ -23,6 +23,7 @@ from envserver_records.seals import digest_of
 from .. import __version__
 from ..config import SamplingConfig
 from ..environment import Environment
+from ..registry.hosted import HostedEnvironment
 from ..tokens_config import TokensConfig
 
 _SOURCES: Final = frozenset(
@@ -91,6 +92,9 @@ def provenance_of(
 
 def _environment(kind: type[Environment]) -> dict[str, Any]:
     facts: dict[str, Any] = {"name": kind.name}
+    if issubclass(kind, HostedEnvironment):
+        facts |= {"package": kind.installed.package, "version": kind.installed.version}
+        return {**facts, **_files_facts(Path(kind.file))}
     package = kind.__module__.partition(".")[0]
     for name in (package, package.replace("_", "-")):
         try:

@@ -20,7 +20,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn, util
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
@@ -41,13 +41,12 @@ from pebble.common.types import CONSTS
 
 from ..judges.client import JudgeAddress
 from ..judges.server import JudgeServer
+from ..registry.interpreters import SETTINGS, InterpreterContext, interpreter_of
 from ..sandbox.places import folder_for_sockets
 from . import scorer_process
 from .rewards import RewardRules, delivered_score
 from .scorer_process import Declared, RowToScore, ScoreLimits, ScorerAnswer
 
-SETTINGS = "ENVSERVER_"
-"""Prefix of the server's environment variables, which scorers do not get."""
 START_TIMEOUT_SECONDS = 120.0
 _LISTING_SECONDS = 600.0
 KILL_GRACE_SECONDS = 0.5
@@ -340,15 +339,11 @@ class _Scorer:
             return cast(ScorerAnswer, await asyncio.wrap_future(future))
 
     def _start(self) -> ProcessPool:
-        # Not fork: the server has threads, and scorers must not see its memory.
-        context = _ScorerContext()
-        context.set_forkserver_preload([scorer_process.__name__])
-        _start_forkserver()
         pool = ProcessPool(
             1,
             initializer=scorer_process.load,
             initargs=(*self._arguments, self._address),
-            context=context,
+            context=_context_of(self._arguments[0]),
         )
         _ = pool.active  # starts the process now, in this thread, not at the first request
         return pool
@@ -412,6 +407,19 @@ class _ScorerProcess(ForkServerProcess):
 
 class _ScorerContext(ForkServerContext):
     Process = _ScorerProcess
+
+
+def _context_of(env_reference: str) -> BaseContext:
+    """Returns the context that starts the scorers of an environment, in its interpreter.
+
+    Not by forking the server: it has threads, and scorers must not see its memory.
+    """
+    if (own := interpreter_of(env_reference)) is not None:
+        return InterpreterContext(own)
+    context = _ScorerContext()
+    context.set_forkserver_preload([scorer_process.__name__])
+    _start_forkserver()
+    return context
 
 
 _launching = threading.Lock()

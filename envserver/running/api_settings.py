@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from ..config import EnvironmentSettings, MixSettings, Section
 from ..environment import Environment
 from ..registry import entry_point_names, find
+from ..registry.hosted import HostedEnvironment
 from ..rollouts.mixing import Share, targets
 from .mix import Member, alone, share_total
 from .options import Option, expanded, flatten, named_sections, nearest, options_of, preset
@@ -130,6 +131,8 @@ def reference_of(environment: AnyEnvironment) -> str:
     if isinstance(environment, str):
         return environment
     kind = environment if isinstance(environment, type) else type(environment)
+    if issubclass(kind, HostedEnvironment):
+        return kind.reference
     value = f"{kind.__module__}:{kind.__qualname__}"
     for name, point in entry_point_names().items():
         if point.value == value:

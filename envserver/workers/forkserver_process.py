@@ -26,6 +26,7 @@ import orjson
 import structlog
 from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 
+from ..registry.interpreters import PYTHON_VARIABLES, interpreter_of
 from . import linux
 from .forkserver import READ_BYTES, Boot
 from .output import OutputLimiter
@@ -35,10 +36,7 @@ IMPORT_SECONDS = 300.0
 """Seconds for the environments' imports; some load a machine-learning framework."""
 END_SECONDS = 8.0
 
-_INHERITED = {
-    *("PATH", "LANG", "LANGUAGE", "TZ"),
-    *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
-}
+_INHERITED = {"PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", *PYTHON_VARIABLES}
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -63,10 +61,10 @@ def environment_variables(server: Mapping[str, str], home: str) -> dict[str, str
 
 
 class ForkserverProcess:
-    """One forkserver.
+    """One forkserver, in the interpreter of the first environment.
 
     Args:
-        references: environments to import.
+        references: environments to import; several share one interpreter.
         on_message: gets each message about a worker: ["forked", id, pid],
             ["lines", id, lines, dropped bytes], ["listening", id, a listening socket of its
             network] or ["exit", id, status, last output, whether memory ran out,
@@ -128,15 +126,21 @@ class ForkserverProcess:
             sandbox=self._sandbox,
             most_workers=self._most_workers,
         )
-        path = orjson.dumps([str(Path(entry).absolute()) for entry in sys.path]).decode()
+        variables = environment_variables(os.environ, self.root)
+        own = interpreter_of(self._references[0]) if self._references else None
+        if own is None:
+            python, path = sys.executable, [str(Path(entry).absolute()) for entry in sys.path]
+        else:
+            python, path = own.executable, own.search_path
+            variables = {n: v for n, v in variables.items() if n not in PYTHON_VARIABLES}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, path, msgspec.json.encode(boot).decode()],
+            [python, "-c", _START, orjson.dumps(path).decode(), msgspec.json.encode(boot).decode()],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             pass_fds=[theirs.fileno()],
             cwd=self.root,
-            env=environment_variables(os.environ, self.root),
+            env=variables,
             start_new_session=True,
         )
         theirs.close()

@@ -1,0 +1,198 @@
+"""Describes an environment class as data, so that a process that cannot import it knows it.
+
+In, in the environment's interpreter: its class. Out, in the server: a class with the same
+declarations and settings (`config_class`, `hosted.hosted_class`). Limits of single settings
+(`ge=1`) are checked where the class itself is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Final, Literal, Union, cast
+
+import msgspec
+from envserver_records.errors import ConfigError
+from envserver_records.records import SandboxSpec
+from pydantic import BaseModel, Field, TypeAdapter, create_model
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from ..config import EnvironmentConfig
+from ..environment import Environment
+from ..tools.typed import TypedTool
+
+_DECLARED: Final = (
+    "isolation",
+    "sandbox_images",
+    "reward_range",
+    "solved_at",
+    "exact_demonstrations",
+    "demonstrations_solve",
+    "component_weights",
+    "score_cpu_seconds",
+    "score_timeout_seconds",
+)
+_IN_THE_SERVER: Final = ("services", "on_request", "on_answer")
+"""Methods that the server calls on its own event loop."""
+_PLAIN: Final[dict[str, Any]] = {
+    "integer": int,
+    "number": float,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+}
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """A field of an environment's Config.
+
+    Args:
+        schema: its JSON schema; None: any value.
+        default: JSON-like.
+    """
+
+    name: str
+    schema: dict[str, Any] | None = None
+    default: Any = None
+    required: bool = False
+    description: str = ""
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment class as data.
+
+    Args:
+        name: of the entry point.
+        title: its `name`.
+        summary: its docstring.
+        declared: class attributes by name.
+        scores_groups: whether it has `score_group`.
+        needs_server: parts of it that only a class in the server's interpreter can have.
+        settings: the fields of its Config that differ from `EnvironmentConfig`.
+        file: that defines it.
+    """
+
+    name: str
+    title: str
+    summary: str
+    declared: dict[str, Any]
+    scores_groups: bool
+    needs_server: list[str]
+    settings: list[Setting]
+    file: str
+    sandbox: SandboxSpec | None = None
+
+
+def describe(name: str, kind: type[Environment]) -> Description:
+    """Describes `kind`, the environment of the entry point `name`."""
+    return Description(
+        name=name,
+        title=kind.name,
+        summary=inspect.getdoc(kind) or "",
+        declared={each: msgspec.to_builtins(getattr(kind, each)) for each in _DECLARED},
+        scores_groups=_overrides(kind, "score_group"),
+        needs_server=[
+            *(each for each in _IN_THE_SERVER if _overrides(kind, each)),
+            *(["tools with on_server"] if _has_server_tools(kind) else []),
+        ],
+        settings=_settings_of(kind.Config),
+        file=inspect.getfile(kind),
+        sandbox=kind.sandbox,
+    )
+
+
+def _overrides(kind: type[Environment], method: str) -> bool:
+    return getattr(kind, method, None) is not getattr(Environment, method, None)
+
+
+def _has_server_tools(kind: type[Environment]) -> bool:
+    held = [value for base in kind.__mro__ for value in vars(base).values()]
+    listed = kind.tools if isinstance(kind.tools, list | tuple) else ()
+    return any(isinstance(one, TypedTool) and one.on_server for one in (*held, *listed))
+
+
+def _settings_of(config: type[BaseModel]) -> list[Setting]:
+    settings = []
+    for name, field in config.model_fields.items():
+        base = EnvironmentConfig.model_fields.get(name)
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        if base is not None and base.get_default(call_default_factory=True) == default:
+            continue
+        try:
+            schema = TypeAdapter(cast(Any, field.annotation)).json_schema()
+        except (PydanticUserError, PydanticSchemaGenerationError):
+            schema = None
+        try:
+            plain = to_jsonable_python(default)
+        except PydanticSerializationError as error:
+            raise ConfigError(
+                f"The default of the setting {name!r} is not JSON: {error}."
+            ) from error
+        settings.append(
+            Setting(
+                name=name,
+                schema=schema,
+                default=plain,
+                required=field.is_required(),
+                description=field.description or "",
+            )
+        )
+    return settings
+
+
+def config_class(described: Description) -> type[EnvironmentConfig]:
+    """Returns a Config with the same names, types and defaults."""
+    fields: dict[str, Any] = {}
+    for one in described.settings:
+        base = EnvironmentConfig.model_fields.get(one.name)
+        kind = base.annotation if base is not None else annotation_of(one.schema)
+        default = ... if one.required else one.default
+        text = one.description or (base.description if base is not None else "")
+        fields[one.name] = (kind, Field(default, description=text, validate_default=True))
+    return create_model("Config", __base__=EnvironmentConfig, **fields)
+
+
+def annotation_of(schema: Mapping[str, Any] | None) -> Any:
+    """Returns the type that a JSON schema of pydantic describes; Any where there is none."""
+    if schema is None:
+        return Any
+    return _annotation(schema, schema.get("$defs", {}))
+
+
+def _annotation(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Any:
+    if "$ref" in schema:
+        return _annotation(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    if "enum" in schema:
+        return Literal[tuple(schema["enum"])]
+    if "const" in schema:
+        return Literal[schema["const"]]
+    if "anyOf" in schema:
+        return Union[tuple(_annotation(one, definitions) for one in schema["anyOf"])]  # noqa: UP007
+    kind = schema.get("type")
+    if kind == "array":
+        return list[_annotation(schema.get("items") or {}, definitions)]  # type: ignore[misc]
+    if kind == "object":
+        values = schema.get("additionalProperties")
+        held = _annotation(values, definitions) if isinstance(values, dict) else Any
+        return dict[str, held]  # type: ignore[valid-type]
+    return _PLAIN.get(kind or "", Any)
+
+
+def main(package: str, group: str, out: str) -> None:
+    """Writes the descriptions of a package's environments, as Python's JSON, to the file `out`."""
+    import json
+
+    from . import find
+
+    points = sorted(entry_points(group=group), key=lambda point: point.name)
+    ours = [point.name for point in points if point.dist and point.dist.name == package]
+    made: list[Any] = [msgspec.to_builtins(describe(name, find(name))) for name in ours]
+    Path(out).write_text(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

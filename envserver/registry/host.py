@@ -1,0 +1,92 @@
+"""Runs inside the host process of an environment, in the environment's own interpreter.
+
+`start` makes the environment; `answer` is the only entry point afterwards. It never raises: a
+HostAnswer holds a pickled value or the failure. Tasks are deterministic, so a process that is
+started again goes on where the last one ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from envserver_records.errors import Blame, ConfigError, EnvserverError, Failure, Outcome
+from envserver_records.records import Split, Task
+
+from ..environment import Environment
+
+_MOST_STREAMS = 4
+"""Number of positions in the tasks that are remembered."""
+
+_made: Environment | Failure | None = None
+_streams: dict[tuple[str, int], Iterator[Task]] = {}
+"""The rest of the tasks by (split, number of tasks before it)."""
+
+
+class HostAnswer(msgspec.Struct, frozen=True):
+    """The result of a call: a pickled `value`, or `failure`."""
+
+    value: bytes = b""
+    failure: Failure | None = None
+
+
+def start(reference: str, config: dict[str, Any]) -> None:
+    """Makes the environment; a failure is kept and returned to every call."""
+    from . import find
+
+    global _made
+    try:
+        kind = find(reference)
+        _made = kind(kind.Config.model_validate(config))
+    except Exception as error:  # noqa: BLE001 - the server shows it
+        _made = _failure_of(error)
+
+
+def answer(request: bytes) -> HostAnswer:
+    """Runs a pickled (function of this module, arguments)."""
+    if isinstance(_made, Failure):
+        return HostAnswer(failure=_made)
+    try:
+        function, arguments = pickle.loads(request)
+        return HostAnswer(value=pickle.dumps(function(*arguments)))
+    except Exception as error:  # noqa: BLE001 - the server shows it
+        return HostAnswer(failure=_failure_of(error))
+
+
+def method(name: str, arguments: tuple[Any, ...]) -> Any:
+    """Calls a method of the environment; returns a list instead of an iterator."""
+    value = getattr(_environment(), name)(*arguments)
+    return list(value) if isinstance(value, Iterator) else value
+
+
+def tasks(split: Split, position: int, count: int) -> list[Task]:
+    """Returns up to `count` tasks of a split, after the first `position`."""
+    stream = _streams.pop((split, position), None)
+    if stream is None:
+        stream = itertools.islice(_environment().tasks(split), position, None)
+    batch = list(itertools.islice(stream, count))
+    _streams[split, position + count] = stream
+    while len(_streams) > _MOST_STREAMS:
+        _streams.pop(next(iter(_streams)))
+    return batch
+
+
+def _environment() -> Environment:
+    assert isinstance(_made, Environment)
+    return _made
+
+
+def _failure_of(error: Exception) -> Failure:
+    if isinstance(error, EnvserverError):
+        return error.failure()
+    return Failure(
+        kind=ConfigError.kind,
+        blame=Blame.ENVIRONMENT,
+        outcome=Outcome.DROP,
+        message=f"The environment raised {type(error).__name__}: {str(error)[:500]}",
+        detail={"traceback": "".join(traceback.format_exception(error))[-4000:]},
+    )

@@ -1,0 +1,126 @@
+"""Packages that `envserver env install` installed, each in a folder of its own below `home()`.
+
+    NAME/installed.json     what it is; written last: a folder without it is not installed
+    NAME/environment.yaml   its manifests, one document per environment
+    NAME/packages/          the package alone, where envserver's interpreter has what it needs
+    NAME/venv/              else its own virtual environment, with all its dependencies
+
+Packages of the first kind are added to `sys.path`, behind everything else, and found as any other
+entry point. Those of the second kind are never imported in this process (see `hosted`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .description import Description
+
+RECORD = "installed.json"
+MANIFEST = "environment.yaml"
+PACKAGES = "packages"
+VENV = "venv"
+
+
+class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
+    """A Python of an environment's own virtual environment.
+
+    Args:
+        executable: its path.
+        own_path: its `sys.path`, without envserver.
+    """
+
+    executable: str
+    own_path: list[str]
+
+    @property
+    def search_path(self) -> list[str]:
+        """Its `sys.path` with this process's behind it, so that it runs this envserver.
+
+        What the virtual environment has comes first: its versions win.
+        """
+        ours = (str(Path(entry).absolute()) for entry in sys.path if entry)
+        return [*self.own_path, *(entry for entry in ours if entry not in self.own_path)]
+
+
+class Installed(msgspec.Struct, frozen=True, kw_only=True):
+    """An installed package.
+
+    Args:
+        package, version: of the distribution.
+        source: what was given to `env install`.
+        environments: its environments.
+        interpreter: of its own virtual environment; None: it runs in envserver's.
+    """
+
+    package: str
+    version: str
+    source: str
+    environments: list[Description]
+    interpreter: Interpreter | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds it."""
+        return home() / self.package
+
+    @property
+    def names(self) -> list[str]:
+        """The names that `--env` takes."""
+        return [one.name for one in self.environments]
+
+
+def home() -> Path:
+    """The folder of installed packages: `$XDG_DATA_HOME/envserver/environments`."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "envserver" / "environments"
+
+
+def installed() -> list[Installed]:
+    """Returns all installed packages, by name; makes those importable that run in this Python."""
+    found = sorted(_installed(), key=lambda one: one.package)
+    for one in found:
+        packages = str(one.folder / PACKAGES)
+        if one.interpreter is None and packages not in sys.path:
+            sys.path.append(packages)
+    return found
+
+
+def with_own_interpreter() -> dict[str, tuple[Installed, Description]]:
+    """Returns the environments that run in an interpreter of their own, by name."""
+    return {
+        described.name: (one, described)
+        for one in installed()
+        if one.interpreter is not None
+        for described in one.environments
+    }
+
+
+def write_record(one: Installed) -> None:
+    """Writes `RECORD`: from now on the package is installed."""
+    partial = one.folder / f"{RECORD}.partial"
+    # Not msgspec's JSON: an end of a reward range may be infinite.
+    partial.write_text(json.dumps(msgspec.to_builtins(one), indent=2) + "\n")
+    partial.replace(one.folder / RECORD)
+
+
+def _installed() -> Iterator[Installed]:
+    for path in home().glob(f"*/{RECORD}"):
+        try:
+            data: Any = json.loads(path.read_bytes())
+            yield msgspec.convert(data, Installed)
+        except (OSError, ValueError) as error:  # being removed, or of another version
+            _warn(f"{path} cannot be read and is left out: {error}")
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Says it once."""
+    sys.stderr.write(f"envserver: {text}\n")

@@ -1,0 +1,109 @@
+"""Starts processes of multiprocessing in the interpreter of an environment.
+
+The pipes and their framing are multiprocessing's: server and process exchange pickles. Both run
+the same envserver, the one of the server (`Interpreter.search_path`), with other libraries.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from functools import partial
+from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
+from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
+from multiprocessing.process import BaseProcess
+from typing import Any, cast
+
+from .installed import Interpreter, with_own_interpreter
+
+SETTINGS = "ENVSERVER_"
+"""Prefix of the server's environment variables, which these processes do not get."""
+PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables that lead to the server's libraries; its own interpreter must not follow them."""
+
+
+def interpreter_of(reference: str) -> Interpreter | None:
+    """Returns the interpreter that an environment needs; None: the one of this process."""
+    from . import entry_point_names
+
+    if reference in entry_point_names():
+        return None
+    one = with_own_interpreter().get(reference)
+    return one[0].interpreter if one is not None else None
+
+
+def variables(server: Mapping[str, str]) -> dict[str, str]:
+    """Returns the server's environment variables without its settings and its libraries."""
+    return {
+        name: value
+        for name, value in server.items()
+        if not name.startswith(SETTINGS) and name not in PYTHON_VARIABLES
+    }
+
+
+class InterpreterContext(SpawnContext):
+    """A multiprocessing context whose processes run in `interpreter`."""
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__()
+        self.Process = partial(_Process, interpreter)  # type: ignore[misc, assignment]
+
+
+class _Process(SpawnProcess):
+    def __init__(self, interpreter: Interpreter, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.interpreter = interpreter
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> _Popen:  # multiprocessing's name
+        return _Popen(process_obj)
+
+
+class _Popen(popen_spawn_posix.Popen):
+    """Starts one process; differs from its base class in the program, its path and variables."""
+
+    _fds: list[int]
+
+    def _launch(self, process_obj: BaseProcess) -> None:
+        assert isinstance(process_obj, _Process)
+        python = process_obj.interpreter
+        tracker = cast(int, resource_tracker.getfd())
+        self._fds.append(tracker)
+        data = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(_preparation(process_obj, python), data)
+            reduction.dump(process_obj, data)
+        finally:
+            set_spawning_popen(None)
+        parent_reads, child_writes = os.pipe()
+        child_reads, parent_writes = os.pipe()
+        try:
+            passed = [*self._fds, child_reads, child_writes]
+            self.pid = _spawn(python, tracker, passed, child_reads)
+        finally:
+            os.close(child_reads)
+            os.close(child_writes)
+        self.sentinel = parent_reads
+        self.finalizer = util.Finalize(self, os.close, (parent_reads,))
+        with os.fdopen(parent_writes, "wb") as pipe:
+            pipe.write(data.getbuffer())
+
+
+def _preparation(process_obj: BaseProcess, python: Interpreter) -> dict[str, Any]:
+    """Returns what the process is told first. It does not import the caller's script."""
+    data = spawn.get_preparation_data(process_obj.name)
+    kept = {name: value for name, value in data.items() if not name.startswith("init_main")}
+    return {**kept, "sys_path": python.search_path}
+
+
+def _spawn(python: Interpreter, tracker: int, descriptors: list[int], reads: int) -> int:
+    program = (
+        "from multiprocessing.spawn import spawn_main; "
+        f"spawn_main(tracker_fd={tracker}, pipe_handle={reads})"
+    )
+    words = [python.executable, "-c", program, "--multiprocessing-fork"]
+    # To duplicate a descriptor to itself is how posix_spawn passes it on.
+    kept = [(os.POSIX_SPAWN_DUP2, each, each) for each in sorted(set(descriptors))]
+    return os.posix_spawn(words[0], words, variables(os.environ), file_actions=kept)

@@ -1,0 +1,361 @@
+"""Installs packages of environments: `envserver env install`, `env list`, `env remove`.
+
+In: a project's folder, a wheel, a git repository, or a name on the hub. Out: a folder of
+`registry.installed`. What always holds: a package is installed wholly or not at all, nothing that
+envserver's own interpreter has is changed, and every environment of an installed package could be
+imported.
+
+A package whose dependencies this interpreter satisfies is installed alone and shares it. Any other
+gets a virtual environment with all its dependencies; only envserver itself, and what a worker
+needs of envserver's libraries where the package brings none, comes from this interpreter.
+"""
+
+from __future__ import annotations
+
+import configparser
+import email
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from envserver_records.errors import ConfigError, ConflictError, InputError, NotFoundError
+from envserver_records.extras import install_command
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from ..registry import ENTRY_POINT_GROUP, known_names
+from ..registry.description import Description
+from ..registry.installed import (
+    MANIFEST,
+    PACKAGES,
+    VENV,
+    Installed,
+    Interpreter,
+    home,
+    installed,
+    write_record,
+)
+from ..registry.manifest import as_yaml, completed, read_manifests
+
+InterpreterChoice = Literal["auto", "shared", "own"]
+HUB = "hub:"
+_GIT = ("git+", "git@", "ssh://")
+_OURS = ("envserver", "envserver-clients")
+_DESCRIBE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from envserver.registry.description import main; main(*sys.argv[2:])"
+)
+_LAST_LINES = 12
+
+OnProgress = Callable[[str], None]
+"""Called with what is being done."""
+
+
+class _Wheel(NamedTuple):
+    """What a wheel says of itself."""
+
+    path: Path
+    package: str
+    version: str
+    licence: str
+    requirements: list[Requirement]
+    names: list[str]
+    manifest: str
+
+
+def install(
+    source: str,
+    *,
+    interpreter: InterpreterChoice = "auto",
+    replace: bool = False,
+    on_progress: OnProgress = lambda text: None,
+) -> Installed:
+    """Installs a package of environments.
+
+    Args:
+        source: a project's folder, a wheel, `git+https://...[@revision]` or another address of a
+            git repository, or `hub:owner/name[@revision]`.
+        interpreter: auto: its own one if its dependencies ask for it.
+        replace: an installed package of that name is removed first.
+
+    Raises:
+        InputError: the source is not a package of environments, or it cannot be built.
+        ConflictError: it, or an environment of that name, is installed already.
+        ConfigError: its dependencies cannot be installed, or an environment cannot be used.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise ConfigError(
+            f"{sys.executable} has no pip, which installs environments.",
+            hint="python -m ensurepip",
+        )
+    with tempfile.TemporaryDirectory(prefix="envserver-install-") as folder:
+        wheel = _read(_wheel_of(source, Path(folder), on_progress), source)
+        _check_names(wheel, replace)
+        unmet = _unmet(wheel.requirements)
+        if interpreter == "shared" and unmet:
+            raise ConfigError(
+                f"{wheel.package} needs {', '.join(unmet)}, which this interpreter does not have.",
+                hint="--interpreter own gives it a virtual environment.",
+            )
+        own = interpreter == "own" or (interpreter == "auto" and bool(unmet))
+        if own and unmet:
+            on_progress(f"{wheel.package} gets its own virtual environment: {', '.join(unmet)}")
+        with _folder_of(wheel.package) as place:
+            python = _into_venv(wheel, place) if own else None
+            if python is None:
+                _into_packages(wheel, place)
+            described = _described(wheel, place, python)
+            one = Installed(
+                package=wheel.package,
+                version=wheel.version,
+                source=source,
+                environments=described,
+                interpreter=python,
+            )
+            _check_usable(one)
+            (place / MANIFEST).write_text(_manifest(wheel, described))
+            write_record(one)
+    return one
+
+
+def remove(name: str) -> Installed:
+    """Removes an installed package, named by itself or by one of its environments.
+
+    Raises:
+        NotFoundError: nothing of that name was installed by `install`.
+    """
+    found = installed()
+    for one in found:
+        if name in (one.package, *one.names):
+            shutil.rmtree(one.folder)
+            return one
+    known = ", ".join(one.package for one in found) or "nothing"
+    raise NotFoundError(f"{name!r} is not installed.", hint=f"Installed: {known}.")
+
+
+def _wheel_of(source: str, folder: Path, on_progress: OnProgress) -> Path:
+    """Returns a wheel of `source`, built in `folder` where needed."""
+    wanted = source
+    if source.startswith(HUB):
+        on_progress(f"Fetching {source}")
+        wanted = str(_from_hub(source.removeprefix(HUB), folder / "hub"))
+    elif source.startswith(_GIT) or source.endswith(".git"):
+        wanted = source if source.startswith("git+") else f"git+{source}"
+    else:
+        path = Path(source).expanduser().resolve()
+        if path.suffix == ".whl" and path.is_file():
+            return path
+        if not (path / "pyproject.toml").is_file():
+            raise InputError(
+                f"{source!r} is not a package: there is no pyproject.toml.",
+                hint="Name a project's folder, a wheel, git+https://... or hub:owner/name. "
+                "A file of one environment needs no installation: --env my_env.py.",
+            )
+        wanted = str(path)
+    on_progress(f"Building {source}")
+    built = folder / "wheel"
+    _pip("wheel", "--no-deps", "--wheel-dir", built, wanted, failure=f"{source} cannot be built")
+    (wheel,) = built.glob("*.whl")
+    return wheel
+
+
+def _from_hub(name: str, folder: Path) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(
+            f"{HUB}{name} needs huggingface_hub.", hint=install_command("data")
+        ) from error
+    repository, _, revision = name.partition("@")
+    try:
+        got = snapshot_download(
+            repository, repo_type="dataset", revision=revision or None, local_dir=folder
+        )
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{HUB}{name} cannot be fetched: {reason}") from error
+    return Path(got)
+
+
+def _read(path: Path, source: str) -> _Wheel:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            (metadata,) = (each for each in names if each.endswith(".dist-info/METADATA"))
+            facts = email.message_from_bytes(archive.read(metadata))
+            points = metadata.replace("METADATA", "entry_points.txt")
+            text = archive.read(points).decode() if points in names else ""
+            manifests = [each for each in names if Path(each).name == MANIFEST]
+            manifest = archive.read(manifests[0]).decode() if manifests else ""
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise InputError(f"{source} is not a wheel: {error}") from error
+    parser = configparser.ConfigParser(delimiters=("=",))
+    parser.optionxform = str  # type: ignore[assignment, method-assign]  # names keep their case
+    parser.read_string(text)
+    if not parser.has_section(ENTRY_POINT_GROUP):
+        raise InputError(
+            f"{facts['Name']} offers no environment.",
+            hint=f'Its pyproject.toml needs [project.entry-points."{ENTRY_POINT_GROUP}"].',
+        )
+    return _Wheel(
+        path=path,
+        package=canonicalize_name(facts["Name"]),
+        version=facts["Version"],
+        licence=facts["License-Expression"] or facts["License"] or "",
+        requirements=[Requirement(each) for each in facts.get_all("Requires-Dist") or []],
+        names=sorted(parser[ENTRY_POINT_GROUP]),
+        manifest=manifest,
+    )
+
+
+def _check_names(wheel: _Wheel, replace: bool) -> None:
+    before = next((one for one in installed() if one.package == wheel.package), None)
+    if before is not None and not replace:
+        raise ConflictError(
+            f"{wheel.package} {before.version} is installed already.",
+            hint="--replace true installs it again.",
+        )
+    ours = before.names if before is not None else []
+    if taken := [name for name in wheel.names if name in known_names() and name not in ours]:
+        raise ConflictError(
+            f"There already is an environment {taken[0]!r}.",
+            hint="`envserver list` says where it comes from.",
+        )
+
+
+def _unmet(requirements: Sequence[Requirement], extra: str = "") -> list[str]:
+    """Returns the requirements that this interpreter does not satisfy, as text."""
+    found = []
+    for each in requirements:
+        if each.marker is not None and not each.marker.evaluate({"extra": extra}):
+            continue
+        try:
+            held = distribution(each.name)
+        except PackageNotFoundError:
+            found.append(str(each))
+            continue
+        if each.url is not None or not each.specifier.contains(held.version, prereleases=True):
+            found.append(f"{each} (here: {held.version})")
+            continue
+        behind = [Requirement(one) for one in held.requires or []] if each.extras else []
+        for name in each.extras:
+            found += _unmet([one for one in behind if one.marker is not None], name)
+    return found
+
+
+@contextmanager
+def _folder_of(package: str) -> Iterator[Path]:
+    """Makes the package's folder anew; it is gone if the block raises."""
+    place = home() / package
+    shutil.rmtree(place, ignore_errors=True)  # of a replaced package, or one that was cut off
+    place.mkdir(parents=True)
+    try:
+        yield place
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
+def _into_packages(wheel: _Wheel, place: Path) -> None:
+    target = place / PACKAGES
+    _pip("install", "--no-deps", "--target", target, wheel.path, failure=_cannot(wheel))
+
+
+def _into_venv(wheel: _Wheel, place: Path) -> Interpreter:
+    folder = place / VENV
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    asked = subprocess.run(
+        [python, "-I", "-c", "import json, sys; print(json.dumps(sys.path))"],
+        check=True,
+        capture_output=True,
+    )
+    own_path = list(filter(None, json.loads(asked.stdout)))
+    _claim_ours(next(Path(entry) for entry in own_path if entry.endswith("site-packages")))
+    _pip("--python", python, "install", wheel.path, failure=_cannot(wheel))
+    return Interpreter(executable=str(python), own_path=own_path)
+
+
+def _claim_ours(site: Path) -> None:
+    """Makes pip take envserver as installed and without dependencies: it comes from here.
+
+    Its optional dependencies (`envserver[math]`) stay.
+    """
+    for name in _OURS:
+        held = distribution(name)
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {held.version}"]
+        lines += [f"Provides-Extra: {one}" for one in held.metadata.get_all("Provides-Extra") or []]
+        lines += [f"Requires-Dist: {one}" for one in held.requires or [] if "extra ==" in one]
+        info = site / f"{name.replace('-', '_')}-{held.version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+def _described(wheel: _Wheel, place: Path, own: Interpreter | None) -> list[Description]:
+    """Imports the environments in a process of their interpreter; returns their descriptions."""
+    if own is None:
+        python, path = sys.executable, [*filter(None, sys.path), str(place / PACKAGES)]
+    else:
+        python, path = own.executable, own.search_path
+    out = place / "described.json"
+    arguments = [wheel.package, ENTRY_POINT_GROUP, str(out)]
+    words = [python, "-c", _DESCRIBE, json.dumps(path), *arguments]
+    _run(words, f"{wheel.package} cannot be used")
+    data: Any = json.loads(out.read_text())
+    out.unlink()
+    return msgspec.convert(data, list[Description])
+
+
+def _check_usable(one: Installed) -> None:
+    if one.interpreter is not None:
+        from ..registry.hosted import hosted_class
+
+        for described in one.environments:
+            hosted_class(one, described)
+
+
+def _manifest(wheel: _Wheel, environments: list[Description]) -> str:
+    place = f"{MANIFEST} of {wheel.package}"
+    written = read_manifests(wheel.manifest, place)
+    if unknown := [name for name in written if name not in wheel.names]:
+        raise ConfigError(f"{place}: the package has no environment {unknown[0]!r}.")
+    return as_yaml(
+        [
+            completed(written.get(one.name), one, wheel.version, wheel.licence, place)
+            for one in environments
+        ]
+    )
+
+
+def _cannot(wheel: _Wheel) -> str:
+    return f"{wheel.package} {wheel.version} cannot be installed"
+
+
+def _pip(*words: str | Path, failure: str) -> None:
+    command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *words]
+    _run(list(map(str, command)), failure)
+
+
+def _run(words: list[str], failure: str) -> None:
+    """Runs a program; raises ConfigError with the end of its output if it fails."""
+    ended = subprocess.run(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if ended.returncode != 0:
+        lines = "\n".join(ended.stdout.strip().splitlines()[-_LAST_LINES:])
+        raise ConfigError(f"{failure}:\n{lines}")

@@ -1,0 +1,216 @@
+"""Packages of environments are installed, found, run in their own interpreter, and removed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from support.commands import envserver, read_jsonl
+
+CODE = '''
+import itertools
+from envserver import Environment, Score, Task
+{imports}
+
+class Sums(Environment):
+    """Adds numbers."""
+
+    name = "sums"
+    reward_range = (-1.0, 1.0)
+
+    class Config(Environment.Config):
+        largest: int = 9
+        """The largest number."""
+
+    def tasks(self, split):
+        for index in itertools.count():
+            a, b = index % self.config.largest, 2
+            hidden = {{"answer": a + b, "version": {version}}}
+            yield Task(f"sum-{{index}}", {{"question": f"{{a}}+{{b}}?"}}, hidden)
+
+    async def rollout(self, task, run):
+        reply = await run.chat([{{"role": "user", "content": task.public["question"]}}])
+        return {{"text": reply.content, "version": {version}}}
+
+    def score(self, task, result):
+        output = result.output if isinstance(result.output, dict) else {{"text": "", "version": ""}}
+        right = str(task.hidden["answer"]) in output["text"]
+        same = task.hidden["version"] == output["version"] == {version}
+        return Score(reward=float(right), metrics={{"same": float(same), "version": {number}}})
+
+    def score_group(self, task, results, scores):
+        metrics = [{{**one.metrics, "in_group": {number}}} for one in scores]
+        return [Score(reward=one.reward, metrics=more) for one, more in zip(scores, metrics)]
+
+    def demonstration(self, task):
+        return [{{"role": "assistant", "content": str(task.hidden["answer"])}}]
+'''
+PLAIN = CODE.format(imports="", version='"1"', number="1.0")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that packages are installed in; pip asks no index."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    return tmp_path / "data" / "envserver" / "environments"
+
+
+def wheel(
+    folder: Path,
+    package: str,
+    files: Mapping[str, str],
+    *,
+    version: str = "1.0",
+    requires: Sequence[str] = (),
+    environments: Sequence[str] = (),
+) -> Path:
+    """Writes a wheel; `environments` are entry points: `name = module:Class`."""
+    info = f"{package.replace('-', '_')}-{version}.dist-info"
+    metadata = ["Metadata-Version: 2.1", f"Name: {package}", f"Version: {version}", "License: MIT"]
+    metadata += [f"Requires-Dist: {one}" for one in requires]
+    content = {
+        **files,
+        f"{info}/METADATA": "\n".join(metadata) + "\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    if environments:
+        points = "\n".join(["[envserver.environments]", *environments])
+        content[f"{info}/entry_points.txt"] = points
+    content[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*content, f"{info}/RECORD"))
+    path = folder / f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in content.items():
+            archive.writestr(name, text)
+    return path
+
+
+def sums(folder: Path, *requires: str, code: str = PLAIN, manifest: str = "") -> Path:
+    files = {"my_sums/__init__.py": code} | (
+        {"my_sums/environment.yaml": manifest} if manifest else {}
+    )
+    point = "sums = my_sums:Sums"
+    return wheel(folder, "my-sums", files, requires=requires, environments=[point])
+
+
+def run(*words: object, folder: Path) -> str:
+    """The standard output of a command that must succeed."""
+    ended = envserver(*words, folder=folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def refused(*words: object, folder: Path) -> str:
+    """What a command says that must refuse."""
+    ended = envserver(*words, folder=folder)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    return " ".join(ended.stderr.split())
+
+
+def test_a_package_whose_dependencies_are_met_shares_the_interpreter(
+    tmp_path: Path, home: Path
+) -> None:
+    path = sums(tmp_path, "envserver>=0.2", "pydantic>=2", manifest="name: sums\nversion: '1.0'\n")
+    assert run("env", "install", path, folder=tmp_path) == "sums\n"
+    assert "already" in refused("env", "install", path, folder=tmp_path)
+    assert f"my-sums  1.0      shared  sums          {path}" in run("env", "list", folder=tmp_path)
+    assert "sums              pooled     my-sums   Adds numbers." in run("list", folder=tmp_path)
+    manifest = (home / "my-sums" / "environment.yaml").read_text()
+    assert "licence: MIT\nisolation: pooled\nreward_range:\n- -1.0\n- 1.0\n" in manifest
+    run("env", "remove", "sums", folder=tmp_path)
+    assert "Adds numbers" not in run("list", folder=tmp_path)
+    assert not list(home.iterdir())
+
+
+def test_what_is_not_a_new_package_of_environments_is_refused(tmp_path: Path, home: Path) -> None:
+    (tmp_path / "my_env").mkdir()
+    assert "no pyproject.toml" in refused("env", "install", "my_env", folder=tmp_path)
+    nothing = wheel(tmp_path, "nothing", {"nothing.py": ""})
+    assert "offers no environment" in refused("env", "install", nothing, folder=tmp_path)
+    math = wheel(tmp_path, "other", {"other.py": ""}, environments=["math = other:Math"])
+    assert "already is an environment 'math'" in refused("env", "install", math, folder=tmp_path)
+    missing = sums(tmp_path, "simpleeval<1")
+    words = ("env", "install", missing, "--interpreter", "shared")
+    assert "needs simpleeval<1 (here:" in refused(*words, folder=tmp_path)
+    assert "not installed. Installed: nothing" in refused("env", "remove", "x", folder=tmp_path)
+    assert not home.exists()
+
+
+@pytest.mark.thorough
+def test_what_cannot_be_used_leaves_nothing(tmp_path: Path, home: Path) -> None:
+    broken = sums(tmp_path, code="import no_such_module")
+    assert "no_such_module" in refused("env", "install", broken, folder=tmp_path)
+    lying = sums(tmp_path, manifest="name: sums\nreward_range: [0, 1]\n")
+    said = refused("env", "install", lying, folder=tmp_path)
+    assert "reward_range of 'sums' is [0.0, 1.0], but the package says [-1.0, 1.0]" in said
+    absent = sums(tmp_path, "no-such-package-anywhere")
+    assert "no-such-package-anywhere" in refused("env", "install", absent, folder=tmp_path)
+    services = PLAIN + "\n    def services(self):\n        return None\n"
+    words = ("env", "install", sums(tmp_path, code=services), "--interpreter", "own")
+    assert "has services, which the server calls" in refused(*words, folder=tmp_path)
+    assert not list(home.iterdir())
+
+
+@pytest.mark.thorough
+def test_a_package_with_conflicting_dependencies_runs_beside_math(tmp_path: Path) -> None:
+    """The other package is made here; the next test has a real one."""
+    wheel(tmp_path, "simpleeval", {"simpleeval.py": "VERSION = 0.5\n"}, version="0.5")
+    code = CODE.format(
+        imports="import simpleeval", version="simpleeval.VERSION", number="simpleeval.VERSION"
+    )
+    path = sums(tmp_path, "envserver>=0.2", "simpleeval<1", code=code)
+    run("env", "install", path, folder=tmp_path)
+    assert "my-sums (own venv)" in run("list", folder=tmp_path)
+    check_mix(tmp_path, 0.5)
+    said = refused(
+        *("process", "--env", "sums", "--model", "sim", "--env.largest", "x"), folder=tmp_path
+    )
+    assert "--env.largest" in said
+
+
+@pytest.mark.thorough
+def test_an_older_pydantic_runs_beside_math(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    older = "pydantic==2.9.2"
+    command = [sys.executable, "-m", "pip", "download", older, "--dest", str(tmp_path / "got")]
+    if subprocess.run(command, check=False, capture_output=True, timeout=300).returncode:
+        pytest.skip(f"pip cannot download {older} here")
+    number = 'float(pydantic.VERSION.partition(".")[2])'
+    code = CODE.format(imports="import pydantic", version="pydantic.VERSION", number=number)
+    project = tmp_path / "project"
+    (project / "my_sums").mkdir(parents=True)
+    (project / "my_sums" / "__init__.py").write_text(code)
+    (project / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
+        f'[project]\nname = "my-sums"\nversion = "2.0"\ndependencies = ["envserver", "{older}"]\n'
+        '[project.entry-points."envserver.environments"]\nsums = "my_sums:Sums"\n'
+    )
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.com", "-C", str(project)]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "sums"]):
+        subprocess.run([*git, *words], check=True)
+    run("env", "install", f"git+file://{project}", folder=tmp_path)
+    check_mix(tmp_path, 9.2)
+    run("env", "install", project, "--replace", "true", folder=tmp_path)
+    assert "my-sums  2.0      own venv" in run("env", "list", folder=tmp_path)
+
+
+def check_mix(folder: Path, version: float) -> None:
+    """Tasks, rollouts, scores and group scores of `sums` see their own library."""
+    settings = {"env.total_steps": 6, "env.group_size": 2, "env.ensure_scores_are_not_same": False}
+    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    words = ["process", "--env", "math=1,sums=1", "--model", "sim", "--out", "out.jsonl", *flags]
+    run(*words, folder=folder)
+    groups = [line["envserver"] for line in read_jsonl(folder / "out.jsonl")]
+    assert sorted(one["env"] for one in groups) == ["math"] * 3 + ["sums"] * 3
+    for one in groups:
+        if one["env"] == "sums":
+            for rollout in one["rollouts"]:
+                expected = {"same": 1.0, "version": version, "in_group": version}
+                assert rollout["metrics"].items() >= expected.items()
