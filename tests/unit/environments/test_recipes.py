@@ -1,0 +1,109 @@
+"""The recipes of the documentation: short, right behaviour is paid, and a wrong one is not."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from support.judging import judge_engine
+
+import envserver
+from envserver import Environment, Sandboxes, Score
+from envserver.registry import find
+
+RECIPES = sorted((Path(__file__).parents[3] / "docs" / "recipes").glob("*.py"))
+KEY = "key-of-the-bank"
+PAGE = "<title>Example</title><p>This domain is for use in documentation examples.</p>"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *ignored: Any) -> None: ...
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What the recipes need: a key, and a judge that likes what holds the reference."""
+
+    def say(messages: list[dict[str, Any]]) -> str:
+        asked = json.loads(messages[-1]["content"])
+        mark = 4 * (asked["reference"] in asked["answer"])
+        return json.dumps({"marks": {n: {"reason": "", "mark": mark} for n in asked["criteria"]}})
+
+    monkeypatch.setenv("BANK_KEY", KEY)
+    with judge_engine(say) as judge:
+        yield {"judge": {"base_url": judge.url, "cache": tmp_path / "judge.db"}}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").write_text(PAGE)
+    serve = functools.partial(Quiet, directory=tmp_path / "site")
+    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def rewards(names: list[str], solved: float, settings: dict[str, Any], **env: Any) -> Any:
+    """Plays one rollout of each recipe; returns the rewards by recipe, and all groups as JSON."""
+    paths = [str(path) for path in RECIPES if path.stem in names]
+    result = envserver.process(
+        paths if len(paths) > 1 else paths[0],
+        model="sim",
+        env={"total_steps": len(paths), "group_size": 1, **env},
+        sim={"solve_probability": solved, "latency_seconds": 0},
+        rollouts={"min_group_size": 1},
+        workers={"processes": 1},
+        **settings,
+    )
+    assert (result.failures, result.dropped) == ({}, {})
+    assert KEY not in repr(result.groups)  # the key of a tool of the server is in no record
+    return {group.env: group.trajectories[0].score.reward for group in result.groups}
+
+
+MIXED = [path.stem for path in RECIPES if path.stem != "web"]  # which has settings of its own
+
+
+def test_ten_recipes_are_short_and_say_what_they_show() -> None:
+    assert len(RECIPES) == 10
+    for path in RECIPES:
+        text = path.read_text()
+        assert len(text.splitlines()) < 60, path.name
+        assert f"--env docs/recipes/{path.name}" in text.partition('"""\n\n')[0]
+
+
+def test_right_behaviour_is_paid(settings: dict[str, Any], site: str, tmp_path: Path) -> None:
+    played = rewards(MIXED, 1.0, settings)
+    assert set(played.values()) == {1.0} and len(played) == 9
+    web = {"site": site, "local": True, "folder": str(tmp_path / "web")}
+    assert rewards(["web"], 1.0, {}, **web) == {"browse": 1.0}
+
+
+@pytest.mark.thorough  # the same again
+def test_spoiled_behaviour_is_not_paid(settings: dict[str, Any], site: str, tmp_path: Path) -> None:
+    played = rewards(MIXED, 0.0, settings)
+    assert set(played.values()) == {0.0} and len(played) == 9
+    web = {"site": site, "local": True, "folder": str(tmp_path / "web")}
+    assert rewards(["web"], 0.0, {}, **web) == {"browse": 0.0}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+async def test_wrong_results_are_not_paid(path: Path, rooms: Sandboxes) -> None:
+    environment: Environment = find(str(path))()
+    environment.sandboxes = rooms
+    for task, _ in zip(environment.tasks("train"), range(3), strict=False):
+        known = list(environment.known_results(task))
+        assert any(one.most < 1 for one in known)
+        for one in known:
+            score = environment.score(task, one.result)
+            score = score if isinstance(score, Score) else await score
+            paid = fmean(score.rewards.values()) if score.rewards else score.reward
+            assert paid is not None and one.least <= paid <= one.most, one.name
