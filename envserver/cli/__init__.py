@@ -74,6 +74,7 @@ _ENV = {
     "install": _other("env_command", "install a package of environments", "run_install", "INSTALL"),
     "list": _other("env_command", "list what is installed", "run_list", "LIST"),
     "remove": _other("env_command", "remove an installed package", "run_remove", "REMOVE"),
+    "push": _other("env_command", "share a project on the hub", "run_push", "PUSH"),
 }
 _TOKEN = {
     "create": _other("token_command", "make a token for a role; print it", "run_create", "CREATE"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 
 from ..registry.installed import MANIFEST, Installed, installed
 from ..running.installing import install, remove
-from .specs.env_command import INSTALL, LIST, REMOVE
+from ..running.sharing import prepare
+from .specs.env_command import INSTALL, LIST, PUSH, REMOVE
 
 
 def run_install(argv: list[str]) -> int:
@@ -50,6 +53,46 @@ def run_remove(argv: list[str]) -> int:
     one = remove(REMOVE.read(argv).name)
     print(f"Removed {one.package} {one.version}.", file=sys.stderr)
     return 0
+
+
+def run_push(argv: list[str]) -> int:
+    """Uploads a project; prints the address of each file. Without a token nothing is uploaded.
+
+    Raises:
+        UsageError: the project cannot be shared as it is.
+        StoreError: the hub refused.
+    """
+    from envserver_factory.publishing.upload import upload
+
+    settings = PUSH.read(argv)
+    target = f"hf://datasets/{settings.to}"
+    with tempfile.TemporaryDirectory(prefix="envserver-push-") as temporary:
+        folder = Path(temporary)
+        manifests = prepare(settings.project, settings.to, folder)
+        why = "--dry-run" if settings.dry_run else _why_no_hub()
+        if why:
+            for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+                print(f"{target}/{path.relative_to(folder).as_posix()}")
+        else:
+            upload(folder, target, on_progress=print)
+    names = ", ".join(f"{one.name} {one.version}" for one in manifests)
+    if why:
+        print(f"Dry run ({why}): nothing was uploaded of {names}.", file=sys.stderr)
+    else:
+        print(
+            f"Uploaded {names}. To install: envserver env install hub:{settings.to}",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _why_no_hub() -> str:
+    """Returns why nothing can be uploaded; "" if it can."""
+    try:
+        from huggingface_hub import get_token
+    except ImportError:
+        return "huggingface_hub is not installed"
+    return "" if get_token() else "there is no token: hf auth login, or HF_TOKEN"
 
 
 def _row(one: Installed) -> tuple[str, ...]:

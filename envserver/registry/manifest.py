@@ -62,26 +62,26 @@ def read_manifests(text: str, place: str) -> dict[str, Manifest]:
 
 
 def completed(
-    written: Manifest | None, described: Description, version: str, licence: str, place: str
+    manifest: Manifest, described: Description | None, version: str, licence: str, place: str
 ) -> Manifest:
-    """Returns a manifest with the facts of the package filled in.
+    """Returns the manifest with the facts of the package filled in.
+
+    Args:
+        described: the environment's class, if it is known here.
 
     Raises:
         ConfigError: the manifest as it is written contradicts a fact.
     """
-    low, high = described.declared["reward_range"]
-    facts: dict[str, Any] = {
-        "version": version,
-        "licence": licence,
-        "isolation": described.declared["isolation"],
-        "reward_range": (float(low), float(high)),
-    }
-    manifest = written if written is not None else Manifest(name=described.name)
+    facts: dict[str, Any] = {"version": version, "licence": licence}
+    if described is not None:
+        low, high = described.declared["reward_range"]
+        facts["isolation"] = described.declared["isolation"]
+        facts["reward_range"] = (float(low), float(high))
     for name, fact in facts.items():
         said = getattr(manifest, name)
         if said and fact and said != fact:
             raise ConfigError(
-                f"{place}: {name} of {described.name!r} is {_shown(said)}, but the package says "
+                f"{place}: {name} of {manifest.name!r} is {_shown(said)}, but the package says "
                 f"{_shown(fact)}.",
                 hint="Correct the manifest, or leave the line out: it is filled in.",
             )

@@ -45,7 +45,7 @@ from ..registry.installed import (
     installed,
     write_record,
 )
-from ..registry.manifest import as_yaml, completed, read_manifests
+from ..registry.manifest import Manifest, as_yaml, completed, read_manifests
 
 InterpreterChoice = Literal["auto", "shared", "own"]
 HUB = "hub:"
@@ -331,7 +331,13 @@ def _manifest(wheel: _Wheel, environments: list[Description]) -> str:
         raise ConfigError(f"{place}: the package has no environment {unknown[0]!r}.")
     return as_yaml(
         [
-            completed(written.get(one.name), one, wheel.version, wheel.licence, place)
+            completed(
+                written.get(one.name, Manifest(name=one.name)),
+                one,
+                wheel.version,
+                wheel.licence,
+                place,
+            )
             for one in environments
         ]
     )

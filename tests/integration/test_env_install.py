@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import envserver, read_jsonl
+
+from envserver.cli import main
 
 CODE = '''
 import itertools
@@ -214,3 +218,107 @@ def check_mix(folder: Path, version: float) -> None:
             for rollout in one["rollouts"]:
                 expected = {"same": 1.0, "version": version, "in_group": version}
                 assert rollout["metrics"].items() >= expected.items()
+
+
+MANIFEST = """\
+name: sums
+isolation: pooled
+reward_range: [-1, 1]
+determinism: The same tasks for the same settings.
+data_sources: [made by the program]
+score_card: README.md
+"""
+
+
+def project(folder: Path, manifest: str = MANIFEST) -> Path:
+    """Writes a project with files that must not leave this machine."""
+    files = {
+        "pyproject.toml": '[project]\nname = "my-sums"\nversion = "1.0"\nlicense = "MIT"\n'
+        '[project.entry-points."envserver.environments"]\nsums = "my_sums:Sums"\n',
+        "README.md": "# Sums\n",
+        "environment.yaml": manifest,
+        "my_sums/__init__.py": PLAIN,
+        ".env": "KEY=secret\n",
+        "build/old.py": "",
+        "my_sums/__pycache__/x.pyc": "",
+    }
+    for name, text in files.items():
+        path = folder / "project" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / "project"
+
+
+def test_push_without_a_token_shows_what_would_be_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    words = ["env", "push", project(tmp_path), "--to", "me/sums"]
+    ended = envserver(*words, folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    names = ["README.md", "environment.yaml", "my_sums/__init__.py", "pyproject.toml"]
+    assert ended.stdout.split() == [f"hf://datasets/me/sums/{name}" for name in names]
+    assert "nothing was uploaded of sums 1.0" in ended.stderr
+    assert (tmp_path / "project" / "README.md").read_text() == "# Sums\n"
+
+
+def test_push_refuses_what_nobody_should_use(tmp_path: Path) -> None:
+    words = ["env", "push", tmp_path / "project", "--to", "me/sums", "--dry-run"]
+    for manifest, reason in (
+        (MANIFEST.replace("determinism", "determinsm"), "unknown field `determinsm`"),
+        (MANIFEST.replace("data_sources: [made by the program]\n", ""), "has no data_sources"),
+        (MANIFEST.replace("README.md", "CARD.md"), "'CARD.md' is not a file of the project"),
+        (f"{MANIFEST}licence: GPL-3.0-only\n", "but the package says 'MIT'"),
+    ):
+        project(tmp_path, manifest)
+        assert reason in refused(*words, folder=tmp_path)
+    project(tmp_path)
+    (tmp_path / "project" / "server.pem").touch()
+    assert "server.pem looks like a key" in refused(*words, folder=tmp_path)
+    assert "not a name on the hub" in refused(*words[:-2], "sums", folder=tmp_path)
+
+
+class FolderHub:
+    """A hub that is a folder: what was uploaded is fetched."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def create_repo(self, name: str, **options: Any) -> None:
+        assert options == {"repo_type": "dataset", "private": True, "exist_ok": True}
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, **options: Any) -> None:
+        shutil.copytree(folder_path, self.root / repo_id)
+
+    def fetch(self, name: str, *, revision: str | None, local_dir: Path, **options: Any) -> str:
+        assert revision == "v1"
+        return str(shutil.copytree(self.root / name, local_dir))
+
+
+@pytest.mark.thorough
+def test_what_was_pushed_is_installed_from_the_hub(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "HfApi", lambda: FolderHub(tmp_path / "hub"))
+    monkeypatch.setattr(hub, "get_token", lambda: "a token")
+    monkeypatch.setattr(hub, "snapshot_download", FolderHub(tmp_path / "hub").fetch)
+    folder = project(tmp_path)
+    # Its build needs nothing from an index: it copies a wheel.
+    shutil.copy(sums(tmp_path), folder)
+    (folder / "copying.py").write_text(
+        "import pathlib, shutil\n"
+        "def build_wheel(folder, *rest):\n"
+        "    (wheel,) = pathlib.Path().glob('*.whl')\n"
+        "    return pathlib.Path(shutil.copy(wheel, folder)).name\n"
+    )
+    with (folder / "pyproject.toml").open("a") as file:
+        file.write('[build-system]\nrequires = []\nbuild-backend = "copying"\n')
+        file.write('backend-path = ["."]\n')
+    assert main(["env", "push", str(folder), "--to", "me/sums"]) == 0
+    card = (tmp_path / "hub" / "me" / "sums" / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\ntags:\n- envserver-environment\n---\n\n# Sums")
+    assert main(["env", "install", "hub:me/sums@v1"]) == 0
+    assert capsys.readouterr().out.endswith("sums\n")
+    assert "my-sums  1.0      shared" in run("env", "list", folder=tmp_path)
