@@ -176,6 +176,9 @@ def _values(option: Option) -> Iterator[tuple[str, str]]:
 def _environments() -> Iterator[tuple[str, str]]:
     from importlib.metadata import entry_points
 
+    from ..registry.installed import with_own_interpreter
+
     names = {point.name for point in entry_points(group="envserver.environments")}
+    names.update(with_own_interpreter())
     yield from ((name, "") for name in sorted(names))
     yield FILES, ""

@@ -22,7 +22,7 @@ from pebble import ProcessExpired, ProcessPool
 from ..environment import AgentRole, Environment, KnownResult, Rollout
 from . import host
 from .description import Description, config_class
-from .installed import Installed, Interpreter
+from .installed import Installed, Interpreter, usable_interpreter
 from .interpreters import InterpreterContext
 
 _LARGEST_BATCH = 64
@@ -33,7 +33,8 @@ def hosted_class(one: Installed, described: Description) -> type[Environment]:
     """Returns the class that stands for an environment in the server.
 
     Raises:
-        ConfigError: the environment has methods that the server's own interpreter must run.
+        ConfigError: the environment has methods that the server's own interpreter must run, or
+            its interpreter cannot be used any more.
     """
     if described.needs_server:
         raise ConfigError(
@@ -41,7 +42,7 @@ def hosted_class(one: Installed, described: Description) -> type[Environment]:
             "in its own process, but runs in its own virtual environment.",
             hint=f"Install {one.package} with pip beside envserver.",
         )
-    assert one.interpreter is not None
+    interpreter = usable_interpreter(one)
     low, high = described.declared["reward_range"]
     return type(
         described.title,
@@ -58,7 +59,7 @@ def hosted_class(one: Installed, described: Description) -> type[Environment]:
             "reference": described.name,
             "installed": one,
             "file": described.file,
-            "interpreter": one.interpreter,
+            "interpreter": interpreter,
         },
     )
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from envserver_records.errors import ConfigError
 
 from .description import Description
 
@@ -35,10 +36,12 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         executable: its path.
         own_path: its `sys.path`, without envserver.
+        version: of Python, `major.minor`.
     """
 
     executable: str
     own_path: list[str]
+    version: str
 
     @property
     def search_path(self) -> list[str]:
@@ -75,6 +78,28 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     def names(self) -> list[str]:
         """The names that `--env` takes."""
         return [one.name for one in self.environments]
+
+
+def this_version() -> str:
+    """The version of the Python that runs this, `major.minor`."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def usable_interpreter(one: Installed) -> Interpreter:
+    """Returns the own interpreter of a package.
+
+    Raises:
+        ConfigError: it is gone, or of another version than the one that runs this.
+    """
+    python = one.interpreter
+    assert python is not None
+    if python.version != this_version() or not Path(python.executable).exists():
+        raise ConfigError(
+            f"{one.package} was installed for Python {python.version} in {python.executable}, "
+            f"which is gone or cannot run with this Python {this_version()}.",
+            hint=f"envserver env install {one.source} --replace",
+        )
+    return python
 
 
 def home() -> Path:
@@ -117,7 +142,7 @@ def _installed() -> Iterator[Installed]:
             data: Any = json.loads(path.read_bytes())
             yield msgspec.convert(data, Installed)
         except (OSError, ValueError) as error:  # being removed, or of another version
-            _warn(f"{path} cannot be read and is left out: {error}")
+            _warn(f"{path} cannot be read: {error}. Install it again.")
 
 
 @functools.cache

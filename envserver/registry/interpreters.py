@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 from collections.abc import Mapping
 from functools import partial
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
@@ -15,7 +16,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_pop
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
-from .installed import Interpreter, with_own_interpreter
+from .installed import Interpreter, usable_interpreter, with_own_interpreter
 
 SETTINGS = "ENVSERVER_"
 """Prefix of the server's environment variables, which these processes do not get."""
@@ -24,13 +25,17 @@ PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 def interpreter_of(reference: str) -> Interpreter | None:
-    """Returns the interpreter that an environment needs; None: the one of this process."""
+    """Returns the interpreter that an environment needs; None: the one of this process.
+
+    Raises:
+        ConfigError: it cannot be used any more.
+    """
     from . import entry_point_names
 
     if reference in entry_point_names():
         return None
     one = with_own_interpreter().get(reference)
-    return one[0].interpreter if one is not None else None
+    return usable_interpreter(one[0]) if one is not None else None
 
 
 def variables(server: Mapping[str, str]) -> dict[str, str]:
@@ -103,7 +108,15 @@ def _spawn(python: Interpreter, tracker: int, descriptors: list[int], reads: int
         "from multiprocessing.spawn import spawn_main; "
         f"spawn_main(tracker_fd={tracker}, pipe_handle={reads})"
     )
-    words = [python.executable, "-c", program, "--multiprocessing-fork"]
+    words = [python.executable, "-P", "-c", program, "--multiprocessing-fork"]
+    # -P: what lies in the working directory is not imported.
     # To duplicate a descriptor to itself is how posix_spawn passes it on.
     kept = [(os.POSIX_SPAWN_DUP2, each, each) for each in sorted(set(descriptors))]
-    return os.posix_spawn(words[0], words, variables(os.environ), file_actions=kept)
+    # A terminal sends Ctrl-C to all processes; the server decides how they react.
+    return os.posix_spawn(
+        words[0],
+        words,
+        variables(os.environ),
+        file_actions=kept,
+        setsigmask=[signal.SIGINT],
+    )

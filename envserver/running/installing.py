@@ -16,6 +16,7 @@ import configparser
 import email
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -43,8 +44,10 @@ from ..registry.installed import (
     Interpreter,
     home,
     installed,
+    this_version,
     write_record,
 )
+from ..registry.interpreters import variables
 from ..registry.manifest import Manifest, as_yaml, completed, read_manifests
 
 InterpreterChoice = Literal["auto", "shared", "own"]
@@ -283,7 +286,7 @@ def _into_venv(wheel: _Wheel, place: Path) -> Interpreter:
     own_path = list(filter(None, json.loads(asked.stdout)))
     _claim_ours(next(Path(entry) for entry in own_path if entry.endswith("site-packages")))
     _pip("--python", python, "install", wheel.path, failure=_cannot(wheel))
-    return Interpreter(executable=str(python), own_path=own_path)
+    return Interpreter(executable=str(python), own_path=own_path, version=this_version())
 
 
 def _claim_ours(site: Path) -> None:
@@ -309,7 +312,7 @@ def _described(wheel: _Wheel, place: Path, own: Interpreter | None) -> list[Desc
         python, path = own.executable, own.search_path
     out = place / "described.json"
     arguments = [wheel.package, ENTRY_POINT_GROUP, str(out)]
-    words = [python, "-c", _DESCRIBE, json.dumps(path), *arguments]
+    words = [python, "-P", "-c", _DESCRIBE, json.dumps(path), *arguments]
     _run(words, f"{wheel.package} cannot be used")
     data: Any = json.loads(out.read_text())
     out.unlink()
@@ -353,9 +356,14 @@ def _pip(*words: str | Path, failure: str) -> None:
 
 
 def _run(words: list[str], failure: str) -> None:
-    """Runs a program; raises ConfigError with the end of its output if it fails."""
+    """Runs a program without the server's settings: building a package runs foreign code.
+
+    Raises:
+        ConfigError: it fails; the message has the end of its output.
+    """
     ended = subprocess.run(
         words,
+        env=variables(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

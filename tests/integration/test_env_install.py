@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from support.commands import envserver, read_jsonl
 
+from envserver import ConfigError, registry
 from envserver.cli import main
 
 CODE = '''
@@ -175,6 +177,29 @@ def test_a_package_with_conflicting_dependencies_runs_beside_math(tmp_path: Path
         *("process", "--env", "sums", "--model", "sim", "--env.largest", "x"), folder=tmp_path
     )
     assert "--env.largest" in said
+
+
+@pytest.mark.thorough
+def test_tasks_go_on_in_a_new_process_when_theirs_dies(tmp_path: Path) -> None:
+    died = tmp_path / "died"
+    dies = (
+        f"if index == 40 and not Path({str(died)!r}).exists():\n"
+        f"                Path({str(died)!r}).touch()\n"
+        "                os._exit(3)\n"
+        "            a, b ="
+    )
+    code = PLAIN.replace("import itertools", "import itertools, os\nfrom pathlib import Path")
+    path = sums(tmp_path, code=code.replace("a, b =", dies))
+    run("env", "install", path, "--interpreter", "own", folder=tmp_path)
+    registry.find.cache_clear()
+    environment = registry.find("sums")(None)
+    tasks = list(itertools.islice(environment.tasks("train"), 100))
+    assert [task.id for task in tasks] == [f"sum-{index}" for index in range(100)]
+    assert died.exists()
+    next(tmp_path.rglob("venv/bin/python")).unlink()  # as after an upgrade of Python
+    registry.find.cache_clear()
+    with pytest.raises(ConfigError, match="was installed for Python"):
+        registry.find("sums")
 
 
 @pytest.mark.thorough
