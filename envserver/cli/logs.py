@@ -11,13 +11,20 @@ import io
 import logging
 import os
 import sys
-from typing import TextIO, cast
+import time
+from collections import Counter
+from typing import Final, TextIO, cast
 
 import structlog
 from structlog.typing import Processor
 
+from ..buckets import Bucket
 from ..config import LogFormat
-from ..telemetry.log_lines import strike, text_processors
+from ..telemetry.log_lines import shorten, strike, text_processors
+
+_EQUAL_WARNINGS: Final = (0.1, 10.0)
+"""Rate a second, and burst, of equal warnings of a library."""
+_MOST_KINDS: Final = 256
 
 
 class CurrentStderr(io.TextIOBase):
@@ -59,9 +66,39 @@ def configure_logs(level: str, form: LogFormat = "auto") -> None:
         root.removeHandler(handler)
     lines = _Lines(stderr)
     lines.setFormatter(formatter)
+    lines.addFilter(FewWarnings())
     root.addHandler(lines)
     root.setLevel(logging.WARNING)
     logging.captureWarnings(True)
+
+
+class FewWarnings(logging.Filter):
+    """Lets ten equal warnings of a library pass, then one in ten seconds.
+
+    Every client can cause some: uvicorn writes one for each request that is not HTTP.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._dropped: Counter[tuple[str, str]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno > logging.WARNING or record.name == "py.warnings":
+            return True
+        now = time.monotonic()
+        if len(self._buckets) >= _MOST_KINDS:
+            self._buckets.clear()
+            self._dropped.clear()
+        kind = (record.name, str(record.msg))
+        bucket = self._buckets.setdefault(kind, Bucket(*_EQUAL_WARNINGS, now))
+        if bucket.wait_seconds(1, now):
+            self._dropped[kind] += 1
+            return False
+        bucket.take(1, now)
+        if dropped := self._dropped.pop(kind, 0):
+            record.msg = f"{record.msg} ({dropped} more before)"
+        return True
 
 
 class _Lines(logging.StreamHandler[TextIO]):
@@ -70,5 +107,6 @@ class _Lines(logging.StreamHandler[TextIO]):
 
 def _renderers(form: LogFormat) -> list[Processor]:
     if form == "json":
-        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(), strike]
+        exception = structlog.processors.format_exc_info
+        return [exception, shorten, structlog.processors.JSONRenderer(), strike]
     return text_processors(colors=sys.stderr.isatty() and "NO_COLOR" not in os.environ)

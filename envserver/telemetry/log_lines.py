@@ -1,14 +1,14 @@
 """Renders log events as lines of text, without secrets, and safe for a terminal.
 
 An event and its facts may quote what a model wrote: control characters in them are shown as
-escapes, so that one event is one line. Only tracebacks, and messages of libraries, have several;
-those of a library's message are indented.
+escapes, and long texts are cut, so that one event is one line. Only tracebacks, and messages of
+libraries, have several; those of a library's message are indented.
 """
 
 from __future__ import annotations
 
 import io
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import structlog
 from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
@@ -16,11 +16,29 @@ from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 from .printable import printable
 from .redaction import redacted
 
+_LONGEST: Final = 16_384
+"""Characters of one text in a line: an exception of a library may quote all that a model sent."""
+
 
 def text_processors(*, colors: bool) -> list[Processor]:
     """Returns the processors that render an event as text."""
     renderer = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_write_traceback)
-    return [_escape, renderer, strike]
+    return [shorten, _escape, renderer, strike]
+
+
+def shorten(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """Cuts texts that are too long for a line."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = _shortened(value)
+    return event
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]} ... {len(text) - 2 * half} characters left out ... {text[-half:]}"
 
 
 def strike(_: WrappedLogger, __: str, line: EventDict | str) -> Any:
@@ -55,4 +73,4 @@ def _write_traceback(out: TextIO, error: ExcInfo) -> None:
     """Writes a plain traceback: the coloured one shows variables, prompts and keys among them."""
     text = io.StringIO()
     structlog.dev.plain_traceback(text, error)
-    out.write(printable(text.getvalue(), keep="\n\t"))
+    out.write(printable(_shortened(text.getvalue()), keep="\n\t"))

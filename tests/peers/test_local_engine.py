@@ -77,6 +77,12 @@ async def http(engine: Local) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+async def test_no_page_in_a_browser_asks_the_engine(http: httpx.AsyncClient) -> None:
+    told = {"origin": "http://evil.example", "content-type": "text/plain"}
+    for path in ("/v1/load_lora_adapter", "/v1/completions"):
+        assert (await http.post(path, content=b"{}", headers=told)).status_code == 403
+
+
 def endless(**more: Any) -> dict[str, Any]:
     """A completion that goes on until the context is full."""
     return {"model": "tiny", "prompt": PROMPT, "ignore_eos": True, "max_tokens": 4000, **more}

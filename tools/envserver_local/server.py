@@ -13,10 +13,12 @@ from typing import Any
 import orjson
 from envserver_records.errors import EngineRefused, NotFoundError, UsageError
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from envserver.models.sim.programs_only import ProgramsOnly
 from envserver.models.sim.requests import DetokenizeBody, read
 
 from .bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody, refuse_foreign
@@ -95,6 +97,7 @@ def local_app(asking: Asking, *, lora: bool) -> Starlette:
             EngineRefused: _refused,
             UsageError: _unusable,
         },
+        middleware=[Middleware(ProgramsOnly)],
     )
 
 

@@ -18,6 +18,7 @@ import orjson
 import uvicorn
 from envserver_records.errors import ConfigError, EngineRefused
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -27,6 +28,7 @@ from ...config import SimConfig
 from .answers import FINGERPRINT
 from .engine import SimEngine
 from .planner import Plan
+from .programs_only import ProgramsOnly
 from .solver import Solver
 
 _HEADERS = {"server": FINGERPRINT}
@@ -66,6 +68,7 @@ def sim_app(engine: SimEngine) -> Starlette:
             *(Route(path, get, methods=["GET"]) for path in _GETS),
         ],
         exception_handlers={404: _missing, 405: _missing},
+        middleware=[Middleware(ProgramsOnly)],
     )
 
 

@@ -306,3 +306,16 @@ def test_a_command_with_a_wrong_model_name_says_which_there_are(
     with beside(serve):
         assert main(["models", "probe", urls[0], "--openai.model_name", "Qwen/Qwen3-4B"]) == 1
     assert f"The model 'Qwen/Qwen3-4B' does not exist. {HAS}" in capsys.readouterr().err
+
+
+async def test_no_page_in_a_browser_asks_an_engine() -> None:
+    body = json.dumps({"model": "any", "messages": MESSAGES})
+    async with served() as url, httpx.AsyncClient() as http:
+        for told in ({"origin": url}, {"origin": "null"}, {"sec-fetch-site": "same-origin"}):
+            foreign = told | {"content-type": "text/plain"}
+            asked = await http.post(f"{url}/chat/completions", content=body, headers=foreign)
+            seen = await http.get(f"{url}/models", headers=told)
+            assert (asked.status_code, seen.status_code) == (403, 403)
+            assert "pages in a browser" in asked.json()["error"]["message"]
+        typed = await http.get(f"{url}/models", headers={"sec-fetch-site": "none"})
+        assert typed.status_code == 200

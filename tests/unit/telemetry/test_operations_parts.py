@@ -311,6 +311,35 @@ def test_all_log_lines_have_one_form_ids_and_no_secrets(form: str) -> None:
         assert ran.stderr.count("rollout_id=rollout-7") == 4
 
 
+FLOODING = """
+import logging, sys, structlog
+from envserver.cli.logs import configure_logs
+configure_logs("info", sys.argv[1])
+for _ in range(1000):
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    logging.getLogger("asyncio").error("ours")
+model = "the model's" + "\\n" * 500_000
+structlog.get_logger().warning("heard", text=model)
+try:
+    raise ValueError(model)
+except ValueError:
+    structlog.get_logger().exception("raised")
+"""
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_what_clients_and_models_send_makes_few_and_short_lines(form: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FLOODING, form], capture_output=True, text=True, check=True
+    )
+    assert ran.stderr.count("Invalid HTTP request received.") == 10
+    assert ran.stderr.count("ours") == 1000  # an error is the server's
+    assert ran.stderr.count("the model's") >= 2
+    assert "characters left out" in ran.stderr
+    assert max(map(len, ran.stderr.splitlines())) < 200_000
+    assert len(ran.stderr) < 500_000
+
+
 class _Spanned:
     traceparent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
