@@ -8,13 +8,17 @@ size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
+
+_MOST_PARTS: Final = 1024
+_LARGEST_TARGET: Final = 65_536
 
 
 def groups_summing_to(sizes: Sequence[int], target: int) -> list[int]:
     """Returns ascending indices of sizes that add up to exactly `target`; empty if there are none.
 
-    Tries greedily from the oldest, skipping what does not fit; if that fails, finds any subset that
-    fits, preferring the oldest parts. Sizes are positive.
+    Tries greedily from the oldest, skipping what does not fit; if that fails, finds a subset of the
+    oldest 1,024 that fits, preferring older parts. Sizes are positive.
     """
     return _greedily(sizes, target) or _by_subset(sizes, target)
 
@@ -32,20 +36,22 @@ def _greedily(sizes: Sequence[int], target: int) -> list[int]:
 
 
 def _by_subset(sizes: Sequence[int], target: int) -> list[int]:
-    if target <= 0 or sum(sizes) < target:
+    """Looks at the oldest parts only, and at no huge target: an environment may post any sizes."""
+    sizes = sizes[:_MOST_PARTS]
+    if not 0 < target <= _LARGEST_TARGET or sum(sizes) < target:
         return []
-    # reachable[i]: the sums up to target that sizes[i:] can make.
-    reachable: list[set[int]] = [{0}]
-    for size in reversed(sizes):
-        sums = reachable[-1]
-        reachable.append(sums | {total + size for total in sums if total + size <= target})
-    reachable.reverse()
-    if target not in reachable[0]:
+    # Bit n of reached[i]: some of sizes[:i] add up to n.
+    all_bits = (1 << (target + 1)) - 1
+    reached = [1]
+    for size in sizes:
+        before = reached[-1]
+        reached.append(before | (before << size) & all_bits if size <= target else before)
+    if not reached[-1] >> target & 1:
         return []
     taken: list[int] = []
     room = target
-    for index, size in enumerate(sizes):
-        if room - size in reachable[index + 1]:
+    for index in reversed(range(len(sizes))):
+        if not reached[index] >> room & 1:
             taken.append(index)
-            room -= size
-    return taken
+            room -= sizes[index]
+    return taken[::-1]

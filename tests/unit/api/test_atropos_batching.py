@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from itertools import combinations
 from typing import Any
@@ -117,6 +118,14 @@ def test_buffered_parts_that_make_a_whole_are_found(sizes: list[int], target: in
     assert bool(found) == possible
     assert found == sorted(set(found))
     assert not found or sum(sizes[i] for i in found) == target
+
+
+def test_parts_that_never_make_a_whole_take_no_time() -> None:
+    began = time.process_time()
+    assert groups_summing_to([2] * 50_001, 50_001) == []
+    assert groups_summing_to([2] * 50_001, 100_001) == []
+    assert groups_summing_to([3, *[2] * 1023], 1024) == [*range(1, 513)]
+    assert time.process_time() - began < 2
 
 
 def test_parts_leave_in_the_order_they_came_in() -> None:
