@@ -158,12 +158,19 @@ def check_values(body: bytes) -> None:
 
 
 def _is_deeper(value: dict[str, Any] | list[Any], levels: int) -> bool:
-    if levels == 0:
-        return True
-    inner = value.values() if type(value) is dict else value
-    # Exact type checks are fast: JSON has no subclasses, and a prompt may hold 100 000 ids.
-    nested = [each for each in inner if type(each) is dict or type(each) is list]
-    return any(_is_deeper(each, levels - 1) for each in nested)
+    # Level by level. Exact type checks are fast: JSON has no subclasses, and a prompt may hold
+    # 100 000 ids.
+    level: list[Any] = [value]
+    for _ in range(levels):
+        level = [
+            each
+            for one in level
+            for each in (one.values() if type(one) is dict else one)
+            if type(each) is dict or type(each) is list
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _too_large(max_bytes: int) -> TooLargeError:

@@ -8,7 +8,6 @@ and the model's context bound them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from sys import getsizeof
 from typing import Any
@@ -27,7 +26,7 @@ _LARGE = 1024
 class Kept:
     """The space that one request takes in the record; give it back with `end` if none is needed."""
 
-    def __init__(self, record: RecordedRequests, request: ModelRequest, size: int) -> None:
+    def __init__(self, record: RecordedRequests, request: _Request, size: int) -> None:
         self._record = record
         self._request = request
         self._size = size
@@ -35,9 +34,39 @@ class Kept:
     def end(self, *, recorded: bool) -> None:
         """The request has ended. `recorded`: its calls are in the record."""
         if recorded:
-            self._record.latest.append(self._request)
+            self._record.add(self._request)
         else:
             self._record.give_back(self._size)
+
+
+class _Request:
+    """What a request has that later ones may share.
+
+    Args:
+        earlier: the request whose first `shared` messages are its own, too.
+    """
+
+    def __init__(self, request: ModelRequest, earlier: _Request | None, shared: int) -> None:
+        self.dialect = request.dialect
+        self.messages, self.tools = request.messages, request.tools
+        self.fields, self.body = request.fields, request.body
+        known = earlier.are_texts[:shared] if earlier is not None else []
+        self.are_texts: list[bool] = [*known, *(_is_text(one, 4) for one in self.messages[shared:])]
+        """Whether each message holds texts only: no equal one is written otherwise."""
+        is_whole = earlier is not None and shared == len(earlier.messages)
+        self.goes_on: _Request | None = earlier if is_whole else None
+
+    def prefix(self, messages: list[Any]) -> int:
+        """Returns how many messages both lists begin with."""
+        for at, (one, mine) in enumerate(zip(messages, self.messages, strict=False)):
+            if one is not mine and (one != mine or not (self.are_texts[at] or _alike(one, mine))):
+                return at
+        return min(len(messages), len(self.messages))
+
+    def parts(self) -> Iterator[Any]:
+        yield self.tools
+        yield from self.fields.values()
+        yield from self.body.values()
 
 
 class RecordedRequests:
@@ -48,9 +77,23 @@ class RecordedRequests:
     """
 
     def __init__(self, in_flight: InFlight) -> None:
-        self.latest: deque[ModelRequest] = deque(maxlen=_COMPARED)
+        self._latest: list[_Request] = []
         self._in_flight = in_flight
         self._ended = False
+
+    def recall(self, body: dict[str, Any]) -> int:
+        """Puts the messages of recorded requests in the place of equal ones of the chat API.
+
+        Returns:
+            How many there are at the beginning: they were checked before.
+        """
+        messages = body.get("messages")
+        if not isinstance(messages, list):
+            return 0
+        earlier, shared = self._nearest(messages, dialect="chat")
+        if earlier is not None:
+            messages[:shared] = earlier.messages[:shared]
+        return shared
 
     def take(self, request: ModelRequest) -> Kept:
         """Takes the space that `request` needs beyond what it shares with recorded ones.
@@ -59,12 +102,22 @@ class RecordedRequests:
             LimitReached: the record of this attempt is full.
             OverBound: those of all attempts are.
         """
-        shared = self._share(request)
+        earlier, shared = self._nearest(request.messages)
+        if earlier is not None:
+            _share(request, earlier, shared)
+        made = _Request(request, earlier, shared)
+        held = {id(part) for part in earlier.parts()} if earlier is not None else set()
+        new = [part for part in made.parts() if id(part) not in held]
         most = self._in_flight.bounds.max_recorded_bytes
-        new = (request.messages[shared:], request.tools, request.fields, request.body)
-        size = size_of(*_without(new, self.latest), most=most)
+        size = size_of(request.messages[shared:], *new, most=most)
         self._in_flight.keep(size)
-        return Kept(self, request, size)
+        return Kept(self, made, size)
+
+    def add(self, request: _Request) -> None:
+        """The request is recorded: later ones may share what it has."""
+        latest = [one for one in self._latest if one is not request.goes_on]
+        request.goes_on = None
+        self._latest = [request, *latest[: _COMPARED - 1]]
 
     def give_back(self, size: int) -> None:
         if not self._ended:
@@ -73,57 +126,59 @@ class RecordedRequests:
     def clear(self) -> None:
         """The attempt has ended: its runner holds the record now."""
         self._ended = True
-        self.latest.clear()
+        self._latest = []
         self._in_flight.keep(-self._in_flight.recorded)
 
-    def _share(self, request: ModelRequest) -> int:
-        """Replaces what an earlier request holds as well; returns how many messages it does."""
-        lengths = [(_prefix(request.messages, one.messages), one) for one in self.latest]
-        if not lengths:
-            return 0
-        shared, earlier = max(lengths, key=lambda pair: pair[0])
-        # A new list: that of the dialect may be kept elsewhere.
-        request.messages = [*earlier.messages[:shared], *request.messages[shared:]]
-        if _same(request.tools, earlier.tools):
-            request.tools = earlier.tools
-        for mine, its in ((request.fields, earlier.fields), (request.body, earlier.body)):
-            for name, value in mine.items():
-                if name in its and _same(value, its[name]):
-                    mine[name] = its[name]
-        return shared
+    def _nearest(
+        self, messages: list[Any], dialect: str | None = None
+    ) -> tuple[_Request | None, int]:
+        """Returns the request with which `messages` share most at their beginning, and how many."""
+        best: tuple[_Request | None, int] = (None, 0)
+        for one in self._latest:
+            if dialect is not None and one.dialect != dialect:
+                continue
+            shared = one.prefix(messages)
+            if best[0] is None or shared > best[1]:
+                best = (one, shared)
+            if shared == len(one.messages):
+                break
+        return best
 
 
-def _without(new: tuple[Any, ...], latest: deque[ModelRequest]) -> Iterator[Any]:
-    """Yields what `latest` do not hold."""
-    held = {id(part) for one in latest for part in _parts(one)}
-    for value in new:
-        values = value.values() if isinstance(value, dict) else (value,)
-        yield from (one for one in values if id(one) not in held)
+def _share(request: ModelRequest, earlier: _Request, shared: int) -> None:
+    # A new list: that of the dialect may be kept elsewhere.
+    request.messages = [*earlier.messages[:shared], *request.messages[shared:]]
+    if _same(request.tools, earlier.tools):
+        request.tools = earlier.tools
+    for mine, its in ((request.fields, earlier.fields), (request.body, earlier.body)):
+        for name, value in mine.items():
+            if name in its and _same(value, its[name]):
+                mine[name] = its[name]
 
 
-def _parts(request: ModelRequest) -> Iterator[Any]:
-    yield request.tools
-    yield from request.fields.values()
-    yield from request.body.values()
+def _is_text(value: Any, levels: int) -> bool:
+    """Returns whether `value` is a text, or holds nothing else within so many levels.
 
-
-def _prefix(messages: list[Any], earlier: list[Any]) -> int:
-    """Returns how many messages both lists begin with."""
-    for at, (one, other) in enumerate(zip(messages, earlier, strict=False)):
-        if not _same(one, other):
-            return at
-    return min(len(messages), len(earlier))
+    Four levels are those of a message, of a list in it, of an item and of an object in this; the
+    order of their fields says nothing. What is deeper, such as arguments, may have any order.
+    """
+    if value is None or type(value) is str:
+        return True
+    if levels == 0 or not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return all(_is_text(one, levels - 1) for one in inner)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Returns whether both values are written alike in JSON: 1, 1.0 and true are equal in Python
+    return one is other or (one == other and _alike(one, other))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Returns whether equal values are written alike in JSON: 1, 1.0 and true are equal in Python
     only."""
-    if one is other:
+    if type(one) is str:
         return True
-    if one != other:
-        return False
-    if isinstance(one, dict) and set(map(type, one.values())) == {str}:
-        return list(one) == list(other)
     try:
         return orjson.dumps(one) == orjson.dumps(other)
     except (TypeError, RecursionError):

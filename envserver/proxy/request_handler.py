@@ -30,6 +30,7 @@ from .asgi import (
 from .attempts import ProxyAttempt, ended
 from .call_task import CallTask
 from .dialects import DialectAdapter, EventWriter
+from .dialects.chat import CHECKED
 from .endpoint import EngineEndpoint
 from .model_request import ModelRequest
 from .recorded import Kept
@@ -82,9 +83,10 @@ class RequestHandler:
             EnvserverError: for the agent; no part of an answer has been sent yet.
         """
         with self._attempt.in_flight.reading():
-            request = read_request(
-                self._dialect, parse_object(body), self._memory, self._endpoint.tokens
-            )
+            parsed = parse_object(body)
+            if self._dialect.name == "chat":
+                self._memory[CHECKED] = self._attempt.recorded.recall(parsed)
+            request = read_request(self._dialect, parsed, self._memory, self._endpoint.tokens)
         if request.stream:
             self._writer = self._dialect.writer(request, self._memory)
         retries = self._attempt.retries

@@ -45,7 +45,10 @@ from envserver.proxy.bounds import AttemptBounds
 from envserver.running import make_endpoint
 
 UNBOUNDED = AttemptBounds(
-    max_connections=10**6, max_request_mb=10**6, max_requests_per_second=10**6
+    max_connections=10**6,
+    max_request_mb=10**6,
+    max_requests_per_second=10**6,
+    max_recorded_mb=10**6,
 )
 
 

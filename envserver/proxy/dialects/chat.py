@@ -15,6 +15,9 @@ from .fields import response_format
 from .reading import count
 from .tables import CHAT
 
+CHECKED = "checked"
+"""How many of the messages were in an earlier request of the attempt, and need no check."""
+
 
 class ChatDialect:
     """See DialectAdapter."""
@@ -24,7 +27,7 @@ class ChatDialect:
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
         """See DialectAdapter."""
-        messages = chat_messages(body)
+        messages = chat_messages(body, memory.pop(CHECKED, 0))
         fields, tools = _fields_and_tools(body)
         options = body.get("stream_options")
         wanted = [count(body, name) for name in ("max_completion_tokens", "max_tokens")]

@@ -47,16 +47,19 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 """Types of text parts, with the field that holds the text."""
 
 
-def chat_messages(body: dict[str, Any]) -> list[Message]:
+def chat_messages(body: dict[str, Any], checked: int = 0) -> list[Message]:
     """Returns the messages in field `messages`.
+
+    Args:
+        checked: how many of them, at the beginning, this function has returned before.
 
     Raises:
         InputError: a message or part is malformed or not supported; `place` names it.
     """
     given = objects(body, "messages", needed=True)
-    return [
+    return given[:checked] + [
         message if _is_plain(message) else _message(message, f"messages[{index}]")
-        for index, message in enumerate(given)
+        for index, message in enumerate(given[checked:], checked)
     ]
 
 

@@ -80,6 +80,28 @@ async def test_a_long_conversation_is_held_once(home: House, streamed: bool) -> 
     assert [m["content"] for m in attempt.calls[-1].messages] == [m["content"] for m in talk[:-1]]
 
 
+async def test_only_what_equals_an_earlier_message_is_not_checked_again(home: House) -> None:
+    attempt, client = home.open()
+
+    def talk(a: Any) -> list[dict[str, Any]]:
+        function = {"name": "f", "arguments": {"a": a, "b": 2}}
+        calls = [{"id": "c", "type": "function", "function": function}]
+        return [
+            *said(1, 9),
+            {"role": "assistant", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "c", "content": "4"},
+        ]
+
+    for a in (1, True, 1.0, 1):
+        await chat(client, messages=talk(a))
+    arguments = [c.messages[1]["tool_calls"][0]["function"]["arguments"] for c in attempt.calls]
+    assert [repr(one["a"]) for one in arguments] == ["1", "True", "1.0", "1"]
+    for wrong in ({"role": "user", "content": [{"type": "x"}]}, {"content": "no role"}, "text"):
+        with pytest.raises(openai.BadRequestError, match="messages"):
+            await chat(client, messages=[*talk(1), wrong])
+    assert len(attempt.calls) == 4
+
+
 async def test_what_the_engine_refuses_takes_no_space(home: House) -> None:
     attempt, client = home.open()
     await chat(client)
