@@ -115,6 +115,8 @@ class RecordedRequests:
 
     def add(self, request: _Request) -> None:
         """The request is recorded: later ones may share what it has."""
+        if self._ended:
+            return
         latest = [one for one in self._latest if one is not request.goes_on]
         request.goes_on = None
         self._latest = [request, *latest[: _COMPARED - 1]]

@@ -87,7 +87,7 @@ async def _with_commands(messages: list[Message], run: Rollout) -> dict[str, Any
         reply = await run.chat(messages)
         text = reply.content
         messages.append(reply.message)
-        blocks = _FENCE.findall(text)
+        blocks = commands_of(text)
         if reply.finish_reason == "length" or not blocks:
             break
         result = run_command(blocks)
@@ -101,6 +101,11 @@ async def _with_commands(messages: list[Message], run: Rollout) -> dict[str, Any
 
 _FENCE = re.compile(r"```(?:bash|sh|shell|console|python|py)?[ \t]*\r?\n(.*?)```", re.DOTALL)
 _PRINT = re.compile(r"print\((.*)\)", re.DOTALL)
+
+
+def commands_of(text: str) -> list[str]:
+    """Returns the fenced commands of a message."""
+    return _FENCE.findall(text)
 
 
 def run_command(blocks: list[str]) -> ToolResult:

@@ -33,6 +33,8 @@ from envserver import (
 PROPOSER, SOLVER = "proposer", "solver"
 _ALLOWED = re.compile(r"[0-9+\-* ()]+")
 _ANSWER = re.compile(r"-?\d+")
+_MOST_DIGITS = 100
+"""Of a number; Python refuses to read thousands."""
 
 
 class ProposerSolver(Environment):
@@ -111,17 +113,20 @@ def result_of(problem: str, public: Mapping[str, Any]) -> int | None:
     text = problem.strip()
     if len(text) > public["max_characters"] or not _ALLOWED.fullmatch(text) or "**" in text:
         return None
-    numbers = [int(one) for one in re.findall(r"\d+", text)]
+    digits = re.findall(r"\d+", text)
+    if any(len(one) > _MOST_DIGITS for one in digits):
+        return None
+    numbers = list(map(int, digits))
     if any(numbers.count(one) < public["use"].count(one) for one in public["use"]):
         return None
     result = calculate(text)
-    return int(result) if _ANSWER.fullmatch(result) else None
+    return int(result) if _ANSWER.fullmatch(result) and len(result) <= _MOST_DIGITS else None
 
 
 def answer_of(answer: object) -> int | None:
     """Returns the last whole number of an answer, or None."""
     found = _ANSWER.findall(answer) if isinstance(answer, str) else []
-    return int(found[-1]) if found and len(found[-1]) < 100 else None
+    return int(found[-1]) if found and len(found[-1]) <= _MOST_DIGITS else None
 
 
 def _scored(proposer: float, solver: list[float], *, valid: bool = True) -> Score:

@@ -19,9 +19,7 @@ from .rules import AgentOptions
 from .watching import watched
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-_BLOCK = re.compile(
-    r"^```(?:bash|sh|shell|console)[ \t]*\r?\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE
-)
+_OPENING = re.compile(r"```(?:bash|sh|shell|console)[ \t]*\r?")
 _SUBMITTED = re.compile(rf"\[exit status 0\]\s*{SUBMIT}(?:\s|$)")
 _FORMAT = "Write exactly one block that begins with ```bash and ends with ```; there were {count}."
 
@@ -40,7 +38,7 @@ async def work(
         history.append(reply.message)
         if reply.finish_reason == "length":
             return False
-        commands = _BLOCK.findall(visible_text(reply.content) or "")
+        commands = blocks_of(visible_text(reply.content) or "")
         if len(commands) == 1:
             in_a_row = 0
             answer = await _output(bash, commands[0])
@@ -54,6 +52,21 @@ async def work(
             answer = _FORMAT.format(count=len(commands))
         history.append({"role": "user", "content": answer})
     return False
+
+
+def blocks_of(text: str) -> list[str]:
+    """Returns the fenced commands of a message, in one pass over its lines."""
+    blocks: list[str] = []
+    inside: list[str] | None = None
+    for line in text.split("\n"):
+        if inside is None:
+            inside = [] if _OPENING.fullmatch(line) else None
+        elif line.rstrip(" \t") == "```":
+            blocks.append("".join(inside))
+            inside = None
+        else:
+            inside.append(f"{line}\n")
+    return blocks
 
 
 async def _output(bash: Tool, command: str) -> str:

@@ -13,8 +13,7 @@ import functools
 import json
 import math
 import random
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from envserver import (
 
 SHARE = 0.5
 """The part of the reward that questions can earn; the right guess earns the rest."""
-_LINE = re.compile(r"^\s*(ask|guess)\s+(.+?)\s*[.?!]?\s*$", re.IGNORECASE | re.MULTILINE)
+_KINDS = ("ask", "guess")
 _RULES = """I think of one of these things: {things}.
 Find out which. In each turn write one line:
 ask WORD      with a word of: {words}
@@ -143,9 +142,12 @@ async def ask(arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
 
 def said(text: str) -> tuple[str, str]:
     """Returns what the last line of the form says, in lower case: a question or a guess."""
-    lines: Sequence[tuple[str, str]] = _LINE.findall(text)
-    kind, what = lines[-1] if lines else ("ask", "")
-    return kind.lower(), what.lower()
+    for line in reversed(text.lower().splitlines()):
+        match line.split(maxsplit=1):
+            case [kind, what] if kind in _KINDS:
+                what = what.rstrip()
+                return kind, (what[:-1] if what[-1] in ".?!" else what).rstrip() or what
+    return "ask", ""
 
 
 @functools.cache
