@@ -16,13 +16,15 @@ from typing import Any, Final
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse
 
+from .access.rules import rules_of
 from .native.answers import MEANINGS
 from .native.models import Problem
 from .problems import PROBLEM, is_native
 
-_ALWAYS: Final = (401, 403, 408, 414, 421, 429, 431, 500, 503)
-"""Answers of the middleware and of the connection, to any request."""
-_OF_BODIES: Final = (400, 413, 422, 507)
+_ALWAYS: Final = (400, 401, 403, 408, 413, 414, 421, 429, 431, 500, 503)
+"""Answers of the middleware and of the connection, to any request: a GET may have a body, too."""
+_OF_BODIES: Final = (422, 507)
+_OF_CHANGES: Final = (507,)
 _PLACE: Final = "#/components/schemas/"
 _PROBLEM: Final = {"content": {PROBLEM: {"schema": Problem.model_json_schema()}}}
 _DETAIL: Final = {
@@ -32,6 +34,7 @@ _DETAIL: Final = {
         }
     }
 }
+_PLAIN: Final = {"text/plain": {"schema": {"type": "string"}}}
 
 Json = dict[str, Any]
 
@@ -57,14 +60,21 @@ def completed(document: Json) -> Json:
     """Adds to `document` the errors of every route, and moves nested schemas to its components."""
     for path, operations in document["paths"].items():
         error = _PROBLEM if is_native(path) else _DETAIL
-        for operation in operations.values():
+        rules = rules_of(path)
+        for method, operation in operations.items():
             own = {int(status) for status in operation["responses"]}
             more = {*_ALWAYS, *(_OF_BODIES if "requestBody" in operation else ())}
+            rule = rules.get(method.upper())
+            if method != "get" or (rule is not None and rule.is_change):
+                more.update(_OF_CHANGES)
             for status in sorted(more - own):
                 operation["responses"][str(status)] = {"description": MEANINGS[status], **error}
             for status in own:
                 if status >= 400:
                     operation["responses"][str(status)].setdefault("content", error["content"])
+            if not is_native(path):  # a body that is not gzip, as atroposlib's server tells it
+                content = operation["responses"]["400"]["content"]
+                operation["responses"]["400"]["content"] = {**content, **_PLAIN}
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     _lift(document["paths"], schemas)
     return document
