@@ -19,6 +19,7 @@ NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$"
 LONGEST_POLL_SECONDS: Final = 60.0
 MOST_IDS: Final = 4096
 _MOST: Final = 2**31 - 1
+_MOST_SHOWN_BYTES: Final = 1_000_000
 _KEPT: Final = r"^[^\x00]*$"
 
 Count = Annotated[int, Field(ge=0, le=_MOST)]
@@ -29,12 +30,15 @@ def check_can_be_shown(value: dict[str, Any]) -> dict[str, Any]:
     """Returns `value`, which responses will repeat.
 
     Raises:
-        ValueError: responses cannot hold it, such as an integer of more than 64 bits.
+        ValueError: responses cannot hold it, such as an integer of more than 64 bits; or it is too
+            large: the server keeps it in memory.
     """
     try:
-        orjson.dumps(value)
+        size = len(orjson.dumps(value))
     except TypeError as error:
         raise ValueError(f"cannot be stored and shown as JSON: {error}") from error
+    if size > _MOST_SHOWN_BYTES:
+        raise ValueError(f"has {size} bytes as JSON: {_MOST_SHOWN_BYTES} at most")
     return value
 
 

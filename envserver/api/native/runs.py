@@ -27,6 +27,7 @@ from .streams import Streams
 
 _RUN: Final = TypeAdapter(RunRequest)
 _BATCH_SIZE: Final = 8
+MOST_OPEN_RUNS: Final = 4096
 
 
 def add_run_routes(
@@ -120,6 +121,7 @@ async def _created(store: GroupStore, wanted: RunRequest) -> tuple[bool, Run]:
     try:
         run = await store.get_run(wanted.name)
     except NotFoundError:
+        _require_room(store)
         run = await store.create_run(
             wanted.name,
             batch_size=wanted.batch_size or _BATCH_SIZE,
@@ -135,6 +137,7 @@ async def _created(store: GroupStore, wanted: RunRequest) -> tuple[bool, Run]:
             run=run.name,
         )
     if run.state == "closed":
+        _require_room(store)
         await store.create_run(
             run.name,
             batch_size=run.batch_size,
@@ -148,6 +151,14 @@ async def _created(store: GroupStore, wanted: RunRequest) -> tuple[bool, Run]:
         settings=wanted.settings,
         environments=wanted.environments,
     )
+
+
+def _require_room(store: GroupStore) -> None:
+    if len(store.open_runs) >= MOST_OPEN_RUNS:
+        raise ConflictError(
+            f"{MOST_OPEN_RUNS} runs are open, and each costs time with every group.",
+            hint="POST /v1/runs/NAME/close closes those that no trainer uses.",
+        )
 
 
 async def _go_back(store: GroupStore, wanted: RunRequest, key: str | None) -> int:

@@ -21,6 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.api import Api, native_group, put_native, running_api, wire_group
 
+from envserver.api.native import runs
+
 MSGPACK = "application/vnd.envserver.groups+msgpack"
 
 
@@ -167,6 +169,22 @@ async def test_a_closed_run_gives_back_and_leases_no_more(api: Api) -> None:
     for path in ("/v1/runs/nobody/close", "/v1/runs/nobody/ack"):
         assert (await api.http.post(path, json={"lease_id": "x"})).status_code == 404
     assert (await api.http.post("/v1/runs/atropos/close")).status_code == 409
+
+
+async def test_runs_and_their_settings_have_bounds(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "MOST_OPEN_RUNS", 3)  # one is that of Atropos trainers
+    for name in ("one", "two"):
+        await run(api, name)
+    refused = await api.http.post("/v1/runs", json={"name": "three"})
+    assert (refused.status_code, "closes" in refused.json()["hint"]) == (409, True)
+    await run(api, "one")  # it is there already
+    await api.http.post("/v1/runs/one/close")
+    await run(api, "three")
+    assert (await api.http.post("/v1/runs", json={"name": "one"})).status_code == 409
+    large = {"name": "two", "settings": {"notes": "x" * 1_000_000}}
+    assert (await api.http.post("/v1/runs", json=large)).status_code == 422
 
 
 async def test_an_answer_that_was_lost_is_had_again(api: Api) -> None:
