@@ -260,6 +260,11 @@ KEY = st.text(
             "postgresql://me:{}@host/name",
             "the key sk-{} was refused",
             "token: {}",
+            "AWS_SECRET_ACCESS_KEY={}",
+            "x-environment-key: {}",
+            "redis://:{}@host/0",
+            "https://h/v1?alt=sse&key={}",
+            "Set-Cookie: session={}",
         ]
     ),
 )
@@ -272,8 +277,24 @@ def test_what_looks_like_a_secret_is_struck_out(key: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "part",
+    ["eyJ-", "eyJhbGci.", "a:", "://a:", ":", "/r/", "bearer ", "token ", "api_key=", "sk-", " "],
+)
+def test_no_line_takes_long_to_search_for_secrets(part: str) -> None:
+    began = time.process_time()
+    redacted(f"key token bearer ://{part * (60_000 // len(part))}")
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize(
     "line",
-    ["max_tokens: 1024", "The token limit is reached.", "http://h:1/v1/runs/abc", "tokens=1234567"],
+    [
+        "max_tokens: 1024",
+        "the key is: unknown_setting",
+        "The token limit is reached.",
+        "http://h:1/v1/runs/abc",
+        "tokens=1234567",
+    ],
 )
 def test_plain_lines_stay_as_they_are(line: str) -> None:
     assert redacted(line) == line
