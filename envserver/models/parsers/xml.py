@@ -2,7 +2,8 @@
 
 Qwen 3 Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 GLM 4.5: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`.
-A value is read as the type that the tool's schema gives to its parameter.
+A value is read as the type that the tool's schema gives to its parameter. Reading takes linear
+time: names hold no angles.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 from .calls import ParsedCall, ParsedCalls, Tools, found, parameters_of, parsed_call
 
 _OPEN = "<tool_call>"
-_FUNCTION = re.compile(r"<function=([^>]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 _GLM_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _GLM_ARGUMENT = re.compile(
-    r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL
+    r"<arg_key>([^<>]*)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL
 )
 _NULLS = ("null", "none")
 

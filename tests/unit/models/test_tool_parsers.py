@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,15 @@ MARKS = [
     ),
     *('{"name": "f", "arguments": {"a": ', "1", "}}", "f(a=", ")", ", ", "\n", "é", '"', "{", "\\"),
 ]
+
+
+def test_no_text_takes_long_to_read() -> None:
+    beginnings = ("", "<tool_call>", "<function=f>")
+    marks = ("<function=", "<parameter=", "<arg_key>", "<tool_call>", "[TOOL_CALLS]", "{", '"')
+    for beginning, mark, name in product(beginnings, marks, FORMATS):
+        began = time.process_time()
+        FORMATS[name](beginning + mark * (100_000 // len(mark)), [tool()])
+        assert time.process_time() - began < 0.5, (name, beginning, mark)
 
 
 @settings(deadline=None)
