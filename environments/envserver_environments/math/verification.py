@@ -34,6 +34,7 @@ from envserver import ConfigError
 
 from .latex import as_asked, forms_differ, readable
 from .literals import has_false_unit
+from .sizes import is_huge
 
 CPU_SECONDS = 0.8
 """CPU time of the process that compares one answer; one that never ends takes all of it. The
@@ -69,7 +70,7 @@ class Verdict(enum.StrEnum):
     EQUAL = "equal"
     DIFFERENT = "different"
     KILLED = "killed"
-    """Not decided within the limits."""
+    """Not decided within the limits, or not tried: see `sizes`."""
     BAD_GOLD = "bad_gold"
     """The gold does not even equal itself."""
 
@@ -90,6 +91,8 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
         # Most answers by far, and what math-verify says of them: 25 times less work.
         return Verdict.EQUAL if int(gold) == int(answer) else Verdict.DIFFERENT
+    if is_huge(answer):
+        return Verdict.KILLED
     # Parsed here and not in the child, so that the parser's caches help the next answer.
     parsed_gold = _parsed_gold(gold)
     asked = as_asked(gold, answer)

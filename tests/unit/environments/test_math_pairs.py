@@ -17,6 +17,7 @@ import math_verify
 import pytest
 from envserver_environments import math
 from envserver_environments.math.env import Math
+from envserver_environments.math.sizes import is_huge
 from support import extent
 
 PAIRS = Path(extent.__file__).with_name("math_pairs.txt")
@@ -96,3 +97,8 @@ def test_a_gold_word_for_word_is_right() -> None:
     }
     assert [gold for gold in golds if not is_paid(gold, gold)] == []
     assert len(golds) > 20
+
+
+def test_no_pair_is_refused_for_its_size() -> None:
+    lines = (line.partition(" ") for line in PAIRS.read_text(encoding="utf-8").splitlines())
+    assert [text for mark, _, text in lines if mark in ("=", "+", "-") and is_huge(text)] == []

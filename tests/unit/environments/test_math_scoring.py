@@ -9,6 +9,7 @@ import pytest
 from envserver_environments.answers import choice_index, last_boxed, visible_text
 from envserver_environments.math.env import Math
 from envserver_environments.math.literals import is_number_literal
+from envserver_environments.math.sizes import is_huge
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.extent import examples
@@ -301,6 +302,31 @@ HUGE = st.one_of(
 @pytest.mark.parametrize("answer", ["9^{9^{9}}", r"\binom{10^6}{5*10^5}", "(" * 140 + "1"])
 def test_hostile_answers_are_wrong_in_time(answer: str) -> None:
     assert_wrong_within_a_cpu_second(answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "huge"),
+    [
+        ("9^{9^{9}}", True),
+        ("9^9^9", True),
+        (r"\frac{1}{9^{9^9}}", True),
+        (r"{(2^{100})}^{(2^{20})}", True),
+        ("((((3!)!)!)!)", True),
+        (r"\binom{10^6}{5*10^5}", True),
+        ("99,999,999!", True),
+        ("((3!)!)!", False),
+        ("2^{2^{2^{2^2}}}", False),
+        ("x^{x^{x^x}}", False),
+        (r"\binom{10^6}{2}", False),
+        (r"\binom{2020}{1010} - 2^{2020}", False),
+        (r"1000(1+\frac{0.05}{12})^{12 \cdot 30}", False),
+        ("9" * 5000, False),
+        ("(" * 5000, False),
+        ("9^{" * 5000, True),
+    ],
+)
+def test_the_size_of_a_formula_is_estimated(answer: str, huge: bool) -> None:
+    assert is_huge(answer) == huge
 
 
 @pytest.mark.thorough
