@@ -252,6 +252,15 @@ class ProxyAttempt:
         finally:
             del self._sampling[call]
 
+    @contextmanager
+    def recording(self, agent: str | None = None) -> Iterator[None]:
+        """Context in which a request of `agent` takes space in the record, which may be full."""
+        try:
+            yield
+        except LimitReached:
+            self.limits.refused("record", agent)
+            raise
+
     def take_turn(self, agent: str | None = None) -> None:
         """Counts one turn of `agent`.
 

@@ -113,6 +113,14 @@ class RecordedRequests:
         self._in_flight.keep(size)
         return Kept(self, made, size)
 
+    def hold(self, *values: Any) -> None:
+        """Takes the space of JSON values that are in the record, too.
+
+        Raises:
+            LimitReached, OverBound: as in `take`.
+        """
+        self._in_flight.keep(size_of(*values, most=self._in_flight.bounds.max_recorded_bytes))
+
     def add(self, request: _Request) -> None:
         """The request is recorded: later ones may share what it has."""
         if self._ended:

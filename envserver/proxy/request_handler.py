@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from envserver_records.errors import EngineTimeout, EnvserverError, LimitReached
+from envserver_records.errors import EngineTimeout, EnvserverError
 
 from .admission import read_request
 from .asgi import (
@@ -111,12 +111,10 @@ class RequestHandler:
     def _kept(self, request: ModelRequest) -> Kept:
         """Takes the request's space in the record, or gives its turn back."""
         try:
-            with self._attempt.in_flight.reading():
+            with self._attempt.in_flight.reading(), self._attempt.recording(self._agent):
                 return self._attempt.recorded.take(request)
-        except EnvserverError as error:
+        except EnvserverError:
             self._attempt.return_turn(self._agent)
-            if isinstance(error, LimitReached):
-                self._attempt.limits.refused("record", self._agent)
             raise
 
     async def _guarded(self, call_task: CallTask, *, again: bool) -> None:

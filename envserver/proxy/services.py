@@ -183,8 +183,15 @@ def _keep(
     body: bytes = b"null",
     refused: str = "",
 ) -> None:
+    """Records the call, if that is wanted.
+
+    Raises:
+        LimitReached, OverBound: the record is full.
+    """
     if attempt.spec.keep_services and not attempt.sealed:
         answer = orjson.loads(body)
+        with attempt.recording():
+            attempt.recorded.hold(arguments, answer)
         attempt.asked_services.append(
             ServiceCall(name=name, arguments=arguments, answer=answer, refused=refused)
         )

@@ -6,7 +6,9 @@ import copy
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import anthropic
+import msgspec
 import openai
 import orjson
 import pytest
@@ -14,8 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 from support.proxy_house import House, chat, house
+from support.serving import attempt_spec, serving
 from support.waiting import until
 
+from envserver import Caller, OpenAIConfig
+from envserver.models import OpenAIEngine
+from envserver.proxy import Proxy
 from envserver.proxy.bounds import AttemptBounds, InFlight, Totals
 from envserver.proxy.model_request import ModelRequest
 from envserver.proxy.recorded import RecordedRequests, size_of
@@ -100,6 +106,26 @@ async def test_only_what_equals_an_earlier_message_is_not_checked_again(home: Ho
         with pytest.raises(openai.BadRequestError, match="messages"):
             await chat(client, messages=[*talk(1), wrong])
     assert len(attempt.calls) == 4
+
+
+async def test_recorded_calls_of_services_take_space_too() -> None:
+    async def echo(arguments: dict[str, Any], caller: Caller) -> Any:
+        return arguments
+
+    async with OpenAIEngine(OpenAIConfig(base_url="http://127.0.0.1:9")) as engine:
+        proxy = Proxy(engine, services={"echo": echo}, bounds=BOUNDS)
+        async with serving(proxy.asgi()) as url, aiohttp.ClientSession() as http:
+            for keep, expected in ((False, [200] * 4), (True, [200, 200, 400, 400])):
+                attempt = proxy.open(msgspec.structs.replace(attempt_spec(), keep_services=keep))
+                told = []
+                for _ in range(4):
+                    asked = {"text": "x" * 40 * KB}
+                    path = f"{url}/r/{attempt.key}/tools/echo"
+                    async with http.post(path, json=asked) as answer:
+                        told.append(answer.status)
+                assert told == expected
+                assert len(attempt.asked_services) == told.count(200) * keep
+                assert attempt.limit == ("record" if keep else None)
 
 
 async def test_what_the_engine_refuses_takes_no_space(home: House) -> None:
