@@ -28,6 +28,10 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Float32 = Annotated[float, Field(ge=-_FLOAT32, le=_FLOAT32)]
 """Trainers compute with it: a larger number would be infinite there."""
 Whole = Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)]
+Name = Annotated[str, Field(max_length=256)]
+"""Filters of runs have no longer ones."""
+Text = Annotated[str, Field(max_length=4096)]
+"""The state holds it, and is written whole."""
 Share = Annotated[float, Field(allow_inf_nan=False)]
 
 _Item = TypeVar("_Item")
@@ -44,11 +48,11 @@ class WireModel(BaseModel):
 class Registration(WireModel):
     """Registers a trainer."""
 
-    wandb_group: str
-    wandb_project: str
+    wandb_group: Text
+    wandb_project: Text
     batch_size: Whole
     max_token_len: Whole
-    checkpoint_dir: str
+    checkpoint_dir: Text
     save_checkpoint_interval: Whole
     starting_step: Whole
     num_steps: Whole
@@ -58,7 +62,7 @@ class EnvironmentRegistration(WireModel):
     """Registers an environment."""
 
     max_token_length: Whole
-    desired_name: str
+    desired_name: Name
     weight: Share
     group_size: Whole
     min_batch_allocation: Share | None = None

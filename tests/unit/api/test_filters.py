@@ -33,6 +33,16 @@ async def test_an_environment_keeps_its_name_when_it_registers_again(tmp_path: P
         assert (await api.get("/v1/status"))["atropos"]["environments"][2]["name"] == "beta_1"
 
 
+async def test_a_name_that_no_filter_can_have_is_refused(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db") as api:
+        await started(api, "x" * 256)
+        for path, body in (
+            ("/register-env", ENVIRONMENT | {"desired_name": "x" * 257}),
+            ("/register", REGISTRATION | {"checkpoint_dir": "x" * 5000}),
+        ):
+            assert (await api.http.post(path, json=body)).status_code == 422
+
+
 async def test_a_filter_that_matches_nothing_known_says_so(tmp_path: Path) -> None:
     async with running_api(tmp_path / "store.db") as api:
         wanted = {"name": "native", "environments": ["alpha", "betta"]}
