@@ -25,16 +25,8 @@ from ..config import EnvironmentConfig
 from ..environment import Environment
 from ..tools.typed import TypedTool
 
-_DECLARED: Final = (
-    "isolation",
-    "sandbox_images",
-    "reward_range",
-    "solved_at",
-    "exact_demonstrations",
-    "demonstrations_solve",
-    "component_weights",
-    "score_cpu_seconds",
-    "score_timeout_seconds",
+_DECLARED: Final = tuple(
+    name for name, kind in Environment.__annotations__.items() if kind.startswith("ClassVar")
 )
 _IN_THE_SERVER: Final = ("services", "on_request", "on_answer")
 """Methods that the server calls on its own event loop."""

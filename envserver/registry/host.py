@@ -57,6 +57,12 @@ def answer(request: bytes) -> HostAnswer:
         return HostAnswer(failure=_failure_of(error))
 
 
+def settings() -> dict[str, Any]:
+    """Returns the environment's settings, JSON-like."""
+    made: dict[str, Any] = _environment().config.model_dump(mode="json")
+    return made
+
+
 def method(name: str, arguments: tuple[Any, ...]) -> Any:
     """Calls a method of the environment; returns a list instead of an iterator."""
     value = getattr(_environment(), name)(*arguments)

@@ -76,6 +76,21 @@ class HostedEnvironment(Environment):
         super().__init__(config)
         arguments = (self.reference, self.config.model_dump(mode="json"))
         self._host = _Host(self.interpreter, arguments)
+        self.config = self._completed_config()
+
+    def _completed_config(self) -> Any:
+        """Returns the settings as the environment's own Config made them: it may derive some.
+
+        Those of agents stay: they hold keys, which its interpreter does not get.
+
+        Raises:
+            ConfigError: a setting is not allowed there.
+        """
+        made = self._host.call(host.settings)
+        checked = self.Config.model_validate(made | {"agents": {}})
+        return self.config.model_copy(
+            update={name: getattr(checked, name) for name in made if name != "agents"}
+        )
 
     def tasks(self, split: Split) -> Iterator[Task]:
         """Yields the tasks; they are fetched in batches that grow."""

@@ -106,14 +106,14 @@ def sums(folder: Path, *requires: str, code: str = PLAIN, manifest: str = "") ->
 
 def run(*words: object, folder: Path) -> str:
     """The standard output of a command that must succeed."""
-    ended = envserver(*words, folder=folder)
+    ended = envserver(*words, folder=folder, seconds=600)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
 
 def refused(*words: object, folder: Path) -> str:
     """What a command says that must refuse."""
-    ended = envserver(*words, folder=folder)
+    ended = envserver(*words, folder=folder, seconds=600)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     return " ".join(ended.stderr.split())
 
@@ -189,10 +189,18 @@ def test_tasks_go_on_in_a_new_process_when_theirs_dies(tmp_path: Path) -> None:
         "            a, b ="
     )
     code = PLAIN.replace("import itertools", "import itertools, os\nfrom pathlib import Path")
-    path = sums(tmp_path, code=code.replace("a, b =", dies))
+    derives = (
+        "largest: int = 9\n        max_turns: int = 0\n\n"
+        "        def model_post_init(self, context):\n"
+        "            self.max_turns = self.max_turns or self.largest + 1\n"
+    )
+    code = code.replace("a, b =", dies).replace("largest: int = 9", derives)
+    path = sums(tmp_path, code=code)
     run("env", "install", path, "--interpreter", "own", folder=tmp_path)
     registry.find.cache_clear()
-    environment = registry.find("sums")(None)
+    kind = registry.find("sums")
+    environment = kind(kind.Config.model_validate({"largest": 7}))
+    assert environment.config.max_turns == 8  # which its own Config derives
     tasks = list(itertools.islice(environment.tasks("train"), 100))
     assert [task.id for task in tasks] == [f"sum-{index}" for index in range(100)]
     assert died.exists()
