@@ -26,6 +26,7 @@ from pydantic import (
 from .curriculum_config import SECTION, CurriculumConfig
 from .delivery_config import DeliveryConfig
 from .judge_config import JudgeConfig
+from .prices_config import PricesConfig
 from .tokens_config import TokensConfig
 
 StorePlace = Annotated[str, Field(min_length=1)]
@@ -471,6 +472,7 @@ class Settings(EnvironmentSettings):
     workers: WorkersConfig = WorkersConfig()
     sandbox: SandboxConfig = SandboxConfig()
     judge: JudgeConfig = JudgeConfig()
+    prices: PricesConfig = PricesConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     server: ServerConfig = ServerConfig()

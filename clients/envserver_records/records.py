@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .costs import Cost, JudgeUsage
 from .errors import Failure
 from .packing import pack as pack
 from .packing import unpack as unpack
@@ -348,6 +349,8 @@ class Usage(msgspec.Struct, kw_only=True):
     `ended_by`: "agent" (by itself), or the limit that was reached, see `Result`.
     `worker_cpu_seconds`, `worker_peak_memory_mb`: those of the agent's process and its finished
     children, None if it shared the process with other rollouts. MB are 2**20 bytes.
+    `scoring_seconds`, `judge`: of its score and of its share of `score_group`; `judge` is None
+    without a judge. `cost`: None without known prices.
     """
 
     seconds: float = 0.0
@@ -358,6 +361,9 @@ class Usage(msgspec.Struct, kw_only=True):
     ended_by: str = "agent"
     worker_cpu_seconds: float | None = None
     worker_peak_memory_mb: float | None = None
+    scoring_seconds: float = 0.0
+    judge: JudgeUsage | None = None
+    cost: Cost | None = None
 
 
 class Conversation(msgspec.Struct, kw_only=True):

@@ -112,6 +112,8 @@ def show_notes(
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
+    if tally.rollouts:
+        say(tally.costs_line())
     for path, groups in files:
         say(f"{counted(groups, 'group')} in {path}")
     for reason, count in sorted(tally.drops.items()):

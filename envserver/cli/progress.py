@@ -7,8 +7,11 @@ If the output is not a terminal, an occasional line has the same information.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from types import TracebackType
 
+from envserver_records.costs import added
+from envserver_records.records import Group
 from envserver_records.scores import RewardRange
 from rich.markup import escape
 from rich.progress import (
@@ -88,6 +91,9 @@ def summary_table(tally: Tally) -> Table:
     table.add_column("mean", justify="right", footer=mean_text(tally.rewards.mean))
     table.add_column("turns", justify="right")
     table.add_column("tokens", justify="right", footer=f"{tally.completion_tokens:,}")
+    if tally.cost is not None:
+        footer = f"{tally.cost.total:.4f}"
+        table.add_column(f"cost ({tally.cost.currency})", justify="right", footer=footer)
     for group in tally.first_groups:
         rewards = [t.score.reward for t in group.trajectories if t.score.reward is not None]
         turns = [trajectory.turns for trajectory in group.trajectories]
@@ -97,10 +103,17 @@ def summary_table(tally: Tally) -> Table:
             mean_text(sum(rewards) / len(rewards) if rewards else None),
             f"{sum(turns) / len(turns):.1f}",
             f"{sum(t.usage.completion_tokens for t in group.trajectories):,}",
+            *(_cost(group) if tally.cost is not None else ()),
         )
     if tally.groups > len(tally.first_groups):
-        table.add_row(f"... and {tally.groups - len(tally.first_groups)} more", "", "", "", "")
+        table.add_row(f"... and {tally.groups - len(tally.first_groups)} more")
     return table
+
+
+def _cost(group: Group) -> Iterator[str]:
+    """Yields the cost of the tokens of a group, if it is known."""
+    cost = added(trajectory.usage.cost for trajectory in group.trajectories)
+    yield "-" if cost is None else f"{sum(cost.models.values()):.4f}"
 
 
 def _reward(reward: float, bounds: RewardRange) -> str:

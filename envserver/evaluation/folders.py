@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from envserver_records.costs import Prices
 from envserver_records.errors import InputError
 from envserver_records.records import Split
 
 from ..evaluation_config import Failures, Truncated
 from .harness import HarnessRun, report_harness
-from .prices import Prices
 from .report import Counted, Report, difference, report_run
 from .results import TaskResult, read_results, read_tasks, results_of_tasks
 from .suite import Suite, suite_of

@@ -1,8 +1,4 @@
-"""Prices per million tokens, and where they are found.
-
-In: a YAML file `model: {prompt: 0.15, completion: 0.6}`, in the reader's currency. Out: `Prices`,
-or nothing: a cost is shown only where somebody gave a price.
-"""
+"""Reads prices of a million tokens from a YAML file: `model: {prompt: 0.15, completion: 0.6}`."""
 
 from __future__ import annotations
 
@@ -10,34 +6,9 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
+from envserver_records.costs import Prices
 from envserver_records.errors import ConfigError, InputError
-
-MILLION = 1_000_000
-
-
-class Prices(msgspec.Struct, frozen=True, kw_only=True):
-    """The prices of a model.
-
-    Args:
-        prompt, completion: price of a million tokens each.
-        source: where the price comes from.
-    """
-
-    prompt: float
-    completion: float
-    currency: str = "USD"
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.prompt < float("inf") and 0 <= self.completion < float("inf")):
-            raise ConfigError("A price must be a number from 0 on.")
-
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Returns the cost of these tokens."""
-        spent = prompt_tokens * self.prompt + completion_tokens * self.completion
-        return spent / MILLION
 
 
 def read_prices(path: Path, model: str, *, currency: str) -> Prices:

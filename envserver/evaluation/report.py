@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from envserver_records.costs import Prices
 
 from ..evaluation_config import Failures, Truncated
 from .estimators import Estimate, estimate, pass_at_k, pass_hat_k
-from .prices import Prices
 from .results import AttemptResult, TaskResult
 
 SCHEMA_VERSION = 1
@@ -111,7 +111,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of scored attempts: means over them, and `total_*` of all together.
 
     Args:
-        cost: mean, in `Prices.currency`; None without known prices.
+        cost: mean, the judge's included, in `currency`; None without known prices.
         cost_of_pass: total cost divided by the attempts that passed; None where none did.
     """
 
@@ -123,6 +123,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     total_prompt_tokens: int
     total_completion_tokens: int
     total_seconds: float
+    total_sandbox_seconds: float = 0.0
+    total_scoring_seconds: float = 0.0
+    total_judge_tokens: int = 0
+    currency: str = ""
     cost: float | None = None
     total_cost: float | None = None
     cost_of_pass: float | None = None
@@ -393,7 +397,11 @@ def _costs(attempts: Sequence[AttemptResult], rules: Rules, prices: Prices | Non
     seconds = sum(attempt.usage.seconds for attempt in attempts)
     counted = (_counted(attempt.reward, attempt.truncated, rules) for attempt in attempts)
     passed = sum(value is not None and passes(value, rules) for value in counted)
-    total = None if prices is None else prices.cost(prompt, completion)
+    paid = [attempt.usage.cost_at(prices) for attempt in attempts]
+    known = [one for one in paid if one is not None]
+    total = sum(known) if known and len(known) == count else None
+    judges = [attempt.usage.judge for attempt in attempts if attempt.usage.judge is not None]
+    sandboxes = [one.usage.sandbox.wall_seconds for one in attempts if one.usage.sandbox]
     return Costs(
         turns=sum(attempt.turns for attempt in attempts) / count,
         prompt_tokens=prompt / count,
@@ -403,10 +411,19 @@ def _costs(attempts: Sequence[AttemptResult], rules: Rules, prices: Prices | Non
         total_prompt_tokens=prompt,
         total_completion_tokens=completion,
         total_seconds=seconds,
+        total_sandbox_seconds=sum(sandboxes),
+        total_scoring_seconds=sum(attempt.usage.scoring_seconds for attempt in attempts),
+        total_judge_tokens=sum(one.prompt_tokens + one.completion_tokens for one in judges),
+        currency=_currency(attempts, prices),
         cost=None if total is None else total / count,
         total_cost=total,
         cost_of_pass=total / passed if total is not None and passed else None,
     )
+
+
+def _currency(attempts: Sequence[AttemptResult], prices: Prices | None) -> str:
+    recorded = (one.usage.cost.currency for one in attempts if one.usage.cost is not None)
+    return prices.currency if prices is not None else next(recorded, "")
 
 
 def _means(all_values: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import orjson
+from envserver_records.costs import Cost, JudgeUsage, Prices
 from envserver_records.errors import InputError
 from envserver_records.records import Task
 
@@ -19,12 +20,38 @@ LABELS = ("level", "type", "domain", "data_set")
 """Names in the public part of tasks by which reports group tasks."""
 
 
+class AttemptSandbox(msgspec.Struct, frozen=True):
+    """Seconds in which programs of one attempt ran in sandboxes."""
+
+    wall_seconds: float = 0.0
+
+
 class AttemptUsage(msgspec.Struct, frozen=True):
-    """Usage of one attempt: tokens of all calls, seconds of wall clock."""
+    """Usage of one attempt, see `records.Usage`: tokens of all calls, seconds of wall clock."""
 
     seconds: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    scoring_seconds: float = 0.0
+    sandbox: AttemptSandbox | None = None
+    judge: JudgeUsage | None = None
+    cost: Cost | None = None
+
+    def cost_at(self, prices: Prices | None) -> float | None:
+        """Returns the cost at `prices`, the judge's recorded cost included; None if unknown.
+
+        Named agents may have models of their own: then the cost that was recorded counts.
+        """
+        recorded = self.cost
+        if prices is None:
+            return None if recorded is None else recorded.total
+        if recorded is None:
+            return prices.cost(self.prompt_tokens, self.completion_tokens)
+        if recorded.models and "" not in recorded.models:
+            return recorded.total
+        if recorded.judge and recorded.currency != prices.currency:
+            return None
+        return prices.cost(self.prompt_tokens, self.completion_tokens) + (recorded.judge or 0.0)
 
 
 class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -259,11 +259,15 @@ def _events(report: Report) -> TextTable:
 
 
 def _took(report: Report) -> TextTable:
-    currency = report.prices.currency if report.prices is not None else ""
+    all_costs = [run.costs for run in _runs(report).values()]
+    currency = next((one.currency for one in all_costs if one and one.currency), "")
     facts: dict[str, Callable[[Costs], str]] = {
         "prompt tokens": lambda costs: f"{costs.total_prompt_tokens:,}",
         "completion tokens": lambda costs: f"{costs.total_completion_tokens:,}",
         "seconds of attempts": lambda costs: _number(costs.total_seconds),
+        "seconds in sandboxes": lambda costs: _number(costs.total_sandbox_seconds),
+        "seconds of scoring": lambda costs: _number(costs.total_scoring_seconds),
+        "tokens of the judge": lambda costs: f"{costs.total_judge_tokens:,}",
     }
     if currency:
         facts |= {
@@ -271,7 +275,6 @@ def _took(report: Report) -> TextTable:
             f"per attempt ({currency})": lambda costs: _money(costs.cost),
             f"per passing attempt ({currency})": lambda costs: _money(costs.cost_of_pass),
         }
-    all_costs = [run.costs for run in _runs(report).values()]
     rows = [
         [name, *("-" if costs is None else told(costs) for costs in all_costs)]
         for name, told in facts.items()

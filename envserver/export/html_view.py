@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import numpy as np
+from envserver_records.costs import Cost
 from envserver_records.records import Message, text_of
 
 from .stored import StoredRollout, StoredRow
@@ -134,9 +136,12 @@ def number(value: Any) -> str:
 def _facts(rollout: StoredRollout) -> Iterator[tuple[str, str]]:
     for group in (rollout.components, rollout.metrics, rollout.agent_metrics):
         yield from ((_cut(name).shown, number(value)) for name, value in group.items())
-    for name in ("seconds", "prompt_tokens", "completion_tokens"):
+    for name in ("seconds", "scoring_seconds", "prompt_tokens", "completion_tokens"):
         if rollout.usage.get(name) is not None:
             yield name.replace("_", " "), number(rollout.usage[name])
+    if rollout.usage.get("cost") is not None:
+        cost = msgspec.convert(rollout.usage["cost"], Cost)
+        yield f"cost ({cost.currency})", number(cost.total)
     yield "policy version", "unknown" if rollout.policy_version < 0 else str(rollout.policy_version)
     yield "attempt", str(rollout.attempt)
 

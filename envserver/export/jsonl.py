@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 import structlog
 from envserver_records.errors import ConfigError, Failure, InputError
-from envserver_records.records import Group, SandboxUsage, Split, Tokens, Trajectory
+from envserver_records.records import Group, Split, Tokens, Trajectory
 from envserver_records.scores import TurnReward, range_as_json, range_from_json
 
 from ..formats.atropos import ScoreRange, group_to_atropos
@@ -108,16 +108,7 @@ def _rollouts(
                 "agents": [row.agent for row in trajectory.sequences],
                 "row_flags": [row.flags for row in trajectory.sequences],
                 "others": [msgspec.structs.asdict(other) for other in trajectory.others],
-                "usage": {
-                    "seconds": trajectory.usage.seconds,
-                    "model_seconds": trajectory.usage.model_seconds,
-                    "prompt_tokens": trajectory.usage.prompt_tokens,
-                    "completion_tokens": trajectory.usage.completion_tokens,
-                    "ended_by": trajectory.usage.ended_by,
-                    "worker_cpu_seconds": trajectory.usage.worker_cpu_seconds,
-                    "worker_peak_memory_mb": trajectory.usage.worker_peak_memory_mb,
-                    "sandbox": _sandbox(trajectory.usage.sandbox),
-                },
+                "usage": msgspec.to_builtins(trajectory.usage),
             }
         )
         if include_messages and not _has_row_of_main_agent(trajectory):
@@ -139,10 +130,6 @@ def _has_row_of_main_agent(trajectory: Trajectory) -> bool:
 
 def _turn(reward: TurnReward) -> dict[str, Any]:
     return msgspec.structs.asdict(reward)
-
-
-def _sandbox(usage: SandboxUsage | None) -> dict[str, Any] | None:
-    return None if usage is None else msgspec.structs.asdict(usage)
 
 
 def _spans(versions: Tokens) -> list[list[int]]:

@@ -14,6 +14,7 @@ import hashlib
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import msgspec
+from envserver_records.costs import JudgeUsage
 from envserver_records.errors import (
     ConfigError,
     EngineError,
@@ -84,6 +86,7 @@ class JudgeServer:
         self._listener: asyncio.Server | None = None
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._scorers: dict[str, Pause] = {}
+        self._used: dict[str, JudgeUsage] = {}
         self._asking: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -114,6 +117,10 @@ class JudgeServer:
         key = secrets.token_urlsafe(24)
         self._scorers[key] = pause
         return JudgeAddress(self._socket, key)
+
+    def take_usage(self, address: JudgeAddress) -> JudgeUsage | None:
+        """Returns what a scorer asked since the last time; None if it asked nothing."""
+        return self._used.pop(address.key, None)
 
     @property
     def _socket(self) -> str:
@@ -156,6 +163,7 @@ class JudgeServer:
             ConfigError: the scorer's arguments are wrong.
         """
         assert self._cache is not None
+        started = time.monotonic()
         try:
             body = await self._body(request)
             key = _key(body, request.attempt)
@@ -175,6 +183,14 @@ class JudgeServer:
             raise
         self.counts.calls += 1
         self.counts.again += request.attempt > 0
+        used = JudgeUsage(
+            calls=1,
+            cached=int(reply.cached),
+            prompt_tokens=0 if reply.cached else reply.prompt_tokens,
+            completion_tokens=0 if reply.cached else reply.completion_tokens,
+            seconds=time.monotonic() - started,
+        )
+        self._used[request.key] = self._used.get(request.key, JudgeUsage()) + used
         return reply
 
     async def _body(self, request: JudgeRequest) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class ModelEntry(Section):
     served_name: str | None = None
     """Model name in requests; default: its name here."""
     prompt_price: float | None = Field(default=None, ge=0)
-    """Price of a million prompt tokens, for the costs that `evaluate` shows."""
+    """Price of a million prompt tokens, for the costs in records and tables."""
     completion_price: float | None = Field(default=None, ge=0)
     """Price of a million completion tokens."""
     default_template_kwargs: dict[str, Any] = Field(default_factory=dict)

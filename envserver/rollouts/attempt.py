@@ -47,6 +47,7 @@ from ..tokens.flags import Actions
 from ..tokens.invariants import check
 from ..tokens.trace import pack_calls
 from ..workers.pool import Assignment, Spent, WorkerPool
+from .costs import tokens_of
 from .policy import limit_of_death
 from .staleness import StalenessMonitor
 from .turn_rewards import answered_calls, resolved
@@ -324,13 +325,12 @@ def _usage(
     in_sandboxes: SandboxUsage | None,
     limit: str | None,
 ) -> Usage:
+    prompt_tokens, completion_tokens = tokens_of(calls)
     return Usage(
         seconds=seconds,
         model_seconds=sum(call.seconds for call in calls if call.choice == 0),
-        prompt_tokens=sum(
-            len(call.prompt_ids) + call.told_tokens[0] for call in calls if call.choice == 0
-        ),
-        completion_tokens=_sampled(calls) + sum(call.told_tokens[1] for call in calls),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
         sandbox=in_sandboxes,
         ended_by=limit or "agent",
         worker_cpu_seconds=None if spent is None else spent.cpu_seconds,

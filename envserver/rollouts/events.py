@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 from envserver_records.errors import Failure
-from envserver_records.records import Group
+from envserver_records.records import Group, Usage
 
 from .estimates import Scored
 from .untrained import Untrained
@@ -30,7 +30,8 @@ class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
     which `score_group` may still change: rewards are shown from delivered groups only.
 
     `flags` say what is odd about its tokens, see `tokens.flags`; `limit`: what ended it, None when
-    its agent did; `untrained`: tokens that flags mask or drop.
+    its agent did; `untrained`: tokens that flags mask or drop; `usage`: with its scoring and
+    its cost, without its share of `score_group`.
     """
 
     group_id: str
@@ -43,6 +44,7 @@ class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     limit: str | None = None
     untrained: Untrained = Untrained()
+    usage: Usage | None = None
 
 
 class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):

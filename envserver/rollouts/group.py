@@ -18,7 +18,7 @@ from envserver_records.errors import (
     RolloutError,
     Straggler,
 )
-from envserver_records.records import Group, Message, Result, Score, Task, Trajectory
+from envserver_records.records import Group, Message, Score, Task, Trajectory
 from envserver_records.seals import sealed
 from structlog.contextvars import bind_contextvars
 
@@ -33,6 +33,7 @@ from ..tokens.flags import Actions
 from ..workers.pool import WorkerPool
 from .agents import demonstrated
 from .attempt import Finished, run_attempt
+from .costs import RolloutPrices, ScoringSpent, with_scoring
 from .estimates import scored_of
 from .events import Observer, RolloutScored
 from .failures import GroupFailures, rollout_id_of
@@ -41,7 +42,6 @@ from .policy import (
     GroupRules,
     counts_as_attempt,
     group_seconds_left,
-    is_bug,
     is_retried,
     judge_group,
     judge_losses,
@@ -50,6 +50,7 @@ from .policy import (
     rules_of,
 )
 from .provenance import provenance_of
+from .score_once import score_once, scores_groups
 from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool
 from .staleness import StalenessMonitor
 from .stream import GroupRequest
@@ -85,6 +86,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
         staleness: cancels rollouts in flight that are too stale.
         slots: one per rollout in flight.
         made_with: the provenance that all groups share (`provenance.made_with`).
+        prices: what tokens cost, for the record of each rollout.
         ceiling: judges how many tokens flags keep from training.
         demonstrator: None if solutions are not needed.
         tracer: records what each rollout does.
@@ -112,6 +114,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     demonstrator: Demonstrator | None
     ceiling: UntrainedCeiling
     made_with: dict[str, Any]
+    prices: RolloutPrices = RolloutPrices()
     tracer: Tracer = NO_TRACER
 
     def publish_version(self, version: int) -> None:
@@ -127,6 +130,7 @@ class Member(msgspec.Struct):
     finished: Finished
     score: Score
     untrained: Untrained = Untrained()
+    spent: ScoringSpent = msgspec.field(default_factory=ScoringSpent)
 
 
 async def make_group(
@@ -147,9 +151,7 @@ async def make_group(
     if drop is not None:
         return drop
     try:
-        scores = await _group_scores(
-            context.environment, context.scorer, request.task, list(members.values())
-        )
+        scores = await _group_scores(context, request.task, list(members.values()))
     except SCORING_FAILURES as error:
         bug = error.detail.get("bug")
         return Drop("unscorable", bug or str(error), True, bug=bug is not None)
@@ -258,9 +260,10 @@ async def _try_member(
     if context.scorer.needs_token_ids:
         finished.result.completion_ids = trained_ids(finished.sequences)
     with within(current().child("score", {"envserver.environment": request.env})) as span:
-        score = await score_once(context.scorer, request.task, finished.result)
+        spent = ScoringSpent()
+        score = await score_once(context.scorer, request.task, finished.result, spent)
         scorable = context.scorer.delivered(score).reward
-        if scorable is not None and not _scores_groups(context.environment):
+        if scorable is not None and not scores_groups(context.environment):
             span.note({"envserver.reward": scorable})
     untrained = untrained_of(
         (call for call in finished.attempt.calls if call.trained),
@@ -281,9 +284,10 @@ async def _try_member(
             prompt_tokens=finished.usage.prompt_tokens,
             limit=finished.result.limit,
             untrained=untrained,
+            usage=with_scoring(finished.usage, finished.attempt.calls, spent, context.prices),
         )
     )
-    return Member(attempt, finished, score, untrained)
+    return Member(attempt, finished, score, untrained, spent)
 
 
 async def run_once(
@@ -356,28 +360,16 @@ def attempt_spec(context: RolloutContext, task: Task, rollout_id: str, attempt: 
     )
 
 
-async def score_once(scorer: ScorerPool, task: Task, result: Result) -> Score:
-    """Scores a rollout; retries a failed scorer once before the rollout fails."""
-    try:
-        return await scorer.score(task, result)
-    except SCORING_FAILURES as error:
-        if is_bug(error):
-            raise
-        return await scorer.score(task, result)
-
-
-async def _group_scores(
-    environment: Environment, scorer: ScorerPool, task: Task, members: list[Member]
-) -> list[Score]:
+async def _group_scores(context: RolloutContext, task: Task, members: list[Member]) -> list[Score]:
+    """Returns the final scores; what scoring the group takes is shared equally by `members`."""
     scores = [member.score for member in members]
-    if not _scores_groups(environment) or not members:
+    if not scores_groups(context.environment) or not members:
         return scores
+    spent = ScoringSpent()
     results = [member.finished.result for member in members]
-    return await scorer.score_group(task, results, scores)
-
-
-def _scores_groups(environment: Environment) -> bool:
-    return type(environment).score_group is not Environment.score_group
+    scores = await context.scorer.score_group(task, results, scores, spent)
+    spent.share_with([member.spent for member in members])
+    return scores
 
 
 def trajectory_of(
@@ -399,7 +391,7 @@ def trajectory_of(
         truncated=result.truncated,
         limit=result.limit,
         turns=result.turns,
-        usage=finished.usage,
+        usage=with_scoring(finished.usage, finished.attempt.calls, member.spent, context.prices),
         metrics=result.metrics,
         calls=finished.calls,
         actions=result.actions,

@@ -17,6 +17,7 @@ import pickle
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn, util
@@ -26,6 +27,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, cast
 
 import msgspec
+from envserver_records.costs import JudgeUsage
 from envserver_records.errors import (
     ConfigError,
     Failure,
@@ -44,6 +46,7 @@ from ..judges.server import JudgeServer
 from ..registry.interpreters import SETTINGS, InterpreterContext, interpreter_of
 from ..sandbox.places import folder_for_sockets
 from . import scorer_process
+from .costs import ScoringSpent
 from .rewards import RewardRules, delivered_score
 from .scorer_process import Declared, RowToScore, ScoreLimits, ScorerAnswer
 
@@ -160,9 +163,9 @@ class ScorerPool:
         """Returns the final score of a rollout as it is delivered, with its totals."""
         return delivered_score(score, self.rules)
 
-    async def score(self, task: Task, result: Result) -> Score:
+    async def score(self, task: Task, result: Result, spent: ScoringSpent | None = None) -> Score:
         """Returns the score of one rollout, without totals; the worst reward if its text uses up
-        the scorer's CPU seconds.
+        the scorer's CPU seconds. What it takes is added to `spent`, also if it fails.
 
         Raises:
             RewardError: the environment gave a reward that it may not give.
@@ -170,13 +173,19 @@ class ScorerPool:
             SandboxError, JudgeError: a sandbox or the judge failed, whatever the scorer made of it.
             ConfigError: the environment cannot score as it is set up.
         """
-        return await self._score(scorer_process.score, (task, result), (task, Result(output="")))
+        without_text = (task, Result(output=""))
+        return await self._score(scorer_process.score, (task, result), without_text, spent)
 
     async def score_group(
-        self, task: Task, results: list[Result], scores: list[Score]
+        self,
+        task: Task,
+        results: list[Result],
+        scores: list[Score],
+        spent: ScoringSpent | None = None,
     ) -> list[Score]:
         """Returns the scores of a group, after its group scoring; raises like `score`."""
-        final: list[Score] = await self._ask(scorer_process.score_group, task, results, scores)
+        arguments = (task, results, scores)
+        final: list[Score] = await self._ask(scorer_process.score_group, arguments, spent)
         return final
 
     async def task_digests(self, count: int) -> list[str]:
@@ -218,7 +227,11 @@ class ScorerPool:
         return await self._score(scorer_process.score_row, (row,), (empty,))
 
     async def _score(
-        self, function: Callable[..., Any], args: tuple[Any, ...], without_text: tuple[Any, ...]
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        without_text: tuple[Any, ...],
+        spent: ScoringSpent | None = None,
     ) -> Score:
         """Returns the score; the worst, with the metric SCORER_KILLED, if the text is to blame.
 
@@ -235,10 +248,10 @@ class ScorerPool:
             ScorerDied: it died otherwise, or an empty answer takes as long.
         """
         try:
-            score: Score = await self._ask(function, *args)
+            score: Score = await self._ask(function, args, spent)
         except ScorerOutOfCpu as error:
             try:
-                await self._answer(function, *without_text)
+                await self._answer(function, without_text, spent)
             except ScorerOutOfCpu as again:
                 raise ScorerDied(
                     f"{error} An empty answer to the same task takes as long: the environment is "
@@ -248,16 +261,26 @@ class ScorerPool:
             return Score(reward=self.rules.range.worst, metrics={SCORER_KILLED: 1.0})
         return score
 
-    async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        outcome = await self._answer(function, *args)
+    async def _ask(
+        self, function: Callable[..., Any], args: tuple[Any, ...], spent: ScoringSpent | None
+    ) -> Any:
+        outcome = await self._answer(function, args, spent)
         self._spent(outcome.seconds, outcome.cpu_seconds)
         if outcome.failure is not None:
             _raise(outcome.failure)
         return outcome.value
 
-    async def _answer(self, function: Callable[..., Any], *args: Any) -> ScorerAnswer:
+    async def _answer(
+        self, function: Callable[..., Any], args: tuple[Any, ...], spent: ScoringSpent | None
+    ) -> ScorerAnswer:
         async with self._free_scorer() as scorer:
-            return await scorer.call(function, args, self._limits)
+            started = time.monotonic()
+            try:
+                return await scorer.call(function, args, self._limits)
+            finally:
+                judged = scorer.take_judge_usage()
+                if spent is not None:
+                    spent.add(time.monotonic() - started, judged)
 
     @asynccontextmanager
     async def _free_scorer(self) -> AsyncIterator[_Scorer]:
@@ -305,6 +328,12 @@ class _Scorer:
                 # The process died while idle: nothing was lost, another one takes over.
                 await self.close()
         raise ScorerError("A scorer process cannot be started.")
+
+    def take_judge_usage(self) -> JudgeUsage | None:
+        """Returns what the judge was asked since the last time; None: nothing."""
+        if self._judge is None or self._address is None:
+            return None
+        return self._judge.take_usage(self._address)
 
     async def _call_once(self, request: bytes, limits: ScoreLimits) -> ScorerAnswer:
         if self._pool is None:

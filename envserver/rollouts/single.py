@@ -11,8 +11,10 @@ import msgspec
 from envserver_records.errors import Failure, RolloutError
 from envserver_records.records import Score, Task, Trajectory
 
-from .group import Member, RolloutContext, run_once, score_once, trajectory_of
+from .costs import ScoringSpent
+from .group import Member, RolloutContext, run_once, trajectory_of
 from .policy import counts_as_attempt, is_retried, retry_delay_seconds
+from .score_once import score_once
 from .stream import GroupRequest
 
 
@@ -45,10 +47,11 @@ async def run_single(
         try:
             async with context.slots:
                 finished = await run_once(context, request, f"{request.group_id}-r0", attempt)
-            score = Score(reward=None)
+            score, spent = Score(reward=None), ScoringSpent()
             if scored:
-                score = await score_once(context.scorer, task, finished.result)
-            return trajectory_of(context, request, 0, Member(attempt, finished, score), score)
+                score = await score_once(context.scorer, task, finished.result, spent)
+            member = Member(attempt, finished, score, spent=spent)
+            return trajectory_of(context, request, 0, member, score)
         except RolloutError as error:
             tries += counts_as_attempt(error)
             if not is_retried(error, tries, context.rollouts.max_attempts):

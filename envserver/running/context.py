@@ -40,6 +40,7 @@ from ..workers.sandboxed import WorkerSandbox
 from .agent_engines import OwnEndpoint, own_endpoints
 from .engines import look_at, make_endpoint, make_engine, started
 from .judging import folder_of, judge_of, judge_settings, scorer_processes
+from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
 from .tracing import tracer_of
 
@@ -213,6 +214,12 @@ async def rollout_context(
             ceiling=UntrainedCeiling(
                 settings.tokens.max_untrained_share if for_training else 1.0,
                 settings.tokens.untrained_window_groups,
+            ),
+            prices=rollout_prices(
+                settings,
+                model,
+                {name: own[name].model if name in own else None for name in roles},
+                shared.judge.config if shared.judge is not None else None,
             ),
             tracer=shared.tracer,
         )

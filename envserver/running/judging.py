@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 import structlog
+from envserver_records.costs import Prices
 from prometheus_client.core import Metric
 
 from ..config import EnvironmentConfig, OpenAIConfig
-from ..evaluation.prices import Prices
 from ..judge_config import JudgeConfig
 from ..judges.server import JudgeServer
 from ..telemetry.families import by_key, counter
@@ -145,9 +145,20 @@ class JudgeNumbers:
         ]  # fmt: skip
 
 
-def _cost(judge: JudgeServer) -> float | None:
-    config, counts = judge.config, judge.counts
+def judge_prices(config: JudgeConfig) -> Prices | None:
+    """Returns the prices of the judge's model, if they are set."""
     if config.prompt_price is None or config.completion_price is None:
         return None
-    prices = Prices(prompt=config.prompt_price, completion=config.completion_price)
+    return Prices(
+        prompt=config.prompt_price,
+        completion=config.completion_price,
+        currency=config.currency,
+        source="--judge.prompt_price",
+    )
+
+
+def _cost(judge: JudgeServer) -> float | None:
+    prices, counts = judge_prices(judge.config), judge.counts
+    if prices is None:
+        return None
     return prices.cost(counts.prompt_tokens, counts.completion_tokens)

@@ -50,6 +50,7 @@ class RolloutNumbers:
         self._points = Counts()
         self._seconds = Labelled(SECONDS)
         self._tokens = Counts()
+        self._costs = Counts()
         self._delivered = Counts()
         self._dropped = Counts()
         self._flags = Counts()
@@ -81,6 +82,9 @@ class RolloutNumbers:
         self._tokens.add((environment, "prompt"), event.prompt_tokens)
         self._tokens.add((environment, "completion"), event.completion_tokens)
         self._seconds.add((environment,), event.seconds)
+        cost = event.usage.cost if event.usage is not None else None
+        if cost is not None and cost.models:
+            self._costs.add((environment, cost.currency), sum(cost.models.values()))
         for flag in event.flags:
             self._flags.add((flag,))
         for flag, count in event.untrained.by_flag.items():
@@ -112,6 +116,10 @@ class RolloutNumbers:
             ),
             histogram("envserver_rollout_seconds", "From start to result", of, self._seconds),
             counter("envserver_tokens", "Tokens of scored rollouts", (*of, "kind"), self._tokens),
+            counter(
+                "envserver_tokens_cost", "Cost of the tokens of scored rollouts",
+                (*of, "currency"), self._costs,
+            ),
             counter("envserver_groups_delivered", "Groups made durable", of, self._delivered),
             counter(
                 "envserver_groups_dropped", "Groups not delivered", (*of, "reason"), self._dropped

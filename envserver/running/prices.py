@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from envserver_records.costs import Prices
 from envserver_records.errors import ConfigError
 
+from ..config import Settings
 from ..evaluation.folders import Pricing
-from ..evaluation.prices import Prices, read_prices
+from ..evaluation.prices import read_prices
+from ..judge_config import JudgeConfig
 from ..models.catalogue import read_catalogue
-from .run_settings import PricesConfig
+from ..prices_config import PricesConfig
+from ..rollouts.costs import RolloutPrices
+from .judging import judge_prices
 
 
 def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pricing:
@@ -37,6 +43,41 @@ def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pr
         return _of_catalogue(model, served, models_file, config.currency)
 
     return pricing
+
+
+def rollout_prices(
+    settings: Settings,
+    model: str,
+    agents: Mapping[str, str | None],
+    judge_config: JudgeConfig | None,
+) -> RolloutPrices:
+    """Returns the prices by which the cost of each rollout is recorded.
+
+    Args:
+        model: name of the run's model at its engine.
+        agents: the own model of each declared agent, None where it is the run's; {}: one agent.
+
+    Raises:
+        ConfigError: prices are incomplete, or those of the judge are in another currency.
+    """
+    config = settings.prices
+    place = settings.engine.models_file
+    of_run = pricing_of(config, settings.model, place)(model)
+    # Prices given as flags are those of the run's model.
+    others = config.model_copy(update={"prompt": None, "completion": None})
+    of_others = pricing_of(others, None, place)
+    known = {
+        agent: of_run if own is None else of_others(own)
+        for agent, own in (agents or {"": None}).items()
+    }
+    prices = {agent: found for agent, found in known.items() if found is not None}
+    judge = None if judge_config is None else judge_prices(judge_config)
+    if prices and judge is not None and judge.currency != config.currency:
+        raise ConfigError(
+            f"The judge's prices are in {judge.currency}, those of the model in {config.currency}.",
+            hint="Set --judge.currency and --prices.currency alike: costs are added up.",
+        )
+    return RolloutPrices(agents=prices, judge=judge)
 
 
 def _of_catalogue(model: str | None, served: str, place: Path, currency: str) -> Prices | None:

@@ -25,7 +25,7 @@ from ..models.measured import MeasuredEngine
 from ..proxy.attempts import routing_key
 from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.attempt import Finished
-from ..rollouts.group import RolloutContext, run_once, score_once
+from ..rollouts.group import RolloutContext, run_once
 from ..rollouts.kept_calls import calls_in, service_calls_in
 from ..rollouts.replaying import (
     Difference,
@@ -36,6 +36,7 @@ from ..rollouts.replaying import (
     recorded_calls,
     told_calls,
 )
+from ..rollouts.score_once import score_once
 from ..rollouts.stream import GroupRequest
 from ..telemetry.tracing import NO_TRACER
 from ..workers.debugging import DebugPool

@@ -30,21 +30,8 @@ from ..config import (
 from ..delivery_config import DeliveryConfig
 from ..evaluation_config import Failures, Truncated
 from ..judge_config import JudgeConfig
+from ..prices_config import PricesConfig
 from ..remote.messages import NAME_PATTERN
-
-
-class PricesConfig(Section):
-    """Prices of tokens; a report without any shows no cost."""
-
-    prompt: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Price of a million prompt tokens; needs `prices.completion`."""
-    completion: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Price of a million completion tokens."""
-    currency: str = "USD"
-    """Currency of all prices."""
-    file: Path | None = None
-    """YAML file `MODEL: {prompt: 0.15, completion: 0.6}`; unset: `prompt_price` and
-    `completion_price` of the model's entry in `engine.models_file`."""
 
 
 class ServeSettings(MixSettings):
@@ -83,7 +70,6 @@ class EvaluateSettings(MixSettings):
     """
     no_baselines: bool = False
     """Do not run the environment's baselines."""
-    prices: PricesConfig = PricesConfig()
 
 
 class ScoreSettings(EnvironmentSettings):

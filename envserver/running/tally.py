@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from envserver_records.records import Group
+import msgspec
+from envserver_records.costs import Cost, added
+from envserver_records.records import Group, Usage
 from envserver_records.scores import UNIT_RANGE, RewardRange
 
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed, RolloutScored
@@ -72,6 +74,7 @@ class Tally:
         self.groups = 0
         self.rollouts = 0
         self.rewards = Rewards()
+        self.prompt_tokens = 0
         self.completion_tokens = 0
         self.failures: Counter[str] = Counter()
         self.last_words: dict[str, str] = {}
@@ -83,6 +86,10 @@ class Tally:
         self.untrained = Untrained()
         """Tokens of all scored rollouts that flags mask or drop."""
         self.first_groups: list[Group] = []
+        self.cost: Cost | None = None
+        """Cost of all scored rollouts, without the judge; None without known prices."""
+        self.sandbox_seconds = 0.0
+        self.scoring_seconds = 0.0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RolloutScored):
@@ -90,6 +97,8 @@ class Tally:
             self.completion_tokens += event.completion_tokens
             self.flags.update(event.flags)
             self.untrained = summed((self.untrained, event.untrained))
+            if event.usage is not None:
+                self._add_usage(event.usage)
         elif isinstance(event, RolloutFailed):
             self.failures[event.failure.kind] += 1
             self.last_words[event.failure.kind] = event.failure.message
@@ -99,6 +108,24 @@ class Tally:
             self.drops[event.reason] += 1
         elif isinstance(event, GroupDelivered):
             self._add_group(event.group)
+
+    def _add_usage(self, usage: Usage) -> None:
+        if usage.cost is not None and usage.cost.models:
+            cost = msgspec.structs.replace(usage.cost, judge=None)
+            self.cost = cost if self.cost is None else added((self.cost, cost))
+        self.prompt_tokens += usage.prompt_tokens
+        self.scoring_seconds += usage.scoring_seconds
+        self.sandbox_seconds += usage.sandbox.wall_seconds if usage.sandbox is not None else 0.0
+
+    def costs_line(self) -> str:
+        """Returns what the scored rollouts took, in one line; the judge has a line of its own."""
+        parts = [f"{self.prompt_tokens:,} + {self.completion_tokens:,} tokens"]
+        if self.sandbox_seconds:
+            parts.append(f"{self.sandbox_seconds:.1f} s in sandboxes")
+        parts.append(f"{self.scoring_seconds:.1f} s of scoring")
+        if self.cost is not None:
+            parts.append(f"{self.cost.total:.4f} {self.cost.currency}")
+        return f"Took: {', '.join(parts)}"
 
     def _add_group(self, group: Group) -> None:
         self.groups += 1

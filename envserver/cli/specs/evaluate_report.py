@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ...config import Section
 from ...evaluation_config import Failures, Truncated
-from ...running.run_settings import PricesConfig
+from ...prices_config import PricesConfig
 from ..command_line import CommandSpec
 
 SUMMARY = """Writes the report of an evaluation again (report.json, report.md, report.html), from

@@ -1,0 +1,108 @@
+"""What a rollout took and what that cost: prices, the judge's part, and sums in one currency.
+
+In: prices of a million tokens, and counts. Out: a `Cost` for each rollout. A cost is known only
+where somebody gave a price: what has no price is left out, and never counts as free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from .errors import ConfigError
+
+MILLION = 1_000_000
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """The prices of a model.
+
+    Args:
+        prompt, completion: price of a million tokens each.
+        source: where the price comes from.
+    """
+
+    prompt: float
+    completion: float
+    currency: str = "USD"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.prompt < float("inf") and 0 <= self.completion < float("inf")):
+            raise ConfigError("A price must be a number from 0 on.")
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """Returns the cost of these tokens."""
+        spent = prompt_tokens * self.prompt + completion_tokens * self.completion
+        return spent / MILLION
+
+
+class JudgeUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What scoring asked the judge.
+
+    Args:
+        calls: answered calls, from the engine or the cache; cached: those from the cache.
+        prompt_tokens, completion_tokens: of the engine's answers (the cache's cost nothing).
+        seconds: wall clock of all calls together, parallel ones added up.
+    """
+
+    calls: int = 0
+    cached: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: JudgeUsage) -> JudgeUsage:
+        return JudgeUsage(
+            calls=self.calls + other.calls,
+            cached=self.cached + other.cached,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            seconds=self.seconds + other.seconds,
+        )
+
+    def shared(self, count: int) -> Iterator[JudgeUsage]:
+        """Yields `count` nearly equal parts, which add up to this."""
+        for k in range(count):
+            yield JudgeUsage(
+                calls=_part(self.calls, k, count),
+                cached=_part(self.cached, k, count),
+                prompt_tokens=_part(self.prompt_tokens, k, count),
+                completion_tokens=_part(self.completion_tokens, k, count),
+                seconds=self.seconds / count,
+            )
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost of one rollout, as far as prices are known.
+
+    Args:
+        models: cost of the tokens of each agent ("": a single one) whose model has prices.
+        judge: cost of the judge's tokens; None: not asked, or without prices.
+    """
+
+    currency: str
+    models: dict[str, float] = {}
+    judge: float | None = None
+
+    @property
+    def total(self) -> float:
+        return sum(self.models.values()) + (self.judge or 0.0)
+
+
+def added(costs: Iterable[Cost | None]) -> Cost | None:
+    """Returns the sum of those that are known; None if none is, or their currencies differ."""
+    known = [cost for cost in costs if cost is not None]
+    if len({cost.currency for cost in known}) != 1:
+        return None
+    models: dict[str, float] = {}
+    for cost in known:
+        for agent, spent in cost.models.items():
+            models[agent] = models.get(agent, 0.0) + spent
+    judged = [cost.judge for cost in known if cost.judge is not None]
+    return Cost(currency=known[0].currency, models=models, judge=sum(judged) if judged else None)
+
+
+def _part(total: int, k: int, count: int) -> int:
+    return total * (k + 1) // count - total * k // count
