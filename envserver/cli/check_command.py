@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     line = read_run_spec(COMMAND, argv)
     configure_logs(line.settings.log_level, line.settings.log_format)
     with _bar(Console(stderr=True)) as bar:
-        shown = {name: bar.add_task(name, total=None) for name in ("results", "plays")}
+        shown = {name: bar.add_task(name, total=None) for name in ("plays", "results")}
         report = run_loop(
             check_environment(
                 line,

@@ -23,7 +23,8 @@ ORDERS = (
 MAY_RAISE = ("wrong type", "odd message")
 """Outputs that no real agent leaves; a scorer may raise on them, as that gives no reward."""
 
-_CHOICE_CHARACTERS = 200
+_CHOICES = ("options", "choices", "candidates", "labels")
+"""Names of such lists in the public part of tasks."""
 _WRONG_TYPES: tuple[Any, ...] = (0, True, -1.5, [], [None], {}, [[["x"]]], {"": {"": [None, 1]}})
 _ODD_MESSAGES: tuple[dict[str, Any], ...] = (
     {"role": "assistant", "content": None},
@@ -67,17 +68,12 @@ def absurd_results(public: dict[str, Any], outputs: list[Any]) -> Iterator[Known
 _SAYS = {"role": "assistant"}
 
 
-def _choices(value: Any) -> Iterator[list[str]]:
-    """Every list of several short texts, such as the options of a question."""
-    if isinstance(value, dict):
-        for inner in value.values():
-            yield from _choices(inner)
-    elif isinstance(value, list | tuple):
-        texts = [one for one in value if isinstance(one, str) and len(one) <= _CHOICE_CHARACTERS]
-        if 1 < len(texts) == len(value):
+def _choices(public: dict[str, Any]) -> Iterator[list[str]]:
+    """Every list of texts to choose from, such as the options of a question."""
+    for name in _CHOICES:
+        texts = public.get(name)
+        if isinstance(texts, list) and len(texts) > 1 and all(isinstance(t, str) for t in texts):
             yield texts
-        for inner in value:
-            yield from _choices(inner)
 
 
 def strings_in(value: Any) -> Iterator[str]:

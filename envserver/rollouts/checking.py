@@ -3,7 +3,7 @@
 In: an environment and its scorers. Every result whose reward is known (the author's own, and absurd
 ones) goes through the real scorer. Out: an EnvironmentReport: one row per kind of result, and every
 task with an unexpected reward. A scorer that fails is wrong, too, because the rollout would be
-lost, except for results that no agent produces. `running.check_plays` adds what rollouts show.
+lost, except for results that no agent produces. `running.check_plays` plays the rollouts.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import msgspec
 import orjson
 from envserver_records.errors import EnvserverError
 from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult
 from .absurd import MAY_RAISE, absurd_results, strings_in
-from .check_report import EnvironmentReport, Kind, Wrong
+from .check_report import EnvironmentReport, Kind, Played, Wrong
 from .rewards import RewardRules, delivered_score, range_of, rules_of_rewards
 from .scoring import SCORING_FAILURES
 from .task_digests import digest_of, first_tasks, packed
@@ -44,17 +45,36 @@ class Scorer(Protocol):
     async def task_digests(self, count: int) -> list[str]: ...
 
 
+class Plays(msgspec.Struct, frozen=True):
+    """What playing the tasks through the rollout showed.
+
+    Args:
+        problems: as in EnvironmentReport.
+        right: outputs of demonstrations that solved their tasks, by the ids of these.
+    """
+
+    plays: list[Played] = []
+    problems: list[str] = []
+    right: dict[str, Any] = {}
+
+
+async def _nothing_played(tasks: list[Task]) -> Plays:
+    return Plays()
+
+
 async def check(
     make_environment: Callable[[], Environment],
     scorer: Scorer,
     *,
     most_tasks: int,
+    play: Callable[[list[Task]], Awaitable[Plays]] = _nothing_played,
     progress: Progress = lambda done, of: None,
-) -> tuple[EnvironmentReport, list[Task]]:
-    """Checks the first tasks of the environment's split; also returns these tasks.
+) -> EnvironmentReport:
+    """Checks the first tasks of the environment's split.
 
     Args:
         make_environment: a fresh instance, ready for `tasks`.
+        play: plays the tasks; default: nothing is played.
 
     Raises:
         ConfigError: there are no tasks, or they cannot be read.
@@ -72,7 +92,11 @@ async def check(
         problems += task_problems(task)
     kinds: dict[tuple[str, float, float], Kind] = {}
     without_gold: list[str] = []
-    cases = await asyncio.to_thread(_cases, environment, tasks, problems, without_gold)
+    played = await play(tasks)
+    problems += played.problems
+    cases = await asyncio.to_thread(
+        _cases, environment, tasks, problems, without_gold, played.right
+    )
     done = 0
     async for task, known, verdict in _scored(scorer, cases, rules):
         key = (known.name, known.least, known.most)
@@ -83,7 +107,7 @@ async def check(
         done += 1
         progress(done, len(cases))
     problems += await _changed_scores(scorer, cases, rules)
-    report = EnvironmentReport(
+    return EnvironmentReport(
         environment=environment.name,
         split=environment.config.split,
         tasks=len(tasks),
@@ -91,9 +115,9 @@ async def check(
         kinds=list(kinds.values()),
         without_gold=without_gold,
         problems=problems,
+        plays=played.plays,
         reward_range=_shown_range(environment),
     )
-    return report, tasks
 
 
 def _shown_range(environment: Environment) -> tuple[float | None, float | None, float]:
@@ -147,9 +171,17 @@ def task_problems(task: Task) -> Iterator[str]:
 
 
 def _cases(
-    environment: Environment, tasks: list[Task], problems: list[str], without_gold: list[str]
+    environment: Environment,
+    tasks: list[Task],
+    problems: list[str],
+    without_gold: list[str],
+    played: Mapping[str, Any],
 ) -> list[tuple[Task, KnownResult]]:
-    """Returns every result to be scored; adds failures in making them to `problems`."""
+    """Returns every result to be scored; adds failures in making them to `problems`.
+
+    Args:
+        played: outputs of right rollouts, by task: absurd results imitate them.
+    """
     cases: list[tuple[Task, KnownResult]] = []
     bounds = range_of(environment)
     nothing = max(bounds.worst, 0.0)
@@ -163,6 +195,7 @@ def _cases(
             )
             continue
         right = [one.result.output for one in known if one.least > nothing]
+        right += [played[task.id]] if task.id in played else []
         if not right:
             without_gold.append(task.id)
         known += (

@@ -11,6 +11,7 @@ import msgspec
 from envserver_records.errors import Failure, RolloutError
 from envserver_records.records import Score, Task, Trajectory
 
+from ..environment import Environment
 from .costs import ScoringSpent
 from .group import Member, RolloutContext, run_once, trajectory_of
 from .policy import counts_as_attempt, is_retried, retry_delay_seconds
@@ -30,17 +31,21 @@ async def run_single(
     Raises:
         RolloutError: the last try failed, too.
     """
-    config = context.environment.config
     if not scored:  # nobody knows how to solve it
         context = msgspec.structs.replace(context, demonstrator=None)
-    request = GroupRequest(
-        group_id=f"single-{uuid.uuid4().hex[:12]}",
-        index=0,
-        env=context.environment.name,
-        split=config.split,
-        seed=config.seed,
-        task=task,
-    )
+    request = single_request(context.environment, task)
+    member = await run_member(context, request, scored=scored, failed=failed)
+    return trajectory_of(context, request, 0, member, member.score)
+
+
+async def run_member(
+    context: RolloutContext,
+    request: GroupRequest,
+    *,
+    scored: bool,
+    failed: Callable[[Failure], object] = lambda failure: None,
+) -> Member:
+    """Runs the only rollout of `request`; arguments and errors are those of `run_single`."""
     attempt = tries = 0
     while True:
         attempt += 1
@@ -49,12 +54,24 @@ async def run_single(
                 finished = await run_once(context, request, f"{request.group_id}-r0", attempt)
             score, spent = Score(reward=None), ScoringSpent()
             if scored:
-                score = await score_once(context.scorer, task, finished.result, spent)
-            member = Member(attempt, finished, score, spent=spent)
-            return trajectory_of(context, request, 0, member, score)
+                score = await score_once(context.scorer, request.task, finished.result, spent)
+            return Member(attempt, finished, score, spent=spent)
         except RolloutError as error:
             tries += counts_as_attempt(error)
             if not is_retried(error, tries, context.rollouts.max_attempts):
                 raise
             failed(error.failure())
         await asyncio.sleep(retry_delay_seconds(max(tries, 1), random.random()))
+
+
+def single_request(environment: Environment, task: Task) -> GroupRequest:
+    """Returns the request for a rollout of `task` that belongs to no group."""
+    config = environment.config
+    return GroupRequest(
+        group_id=f"single-{uuid.uuid4().hex[:12]}",
+        index=0,
+        env=environment.name,
+        split=config.split,
+        seed=config.seed,
+        task=task,
+    )

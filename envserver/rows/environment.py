@@ -37,6 +37,9 @@ _log = structlog.get_logger("envserver.rows")
 class RowsEnvironment(Environment):
     """Asks the prompt of each row, and pays what reward functions say."""
 
+    # A reward function of others may read the whole completion.
+    exact_demonstrations = True
+
     class Config(Environment.Config):
         """Settings of an environment of rows."""
 

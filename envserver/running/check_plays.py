@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from envserver_records.errors import ConfigError, RolloutError
+from envserver_records.errors import EnvserverError
 from envserver_records.records import Message, Task, text_of
 
 from ..config import Settings, SimConfig
@@ -31,10 +31,10 @@ from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.absurd import ORDERS
 from ..rollouts.attempt import Finished
 from ..rollouts.check_report import Played, Wrong
-from ..rollouts.checking import secrets_of
-from ..rollouts.group import RolloutContext, run_once, score_once
+from ..rollouts.checking import Plays, secrets_of
+from ..rollouts.group import RolloutContext
 from ..rollouts.rewards import range_of
-from ..rollouts.scoring import SCORING_FAILURES
+from ..rollouts.single import run_member
 from ..rollouts.stream import GroupRequest
 from ..telemetry.tracing import NO_TRACER
 from .context import SharedEngine, rollout_context
@@ -133,8 +133,8 @@ async def play(
     most_wrong: int,
     judge: JudgeServer | None,
     progress: Callable[[int, int], None],
-) -> tuple[list[Played], list[str]]:
-    """Plays the tasks, and returns what the ways were rewarded with, and problems.
+) -> Plays:
+    """Plays the tasks in all ways.
 
     Args:
         tasks: all are played by demonstration, the first `most_wrong` in the other ways.
@@ -170,7 +170,7 @@ async def play(
         async with asyncio.TaskGroup() as group:
             for index, (number, name, task) in enumerate(plan):
                 group.create_task(one(index, number, name, task))
-    return plays.judged(), problems
+    return Plays(plays.judged(), problems, plays.right)
 
 
 @contextlib.asynccontextmanager
@@ -214,10 +214,12 @@ class _Plays:
         self._players = players
         self._problems = problems
         self._range = range_of(context.environment)
+        self.right: dict[str, Any] = {}
+        """Outputs of demonstrations that solved their tasks."""
         self._played = {name: Played(way=name, cheat=way.cheat) for name, way in WAYS.items()}
 
     async def play(self, rollout_id: str, name: str, task: Task) -> None:
-        """Plays `task` once."""
+        """Plays `task` once, and again where a failure is not the environment's."""
         played, context = self._played[name], self._context
         config = context.environment.config
         request = GroupRequest(
@@ -229,12 +231,11 @@ class _Plays:
             task=task,
         )
         try:
-            async with context.slots:
-                finished = await run_once(context, request, rollout_id, 1)
-            score = await score_once(context.scorer, task, finished.result)
-        except (RolloutError, *SCORING_FAILURES, ConfigError) as error:
+            member = await run_member(context, request, scored=True)
+        except EnvserverError as error:
             played.wrong.append(Wrong(task_id=task.id, reward=None, error=str(error), raised=True))
             return
+        finished = member.finished
         if WAYS[name].differs and rollout_id not in self._players.differing:
             return
         played.turns += finished.result.turns
@@ -243,18 +244,21 @@ class _Plays:
             played.limits[finished.result.limit] += 1
         if name == DEMONSTRATION:
             self._problems += _shown_secrets(finished, task)
-        self._count(played, task, context.scorer.delivered(score).reward)
+        if self._counted(played, task, context.scorer.delivered(member.score).reward):
+            self.right[task.id] = finished.result.output
 
-    def _count(self, played: Played, task: Task, reward: float | None) -> None:
+    def _counted(self, played: Played, task: Task, reward: float | None) -> bool:
+        """Counts a play; returns whether it is a demonstration that solved its task."""
         if reward is None:
             played.wrong.append(Wrong(task_id=task.id, reward=None, error="It is not scorable."))
-            return
+            return False
         played.rewards.append(reward)
         solved = reward >= self._range.solved_at - _EPSILON
         played.solved += solved
         judged = played.way == DEMONSTRATION and self._context.environment.demonstrations_solve
         if judged and not solved:
             played.wrong.append(Wrong(task_id=task.id, reward=reward))
+        return judged and solved
 
     def judged(self) -> list[Played]:
         """Returns the ways that were played; adds to the problems what only all plays tell."""

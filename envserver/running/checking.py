@@ -17,7 +17,7 @@ from ..environment import Environment
 from ..judges.server import JudgeServer
 from ..registry import absolute
 from ..rollouts.check_report import EnvironmentReport, ScoringCost
-from ..rollouts.checking import check
+from ..rollouts.checking import Plays, check
 from ..rollouts.scoring import ScorerPool
 from ..sandbox.watched import WatchedSandboxes
 from .check_plays import play
@@ -60,28 +60,28 @@ async def check_environment(
             judge=judge,
             spent=lambda seconds, cpu_seconds: costs.append((seconds, cpu_seconds)),
         ) as scorer:
-            report, tasks = await check(
+            report = await check(
                 fresh,
                 scorer,
                 most_tasks=settings.tasks,
+                play=lambda tasks: _play(spec, fresh(), tasks, judge, progress),
                 progress=lambda done, of: progress("results", done, of),
             )
-        report.scoring = _cost(costs, fresh().score_cpu_seconds)
-        if settings.plays:
-            await _play(spec, fresh(), report, tasks, judge, progress)
+    report.scoring = _cost(costs, spec.environment_class.score_cpu_seconds)
     return report
 
 
 async def _play(
     spec: RunSpec[CheckSettings],
     environment: Environment,
-    report: EnvironmentReport,
     tasks: list[Task],
     judge: JudgeServer | None,
     progress: OnProgress,
-) -> None:
-    """Adds the plays to the report; that rollouts cannot be run at all is a problem in it."""
+) -> Plays:
+    """Plays the tasks; that rollouts cannot be run at all is a problem of the environment."""
     checked = spec.settings
+    if not checked.plays:
+        return Plays()
     settings = Settings(
         sandbox=checked.sandbox,
         workers=checked.workers,
@@ -89,7 +89,7 @@ async def _play(
         rollouts=RolloutsConfig(scorer_processes=checked.processes),
     ).model_copy(update={"env": checked.env, "environment": checked.environment})
     try:
-        report.plays, problems = await play(
+        return await play(
             settings,
             environment,
             spec.reference,
@@ -99,8 +99,7 @@ async def _play(
             progress=lambda done, of: progress("plays", done, of),
         )
     except EnvserverError as error:
-        problems = [f"Its rollouts cannot be run: {error}"]
-    report.problems += problems
+        return Plays(problems=[f"Its rollouts cannot be run: {error}"])
 
 
 def _cost(costs: list[tuple[float, float]], limit: float) -> ScoringCost | None:

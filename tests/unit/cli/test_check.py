@@ -11,9 +11,12 @@ import pytest
 from support.commands import envserver
 
 from envserver import KnownResult, Result, Task
+from envserver.cli.check_card import card
 from envserver.rollouts.absurd import absurd_results
+from envserver.rollouts.check_report import EnvironmentReport, Kind, Played, Wrong
 from envserver.rollouts.checking import differences, task_problems
 
+THOROUGH = pytest.mark.thorough
 ENVIRONMENT = '''
 import itertools, random
 from contextlib import nullcontext
@@ -196,6 +199,7 @@ def test_a_sound_environment_passes(zoo: Path) -> None:
     assert found["plays"] == [] and found["scoring"]["count"] > 100
 
 
+@pytest.mark.thorough
 def test_endless_tasks_are_cut_and_a_card_is_made(zoo: Path) -> None:
     ran = check("--env", f"{zoo}:Endless", "--tasks", 3, "--plays", 1, "--card", folder=zoo.parent)
     assert ran.returncode == 0, ran.stderr
@@ -216,6 +220,7 @@ def test_demonstrations_are_played_through_the_rollout_of_several_agents(zoo: Pa
     assert len(cheats) == 6 and not any(one["solved"] for one in cheats)
 
 
+@pytest.mark.thorough
 def test_faults_that_only_a_rollout_shows_are_found(zoo: Path) -> None:
     found = report(zoo, "Faulty", plays=3)
     problems = "\n".join(found["problems"])
@@ -254,8 +259,8 @@ def test_rewards_that_are_wrong_are_found(zoo: Path, name: str, kinds: set[str])
         ("Random", "tasks differ: 'the same'"),
         ("Random", "have the same id: 'the same'"),
         ("Broken", "cannot be made: KeyError"),
-        ("Moody", "Scored twice, gold of task 't0' gets 0.9"),
-        ("Unordered", "In another process the tasks differ"),
+        pytest.param("Moody", "Scored twice, gold of task 't0' gets 0.9", marks=THOROUGH),
+        pytest.param("Unordered", "In another process the tasks differ", marks=THOROUGH),
     ],
 )
 def test_tasks_that_are_not_sound_are_found(zoo: Path, name: str, words: str) -> None:
@@ -287,11 +292,51 @@ def test_math_passes(tmp_path: Path) -> None:
     assert {"unevaluated expression", "every option", "gold, only thought"} <= kinds.keys()
 
 
+def test_a_card_names_what_was_found_in_one_table() -> None:
+    report = EnvironmentReport(
+        environment="sums",
+        split="train",
+        tasks=3,
+        whole=True,
+        kinds=[Kind(name="gold", expected_least=1.0, expected_most=1.0, count=3)],
+        without_gold=[],
+        problems=["A cheat | solves"],
+        plays=[
+            Played(way="demonstration", rewards=[1.0, 0.5], solved=1, turns=4,
+                   wrong=[Wrong(task_id="t", reward=0.5), Wrong(task_id="u", reward=None)]),
+            Played(way="refusal", cheat=True, rewards=[0.0]),
+        ],
+        reward_range=(0.0, None, 1.0),
+    )  # fmt: skip
+    assert card(report).splitlines() == [
+        "| checked | found |",
+        "|---|---|",
+        "| verdict | FAILS `envserver check` |",
+        "| tasks | all 3 of `train` |",
+        "| rewards | 0 to no limit, a task is solved at 1 |",
+        "| right results | 3 of 3 as expected |",
+        "| wrong, absurd and cheating results | none known |",
+        "| demonstrations, played | 1 of 3 solve their task, mean reward 0.75, 2.0 turns; "
+        "1 failure |",
+        "| problem | A cheat \\| solves |",
+        "",
+        "| the model only says | tasks solved | mean reward |",
+        "|---|---|---|",
+        "| refusal | 0 of 1 | 0 |",
+    ]
+
+
 def test_absurd_results_come_in_the_form_of_right_ones() -> None:
     made = list(absurd_results({"question": "Why?", "options": ["a"]}, [{"patch": "x"}]))
     assert all((one.least, one.most) == (0.0, 0.0) for one in made)
     assert KnownResult("question echoed", Result(output={"patch": "Why?\na"})) in made
     assert KnownResult("wrong type", Result(output={"patch": [None]})) in made
+    (all_at_once,) = [
+        one.result.output
+        for one in absurd_results({"options": ["a", "b"], "words": ["c", "d"]}, [])
+        if one.name == "every choice"
+    ]
+    assert all_at_once == "a, b"
 
 
 def test_short_hidden_words_may_stand_in_the_question() -> None:

@@ -4,6 +4,7 @@ recordings."""
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ from envserver import SimConfig, aio
 from envserver.models import RolloutSolver, SimEngine
 from envserver.models.sim.faulty_answers import REFUSALS
 
-SIZES = tool("choose", size={"enum": ["small", "large"]}, count={"type": "integer", "minimum": 1})
+SIZES = tool(
+    "choose",
+    size={"enum": ["small", "large"]},
+    count={"type": "integer", "minimum": 1},
+    day={"type": "string", "format": "date"},
+)
 
 
 def playing(turns: list[dict[str, Any]], *, exact: bool = True, **config: Any) -> SimEngine:
@@ -47,7 +53,7 @@ async def test_an_exact_demonstration_is_played_word_for_word() -> None:
 
 
 async def test_a_spoiled_call_is_wrong_and_still_one_of_the_tool() -> None:
-    right = {"size": "small", "count": 3}
+    right = {"size": "small", "count": 3, "day": "2024-05-17"}
     answer = await post(
         engine([said(None, call("choose", right))], solve_probability=0.0),
         ask(tools=[SIZES], n=40),
@@ -59,6 +65,10 @@ async def test_a_spoiled_call_is_wrong_and_still_one_of_the_tool() -> None:
     for arguments in wrong:
         jsonschema.validate(arguments, SIZES["function"]["parameters"])
         assert arguments != right
+    drawn = await post(engine(), ask(tools=[SIZES], n=10, tool_choice="required"))
+    for one in drawn["choices"]:
+        call_of = one["message"]["tool_calls"][0]["function"]
+        assert date.fromisoformat(json.loads(call_of["arguments"])["day"])
 
 
 async def test_rates_of_one_make_every_answer_go_wrong() -> None:
@@ -143,6 +153,7 @@ async def test_a_transcript_without_answers_is_refused_with_its_place(tmp_path: 
         SimEngine(SimConfig(transcript=tmp_path / "missing.jsonl"))
 
 
+@pytest.mark.thorough
 async def test_a_file_of_process_is_its_own_transcript(tmp_path: Path) -> None:
     """Every rollout says again what it said, with several agents, and has the same rewards."""
 
