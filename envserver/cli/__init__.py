@@ -92,7 +92,9 @@ COMMANDS = {
     "sft-gen": Command("sft_command", "write the best rollouts as rows for supervised training"),
     "run-api": _other("run_api", "serve trainers and environments that run elsewhere"),
     "join": Command("join", "run an environment here for a server elsewhere"),
-    "run": Command("run_command", "ask an environment's agent one question, save the trajectory"),
+    "run": Command(
+        "run_command", "run an environment's agent once, or debug it", has_debugger=True
+    ),
     "export": _other("export_command", "filter stored rollouts and write them in another format"),
     "verify": _other("verify_command", "check delivered tokens against the engine"),
     "score": Command("score_command", "score given answers, without a model"),
@@ -195,9 +197,16 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
     except BrokenPipeError:
         raise
     except Exception as error:
-        if debug:
+        if debug and not (command.has_debugger and _is_callers(error)):
             raise
         return _explain(error)
+
+
+def _is_callers(error: Exception) -> bool:
+    """Returns whether the caller made a mistake, of which a traceback says nothing."""
+    from envserver_records.errors import UsageError
+
+    return isinstance(error, UsageError)
 
 
 def _explain(error: Exception) -> int:

@@ -104,7 +104,10 @@ def _flag(
         return Given(switched_off, "false", origin, "flag")
     if equals:
         return Given(path, text, origin, "flag")
-    if words and _is_value(words[0], options.get(path), has_arguments):
+    option = options.get(path)
+    if option is not None and option.is_switch and words and _flag_name(words[0], names):
+        return Given(path, None, origin, "flag")  # `--verbose -o FILE`
+    if words and _is_value(words[0], option, has_arguments):
         return Given(path, words.popleft(), origin, "flag")
     return Given(path, None, origin, "flag")
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from shlex import quote
 from textwrap import shorten
 
+from envserver_records.records import Group
 from rich.table import Table
 
 from ..config import OpenAIConfig, Settings
 from ..running.engines import SIMULATED
-from ..running.group_run import GroupRun
+from ..running.group_run import Give, GroupRun
 from ..running.judging import judge_line
 from ..running.mix import Member, alone
 from ..running.processing import process_run
@@ -22,6 +23,7 @@ from ..running.tally import Tally, counted, mean_text
 from ..tokens.flags import FLAGS, Actions, chosen
 from .command_line import program, read_run_spec
 from .console import Console
+from .conversation import show_rollout
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
@@ -51,7 +53,12 @@ def run(argv: list[str]) -> int:
 
 async def process(members: Sequence[Member[ProcessSettings]], console: Console) -> int:
     """Makes the groups and shows them; returns the exit status: 0, or 130 when it was stopped."""
-    run = process_run(members, show=partial(ProgressView, console), stop=SignalStop(console.print))
+    run = process_run(
+        members,
+        give=_shown(console) if members[0].spec.settings.verbose else None,
+        show=partial(ProgressView, console),
+        stop=SignalStop(console.print),
+    )
     try:
         await run.run()
     finally:
@@ -63,6 +70,16 @@ async def process(members: Sequence[Member[ProcessSettings]], console: Console) 
         exact = "missing_token_ids" not in run.tally.flags
         show_suggestions(console, spec.reference, spec.settings, path, exact=exact)
     return 130 if run.stopped else 0
+
+
+def _shown(console: Console) -> Give:
+    """Returns a consumer that shows the conversations of each group."""
+
+    async def show(group: Group) -> None:
+        for trajectory in group.trajectories:
+            show_rollout(console, trajectory)
+
+    return show
 
 
 def show_result(console: Console, run: GroupRun, settings: Settings) -> None:

@@ -6,12 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from envserver_records.errors import ConfigError, UsageError
+from envserver_records.errors import UsageError
 from rich.table import Table
 
+from ..running.debugging import debuggable
 from ..running.replaying import Record, Replayed, read_record, recorded_settings, replay
-from ..running.run_settings import ReplaySettings
-from ..running.spec import RunSpec
 from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console
@@ -34,7 +33,7 @@ def run(argv: list[str]) -> int:
     line = read_run_spec(COMMAND, argv, defaults=recorded_settings(record), environment=environment)
     settings = line.settings
     configure_logs("warning" if settings.debug else settings.log_level, settings.log_format)
-    played = _environment(line)
+    played = (debuggable(line) if settings.debug else line).make_environment()
     live = settings.services == "live" or (settings.services == "auto" and not record.kept)
     done = run_loop(
         replay(
@@ -64,25 +63,6 @@ def _named_record(flags: Sequence[Given]) -> Record:
         )
     ids = [str(one.value) for one in flags if one.path == "rollout" and one.value]
     return read_record(sources, ids[-1] if ids else "")
-
-
-def _environment(line: RunSpec[Any]) -> Any:
-    """
-    Raises:
-        ConfigError: the environment must not run in this process.
-    """
-    settings: ReplaySettings = line.settings
-    if not settings.debug:
-        return line.make_environment()
-    if line.environment_class.isolation == "sandboxed" and not settings.without_walls:
-        raise ConfigError(
-            f"Agents of {line.environment_class.name!r} execute the model's code in their own "
-            "process: --debug would run it here, without a sandbox.",
-            hint="Set --without_walls true only if you have checked what the model wrote.",
-        )
-    config = settings.env.model_copy(update={"worker_timeout": 7 * 86400.0})
-    unhurried = settings.model_copy(update={"env": config})
-    return RunSpec(unhurried, line.reference, line.environment_class).make_environment()
 
 
 def _show(console: Console, record: Record, done: Replayed) -> None:

@@ -1,4 +1,4 @@
-"""`envserver run`: asks an environment's agent one question and writes the trajectory to a file.
+"""`envserver run`: runs an environment's agent once and writes the trajectory to a file.
 
 `python -m environments.math run --question "..." -o out.traj.json`. The flags of a question are the
 fields of the environment's `Question`. The work is in `running.asking`.
@@ -7,18 +7,23 @@ fields of the environment's `Question`. The work is in `running.asking`.
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 
 from envserver_records.errors import Failure
 
 from ..export.unified import write_json
 from ..running.asking import Answered, ask, asking
+from ..running.debugging import EnvironmentRaised
 from ..telemetry.printable import printable
 from .command_line import read_run_spec
 from .console import Console
+from .conversation import show_rollout
 from .logs import configure_logs
 from .loop import run_loop
+from .person import Person
 from .specs.run_command import COMMAND
+from .watching import watch
 
 
 def run(argv: list[str]) -> int:
@@ -28,17 +33,41 @@ def run(argv: list[str]) -> int:
         EnvserverError: it cannot be run, or the rollout failed for good.
     """
     line = read_run_spec(COMMAND, argv)
-    configure_logs(line.settings.log_level, line.settings.log_format)
+    settings = line.settings
     console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def failed(failure: Failure) -> None:
         console.print(f"Trying again: {failure.message}", markup=False)
 
-    answered = run_loop(ask(asking(line), failed))
-    path = line.settings.out or _free_path(line.environment_class.name, answered.task_id)
+    if settings.watch:
+        return watch(_once(argv), line, console)
+    configure_logs("warning" if settings.debug else settings.log_level, settings.log_format)
+    person = Person(console).answer if settings.interactive else None
+    try:
+        answered = run_loop(ask(asking(line), failed, person))
+    except EnvironmentRaised as raised:
+        traceback.print_exception(raised.error)
+        return 1
+    if settings.verbose:
+        show_rollout(console, answered.trajectory)
+    path = settings.out or _free_path(line.environment_class.name, answered.task_id)
     write_json(path, answered.document)
     _show(answered, path, console)
     return 0
+
+
+def _once(argv: list[str]) -> list[str]:
+    """Returns the arguments without `--watch`."""
+    kept: list[str] = []
+    skips_value = False
+    for word in argv:
+        if skips_value and word.lower() in ("true", "1", "yes"):
+            skips_value = False
+            continue
+        skips_value = word == "--watch"
+        if not skips_value and not word.startswith("--watch="):
+            kept.append(word)
+    return kept
 
 
 def _show(answered: Answered, path: Path, console: Console) -> None:

@@ -1,28 +1,37 @@
-"""The work of `envserver run`: asks an environment's agent one question.
+"""The work of `envserver run`: runs an environment's agent once, on a question or a task.
 
-In: an environment and the fields of its `Question`. Out: the scored trajectory, also as a unified
-document.
+In: an environment, and the fields of its `Question` or the id of a task. Out: the scored
+trajectory, also as a unified document.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from envserver_records.errors import ConfigError, Failure
-from envserver_records.records import Result, Trajectory
+import msgspec
+from envserver_records.errors import ConfigError, EnvserverError, Failure
+from envserver_records.records import Result, Task, Trajectory
 from pydantic import ValidationError
 
 from ..config import EnvironmentConfig, Section
 from ..environment import Environment
 from ..export.unified import unified
-from ..rollouts.single import run_single
-from .context import rollout_context
-from .judging import judge_line
+from ..models.measured import MeasuredEngine
+from ..proxy.endpoint import EngineEndpoint
+from ..rollouts.group import RolloutContext
+from ..rollouts.single import run_single, single_request
+from ..telemetry.tracing import NO_TRACER
+from .context import SharedEngine, rollout_context
+from .debugging import EnvironmentRaised, debuggable, run_here
+from .judging import folder_of, judge_line, judge_of, judge_settings
+from .person import PERSON, Answer, PersonEngine
 from .run_settings import RunSettings
 from .spec import RunSpec
+from .task_finder import TaskFinder
 
 S = TypeVar("S", bound=Section)
 
@@ -45,45 +54,59 @@ class Answered:
 
 @dataclass(frozen=True)
 class Asking:
-    """A question that is ready to be run; made by `asking`."""
+    """A question that is ready to be run, or the task that the settings name; made by `asking`."""
 
     spec: RunSpec[RunSettings]
     environment: Environment
-    question: Environment.Question
+    question: Environment.Question | None
 
 
 def asking(spec: RunSpec[RunSettings]) -> Asking:
     """Makes the question and the environment from the settings of `spec`.
 
     Raises:
-        ConfigError: the settings are not a valid question.
+        ConfigError: the settings are not a valid question, name a task as well, or ask to debug an
+            environment that must not run in this process.
     """
     question = _question(spec)
-    spec = _with_implied(spec, question)
+    if question is not None:
+        spec = _with_implied(spec, question)
+    if spec.settings.debug or spec.settings.interactive:
+        spec = debuggable(spec, here=spec.settings.debug)
     return Asking(spec, spec.make_environment(), question)
 
 
-async def ask(asking: Asking, failed: Callable[[Failure], None]) -> Answered:
-    """Runs one rollout of the question.
+async def ask(
+    asking: Asking, failed: Callable[[Failure], None], person: Answer | None = None
+) -> Answered:
+    """Runs one rollout of the question or the task.
 
     Args:
         failed: called with each failure that is tried again.
+        person: plays the model, if it is given.
 
     Raises:
         RolloutError: it failed through no fault of the model, also on retry.
         InputError: the question is invalid.
+        NotFoundError: there is no such task.
+        EnvironmentRaised: the environment's code raised while it was debugged.
     """
     spec, environment, question = asking.spec, asking.environment, asking.question
-    task = environment.task_from_question(question)
-    async with rollout_context(spec.settings, environment, spec.reference) as context:
-        trajectory = await run_single(context, task, scored=question.is_scored(), failed=failed)
+    asked = None if question is None else environment.task_from_question(question)
+    async with _parts(asking, person) as context:
+        task = asked if asked is not None else await _named_task(asking)
+        if spec.settings.debug:
+            request = single_request(environment, task)
+            trajectory = await run_here(context, environment, request, scored=_scored(question))
+        else:
+            trajectory = await run_single(context, task, scored=_scored(question), failed=failed)
         ended_at, model = time.time(), context.model
-        asked = context.scorer.judge
-        judge = judge_line(asked) if asked is not None and asked.counts.calls else ""
+        judged = context.scorer.judge
+        judge = judge_line(judged) if judged is not None and judged.counts.calls else ""
     document = unified(
         trajectory,
         ended_at=ended_at,
-        question=question.question,
+        question=None if question is None else question.question,
         final_answer=environment.final_answer(
             Result(output=trajectory.output, messages=trajectory.messages)
         ),
@@ -95,10 +118,84 @@ async def ask(asking: Asking, failed: Callable[[Failure], None]) -> Answered:
     return Answered(task.id, trajectory, document, judge)
 
 
-def _question(spec: RunSpec[RunSettings]) -> Environment.Question:
+@contextlib.asynccontextmanager
+async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[RolloutContext]:
+    """Starts what the rollout needs; with `person` as the model, if given."""
+    settings, environment = asking.spec.settings, asking.environment
+    if person is None:
+        async with rollout_context(settings, environment, asking.spec.reference) as context:
+            yield context
+        return
+    async with (
+        MeasuredEngine(PersonEngine(person)) as engine,
+        judge_of(judge_settings(settings.judge, settings.env), folder_of(settings.store)) as judge,
+        rollout_context(
+            settings,
+            environment,
+            asking.spec.reference,
+            shared=SharedEngine(
+                engine,
+                EngineEndpoint(engine, tokens=settings.tokens),
+                PERSON,
+                None,
+                NO_TRACER,
+                judge,
+            ),
+        ) as context,
+    ):
+        # A person who left does not come back for a second try.
+        once = context.rollouts.model_copy(update={"max_attempts": 1})
+        yield msgspec.structs.replace(context, rollouts=once)
+
+
+async def _named_task(asking: Asking) -> Task:
+    """Returns the task that the settings name, read in this thread if it is debugged.
+
+    Raises:
+        NotFoundError: there is no such task.
+        EnvironmentRaised: `tasks` raised while it was debugged.
+    """
+    spec, environment = asking.spec, asking.environment
+    address = getattr(getattr(environment, "sandboxes", None), "address", None)
+    config = environment.config.model_dump(mode="json")
+    finder = TaskFinder(spec.reference, config, address)
+    name = spec.settings.task or ""
+    if not spec.settings.debug:
+        return await finder.find(name)
+    try:
+        return finder.find_here(name)
+    except EnvserverError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the environment's code
+        raise EnvironmentRaised(error, "tasks", type(environment)) from None
+
+
+def _scored(question: Environment.Question | None) -> bool:
+    return question is None or question.is_scored()
+
+
+def _question(spec: RunSpec[RunSettings]) -> Environment.Question | None:
+    """Returns the question in the settings; None if they name a task."""
     kind = spec.environment_class.Question
-    given = {name: getattr(spec.settings, name) for name in kind.model_fields}
-    return _validated(kind, given, "--")
+    given = {
+        name: getattr(spec.settings, name)
+        for name, field in kind.model_fields.items()
+        if not field.is_required() or getattr(spec.settings, name) is not None
+    }
+    if spec.settings.task is None:
+        missing = [name for name in kind.model_fields if name not in given]
+        if missing:
+            raise ConfigError(
+                f"--{missing[0]} is needed.", hint="Or name a task of the environment: --task ID."
+            )
+        return _validated(kind, given, "--")
+    set_too = sorted(spec.settings.model_fields_set & kind.model_fields.keys())
+    if set_too:
+        raise ConfigError(
+            f"A task is run as it is: --{set_too[0]} cannot be given with --task.",
+            hint="Give a question, or the id of a task.",
+        )
+    return None
 
 
 def _with_implied(

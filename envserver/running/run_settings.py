@@ -47,6 +47,8 @@ class ProcessSettings(MixSettings):
     """Resume an existing output file: its groups are not made again."""
     overwrite: bool = False
     """Replace an existing output file."""
+    verbose: bool = False
+    """Show the conversations of each group when it is finished."""
 
 
 class EvaluateSettings(MixSettings):
@@ -176,6 +178,21 @@ class RunSettings(Settings):
     """File for the trajectory (also -o); unset: runs/ENVIRONMENT_TASK.traj.json."""
     include_tokens: bool = False
     """Include the training rows (tokens, masks, logprobs)."""
+    task: str | None = None
+    """Id of a task of the environment to run instead of a question; its reward is shown."""
+    debug: bool = False
+    """Run the environment in this process: `breakpoint()` works in `tasks`, `rollout` and `score`,
+    and the traceback of an error is the environment's. No time limit."""
+    without_walls: bool = False
+    """Let --debug run agents that execute the model's code in their own process: code that the
+    model wrote then runs in this process.
+    """
+    watch: bool = False
+    """Run again whenever a file of the environment changes, until Ctrl-C."""
+    interactive: bool = False
+    """Play the model: answers and tool calls are typed by hand."""
+    verbose: bool = False
+    """Show the conversation."""
 
 
 class SftSettings(Settings):

@@ -46,10 +46,7 @@ class TaskFinder:
             if task_id not in self._seen:
                 await self._search(task_id)
         if task_id not in self._seen:
-            raise NotFoundError(
-                f"There is no task {task_id[:100]!r} in the split {self._split}.",
-                hint=f"{len(self._seen)} tasks were searched.",
-            )
+            raise self._missing(task_id)
         return self._seen[task_id]
 
     async def _search(self, task_id: str) -> None:
@@ -61,6 +58,19 @@ class TaskFinder:
             raise InputError(
                 f"The tasks cannot be read: {type(error).__name__}: {error}"
             ) from error
+
+    def find_here(self, task_id: str) -> Task:
+        """`find` in this thread, for a debugger: what the environment raises is raised as it is."""
+        self._read_until(task_id)
+        if task_id not in self._seen:
+            raise self._missing(task_id)
+        return self._seen[task_id]
+
+    def _missing(self, task_id: str) -> NotFoundError:
+        return NotFoundError(
+            f"There is no task {task_id[:100]!r} in the split {self._split}.",
+            hint=f"{len(self._seen)} tasks were searched, such as {next(iter(self._seen), '')!r}.",
+        )
 
     def _read_until(self, task_id: str) -> None:
         if self._tasks is None:

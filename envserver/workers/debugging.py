@@ -1,4 +1,4 @@
-"""Runs an agent in this process, stopped by the debugger at its first line.
+"""Runs an agent in this process, for the debugger.
 
 A WorkerPool for one person: no process, no sandbox, no heartbeat. The agent is the environment's
 own code, and speaks to the proxy over HTTP as everywhere.
@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import aiohttp
@@ -21,27 +21,56 @@ from ..registry import find
 from .attempt import WorkerAttempt, WorkerResources
 from .instances import Instances
 from .pool import Assignment
+from .run import AttemptRun, Job
 
 
 class DebugPool:
-    """See WorkerPool; one assignment at a time."""
+    """See WorkerPool; one assignment at a time.
+
+    Args:
+        stops: whether the debugger stops in the environment's `rollout`, before its first line;
+            otherwise it stops where the environment calls `breakpoint()`.
+    """
+
+    def __init__(self, *, stops: bool = True) -> None:
+        self._stops = stops
+        self.error: Exception | None = None
+        """What the agent raised, with its traceback."""
 
     async def run(self, assignment: Assignment) -> None:
-        """Runs it; the debugger stops in the environment's `rollout`, before its first line."""
+        """Runs it to its end."""
         instances = Instances(nullcontext)
         unlimited = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=unlimited, trust_env=False) as http:
             with ThreadPoolExecutor() as threads:
                 shop = WorkerResources(http, instances, threads, nullcontext)
                 try:
-                    with _stopped_in(find(assignment.env_reference).rollout):
-                        await WorkerAttempt(assignment.rollout_id, assignment.url, shop).run()
+                    with self._stopping(assignment.env_reference):
+                        attempt = _Attempt(assignment.rollout_id, assignment.url, shop)
+                        await attempt.run()
+                        self.error = attempt.error
                 finally:
                     await instances.close()
+
+    def _stopping(self, env_reference: str) -> AbstractContextManager[None]:
+        return _stopped_in(find(env_reference).rollout) if self._stops else nullcontext()
 
     def snapshot(self) -> dict[str, Any]:
         """See WorkerPool."""
         return {"processes": 0}
+
+
+class _Attempt(WorkerAttempt):
+    """Keeps what the agent raised."""
+
+    error: Exception | None = None
+
+    async def _output(self, job: Job, run: AttemptRun) -> Any:
+        try:
+            return await super()._output(job, run)
+        except Exception as error:
+            self.error = error
+            raise
 
 
 @contextmanager

@@ -15,8 +15,9 @@ COMMAND = CommandSpec(
     SUMMARY,
     ProcessSettings,
     usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
-    frequent=(*FREQUENT, "env.data_path_to_save_groups", "resume", "overwrite"),
+    frequent=(*FREQUENT, "env.data_path_to_save_groups", "resume", "overwrite", "verbose"),
     aliases={
+        "limit": "total_groups",
         "out": "env.data_path_to_save_groups",
         "o": "env.data_path_to_save_groups",
     },

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from envserver_records.errors import ConfigError
 from pydantic import create_model
+from pydantic.fields import FieldInfo
 
 from ...running.run_settings import RunSettings
 from ..command_line import ENGINE, SAMPLING, CommandSpec
@@ -13,12 +15,14 @@ from ..command_line import ENGINE, SAMPLING, CommandSpec
 if TYPE_CHECKING:
     from ...environment import Environment
 
-SUMMARY = """Asks an environment's agent one question and writes a unified trajectory: readable
-actions, the final answer, and the reward if the expected answer is known."""
+SUMMARY = """Runs an environment's agent once, on a question or on one of its tasks (--task ID), and
+writes a unified trajectory: readable actions, the final answer, and the reward if the expected
+answer is known. To find a mistake: --debug, --watch, --interactive."""
 
 
 def settings_for(environment: type[Environment]) -> type[RunSettings]:
-    """Returns the settings of `run` with the fields of the environment's question.
+    """Returns the settings of `run` with the fields of the environment's question, none of them
+    required: there may be a task instead.
 
     Raises:
         ConfigError: a field has the name of a setting.
@@ -30,16 +34,28 @@ def settings_for(environment: type[Environment]) -> type[RunSettings]:
             hint="Give it another name.",
         )
     fields: dict[str, Any] = {
-        name: (field.annotation, field) for name, field in asked.model_fields.items()
+        name: _optional(field) if field.is_required() else (field.annotation, field)
+        for name, field in asked.model_fields.items()
     }
     return create_model("RunSettings", __base__=RunSettings, **fields)
+
+
+def _optional(field: FieldInfo) -> tuple[Any, FieldInfo]:
+    """Returns the definition of a required field as one that may be left out."""
+    annotation: Any = field.annotation
+    optional = copy(field)
+    optional.default = None
+    return annotation | None, optional
 
 
 COMMAND = CommandSpec(
     "run",
     SUMMARY,
     RunSettings,
-    usage="--env NAME --question TEXT",
-    frequent=("environment", *ENGINE, "env.max_token_length", *SAMPLING, "out", "include_tokens"),
+    usage="--env NAME (--question TEXT | --task ID)",
+    frequent=(
+        *("environment", "task", "debug", "watch", "interactive", "verbose", *ENGINE),
+        *("env.max_token_length", *SAMPLING, "out", "include_tokens"),
+    ),
     settings_for=settings_for,
 )

@@ -121,7 +121,7 @@ def test_help_of_a_command_fits_on_a_page(
 def test_help_of_run_shows_the_fields_of_the_question(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help"], environment="math") == 0
     told = capsys.readouterr().out
-    usage = "Usage: python -m envserver_environments.math run --question TEXT [--name value ...]"
+    usage = "Usage: python -m envserver_environments.math run (--question TEXT | --task ID)"
     assert told.startswith(usage)
     assert "  --question " in told
     assert "  --env " not in told

@@ -60,6 +60,7 @@ def read(*words: str, command: CommandSpec[Settings] = FILES) -> Settings:
         ["-o", "x", "a,1.jsonl", "--resume", "true", "b.jsonl"],
         ["--out", "x", "--resume", "--", "a,1.jsonl", "b.jsonl"],
         ["a,1.jsonl", "--resume", "b.jsonl", "--out", "x"],
+        ["a,1.jsonl", "b.jsonl", "--resume", "-o", "x"],
         ["--source", '["a,1.jsonl"]', "b.jsonl", "--resume", "--out", "x"],
     ],
 )
@@ -89,6 +90,11 @@ def test_a_switch_is_turned_on_and_off(
 ) -> None:
     settings = read(*words, command=command)
     assert (settings.resume, settings.color, settings.no_cache) == (resume, color, no_cache)
+
+
+def test_a_switch_takes_no_flag_for_its_value() -> None:
+    settings = read("--resume", "-o", "x", command=NO_FILES)
+    assert (settings.resume, settings.out) == (True, Path("x"))
 
 
 def test_short_names_are_the_same_everywhere() -> None:

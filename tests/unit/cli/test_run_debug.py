@@ -1,0 +1,220 @@
+"""`envserver run` on one task: for a debugger, by hand, and again when a file changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.commands import environment_variables, envserver
+
+from envserver.cli import main
+
+ENVIRONMENT = '''
+from envserver import Environment, Score, Task
+
+NOTE = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}},
+    "required": ["text"],
+}
+TOOL = {"type": "function", "function": {"name": "note", "parameters": NOTE}}
+
+
+class Sums(Environment):
+    """Add one."""
+
+    class Config(Environment.Config):
+        stops: bool = False
+        fails: str = ""
+
+    def look(self, place):
+        if self.config.fails == place:
+            raise ZeroDivisionError(f"in {place}")
+
+    def tasks(self, split):
+        self.look("tasks")
+        for number in range(5):
+            if self.config.stops and number == 3:
+                breakpoint()
+            yield Task(f"t{number}", {"question": f"{number} + 1?"}, {"answer": str(number + 1)})
+
+    async def rollout(self, task, run):
+        self.look("rollout")
+        print(f"the agent has {task.id}")
+        messages = [{"role": "user", "content": task.public["question"]}]
+        if self.config.stops:
+            breakpoint()
+        while True:
+            reply = await run.chat(messages, tools=[TOOL])
+            messages.append(reply.message)
+            if not reply.tool_calls:
+                return reply.content
+            for call in reply.tool_calls:
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "noted"})
+
+    def score(self, task, result):
+        self.look("score")
+        if self.config.stops:
+            breakpoint()
+        return Score(reward=float(result.output.endswith(task.hidden["answer"])))
+
+    def demonstration(self, task):
+        return [{"role": "assistant", "content": f"It is {task.hidden['answer']}"}]
+'''
+TASK = ("run", "--env", "sums.py", "--task", "t3", "-o", "t3.json")
+SIM = ("--model", "sim", "--sim.solve_probability", "1", "--sim.openers", "false")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "sums.py").write_text(ENVIRONMENT)
+    return tmp_path
+
+
+def test_breakpoints_work_in_tasks_rollout_and_score(place: Path) -> None:
+    typed = "p number\nc\np task.id\nc\np result.output\nc\n"
+    ran = envserver(*TASK, *SIM, "--debug", "--env.stops", "true", folder=place, input=typed)
+    assert ran.returncode == 0, ran.stderr
+    seen = ran.stdout.split("(Pdb)")
+    assert "sums.py" in seen[0] and "tasks()" in seen[0] and seen[1].startswith(" 3")
+    assert "rollout()" in seen[2] and "the agent has t3" in seen[2] and seen[3].startswith(" 't3'")
+    assert "score()" in seen[4] and seen[5].startswith(" 'It is 4'")
+    assert "Reward: 1" in ran.stderr
+    document = json.loads((place / "t3.json").read_text())
+    assert document["metadata"]["reward"] == 1.0 and document["final_answer"] == "It is 4"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fails", ["tasks", "rollout", "score"])
+def test_the_traceback_is_the_environments(
+    place: Path, fails: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    task = ["run", "--env", str(place / "sums.py"), "--task", "t3"]  # a name is found once only
+    assert main([*task, *SIM, "--debug", "--env.fails", fails]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    first = lines.index("Traceback (most recent call last):")
+    assert 'sums.py"' in lines[first + 1] and f"in {fails}" in lines[first + 1]
+    assert lines[-1] == f"ZeroDivisionError: in {fails}"
+    assert not any("/envserver/" in line for line in lines[first:])
+
+
+def test_what_cannot_be_run_is_said_before_anything_starts(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    for words, told in (
+        (("--question", "5 + 1?"), "--question cannot be given with --task"),
+        ((), "--question is needed. Or name a task"),
+    ):
+        task = ("--task", "t3") if words else ()
+        assert main(["run", "--env", str(place / "sums.py"), *task, *words, *SIM]) == 2
+        assert told in capsys.readouterr().err
+    assert main(["run", "--env", "gaia", "--task", "x", "--debug", *SIM]) == 2
+    assert "without a sandbox" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_process_shows_conversations_and_ends_at_its_limit(place: Path) -> None:
+    words = ("process", "--env", "sums.py", "--limit", 2, "--verbose", "--env.group_size", 2)
+    ran = envserver(*words, *SIM, "--out", "out.jsonl", folder=place)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("[assistant]") == 4 and ran.stderr.count("[user]") == 4
+    assert ran.stderr.count("It is 1") == ran.stderr.count("It is 2") == 2
+    assert len((place / "out.jsonl").read_text().splitlines()) == 2
+
+
+class Terminal:
+    """A command at a terminal of its own."""
+
+    def __init__(self, *words: str, folder: Path) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "envserver", *words],
+            cwd=folder,
+            env=environment_variables() | {"TERM": "dumb", "COLUMNS": "200"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def until(self, text: str) -> str:
+        """Reads until `text` is shown; returns what was shown since the last call."""
+        ends = time.monotonic() + 120
+        while text not in self.seen:
+            assert time.monotonic() < ends, self.seen
+            if select.select([self._ours], [], [], 1.0)[0]:
+                self.seen += os.read(self._ours, 65536).decode()
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def type(self, line: str) -> None:
+        os.write(self._ours, f"{line}\n".encode())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.mark.thorough
+def test_a_person_plays_the_model_at_a_terminal(place: Path) -> None:
+    terminal = Terminal(*TASK, "--interactive", folder=place)
+    try:
+        shown = terminal.until("> ")
+        assert "You are the model" in shown and "3 + 1?" in shown and "!note {text}" in shown
+        terminal.type('!note {"txt": "carry"}')
+        assert "note does not take that: 'text' is a required property" in terminal.until("again.")
+        terminal.type('!note {"text": "carry"}')
+        terminal.type("")
+        assert "[tool]" in terminal.until("noted")
+        terminal.until("> ")
+        terminal.type("It must be")
+        terminal.type("4")
+        terminal.type("")
+        terminal.until("Reward: 1")
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.close()
+    document = json.loads((place / "t3.json").read_text())
+    (messages,) = [one["messages"] for one in document["metadata"]["sequences"]]
+    assert messages[1]["tool_calls"][0]["function"] == {
+        "name": "note", "arguments": '{"text": "carry"}',
+    }  # fmt: skip
+    assert messages[-1]["content"] == "It must be\n4"
+
+
+@pytest.mark.thorough
+def test_a_person_who_leaves_ends_the_run(place: Path) -> None:
+    ran = envserver(*TASK, "--interactive", folder=place, input="half an ans")
+    assert ran.returncode == 1
+    assert "The person who plays the model has left." in ran.stderr
+
+
+@pytest.mark.thorough
+def test_a_changed_file_runs_the_task_again(place: Path) -> None:
+    terminal = Terminal(*TASK, *SIM, "--watch", "--debug", folder=place)
+    try:
+        terminal.until("Reward: 1")
+        terminal.until("Waiting for a change")
+        changed = ENVIRONMENT.replace("reward=float(", "reward=0.5 * float(")
+        (place / "sums.py").write_text(changed)
+        terminal.until("sums.py has changed: running again.")
+        terminal.until("Reward: 0.5")
+        terminal.until("Waiting for a change")
+        os.killpg(terminal.process.pid, signal.SIGINT)
+        assert terminal.process.wait(60) == 130
+    finally:
+        terminal.close()
