@@ -97,8 +97,9 @@ WAYS: Mapping[str, Way] = {
     "malformed calls": Way(speaker=_policy(malformed_call_rate=1.0), differs=True),
     "broken JSON": Way(speaker=_policy(broken_json_rate=1.0), differs=True),
     "nothing": Way(speaker=lambda _: _Says(lambda _: ""), cheat=True),
-    "refusal": Way(speaker=_policy(refusal_rate=1.0), cheat=True),
-    "endless repetition": Way(speaker=_policy(repetition_rate=1.0), cheat=True),
+    # Where a request forces a call, neither is possible, and the demonstration is said.
+    "refusal": Way(speaker=_policy(refusal_rate=1.0), cheat=True, differs=True),
+    "endless repetition": Way(speaker=_policy(repetition_rate=1.0), cheat=True, differs=True),
     "the prompt again": Way(speaker=lambda _: _Says(_question), cheat=True),
     "orders to the judge": Way(speaker=lambda _: _Says(lambda _: ORDERS), cheat=True),
     "tool spam": Way(speaker=lambda _: _CallsTools(), cheat=True),
@@ -202,7 +203,8 @@ def _is_demonstrated(environment: Environment, task: Task, problems: list[str]) 
 def _tasks_of(
     name: str, way: Way, tasks: Sequence[Task], known: Sequence[Task], most_wrong: int
 ) -> Sequence[Task]:
-    chosen = known if way.needs_demonstration or way.differs else tasks
+    of_demonstrations = way.needs_demonstration or (way.differs and not way.cheat)
+    chosen = known if of_demonstrations else tasks
     return chosen if name == DEMONSTRATION else chosen[:most_wrong]
 
 
