@@ -60,8 +60,9 @@ def find(reference: str) -> type[Environment]:
     The result is kept: a sandboxed worker does not see the file any more.
 
     Args:
-        reference: an entry point's name, `path/to/file.py[:ClassName]`, `folder[:ClassName]`, or
-            rows: `rows.jsonl`, `hub:owner/name` (see `rows.sources.is_data`).
+        reference: an entry point's name (dashes count as underscores),
+            `path/to/file.py[:ClassName]`, `folder[:ClassName]`, or rows: `rows.jsonl`,
+            `hub:owner/name` (see `rows.sources.is_data`).
 
     Raises:
         NotFoundError: nothing has that name; the message holds the nearest one.
@@ -75,8 +76,9 @@ def find(reference: str) -> type[Environment]:
     if is_path(path):
         return _load_path(Path(path), class_name, reference)
     points = entry_point_names()
-    if reference in points:
-        return _load_entry_point(points[reference])
+    point = points.get(reference) or points.get(reference.replace("-", "_"))
+    if point is not None:
+        return _load_entry_point(point)
     if (one := with_own_interpreter().get(reference)) is not None:
         from .hosted import hosted_class
 

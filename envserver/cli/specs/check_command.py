@@ -15,7 +15,8 @@ COMMAND = CommandSpec(
     "check",
     SUMMARY,
     CheckSettings,
-    usage="--env NAME",
+    usage="NAME",
+    arguments=("environment",),
     frequent=(
         *("environment", "env.split", "env.seed", "tasks", "plays", "processes"),
         *("card", "as_json", "sandbox.backend", "log_level"),
