@@ -15,6 +15,7 @@ _HOMES = {
     "Environment": "envserver.environment",
     "AgentRole": "envserver.environment",
     "EnvironmentConfig": "envserver.config",
+    "Hidden": "envserver.typed_tasks",
     "Reply": "envserver.environment",
     "Rollout": "envserver.environment",
     "Isolation": "envserver.environment",
@@ -201,6 +202,7 @@ if TYPE_CHECKING:
     from .tokens_config import TokensConfig
     from .tools.calling import LoopEnd, Tool, ToolError
     from .tools.typed import tool
+    from .typed_tasks import Hidden
 
 __all__ = [
     "__version__",
@@ -211,6 +213,7 @@ __all__ = [
     "Rollout",
     "Isolation",
     "KnownResult",
+    "Hidden",
     "Sandbox",
     "BlockingSandbox",
     "Sandboxes",

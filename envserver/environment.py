@@ -32,13 +32,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Protocol
+from typing import Any, ClassVar, Final, Generic, Literal, Protocol
 
 import msgspec
 from envserver_records.errors import InputError
 from envserver_records.records import (
     Message,
-    PublicTask,
     Result,
     SandboxSpec,
     Score,
@@ -46,6 +45,7 @@ from envserver_records.records import (
     Task,
     text_of,
 )
+from typing_extensions import TypeVar
 
 from .config import EnvironmentConfig, Section
 from .judge_interface import Judge
@@ -318,8 +318,15 @@ class KnownResult(msgspec.Struct, frozen=True):
     most: float = 0.0
 
 
-class Environment(abc.ABC):
-    """Base class of every environment. Subclasses implement `tasks`, `rollout` and `score`."""
+TaskT = TypeVar("TaskT", default=Task)
+"""What an environment calls a task: a `Task`, or a row of its own (see `typed_tasks`)."""
+
+
+class Environment(abc.ABC, Generic[TaskT]):
+    """Base class of every environment. Subclasses implement `tasks`, `rollout` and `score`.
+
+    `Environment[Row]` has tasks of the class `Row`: a dataclass or msgspec struct (`typed_tasks`).
+    """
 
     name: ClassVar[str] = ""
     """Short name; defaults to the class name in lower case."""
@@ -424,22 +431,24 @@ class Environment(abc.ABC):
         return from_rows(cls, rows, reward, module, settings)
 
     @abc.abstractmethod
-    def tasks(self, split: Split) -> Iterator[Task]:
+    def tasks(self, split: Split) -> Iterator[TaskT]:
         """Yields the tasks lazily; may be infinite; the same tasks for the same config."""
 
     @abc.abstractmethod
-    def rollout(self, task: PublicTask, run: Rollout) -> Awaitable[Any] | Any:
+    def rollout(self, task: TaskT, run: Rollout) -> Awaitable[Any] | Any:
         """Makes one attempt at `task`, in a worker; `async def` or a plain `def` (in a thread).
+
+        The task has no hidden part: it is a `PublicTask`, or a row without its hidden fields.
 
         Returns:
             A JSON-like value; the scorer gets it as `result.output`.
         """
 
-    def prepare_scoring(self) -> None:  # noqa: B027 - a hook, empty by default
+    def prepare_scoring(self) -> None:
         """Loads what `score` needs. Runs once per scorer process, before any limit applies."""
 
     @abc.abstractmethod
-    def score(self, task: Task, result: Result) -> Score | Awaitable[Score]:
+    def score(self, task: TaskT, result: Result) -> Score | Awaitable[Score]:
         """Scores one rollout, in a scorer process; may be `async def`.
 
         `Score` has the forms of a reward: a number, numbers by agent, numbers by turn, weighted
@@ -447,7 +456,7 @@ class Environment(abc.ABC):
         """
 
     def score_group(
-        self, task: Task, results: list[Result], scores: list[Score]
+        self, task: TaskT, results: list[Result], scores: list[Score]
     ) -> list[Score] | Awaitable[list[Score]]:
         """Adjusts the scores of a whole group, for relative rewards; keeps length and order.
 
@@ -479,13 +488,13 @@ class Environment(abc.ABC):
         """
         return nullcontext({})
 
-    async def setup(self) -> None:  # noqa: B027 - a hook, empty by default
+    async def setup(self) -> None:
         """Runs once per worker process, before its first rollout."""
 
-    async def close(self) -> None:  # noqa: B027 - a hook, empty by default
+    async def close(self) -> None:
         """Runs once per worker process, at its end."""
 
-    def demonstration(self, task: Task) -> list[Message] | Mapping[str, list[Message]] | None:
+    def demonstration(self, task: TaskT) -> list[Message] | Mapping[str, list[Message]] | None:
         """Returns assistant messages that solve `task`, one a turn, or None if there are none.
 
         The simulated engine plays them, correct or corrupted. With several agents, return messages
@@ -493,7 +502,7 @@ class Environment(abc.ABC):
         """
         return None
 
-    def known_results(self, task: Task) -> Iterator[KnownResult]:
+    def known_results(self, task: TaskT) -> Iterator[KnownResult]:
         """Yields results of `task` with known rewards: the gold one, broken ones, reward hacks.
 
         `envserver check` scores them all, adds empty and absurd results by itself, and plays
@@ -509,7 +518,7 @@ class Environment(abc.ABC):
         """
         return {}
 
-    def task_from_row(self, row: dict[str, Any]) -> Task:
+    def task_from_row(self, row: dict[str, Any]) -> TaskT:
         """Returns the task of one data-set row, for `envserver score`.
 
         Raises:
@@ -519,7 +528,7 @@ class Environment(abc.ABC):
             f"Environment {self.name!r} cannot read data-set rows.", hint="Name a task id instead."
         )
 
-    def task_from_question(self, asked: Any) -> Task:
+    def task_from_question(self, asked: Any) -> TaskT:
         """Returns the task of one question (a `Question` of this environment), for `envserver run`.
 
         Raises:

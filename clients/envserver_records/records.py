@@ -45,7 +45,7 @@ class PublicTask(msgspec.Struct, frozen=True):
     public: dict[str, Any]
 
 
-class Task(msgspec.Struct, frozen=True):
+class Task(PublicTask, frozen=True):
     """A task to solve.
 
     Args:
@@ -54,8 +54,6 @@ class Task(msgspec.Struct, frozen=True):
         hidden: JSON-like (answers, tests); never leaves the server and the scorer.
     """
 
-    id: str
-    public: dict[str, Any]
     hidden: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def without_hidden(self) -> PublicTask:

@@ -25,6 +25,7 @@ from ..config import EnvironmentConfig
 from ..environment import Environment, Isolation
 from ..folders import import_path, is_environment_folder, same_folder
 from ..rows.sources import is_data
+from ..typed_tasks import plain
 from .installed import installed, with_own_interpreter
 
 ENTRY_POINT_GROUP = "envserver.environments"
@@ -163,7 +164,7 @@ def _load_path(path: Path, class_name: str, reference: str) -> type[Environment]
 
 
 def _checked(environment: type[Environment], reference: str) -> type[Environment]:
-    """Returns `environment` if it is complete.
+    """Returns `environment`, with plain tasks, if it is complete.
 
     Raises:
         ConfigError: a method is missing, its isolation is unknown, or its Config is not derived
@@ -184,7 +185,7 @@ def _checked(environment: type[Environment], reference: str) -> type[Environment
             f"{reference}: {environment.__name__}.Config is not derived from Environment.Config.",
             hint="Write: class Config(Environment.Config):",
         )
-    return environment
+    return plain(environment)
 
 
 def _load_entry_point(point: EntryPoint) -> type[Environment]:

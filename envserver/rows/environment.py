@@ -247,7 +247,7 @@ def rows_class(reference: str) -> type[Environment]:
 
 
 def from_rows(
-    base: type[Environment],
+    base: type[Environment[Any]],
     rows: str | Path | Sequence[Mapping[str, Any]],
     reward: Any,
     module: str,

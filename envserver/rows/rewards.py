@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_records.errors import ConfigError, InputError, ScorerError
-from envserver_records.records import Message
+from envserver_records.records import Message, text_of
 
 from ..folders import import_path
 
@@ -137,7 +137,7 @@ class Reward:
     def _by_name(self, scored: Scored) -> dict[str, Any]:
         as_text = self._wants_text("completion", False)
         completion = scored.output if as_text else scored.completion
-        offered: dict[str, Any] = {"info": {}, "task": "", **scored.columns}
+        offered: dict[str, Any] = {"info": {}, "task": "", "parser": _PARSER, **scored.columns}
         offered |= {
             "prompt": scored.prompt,
             "completion": completion,
@@ -175,6 +175,19 @@ class Reward:
         return ScorerError(
             f"The reward function {self.name!r} returned {str(value)[:80]!r}, not {wanted}."
         )
+
+
+class _Parser:
+    """What verifiers calls the default parser: the answer is the last text."""
+
+    def parse(self, text: str) -> str:
+        return text
+
+    def parse_answer(self, completion: list[Message] | str) -> str:
+        return completion if isinstance(completion, str) else text_of(completion[-1])
+
+
+_PARSER = _Parser()
 
 
 def _ignored(*_: Any) -> None:

@@ -9,6 +9,7 @@ read.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ S = TypeVar("S", bound=EnvironmentSettings)
 M = TypeVar("M", bound=MixSettings)
 T = TypeVar("T", bound=Section)
 
-AnyEnvironment: TypeAlias = "str | Path | type[Environment] | Environment"
+AnyEnvironment: TypeAlias = "str | Path | type[Environment[Any]] | Environment[Any]"
 """The name of an installed environment, a path (`my_env.py`, `my_env.py:Class`, a folder), an
 Environment subclass, or an instance (its config is used)."""
 Mix: TypeAlias = "AnyEnvironment | Sequence[AnyEnvironment] | Mapping[str, float]"
@@ -146,7 +147,15 @@ def reference_of(environment: AnyEnvironment) -> str:
             f"Workers cannot import {kind.__qualname__}: it is not in a file.",
             hint="In a notebook, write it to a file (%%writefile my_env.py) and give the path.",
         )
-    return f"{Path(file).resolve()}:{kind.__qualname__}"
+    return f"{Path(file).resolve()}:{_name_in_file(kind)}"
+
+
+def _name_in_file(kind: type[Environment]) -> str:
+    """Returns the name of a class at the top level of its file: `Sums = Environment.from_rows(...)`
+    has another one than the class itself."""
+    known = vars(sys.modules[kind.__module__])
+    named = [name for name, value in known.items() if value is kind]
+    return kind.__qualname__ if kind.__qualname__ in named or not named else named[0]
 
 
 def _plain(value: Any) -> Any:

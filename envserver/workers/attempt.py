@@ -124,7 +124,9 @@ class WorkerAttempt:
         return _success(agent.result(), run)
 
     async def _output(self, job: Job, run: AttemptRun) -> Any:
-        environment = await self._workshop.instances.get(job.env_reference, job.env_config)
+        environment: Environment[Any] = await self._workshop.instances.get(
+            job.env_reference, job.env_config
+        )
         self._began = True
         run.isolation = environment.isolation
         run.tools = tools_of(environment)
@@ -136,7 +138,7 @@ class WorkerAttempt:
         except (SystemExit, KeyboardInterrupt) as error:
             raise AgentError(f"The agent raised {type(error).__name__}({error}).") from error
 
-    async def _in_thread(self, environment: Environment, job: Job, run: AttemptRun) -> Any:
+    async def _in_thread(self, environment: Environment[Any], job: Job, run: AttemptRun) -> Any:
         """Runs a plain `def rollout`. A cancel waits for its thread, which nothing else can end."""
         context = contextvars.copy_context()
         call = asyncio.get_running_loop().run_in_executor(

@@ -59,10 +59,14 @@ def test_functions_of_verifiers_and_plain_ones_get_what_they_name() -> None:
         assert not state["is_truncated"] and state["completion"] == SAID
         return 1.0
 
+    def parsed(parser: Any, completion: Any, answer: str) -> float:
+        return float(parser.parse_answer(completion) == answer)
+
     async def plain(answer: str, output: str) -> bool:
         return answer == output
 
-    assert score([verifiers, plain]).components == {"verifiers": 1.0, "plain": 1.0}
+    components = score([verifiers, plain, parsed]).components
+    assert components == {"verifiers": 1.0, "plain": 1.0, "parsed": 1.0}
     assert score({verifiers: 1.0, plain: -0.5}).reward == 0.5
     made = Environment.from_rows([ROW], reward={verifiers: 1.0, plain: -0.5})()
     assert made.reward_range == (-0.5, 1.0)

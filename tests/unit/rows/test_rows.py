@@ -11,6 +11,7 @@ from support.commands import envserver
 
 from envserver import ConfigError, Environment, InputError, NotFoundError, Result, Split, Task
 from envserver.registry import absolute, find
+from envserver.running.api_settings import reference_of
 
 ROWS = [
     {"question": "What is 2 + 3?", "answer": "5", "level": 1},
@@ -216,6 +217,13 @@ def test_the_command_takes_rows_and_functions(folder: Path) -> None:
     assert len(groups) == 3
     assert {score for group in groups for score in group["scores"]} == {1.5}
     assert absolute("sums.jsonl") == str(Path("sums.jsonl").resolve())
+
+
+def test_the_python_api_names_the_class_as_its_file_does(folder: Path) -> None:
+    own = find(str(folder / "own.py"))
+    assert own.name == "sums_rows"
+    reference = reference_of(own)
+    assert reference == f"{(folder / 'own.py').resolve()}:Own" and find(reference) is own
 
 
 def test_check_is_green_for_a_file_that_names_rows(folder: Path) -> None:
