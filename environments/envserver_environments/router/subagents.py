@@ -9,24 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from envserver_environments.answers import last_boxed
 from envserver_environments.code.agent import solve as write_program
 from envserver_environments.code.extraction import extract_code
 from envserver_environments.math.agent import solve as solve_problem
-from envserver_tools.calling import Tool, cut, function_tool, toolbox
-from envserver_tools.loop import LoopEnd, chat_with_tools
+from envserver_tools.calling import cut
+from envserver_tools.loop import chat_with_tools
 from envserver_tools.retrieval import BM25
 from envserver_tools.visible import visible_text
+from msgspec import Meta
 
-from envserver import ExecResult, Message, PublicTask, Reply, Rollout
+from envserver import ExecResult, LoopEnd, Message, PublicTask, Reply, Rollout, tool
 
 from .prompts import system_prompt
 
 MAX_PRINTED_CHARACTERS = 4000
 MAX_TOOL_ERRORS = 10
 DEFAULT_TOP_K = 3
+
+Query = Annotated[str, Meta(max_length=300)]
+TopK = Annotated[int, Meta(ge=1, le=20)]
 
 
 @dataclass(frozen=True)
@@ -104,22 +108,30 @@ async def do_code(brief: Brief, run: Rollout) -> Finding:
 
 async def do_search(brief: Brief, run: Rollout) -> Finding:
     """A fact from the task's documents: a loop of searches that ends with an answer."""
-    tools = toolbox(
-        Tool(_SEARCH, lambda query, top_k=DEFAULT_TOP_K: _passages(brief.documents, query, top_k)),
-        Tool(_FINISH, lambda answer: answer),
-    )
+
+    @tool
+    def search(query: Query, top_k: TopK = DEFAULT_TOP_K) -> str:
+        """Finds passages of the documents by their words."""
+        return _passages(brief.documents, query, top_k)
+
     first = _passages(brief.documents, brief.words, brief.top_k)
     messages: list[Message] = [
         {"role": "system", "content": system_prompt("search")},
         {"role": "user", "content": f"{brief.words}\n\nFound so far:\n{first}"},
     ]
-    end = await chat_with_tools(
-        run, messages, tools, final="finish", max_tool_errors=MAX_TOOL_ERRORS
+    end = await run.loop(
+        messages, tools=[search, finish], final="finish", max_tool_errors=MAX_TOOL_ERRORS
     )
     if end.result is not None:
         return Finding(end.result, end.result)
     seen = (visible_text(end.last_text) or "").strip()
     return Finding(cut(seen), seen)
+
+
+@tool
+def finish(answer: Annotated[str, Meta(max_length=500)]) -> str:
+    """Gives what was looked for and ends the task."""
+    return answer
 
 
 SUBAGENTS: dict[str, Callable[[Brief, Rollout], Awaitable[Finding]]] = {
@@ -163,20 +175,3 @@ def _passages(documents: Sequence[dict[str, str]], query: str, top_k: int) -> st
     passages = [f"{one['title']}: {one['text']}" for one in documents]
     best = BM25(passages).top(query, int(top_k))
     return "\n".join(passages[number] for number, _ in best) or "Nothing was found."
-
-
-_SEARCH = function_tool(
-    "search",
-    "Finds passages of the documents by their words.",
-    {
-        "query": {"type": "string", "maxLength": 300},
-        "top_k": {"type": "integer", "minimum": 1, "maximum": 20},
-    },
-    ["query"],
-)
-_FINISH = function_tool(
-    "finish",
-    "Gives what was looked for and ends the task.",
-    {"answer": {"type": "string", "maxLength": 500}},
-    ["answer"],
-)
