@@ -27,6 +27,7 @@ _HOMES = {
     "Service": "envserver.environment",
     "Services": "envserver.environment",
     "LoopEnd": "envserver.tools.calling",
+    "McpServer": "envserver.tools.mcp_client",
     "Tool": "envserver.tools.calling",
     "ToolError": "envserver.tools.calling",
     "tool": "envserver.tools.typed",
@@ -201,6 +202,7 @@ if TYPE_CHECKING:
     from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
     from .tokens_config import TokensConfig
     from .tools.calling import LoopEnd, Tool, ToolError
+    from .tools.mcp_client import McpServer
     from .tools.typed import tool
     from .typed_tasks import Hidden
 
@@ -221,6 +223,7 @@ __all__ = [
     "Service",
     "Services",
     "LoopEnd",
+    "McpServer",
     "Tool",
     "ToolError",
     "tool",

@@ -31,6 +31,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, Literal, Protocol
 
@@ -50,7 +51,8 @@ from typing_extensions import TypeVar
 from .config import EnvironmentConfig, Section
 from .judge_interface import Judge
 from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
-from .tools.calling import LoopEnd, Tool, Tools
+from .tools.calling import LoopEnd, Tool
+from .tools.sources import Tools, ToolSource
 from .tools.typed import TypedTool
 
 Isolation = Literal["pooled", "dedicated", "sandboxed"]
@@ -216,7 +218,7 @@ class Rollout(Protocol):
 
         Args:
             messages: the conversation; replies and tool results are appended to it.
-            tools: tools and typed functions (see `tool`); unset: `Environment.tools`.
+            tools: tools, typed functions (see `tool`), MCP servers; unset: `Environment.tools`.
             final: name of the tool whose valid call ends the loop, such as "submit".
             max_turns: maximum number of the model's messages; the rollout's own limit applies, too.
             max_tool_errors: calls that fail before the loop ends.
@@ -232,6 +234,27 @@ class Rollout(Protocol):
         self, messages: list[Message], *, tools: Tools | None = None, **options: Any
     ) -> LoopEnd:
         """`loop` for a plain `def rollout`."""
+
+    def open_tools(
+        self, tools: Tools | None = None
+    ) -> AbstractAsyncContextManager[Mapping[str, Tool]]:
+        """Opens tools by name for a loop of your own, or for several loops: MCP servers run, and
+        tools on the server can be called, until the end of the block.
+
+        Args:
+            tools: as in `loop`.
+        """
+
+    def serve_mcp(self, tools: Tools | None = None) -> AbstractAsyncContextManager[str]:
+        """Offers tools to an agent that speaks only MCP: yields the address of a server over
+        streamable HTTP, with a secret path (extra `mcp`).
+
+        A failure that is not the model's ends the rollout at the end of the block, whatever the
+        agent made of it.
+
+        Args:
+            tools: as in `loop`.
+        """
 
     def base_url_of(self, agent: str) -> str:
         """Returns the `base_url` of one of several agents; calls are recorded under its name."""
@@ -345,8 +368,9 @@ class Environment(abc.ABC, Generic[TaskT]):
     score outside of it is a bug of the environment: its rollout is dropped at once."""
     solved_at: ClassVar[float | None] = None
     """The least reward of a solved task; None: the highest reward."""
-    tools: Sequence[Tool | Callable[..., Any]] | None = None
-    """What `run.loop` offers to the model; None: the methods that are marked with `@tool`."""
+    tools: Sequence[ToolSource] | None = None
+    """What `run.loop` offers to the model: tools, typed functions, MCP servers. None: the methods
+    that are marked with `@tool`."""
     exact_demonstrations: ClassVar[bool] = False
     """Whether the simulated engine plays demonstrations word for word, with no sentence before
     them. Set it where `rollout` reads an answer as a whole, such as a move of a game."""
@@ -548,11 +572,17 @@ class Environment(abc.ABC, Generic[TaskT]):
         return Result(output=response, messages=messages)
 
 
-def tools_of(environment: Environment) -> Sequence[Tool | Callable[..., Any]]:
+def tools_of(environment: Environment) -> Sequence[ToolSource]:
     """Returns the tools of `run.loop`: `environment.tools`, else its methods that are tools."""
-    if environment.tools is not None:
-        return environment.tools
-    return list(typed_methods(environment).values())
+    methods = list(typed_methods(environment).values())
+    if environment.tools is None:
+        return methods
+    # A class that lists its own methods names them before there is an object.
+    bound = {one.original.func: one for one in methods if isinstance(one.original, partial)}
+    return [
+        bound.get(one.original, one) if isinstance(one, TypedTool) else one
+        for one in environment.tools
+    ]
 
 
 def typed_methods(environment: Environment) -> dict[str, TypedTool]:

@@ -80,9 +80,6 @@ class ToolResult:
     ok: bool
 
 
-Tools = Mapping[str, Tool] | Iterable[Tool | Callable[..., Any]]
-"""Tools by name, or a list of tools and typed functions."""
-
 EndReason = Literal["final_tool", "text", "cut_off", "limit"]
 
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
-import msgspec
-from envserver_records.errors import InputError
 from envserver_records.records import Message
 
 from ..environment import Reply, Rollout
-from .calling import LoopEnd, Tool, ToolError, ToolResult, Tools, call_tool, descriptions, toolbox
-from .typed import as_tool
+from .calling import LoopEnd, Tool, ToolResult, call_tool, descriptions
+from .opening import open_tools
+from .sources import Tools
 
 
 async def chat_with_tools(
@@ -40,8 +38,9 @@ async def chat_with_tools(
 
     Args:
         messages: the conversation; replies and tool results are appended to it.
-        tools: tools on the server are called there. The calls of a message run in order; adjacent
-            calls of `parallel` tools run at the same time. Results are always in order.
+        tools: opened for the time of the loop (see `opening.open_tools`). The calls of a message
+            run in order; adjacent calls of `parallel` tools run at the same time. Results are
+            always in order.
         final: name of the tool whose valid call ends the loop; later calls are not run.
         max_turns: maximum number of the model's messages; `run.max_turns` applies, too.
         errors_in_a_row: a call that succeeds resets the errors counted for `max_tool_errors`.
@@ -51,69 +50,38 @@ async def chat_with_tools(
         is_answer: whether a text beside tool calls answers the task; these calls run first.
         request: passed to `run.chat`: `agent`, `max_tokens`, `tool_choice` ...
     """
-    box = {name: _here(one, run) for name, one in as_toolbox(tools).items()}
     text = last_text = ""
     errors = counted = 0
-    offered = descriptions(box.values())
-    for _ in range(min(run.max_turns, max_turns or run.max_turns)):
-        reply = await run.chat(messages, tools=offered, **request)
-        text, last_text = reply.content, reply.content or last_text
-        messages.append(reply.message)
-        on_reply(reply)
-        if reply.finish_reason == "length":
-            return LoopEnd("cut_off", text, last_text)
-        if not reply.tool_calls:
-            reminding = reminder(text)
-            if reminding is None:
+    async with open_tools(tools, run) as box:
+        offered = descriptions(box.values())
+        for _ in range(min(run.max_turns, max_turns or run.max_turns)):
+            reply = await run.chat(messages, tools=offered, **request)
+            text, last_text = reply.content, reply.content or last_text
+            messages.append(reply.message)
+            on_reply(reply)
+            if reply.finish_reason == "length":
+                return LoopEnd("cut_off", text, last_text)
+            if not reply.tool_calls:
+                reminding = reminder(text)
+                if reminding is None:
+                    return LoopEnd("text", text, last_text)
+                messages.append({"role": "user", "content": reminding})
+            for together in _side_by_side(box, reply.tool_calls, final):
+                results = await _run_calls(box, together)
+                for call, result in zip(together, results, strict=True):
+                    if result.ok and call["function"]["name"] == final:
+                        return LoopEnd("final_tool", text, last_text, result.text)
+                    errors += not result.ok
+                    counted = 0 if result.ok and errors_in_a_row else counted + (not result.ok)
+                    run.log_metric("tool_errors", errors)
+                    messages.append(
+                        {"role": "tool", "tool_call_id": call.get("id", ""), "content": result.text}
+                    )
+            if counted >= max_tool_errors:
+                break
+            if reply.tool_calls and is_answer(text):
                 return LoopEnd("text", text, last_text)
-            messages.append({"role": "user", "content": reminding})
-        for together in _side_by_side(box, reply.tool_calls, final):
-            results = await _run_calls(box, together)
-            for call, result in zip(together, results, strict=True):
-                if result.ok and call["function"]["name"] == final:
-                    return LoopEnd("final_tool", text, last_text, result.text)
-                errors += not result.ok
-                counted = 0 if result.ok and errors_in_a_row else counted + (not result.ok)
-                run.log_metric("tool_errors", errors)
-                messages.append(
-                    {"role": "tool", "tool_call_id": call.get("id", ""), "content": result.text}
-                )
-        if counted >= max_tool_errors:
-            break
-        if reply.tool_calls and is_answer(text):
-            return LoopEnd("text", text, last_text)
     return LoopEnd("limit", text, last_text)
-
-
-def as_toolbox(tools: Tools) -> Mapping[str, Tool]:
-    """Returns tools by name.
-
-    Raises:
-        TypeError: two have the same name, or a function cannot be a tool (see `typed.tool`).
-    """
-    if isinstance(tools, Mapping):
-        return tools
-    given = [as_tool(one) for one in tools]
-    box = toolbox(*given)
-    if len(box) < len(given):
-        names = [one.name for one in given]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise TypeError(f"Two tools have the name {', '.join(twice)}.")
-    return box
-
-
-def _here(tool: Tool, run: Rollout) -> Tool:
-    """Returns a tool that this process can call: one on the server is asked by name."""
-    if not tool.on_server:
-        return tool
-
-    async def ask(**arguments: Any) -> str:
-        try:
-            return str(await run.call_tool(tool.name, msgspec.to_builtins(arguments)))
-        except InputError as error:
-            raise ToolError(error.message) from error
-
-    return replace(tool, function=ask)
 
 
 def _side_by_side(

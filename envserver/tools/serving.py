@@ -1,26 +1,29 @@
 """Tools that run in the server, as services of their environment.
 
-In: an environment with `@tool(on_server=True)` methods. Out: its services with those tools among
-them. The server checks the arguments itself: a worker may send anything.
+In: an environment with `@tool(on_server=True)` methods and shared MCP servers. Out: its services
+with those tools among them. The server checks the arguments itself: a worker may send anything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from envserver_records.errors import ConfigError, InputError, ServiceError
 
-from ..environment import Caller, Environment, Service, Services, typed_methods
+from ..environment import Caller, Environment, Service, Services, tools_of, typed_methods
 from .bugs import is_bug, place_of
 from .calling import ToolError
+from .mcp_client import McpConnection, McpServer, connect
 from .typed import CALLER, TypedTool, result_text
 
+T = TypeVar("T")
+_MOST_UNANSWERED = 3
 _log = structlog.get_logger("envserver.services")
 
 
@@ -31,8 +34,17 @@ async def services_of(environment: Environment) -> AsyncIterator[Mapping[str, Se
     Raises:
         ConfigError: a tool has the name of a service.
     """
-    tools = {one.name: partial(_serve, one) for one in server_tools(environment)}
-    async with environment.services() as services:
+    tools: dict[str, Service] = {
+        one.name: partial(_serve, one) for one in server_tools(environment)
+    }
+    async with AsyncExitStack() as stack:
+        for server in shared_servers(environment):
+            shared = await stack.enter_async_context(SharedServer(server))
+            tools |= {
+                f"{server.service}/tools": shared.tools,
+                f"{server.service}/call": shared.call,
+            }
+        services = await stack.enter_async_context(environment.services())
         if twice := tools.keys() & services.keys():
             raise ConfigError(f"{', '.join(sorted(twice))}: a service and a tool have one name.")
         if isinstance(services, Services):
@@ -44,9 +56,78 @@ async def services_of(environment: Environment) -> AsyncIterator[Mapping[str, Se
 
 def server_tools(environment: Environment) -> list[TypedTool]:
     """Returns the methods and listed tools that are marked `on_server`."""
-    given = [*typed_methods(environment).values(), *(environment.tools or ())]
+    given = [*typed_methods(environment).values(), *tools_of(environment)]
     marked = [one for one in given if isinstance(one, TypedTool) and one.on_server]
     return list({one.name: one for one in marked}.values())
+
+
+def shared_servers(environment: Environment) -> list[McpServer]:
+    """Returns the MCP servers in `Environment.tools` that all rollouts share.
+
+    Raises:
+        ConfigError: two have one name.
+    """
+    listed = [one for one in environment.tools or () if isinstance(one, McpServer) and one.shared]
+    names = [one.name for one in listed]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"Shared MCP servers need different names, not {', '.join(names)}.")
+    return listed
+
+
+class SharedServer:
+    """One connection to an MCP server for all rollouts: opened at the first call, closed at the end
+    of the block. It is opened again after it broke, or after several calls in a row got no answer
+    (one slow call must not end those of others)."""
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+        self._lock = asyncio.Lock()
+        self._connection: McpConnection | None = None
+        self._stack = AsyncExitStack()
+        self._unanswered = 0
+
+    async def __aenter__(self) -> SharedServer:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    async def tools(self, arguments: dict[str, Any], caller: Caller) -> list[dict[str, Any]]:
+        """The service `mcp/NAME/tools`: see `McpConnection.describe`."""
+        return await self._used(lambda connection: connection.describe())
+
+    async def call(self, arguments: dict[str, Any], caller: Caller) -> str:
+        """The service `mcp/NAME/call`: `{"name", "arguments"}`, see `McpConnection.call`."""
+        name, given = arguments.get("name"), arguments.get("arguments")
+        if not isinstance(name, str) or not isinstance(given, dict):
+            raise InputError("A call needs a name and arguments.")
+        if self._server.only and name not in self._server.only:
+            raise InputError(f"{name[:80]!r} is not offered.")
+        try:
+            return await self._used(lambda connection: connection.call(name, given))
+        except ToolError as error:
+            raise InputError(str(error)) from error
+
+    async def _used(self, request: Callable[[McpConnection], Awaitable[T]]) -> T:
+        async with self._lock:
+            if self._connection is None:
+                self._connection = await self._stack.enter_async_context(connect(self._server))
+            connection = self._connection
+        try:
+            answer = await request(connection)
+        except ServiceError as error:
+            self._unanswered += 1
+            if self._unanswered >= _MOST_UNANSWERED or not error.detail.get("timeout"):
+                await self._drop(connection)
+            raise
+        self._unanswered = 0
+        return answer
+
+    async def _drop(self, connection: McpConnection) -> None:
+        async with self._lock:
+            if self._connection is connection:
+                self._connection, self._unanswered = None, 0
+                await self._stack.aclose()
 
 
 async def _serve(tool: TypedTool, arguments: dict[str, Any], caller: Caller) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -32,8 +32,11 @@ from envserver_records.records import Message, PublicTask, SandboxSpec
 from ..actions import encode
 from ..environment import NO_REWARDS, Isolation, Reply
 from ..sandbox_interface import BlockingSandbox, Sandbox
-from ..tools.calling import LoopEnd, Tools
+from ..tools.calling import LoopEnd, Tool, ToolResult
 from ..tools.loop import chat_with_tools
+from ..tools.mcp_server import serve_tools
+from ..tools.opening import open_tools
+from ..tools.sources import Tools
 from .event_uploader import EventUploader
 from .sandboxes import RemoteOpening, open_blocking
 
@@ -171,6 +174,23 @@ class AttemptRun:
     ) -> LoopEnd:
         end: LoopEnd = self._wait(self.loop(messages, tools=tools, **options))
         return end
+
+    def open_tools(
+        self, tools: Tools | None = None
+    ) -> AbstractAsyncContextManager[Mapping[str, Tool]]:
+        return open_tools(self.tools if tools is None else tools, self)
+
+    @asynccontextmanager
+    async def serve_mcp(self, tools: Tools | None = None) -> AsyncIterator[str]:
+        errors = 0
+
+        def count(result: ToolResult) -> None:
+            nonlocal errors
+            errors += not result.ok
+            self.log_metric("tool_errors", errors)
+
+        async with self.open_tools(tools) as box, serve_tools(box, count) as url:
+            yield url
 
     def base_url_of(self, agent: str) -> str:
         return f"{self._url}/a/{quote(agent, safe='')}/v1"

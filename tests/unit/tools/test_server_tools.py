@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import envserver
 from envserver import Caller, Environment, Score, Task, ToolError, tool
+from envserver.environment import tools_of
+from envserver.tools.serving import server_tools
 
 ONE = {"total_steps": 1, "group_size": 1}
 ALWAYS = {"solve_probability": 1.0, "openers": False}
@@ -84,6 +87,7 @@ def test_a_tool_on_the_server_knows_what_the_worker_does_not(
     assert output["worker"] != os.getpid() and output["key"] is None
 
 
+@pytest.mark.thorough
 def test_its_bug_is_told_once_without_what_it_knew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,19 +99,30 @@ def test_its_bug_is_told_once_without_what_it_knew(
     assert "vault.py:" in str(told.value) and "amber" not in str(told.value)
 
 
-def test_the_model_does_not_see_the_caller() -> None:
+def test_the_model_does_not_see_the_caller_and_listed_methods_are_bound() -> None:
     class Shown(Environment):
-        def tasks(self, split: str) -> object: ...
+        def tasks(self, split: str) -> Any: ...
+
+        @tool
+        def own(self) -> str:
+            """Returns its class."""
+            return type(self).__name__
 
         @tool(on_server=True)
         def look(self, name: str, caller: Caller) -> str:
             """Looks."""
             raise ToolError(f"{name} {caller}")
 
-        async def rollout(self, task: object, run: object) -> None: ...
+        tools = [own, len]
+
+        async def rollout(self, task: Any, run: Any) -> None: ...
 
         def score(self, task: Task, result: object) -> Score:
             return Score(reward=0.0)
+
+    own, other = tools_of(Shown())
+    assert (own(), other) == ("Shown", len)  # type: ignore[operator]
+    assert [one.name for one in server_tools(Shown())] == ["look"]
 
     parameters = Shown.look.description["function"]["parameters"]
     assert list(parameters["properties"]) == ["name"]

@@ -356,6 +356,7 @@ def test_the_example_of_the_readme_is_short_and_works(tmp_path: Path) -> None:
         assert (trajectory.score.reward, trajectory.metrics["tool_errors"]) == (1.0, 1.0)
 
 
+@pytest.mark.thorough
 def test_a_bug_in_a_tool_is_told_once_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(_example() + PLAYED + BUG)
     with pytest.raises(envserver.EnvserverError, match=r"raised KeyError: 'fig'.*shop.py:\d+"):

@@ -1,0 +1,211 @@
+"""Tools of an MCP server, for environments (extra `mcp`).
+
+In: an `McpServer`. Out: a connection that describes its tools and calls them. What a tool of it
+reports as an error is shown to the model; a server that cannot be reached, breaks off or takes too
+long is a `ServiceError`: the rollout is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import string
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from envserver_records.errors import ConfigError, ServiceError
+
+from .calling import MAX_RESULT_CHARACTERS, ToolError
+from .mcp_package import import_mcp
+from .own_task import in_own_task
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")
+CONNECT_SECONDS = 60.0
+"""Seconds to start or reach a server; overloaded machines are slow."""
+_MODELS_FAULT = (-32602,)  # JSON-RPC's "invalid params"
+
+
+@dataclass(frozen=True, kw_only=True)
+class McpServer:
+    """An MCP server whose tools an environment offers: list it in `tools`.
+
+    Args:
+        command: program and arguments of a server on stdio; "python" is the worker's own, with
+            its packages. It sees the variables HOME, PATH and the like, and `env`.
+        url: address of a server over streamable HTTP, instead of a command.
+        name: names it in errors; unique among shared servers.
+        env, headers: variables of a command, HTTP headers for an address. `${NAME}` is replaced
+            by a variable of the process that connects: the server, if it is shared.
+        shared: one connection in the server, for all rollouts. Else each rollout has its own, in
+            its worker: in the sandbox if the environment's isolation is "sandboxed".
+        only: the tools to offer; empty: all.
+        prefix: put before the names of its tools.
+        timeout_seconds: for one call.
+        max_characters: longer results are cut.
+    """
+
+    command: Sequence[str] = ()
+    url: str = ""
+    name: str = "mcp"
+    env: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    shared: bool = False
+    only: Sequence[str] = ()
+    prefix: str = ""
+    timeout_seconds: float = 60.0
+    max_characters: int = MAX_RESULT_CHARACTERS
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise ConfigError(f"The MCP server {self.name!r} needs a command or a url, not both.")
+
+    @property
+    def service(self) -> str:
+        """The prefix of its services' names, if it is shared."""
+        return f"mcp/{self.name}"
+
+
+class McpConnection:
+    """A connection to a server, for several calls at the same time."""
+
+    def __init__(self, server: McpServer, client: Client) -> None:
+        self._server = server
+        self._client = client
+
+    async def describe(self) -> list[dict[str, Any]]:
+        """Returns its tools: `{"name", "tool"}`, its own name and an OpenAI function tool.
+
+        Raises:
+            ConfigError: `only` names a tool that it does not have.
+            ServiceError: it does not answer.
+        """
+        listed: list[Any] = []
+        cursor: str | None = None
+        while cursor or not listed:
+            page = await self._within(self._client.list_tools(cursor=cursor))
+            listed += page.tools
+            cursor = page.next_cursor
+            if not page.tools:
+                break
+        only = set(self._server.only) or {one.name for one in listed}
+        if missing := only - {one.name for one in listed}:
+            lacks = f"The MCP server {self._server.name!r} has no tool {', '.join(sorted(missing))}"
+            raise ConfigError(f"{lacks}; it has: {', '.join(one.name for one in listed)}.")
+        return [self._described(one) for one in listed if one.name in only]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Calls a tool by its own name; returns the result as text.
+
+        Raises:
+            ToolError: the tool says that the call failed, or the server that its arguments are bad.
+            ServiceError: the server failed.
+        """
+        result = await self._within(self._client.call_tool(name, arguments))
+        text = "\n".join(map(_text_of, result.content))
+        if not result.content and result.structured_content is not None:
+            text = msgspec.json.encode(result.structured_content).decode()
+        if result.is_error:
+            raise ToolError(text or "the tool failed.")
+        return text
+
+    async def _within(self, request: Any) -> Any:
+        from mcp import MCPError
+
+        try:
+            async with asyncio.timeout(self._server.timeout_seconds):
+                return await request
+        except MCPError as error:
+            if error.code in _MODELS_FAULT:
+                raise ToolError(error.message) from error
+            raise self._failed(error.message) from error
+        except TimeoutError:
+            seconds = self._server.timeout_seconds
+            raise self._failed(f"no answer within {seconds:g} seconds", timeout=True) from None
+        except Exception as error:
+            raise self._failed(f"{type(error).__name__}: {error}") from error
+
+    def _failed(self, why: str, *, timeout: bool = False) -> ServiceError:
+        what = f"The MCP server {self._server.name!r} failed: {why}."
+        return ServiceError(what, timeout=timeout)
+
+    def _described(self, listed: Any) -> dict[str, Any]:
+        name = _NOT_IN_NAMES.sub("_", self._server.prefix + listed.name)[:64]
+        function = {
+            "name": name,
+            "description": listed.description or listed.title or name,
+            "parameters": listed.input_schema,
+        }
+        return {"name": listed.name, "tool": {"type": "function", "function": function}}
+
+
+@asynccontextmanager
+async def connect(server: McpServer) -> AsyncIterator[McpConnection]:
+    """Starts or reaches the server; ends it with its processes at the end of the block.
+
+    Raises:
+        ConfigError: the extra is missing, the program does not exist, or a variable is not set.
+        ServiceError: it cannot be reached.
+    """
+    await import_mcp(f"The MCP server {server.name!r}")
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                client = await stack.enter_async_context(in_own_task(lambda: _client(server)))
+        except ConfigError:
+            raise
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"The MCP server {server.name!r} cannot be started: {error}."
+            ) from error
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ServiceError(
+                f"The MCP server {server.name!r} cannot be reached: {what}."
+            ) from error
+        yield McpConnection(server, client)
+
+
+@asynccontextmanager
+async def _client(server: McpServer) -> AsyncIterator[Client]:
+    import httpx2
+    from mcp import Client, StdioServerParameters
+    from mcp.client.streamable_http import streamable_http_client
+
+    if server.command:
+        program, *args = server.command
+        program = sys.executable if program in ("python", "python3") else program
+        env = _filled(server, server.env)
+        async with Client(StdioServerParameters(command=program, args=args, env=env)) as client:
+            yield client
+        return
+    headers = _filled(server, server.headers)
+    async with (
+        httpx2.AsyncClient(headers=headers, timeout=server.timeout_seconds) as http,
+        Client(streamable_http_client(server.url, http_client=http)) as client,
+    ):
+        yield client
+
+
+def _filled(server: McpServer, values: Mapping[str, str]) -> dict[str, str]:
+    try:
+        return {key: string.Template(one).substitute(os.environ) for key, one in values.items()}
+    except KeyError as error:
+        raise ConfigError(f"The MCP server {server.name!r} needs the variable {error}.") from None
+
+
+def _text_of(block: Any) -> str:
+    """Returns a part of a result as the model reads it; what is not text is named."""
+    if block.type == "text":
+        return str(block.text)
+    resource = getattr(block, "resource", None)
+    if getattr(resource, "text", None) is not None:
+        return str(resource.text)  # type: ignore[union-attr]
+    return f"[{block.type}: {getattr(block, 'mime_type', None) or 'not shown'}]"

@@ -1,0 +1,273 @@
+"""MCP both ways, with the official package: its servers are our tools, its client calls ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mcp import Client
+from support import mcp_example
+from support.serving import serving
+
+import envserver
+from envserver import (
+    AgentError,
+    Caller,
+    ConfigError,
+    McpServer,
+    ServiceError,
+    Task,
+    ToolError,
+    tool,
+)
+from envserver.tools.calling import Tool, use_tool
+from envserver.tools.mcp_client import connect
+from envserver.tools.mcp_server import serve_tools
+from envserver.tools.opening import open_tools
+from envserver.tools.serving import services_of
+
+COMMAND = ("python", str(Path(mcp_example.__file__)))
+EXAMPLE = McpServer(command=COMMAND, env={"EXAMPLE_KEY": "a-${EXAMPLE_PART}"})
+
+
+class Run:
+    """A rollout without a server; `services` answer in its place."""
+
+    def __init__(self, services: Any = None) -> None:
+        self.services = services or {}
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        caller = Caller("r0", "g0", Task("t", {}, {}), flag=print)
+        return await self.services[name](arguments, caller)
+
+
+async def told(tools: Any, name: str, **arguments: Any) -> str:
+    return (await use_tool(tools, name, arguments)).text
+
+
+@pytest.fixture
+async def opened(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    monkeypatch.setenv("EXAMPLE_PART", "part")
+    async with open_tools([EXAMPLE], Run()) as tools:  # type: ignore[arg-type]
+        yield tools
+
+
+async def test_a_servers_tools_are_the_environments(opened: Any) -> None:
+    assert list(opened) == ["add", "notes_add", "key", "divide", "crash", "sleep"]
+    add = opened["add"].description["function"]
+    assert add["description"] == "Add two numbers."
+    assert add["parameters"]["required"] == ["a", "b"]
+    assert await told(opened, "add", a=1, b=2) == "3"
+    assert await told(opened, "key") == "a-part"
+    assert (await told(opened, "add", a="x", b=2)).startswith(
+        "Error: the arguments of add are not valid: 'x' is not of type 'integer'"
+    )
+    assert "division by zero" in await told(opened, "divide", a=1, b=0)
+    noted = await told(opened, "notes_add", text="x")
+    assert noted.split()[2] == str(os.getpid())
+    with pytest.raises(ServiceError, match="The MCP server 'mcp' failed: "):
+        await told(opened, "crash")
+
+
+@pytest.mark.thorough
+async def test_each_rollout_has_its_own_server_or_shares_one() -> None:
+    own = McpServer(command=COMMAND, only=["notes.add"])
+    for _ in range(2):
+        async with open_tools([own], Run()) as tools:  # type: ignore[arg-type]
+            assert list(tools) == ["notes_add"]
+            assert (await told(tools, "notes_add", text="a")).split()[0] == "a"
+    shared = McpServer(command=COMMAND, shared=True, prefix="all_", only=["notes.add", "crash"])
+    environment = SimpleNamespace(tools=[shared], services=lambda: nullcontext({}))
+    async with services_of(environment) as services:  # type: ignore[arg-type]
+        run = Run(services)
+        for number in range(2):
+            async with open_tools([shared], run) as tools:  # type: ignore[arg-type]
+                assert list(tools) == ["all_notes_add", "all_crash"]
+                noted = await told(tools, "all_notes_add", text="a")
+                assert noted.split()[0] == ",".join("a" * (number + 1))
+                if number:
+                    with pytest.raises(ServiceError):
+                        await told(tools, "all_crash")
+                    again = await told(tools, "all_notes_add", text="b")  # it was started anew
+                    assert again.split()[0] == "b"
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        (McpServer(command=["/no/such/program"]), "cannot be started"),
+        (
+            McpServer(command=COMMAND, env={"A": "${NOT_SET_ANYWHERE}"}),
+            "needs the variable 'NOT_SET",
+        ),
+        (McpServer(command=COMMAND, only=["fly"]), "has no tool fly; it has: add, notes.add"),
+    ],
+)
+async def test_a_server_that_is_not_set_up_well_is_told(server: McpServer, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        async with connect(server) as connection:
+            await connection.describe()
+
+
+def test_a_server_has_a_command_or_an_address() -> None:
+    with pytest.raises(ConfigError, match="needs a command or a url"):
+        McpServer()
+
+
+@pytest.mark.thorough
+async def test_a_server_that_does_not_answer_fails_the_rollout() -> None:
+    async with connect(McpServer(command=COMMAND, timeout_seconds=0.2)) as connection:
+        with pytest.raises(ServiceError, match=r"no answer within 0\.2 seconds"):
+            await connection.call("sleep", {})
+
+
+@pytest.mark.thorough
+async def test_exceptions_of_the_rollout_pass_as_they_are() -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with open_tools([McpServer(command=COMMAND)], Run()):  # type: ignore[arg-type]
+            raise KeyError("mine")
+
+
+@tool
+async def shout(text: str, times: int = 1) -> str:
+    """Shouts.
+
+    Args:
+        text: what.
+    """
+    if not text:
+        raise ToolError("there is nothing to shout.")
+    return text.upper() * times
+
+
+@tool
+def broken() -> str:
+    """Fails."""
+    raise KeyError("k")
+
+
+async def test_the_official_client_lists_and_calls_our_tools() -> None:
+    seen: list[bool] = []
+    box: dict[str, Tool] = {"shout": shout}
+    on_result = lambda result: seen.append(result.ok)  # noqa: E731 - one line
+    async with serve_tools(box, on_result) as url, Client(url) as client:
+        (listed,) = (await client.list_tools()).tools
+        assert (listed.name, listed.description) == ("shout", "Shouts.")
+        assert listed.input_schema == shout.description["function"]["parameters"]
+        good = await client.call_tool("shout", {"text": "a", "times": 2})
+        bad = await client.call_tool("shout", {"text": 1})
+        refused = await client.call_tool("shout", {"text": ""})
+        unknown = await client.call_tool("fly", {})
+    assert (good.content[0].text, good.is_error) == ("AA", False)  # type: ignore[union-attr]
+    assert "Expected `str`, got `int` - at `text`" in bad.content[0].text  # type: ignore[union-attr]
+    assert refused.content[0].text == "Error: there is nothing to shout."  # type: ignore[union-attr]
+    assert bad.is_error and refused.is_error and unknown.is_error
+    assert seen == [True, False, False, False]
+
+
+async def test_a_bug_behind_mcp_ends_the_rollout_whatever_the_agent_does() -> None:
+    with pytest.raises(AgentError, match="The tool 'broken' raised KeyError"):
+        async with serve_tools({"broken": broken}) as url, Client(url) as client:
+            with pytest.raises(Exception):  # noqa: B017 - the agent hides it
+                await client.call_tool("broken", {})
+
+
+async def test_only_who_knows_the_secret_path_is_served() -> None:
+    async with serve_tools({"shout": shout}) as url:
+        with pytest.raises(Exception):  # noqa: B017 - a kind of the package's own
+            async with Client(url.replace("/mcp", "x/mcp")) as client:
+                await client.list_tools()
+
+
+async def test_a_server_over_http_gets_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXAMPLE_KEY", "k")
+    app = mcp_example.server.streamable_http_app()
+    async with app.router.lifespan_context(app), serving(app) as url:
+        server = McpServer(url=f"{url}/mcp", headers={"x-key": "${EXAMPLE_KEY}-header"})
+        async with open_tools([server], Run()) as tools:  # type: ignore[arg-type]
+            assert await told(tools, "key") == "k-header"
+    with pytest.raises(ServiceError, match="cannot be reached"):
+        async with connect(server):
+            pass
+
+
+ENVIRONMENT = """
+import json
+import os
+import sys
+
+from mcp import Client
+
+from envserver import Caller, Environment, McpServer, Score, Task, tool
+
+
+class Both(Environment):
+    tools = [
+        McpServer(command=COMMAND, only=["notes.add"]),
+        McpServer(command=COMMAND, only=["notes.add"], prefix="all_", name="all", shared=True),
+    ]
+
+    def tasks(self, split):
+        yield Task("one", {}, {"secret": "amber"})
+
+    @tool(on_server=True)
+    async def secret(self, caller: Caller) -> str:
+        \"\"\"Returns the secret.\"\"\"
+        return caller.task.hidden["secret"]
+
+    async def rollout(self, task, run):
+        messages = [{"role": "user", "content": "Note it."}]
+        await run.loop(messages)
+        noted = [one["content"] for one in messages if one["role"] == "tool"]
+        async with run.serve_mcp([self.secret]) as url, Client(url) as client:
+            listed = [one.name for one in (await client.list_tools()).tools]
+            called = await client.call_tool(listed[0], {})
+        return {
+            "noted": noted,
+            "secret": called.content[0].text,
+            "worker": os.getpid(),
+        }
+
+    def score(self, task, result):
+        return Score(reward=float(result.output["secret"] == task.hidden["secret"]))
+
+    def demonstration(self, task):
+        calls = [
+            {"id": name, "type": "function",
+             "function": {"name": name, "arguments": json.dumps({"text": "x"})}}
+            for name in ("notes_add", "all_notes_add")
+        ]
+        return [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "assistant", "content": "done"},
+        ]
+
+
+class Sandboxed(Both):
+    isolation = "sandboxed"
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["Both", "Sandboxed"])
+def test_rollouts_use_servers_and_serve_agents(tmp_path: Path, kind: str) -> None:
+    # A sandbox sees installed packages, and no file of this folder: the program is an argument.
+    command = ["python", "-c", Path(mcp_example.__file__).read_text()]
+    source = ENVIRONMENT.replace("COMMAND", repr(command))
+    (tmp_path / "both.py").write_text(source)
+    made = envserver.process(
+        f"{tmp_path}/both.py:{kind}", model="sim", env={"total_steps": 1, "group_size": 2},
+        sim={"solve_probability": 1.0, "openers": False},
+    )  # fmt: skip
+    first, second = [one.output for one in made.groups[0].trajectories]
+    assert [one.score.reward for one in made.groups[0].trajectories] == [1.0, 1.0]
+    for output in (first, second):  # a server of its own, started by its worker
+        assert output["noted"][0].split()[::2] == ["x", str(output["worker"])]
+    shared = sorted(output["noted"][1].split() for output in (first, second))
+    assert [notes for notes, _, _ in shared] == ["x", "x,x"]  # one server, started by the server
+    assert {parent for _, _, parent in shared} == {str(os.getpid())}
