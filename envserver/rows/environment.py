@@ -82,7 +82,6 @@ class RowsEnvironment(Environment):
             except InputError as error:
                 raise ValueError(error.message) from None
 
-    exact_demonstrations = True
     source: ClassVar[Source]
     functions: ClassVar[Sequence[Weighted]] = ()
     """Reward functions of the class; `--env.reward` replaces them."""
