@@ -1,6 +1,7 @@
 """`make learn`: watch a model learn, on a laptop.
 
     python -m envserver_clients.learn --output out/learn [--task tool] [--minutes 10]
+    python -m envserver_clients.learn --output out/learn --serve my_environment.yaml
 
 Makes the tiny model (once), starts the local engine, `envserver serve` and the trainer of
 `envserver_clients.grpo`, prints a line per step and draws the curve. All processes end with it:
@@ -43,6 +44,8 @@ class LearnSettings(BaseModel):
     task: Literal["arithmetic", "tool", "kuhn"] = "arithmetic"
     """arithmetic: one answer per task; tool: several turns with a calculator; kuhn: self-play in
     Kuhn poker, from a model of your own (`--model`)."""
+    serve: Path | None = None
+    """Settings file of `envserver serve` for an environment of your own, instead of `task`."""
     wire: Literal["native", "atropos"] = "native"
     """Protocol for groups."""
     model: Path | None = None
@@ -127,7 +130,7 @@ def _newest(folder: Path) -> Path | None:
 
 def _server(settings: LearnSettings, model: Path, engine: str, address: str) -> list[str]:
     words = [sys.executable, "-m", "envserver", "serve"]
-    words += ["--config", str(_CONFIGS / f"serve_{settings.task}.yaml")]
+    words += ["--config", str(settings.serve or _CONFIGS / f"serve_{settings.task}.yaml")]
     words += ["--env.seed", str(settings.seed), "--env.group_size", str(settings.group_size)]
     name = "policy@{version}" if settings.lora_rank else "policy"
     words += ["--openai.base_url", f"{engine}/v1", "--openai.model_name", name]
