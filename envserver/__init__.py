@@ -31,6 +31,7 @@ _HOMES = {
     "Tool": "envserver.tools.calling",
     "ToolError": "envserver.tools.calling",
     "tool": "envserver.tools.typed",
+    "ModelCall": "envserver.hook_interface",
     "Task": "envserver_records",
     "PublicTask": "envserver_records",
     "Result": "envserver_records",
@@ -176,6 +177,7 @@ if TYPE_CHECKING:
         Services,
     )
     from .evaluation import pass_at_k, pass_hat_k
+    from .hook_interface import ModelCall
     from .judge_interface import Judge, JudgeReply
     from .judges.bias import JudgeBias, JudgeCase, judge_bias, rubric_bias
     from .judges.pairwise import Ranking, pairwise_ranking
@@ -227,6 +229,7 @@ __all__ = [
     "Tool",
     "ToolError",
     "tool",
+    "ModelCall",
     "SandboxLimits",
     "SandboxSpec",
     "SandboxUsage",

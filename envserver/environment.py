@@ -28,9 +28,8 @@ from __future__ import annotations
 
 import abc
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, Literal, Protocol
@@ -49,8 +48,12 @@ from envserver_records.records import (
 from typing_extensions import TypeVar
 
 from .config import EnvironmentConfig, Section
+from .hook_interface import ModelCall
 from .judge_interface import Judge
 from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
+from .service_interface import Caller as Caller
+from .service_interface import Service as Service
+from .service_interface import Services as Services
 from .tools.calling import LoopEnd, Tool
 from .tools.sources import Tools, ToolSource
 from .tools.typed import TypedTool
@@ -88,60 +91,6 @@ class Reply(msgspec.Struct, frozen=True):
     tool_calls: list[dict[str, Any]]
     finish_reason: str
     message: Message
-
-
-@dataclass(frozen=True)
-class Caller:
-    """The rollout on whose behalf a service is called.
-
-    Args:
-        group_id: the group whose rollouts are compared with this one.
-        task: with its hidden part; the agent sees only what the service returns.
-        flag: adds a flag to the trajectory, such as "web_leak_dropped".
-        state: what `Services.state` made for this attempt; None without it.
-    """
-
-    rollout_id: str
-    group_id: str
-    task: Task
-    flag: Callable[[str], object]
-    state: Any = None
-
-
-Service = Callable[[dict[str, Any], Caller], Awaitable[Any]]
-"""Takes a JSON object and returns a JSON-like value. An InputError is shown to the agent. A
-ServiceError, or any other exception, is the server's failure, and the rollout is retried."""
-
-
-class Services(dict[str, Service]):
-    """Services by name, with the state of each rollout, their counters and what they showed.
-
-        def services(self):
-            return nullcontext(Services({"guess": guess}, state=lambda task: Game(task.hidden)))
-
-    Args:
-        state: makes what one attempt at a task keeps on the server: a game, a simulated user. It is
-            called at the attempt's first request to a service, which finds the state, as all later
-            ones do, in `caller.state`. If it is an async context manager, it is entered then, left
-            when the attempt has ended and none of its requests runs any more, and `caller.state` is
-            what it returns. It must not block the server's event loop.
-        counts: returns the number of requests since the start, by name, for `/metrics`.
-        shown: returns what the rollouts of a group (by id) were shown, JSON-like. It is stored
-            with the group so that a later run can be compared. Called once a group, at its end.
-    """
-
-    def __init__(
-        self,
-        services: Mapping[str, Service],
-        *,
-        state: Callable[[Task], Any] | None = None,
-        counts: Callable[[], Mapping[str, float]] = dict,
-        shown: Callable[[str], dict[str, Any]] = lambda group_id: {},
-    ) -> None:
-        super().__init__(services)
-        self.state = state
-        self.counts = counts
-        self.shown = shown
 
 
 class Rollout(Protocol):
@@ -511,6 +460,25 @@ class Environment(abc.ABC, Generic[TaskT]):
         HTTP client with `run.tools_url`.
         """
         return nullcontext({})
+
+    def on_request(self, call: ModelCall) -> Awaitable[None] | None:
+        """Looks at a model call before the engine gets it; may change or refuse it.
+
+        Runs on the server, like a service, with the task's hidden part and the rollout's state
+        (`call.caller`). It may be `async def`, and must not block the server's event loop. What it
+        does is recorded with its reason. If it raises, that is a bug of the environment; a
+        ServiceError is a failure of the infrastructure, and the rollout is retried.
+        """
+        return None
+
+    def on_answer(self, call: ModelCall) -> Awaitable[None] | None:
+        """Looks at the engine's answer before the agent gets it; may change or refuse it.
+
+        As `on_request`, once for each answer (`call.answer`). An environment with this hook gets
+        the whole answer before its first byte is sent on, also if the agent wants a stream. Tokens
+        of an answer that was changed or refused are recorded, and not trained by default.
+        """
+        return None
 
     async def setup(self) -> None:
         """Runs once per worker process, before its first rollout."""

@@ -24,6 +24,7 @@
     │   │   ├── SandboxUnavailable it cannot be made (space, backend, supervisor) retry, then drop
     │   │   └── SandboxLost    it ended during a program, not because of it       retry, then drop
     │   ├── ServiceError       a service of the environment failed                retry, then drop
+    │   │   └── HookError      a hook of the environment raised                   drop at once
     │   ├── ScorerError        scoring raised, died or timed out                  retry, then drop
     │   │   └── RewardError    a reward is out of range, or for no agent or turn  drop at once
     │   ├── JudgeError         the judge that scoring asked gave no usable answer retry, then drop
@@ -145,8 +146,8 @@ class RolloutError(EnvserverError):
 
 
 class LimitReached(RolloutError):
-    """`detail["limit"]` is turns, tokens, time, context (the model's window is full) or record (its
-    requests hold too much memory)."""
+    """`detail["limit"]` is turns, tokens, time, context (the model's window is full), record (its
+    requests hold too much memory) or refused (by a hook of the environment)."""
 
     kind, blame, outcome, status = "limit_reached", Blame.MODEL, Outcome.SCORE, 429
 
@@ -207,6 +208,12 @@ class SandboxLost(SandboxError):
 
 class ServiceError(RolloutError):
     kind, blame, outcome, status = "service_error", Blame.ENVIRONMENT, Outcome.RETRY, 502
+
+
+class HookError(ServiceError):
+    """`on_request` or `on_answer` of the environment is wrong; `detail["bug"]` says where."""
+
+    kind, outcome, status = "hook_error", Outcome.DROP, 500
 
 
 class ScorerError(RolloutError):

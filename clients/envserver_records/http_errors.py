@@ -80,7 +80,7 @@ MODEL: Final = ErrorReader(
     client_error=AgentError,
     unreadable=EngineGarbage,
     unreadable_client_error=AgentError,
-    by_code=by_kind(LimitReached, EngineError),
+    by_code=by_kind(LimitReached, EngineError, ServiceError),
 )
 """Calls of the model."""
 

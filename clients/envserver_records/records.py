@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .costs import Cost, JudgeUsage
 from .errors import Failure
+from .hook_events import HookEvent
 from .packing import pack as pack
 from .packing import unpack as unpack
 from .sampling import LogprobsKind, SamplingSpan
@@ -136,7 +137,9 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
         versions: partition of [0, C).
         exact: ids and logprobs are complete; only exact calls become training tokens.
         message: the assistant message as returned to the agent.
-        messages, tools: the agent's request in OpenAI's chat format, whatever the dialect.
+        sampled_message: that of the engine, if a hook changed it; None: the same.
+        messages, tools: the agent's request in OpenAI's chat format, whatever the dialect, as the
+            engine got it.
         sampling: the sampling fields that were sent to the engine.
         logprobs_kind: whether the logprobs are from before the temperature (raw) or after it.
         stop_reason: the stop string or stop token id that ended it, None for the ordinary end.
@@ -152,6 +155,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
         started_at: `time.time()`; `seconds` from there to the commit, `seconds_to_first` to the
             first chunk of a stream.
         flags: see `tokens.flags`.
+        hooks: what hooks of the environment did to it.
     """
 
     index: int
@@ -186,6 +190,13 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
     seconds: float = 0.0
     seconds_to_first: float | None = None
     flags: list[str] = msgspec.field(default_factory=list)
+    sampled_message: Message | None = None
+    hooks: list[HookEvent] = msgspec.field(default_factory=list)
+
+    @property
+    def engine_message(self) -> Message:
+        """The assistant message as the engine gave it."""
+        return self.message if self.sampled_message is None else self.sampled_message
 
 
 class TracedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -387,7 +398,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     `sequences` are those of trained agents. `others` are the conversations of all agents except
     that of `messages` and `tools`. `calls` and `service_calls`: see `tokens.keep_calls`.
-    `turn_rewards` (also in `score`) and `agent_calls`: see Result; for scoring it again.
+    `turn_rewards` (also in `score`) and `agent_calls`: see Result; for scoring it again. `hooks`:
+    what hooks of the environment changed and refused.
     """
 
     rollout_id: str
@@ -412,6 +424,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     service_calls: list[ServiceCall] = msgspec.field(default_factory=list)
     turn_rewards: list[TurnReward] = msgspec.field(default_factory=list)
     agent_calls: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    hooks: list[HookEvent] = msgspec.field(default_factory=list)
 
     def messages_of(self, agent: str | None) -> list[Message]:
         """Returns the last conversation of one of several agents."""

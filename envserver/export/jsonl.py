@@ -115,6 +115,8 @@ def _rollouts(
             facts[-1]["messages"] = trajectory.messages
         if include_actions:
             facts[-1]["actions"] = trajectory.actions
+        if trajectory.hooks:
+            facts[-1]["hooks"] = msgspec.to_builtins(trajectory.hooks)
         if trajectory.calls:
             facts[-1] |= kept_calls(trajectory)
         row += rows

@@ -229,7 +229,12 @@ def error_body(error: EnvserverError, code: str | None = None) -> dict[str, Any]
     """Returns `error` as OpenAI's API writes it."""
     kind = "invalid_request_error" if error.status < 500 else "engine_error"
     known = CONTEXT_IS_FULL if is_context_limit(error) else error.kind
-    facts = {"message": str(error), "type": kind, "param": None, "code": code or known}
+    facts = {
+        "message": str(error),
+        "type": kind,
+        "param": error.detail.get("limit"),
+        "code": code or known,
+    }
     return {"error": facts}
 
 

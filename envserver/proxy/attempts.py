@@ -29,6 +29,7 @@ from envserver_records.errors import (
     SandboxUnavailable,
     ServiceError,
 )
+from envserver_records.hook_events import HookEvent
 from envserver_records.records import Call, ServiceCall, Task
 
 from ..actions import Steps
@@ -163,6 +164,7 @@ class ProxyAttempt:
         service_failure: how a service of the environment failed, or None.
         service_calls: number of calls to services.
         asked_services: those calls, if they are kept.
+        refused_requests: what hooks of the environment refused before the engine got it.
         flags: flags that services put on the trajectory.
         output, metrics, steps, posted, failure: what the worker posted.
         late_calls: model calls that came after the end.
@@ -189,6 +191,7 @@ class ProxyAttempt:
     service_failure: Failure | None = None
     service_calls: int = 0
     asked_services: list[ServiceCall] = field(default_factory=list)
+    refused_requests: list[HookEvent] = field(default_factory=list)
     flags: set[str] = field(default_factory=set)
     output: Any = None
     metrics: dict[str, float] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from envserver_records.errors import (
     EngineUnavailable,
     EnvserverError,
 )
+from envserver_records.hook_events import HookEvent
 from envserver_records.records import Call
 
 from ..telemetry.tracing import Span
@@ -31,6 +32,7 @@ from .constraints import without_strict
 from .endpoint import VERSION_PLACEHOLDER, EngineEndpoint, ReadyEngine
 from .engine_answer import EngineAnswer, SampledChoice, parse_answer
 from .gate import Aborted
+from .hooks import Hooks
 from .missing_version import MissingVersion
 from .model_request import ModelRequest
 from .recording import CallContext, calls_of, mark_delivered, mark_replayed, names_version
@@ -47,6 +49,7 @@ class CallTask:
         endpoint: that of `agent`.
         agent: the agent of the attempt, None for the only one.
         digest: of the request.
+        hooks: those of the environment, if it has any.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class CallTask:
         request: ModelRequest,
         agent: str | None,
         digest: bytes,
+        hooks: Hooks | None = None,
     ) -> None:
         self.request = request
         self.calls: list[Call] = []
@@ -67,6 +71,8 @@ class CallTask:
         self._route = attempt.spec.route(agent)
         self._routing_key = attempt.spec.routing_key(agent)
         self._digest = digest
+        self._hooks = hooks
+        self._hooked: HookEvent | None = None
         self._started_at = time.time()
         self._first_at: float | None = None
         self._first_version = self._version
@@ -103,6 +109,9 @@ class CallTask:
 
     async def _prepare(self) -> None:
         request, route = self.request, self._route
+        if self._hooks is not None and self._hooks.on_request is not None:
+            request, self._hooked = await self._hooks.request(self._attempt, request, self._agent)
+            self._sent = request
         try:
             self._ready = await self._endpoint.ready()
         except ConfigError as error:
@@ -121,11 +130,13 @@ class CallTask:
     def _can_stream(self) -> bool:
         """Returns whether the answer can be a true stream.
 
-        It cannot with tools: what is parsed from a stream may differ from the whole answer."""
-        request = self.request
+        It cannot with tools: what is parsed from a stream may differ from the whole answer. Nor if
+        the environment looks at answers."""
+        request = self._sent
         return (
             request.stream
             and not request.tools
+            and (self._hooks is None or self._hooks.on_answer is None)
             and self._ready.streams(request, self._body.body, self._prompt)
         )
 
@@ -184,8 +195,15 @@ class CallTask:
             answer, engine_answer = await self._sampled()
             reservation.spent = engine_answer.tokens()
             clean_answer(answer, self.request)
+            refused = None
+            if self._hooks is not None and self._hooks.on_answer is not None:
+                refused = await self._hooks.answers(
+                    self._attempt, self._sent, self._agent, answer, engine_answer
+                )
             self._commit(engine_answer)
             await self._ready.remember(self._attempt, self.calls, self._prompt)
+        if refused is not None:
+            raise self._attempt.reached("refused", refused, self._agent)
         return answer
 
     async def _sampled(self) -> tuple[dict[str, Any], EngineAnswer]:
@@ -201,7 +219,7 @@ class CallTask:
     async def _sampled_once(self) -> tuple[dict[str, Any], EngineAnswer]:
         with self._sampling() as span:
             answer = await self._ready.whole(
-                self.request,
+                self._sent,
                 self._body.body,
                 self._prompt,
                 rollout_id=self._routing_key,
@@ -270,7 +288,7 @@ class CallTask:
         self, collector: Collector, emit: Emit, ends: list[dict[str, Any]]
     ) -> None:
         streaming = self._ready.stream(
-            self.request,
+            self._sent,
             self._body.body,
             self._prompt,
             rollout_id=self._routing_key,
@@ -354,6 +372,7 @@ class CallTask:
             follows_policy=self._route.follows_policy,
             names_versions=self._endpoint.names_versions,
             prompt=self._prompt,
+            hooked=self._hooked,
             flags=self._body.flags + (["own_model"] if self._route.endpoint else []),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from envserver_records.hook_events import HookEvent
 from envserver_records.records import Message
 
 from .answer_schema import check_answer
@@ -16,6 +17,8 @@ class SampledChoice(msgspec.Struct, kw_only=True):
     Args:
         prompt_ids: of this choice alone, if a request held several prompts.
         weight_versions: vLLM's spans of `ids`, each {"version", "start", "end"}.
+        returned: the message that the agent gets instead, if a hook changed it.
+        hooked: what a hook did to it.
     """
 
     index: int
@@ -26,6 +29,8 @@ class SampledChoice(msgspec.Struct, kw_only=True):
     weight_versions: list[Any] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    returned: Message | None = None
+    hooked: HookEvent | None = None
 
 
 class EngineAnswer(msgspec.Struct, kw_only=True):

@@ -54,9 +54,10 @@ class ReachedLimits:
 
     def answered(self, agent: str | None) -> None:
         """Notes that a call of `agent` was answered: it has shortened its conversation since it
-        met the context limit."""
-        refused = self._refused.pop(("context", agent), None)
-        if refused is None or refused.times < MOST_REFUSALS or self._ends is None:
+        met the context limit, or asked for what a hook lets through."""
+        forgotten = [self._refused.pop((limit, agent), None) for limit in ("context", "refused")]
+        ending = any(one is not None and one.times >= MOST_REFUSALS for one in forgotten)
+        if not ending or self._ends is None:
             return
         if all(other.times < MOST_REFUSALS for other in self._refused.values()):
             self._ends.reschedule(None)

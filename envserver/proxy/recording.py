@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from envserver_records.hook_events import HookEvent
 from envserver_records.records import Call, Dialect, Message, VersionSpan
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING, LogprobsKind
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
         asked_model: the name that was requested (`model` may hold a placeholder for the version).
         first_version, last_version: the policy version at the start and at the end.
         prompt: the prompt plan.
+        hooked: what a hook did to the request.
         follows_policy: whether the policy samples, so that the engine's version numbers count.
         names_versions: whether the engine has reported a version number before. If it reports none
             afterwards, it was restarted and has lost the published weights.
@@ -59,6 +61,7 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
     trained: bool = True
     follows_policy: bool = True
     names_versions: bool = False
+    hooked: HookEvent | None = None
 
     @property
     def is_named(self) -> bool:
@@ -77,7 +80,7 @@ def calls_of(
         broken: "disconnect" or "error" if the exchange ended before the engine's answer did. Such
             calls hold what had arrived and get no flags for missing fields.
     """
-    shared = [*context.flags, *context.prompt.flags]
+    shared = [*context.flags, *context.prompt.flags, *_hook_flags(context.hooked)]
     if broken is None and not _count_agrees(engine_answer):
         shared.append("logprob_count_mismatch")
     if context.is_named and engine_answer.model not in ("", context.asked_model):
@@ -110,6 +113,7 @@ def _call(
         *(["extreme_logprob"] if logprobs is not None and _is_extreme(logprobs) else []),
         *_finish_flags(finish, choice, context),
         *_version_flags(versions, context, told is not None),
+        *_hook_flags(choice.hooked),
     ]
     if counts and context.names_versions and choice.weight_versions and told is None:
         flags.append("weights_lost")
@@ -130,7 +134,9 @@ def _call(
             and "logprob_count_mismatch" not in flags
         ),
         finish_reason=finish,
-        message=choice.message,
+        message=choice.message if choice.returned is None else choice.returned,
+        sampled_message=None if choice.returned is None else choice.message,
+        hooks=[event for event in (context.hooked, choice.hooked) if event is not None],
         messages=context.messages,
         tools=context.tools,
         sampling=context.sampling,
@@ -259,6 +265,12 @@ def _version_flags(spans: list[VersionSpan], context: CallContext, told: bool) -
     if -1 in versions and context.last_version >= 0:
         flags.append("version_unknown")
     return flags
+
+
+def _hook_flags(event: HookEvent | None) -> list[str]:
+    if event is None:
+        return []
+    return [f"{event.at}_{'changed' if event.changed else 'refused'}"]
 
 
 def _count_agrees(engine_answer: EngineAnswer) -> bool:

@@ -32,6 +32,7 @@ from .call_task import CallTask
 from .dialects import DialectAdapter, EventWriter
 from .dialects.chat import CHECKED
 from .endpoint import EngineEndpoint
+from .hooks import Hooks
 from .model_request import ModelRequest
 from .recorded import Kept
 from .retries import RetryMarks
@@ -51,6 +52,7 @@ class RequestHandler:
     Args:
         dialect: the API that the agent uses.
         agent: the agent of the attempt, None for the only one.
+        hooks: those of the environment, if it has any.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RequestHandler:
         agent: str | None,
         receive: Receive,
         send: Send,
+        hooks: Hooks | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._attempt = attempt
@@ -68,6 +71,7 @@ class RequestHandler:
         self._agent = agent
         self._receive = receive
         self._send = send
+        self._hooks = hooks
         self._memory = attempt.memory.setdefault(dialect.name, {})
         self._begun = False
         self._writer: EventWriter | None = None
@@ -98,7 +102,9 @@ class RequestHandler:
                 return
         self._attempt.take_turn(self._agent)
         kept = self._kept(request)
-        call_task = CallTask(self._endpoint, self._attempt, request, self._agent, marks.digest)
+        call_task = CallTask(
+            self._endpoint, self._attempt, request, self._agent, marks.digest, self._hooks
+        )
         retries.begin(marks, call_task)
         try:
             await self._guarded(call_task, again=False)

@@ -51,6 +51,7 @@ from .dialects import DIALECTS, DialectAdapter
 from .endpoint import EngineEndpoint
 from .gate import Gate
 from .guest import generate, pass_through
+from .hooks import HookFunctions, Hooks
 from .recorded import RecordedRequests
 from .request_handler import RequestHandler
 from .retries import RetryMarks, digest_of
@@ -92,6 +93,7 @@ class Proxy:
         endpoints: those of agents with their own engine or model, by `AgentRoute.endpoint`.
         sandboxes: owner of the agents' sandboxes; default: none.
         services: the environment's services by name; default: none.
+        hooks: what the environment does to model calls; default: nothing.
         max_body_bytes: limit of a request, as sent and inflated.
         bounds: what each attempt may ask for at once.
         clock: seconds; used only to forget sealed keys.
@@ -105,6 +107,7 @@ class Proxy:
         endpoints: Mapping[str, EngineEndpoint] | None = None,
         sandboxes: SandboxHost | None = None,
         services: Mapping[str, Service] | None = None,
+        hooks: HookFunctions | None = None,
         max_body_bytes: int = 64 * 1024 * 1024,
         bounds: AttemptBounds | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -113,7 +116,8 @@ class Proxy:
         self._endpoint = endpoint or EngineEndpoint(engine)
         self._endpoints = {**(endpoints or {}), "": self._endpoint}
         self._sandboxes = sandboxes
-        self._services = ServiceRouter(services or {})
+        self._services = ServiceRouter({} if services is None else services)
+        self._hooks = None if hooks is None else Hooks(hooks, self._services)
         self.bounds = bounds or AttemptBounds()
         self._max_body_bytes = min(max_body_bytes, self.bounds.max_bytes)
         self.totals = Totals.of(self.bounds)
@@ -347,7 +351,9 @@ class Proxy:
         body = await read_body(scope, receive, self._max_body_bytes)
         marks = RetryMarks(scope, digest_of(path, agent, body))
         endpoint = self._endpoints[attempt.spec.route(agent).endpoint]
-        request = RequestHandler(endpoint, attempt, DIALECTS[path], agent, receive, send)
+        request = RequestHandler(
+            endpoint, attempt, DIALECTS[path], agent, receive, send, self._hooks
+        )
         with time_waiting() as watch:
             await request.answer(body, marks)
         if watch.calls and not request.is_streamed:

@@ -9,8 +9,8 @@ is `service_state.AttemptState`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -123,9 +123,22 @@ class ServiceRouter:
         attempt.working(interrupts)
         try:
             async with interrupts, places:
-                return await _asked(attempt, name, service, arguments, self._state(attempt))
+                return await _asked(attempt, name, service, arguments, self.caller(attempt))
         finally:
             attempt.done(interrupts)
+
+    @asynccontextmanager
+    async def caller(self, attempt: ProxyAttempt) -> AsyncIterator[Caller]:
+        """Yields what the environment's code sees of the attempt, with its state open."""
+        spec = attempt.spec
+        async with self._state(attempt) as state:
+            yield Caller(
+                rollout_id=spec.rollout_id,
+                group_id=spec.group_id,
+                task=spec.task,
+                flag=lambda word: _flag(attempt, word),
+                state=state,
+            )
 
     def _state(self, attempt: ProxyAttempt) -> AbstractAsyncContextManager[Any]:
         """Returns a block in which the attempt's state is open."""
@@ -147,29 +160,21 @@ async def _asked(
     name: str,
     service: Service,
     arguments: dict[str, Any],
-    opened: AbstractAsyncContextManager[Any],
+    opened: AbstractAsyncContextManager[Caller],
 ) -> bytes:
     """
     Raises:
         UsageError, LimitReached: the request is at fault.
         ServiceError: the service, or the state that it needs, is at fault.
     """
-    spec = attempt.spec
     try:
-        async with opened as state:
-            caller = Caller(
-                rollout_id=spec.rollout_id,
-                group_id=spec.group_id,
-                task=spec.task,
-                flag=lambda word: _flag(attempt, word),
-                state=state,
-            )
+        async with opened as caller:
             body = orjson.dumps(await service(arguments, caller))
     except (UsageError, LimitReached, ServiceError):
         raise
     except Exception as error:
         # The message may hold addresses and keys: it goes to the log only.
-        _log.exception("service_failed", rollout_id=spec.rollout_id, service=name)
+        _log.exception("service_failed", rollout_id=attempt.spec.rollout_id, service=name)
         raise ServiceError(f"The service {name!r} failed: {type(error).__name__}.") from error
     if len(body) > _MOST_ANSWER_BYTES:
         raise ServiceError(f"The answer of {name!r} is over {_MOST_ANSWER_BYTES} bytes.")

@@ -17,6 +17,7 @@ import msgspec
 from envserver_records.errors import (
     AgentError,
     Failure,
+    HookError,
     LimitReached,
     Outcome,
     RewardError,
@@ -26,6 +27,7 @@ from envserver_records.errors import (
     WorkerGarbage,
     by_kind,
 )
+from envserver_records.hook_events import HookEvent
 from envserver_records.records import (
     Call,
     Conversation,
@@ -71,6 +73,7 @@ class Finished(msgspec.Struct, kw_only=True):
     others: list[Conversation]
     attempt: ProxyAttempt
     service_calls: list[ServiceCall] = msgspec.field(default_factory=list)
+    hooks: list[HookEvent] = msgspec.field(default_factory=list)
 
 
 async def run_attempt(
@@ -150,6 +153,7 @@ async def run_attempt(
         calls=pack_calls(calls, find_parents(calls)) if keep_calls else [],
         others=other_conversations(calls, last),
         service_calls=attempt.asked_services,
+        hooks=_hook_events(attempt, calls),
         attempt=attempt,
     )
 
@@ -163,6 +167,14 @@ def _withdraw_bug(failure: Failure) -> None:
     failure.detail.pop("bug", None)
     if failure.kind == RewardError.kind:
         failure.detail["bug"] = f"A bug in the environment: {NO_REWARDS}"
+
+
+def _hook_events(attempt: ProxyAttempt, calls: list[Call]) -> list[HookEvent]:
+    """Returns what hooks changed and refused; events of calls name their call."""
+    of_calls = [
+        msgspec.structs.replace(event, call=call.index) for call in calls for event in call.hooks
+    ]
+    return [*attempt.refused_requests, *of_calls]
 
 
 @asynccontextmanager
@@ -210,6 +222,7 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
     Raises:
         RolloutError: a failure that is not the model's fault ended it.
     """
+    _raise_bug(attempt)
     failure, unanswered = attempt.failure, attempt.engine_failure
     # Nor is the model to blame for what follows a failed sandbox or service.
     ours = attempt.sandbox_failure or attempt.service_failure
@@ -245,6 +258,16 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
     raise as_error(failure)
 
 
+def _raise_bug(attempt: ProxyAttempt) -> None:
+    """
+    Raises:
+        HookError: a hook of the environment raised, whatever the agent made of it.
+    """
+    failure = attempt.service_failure
+    if failure is not None and failure.kind == HookError.kind:
+        raise as_error(failure)
+
+
 def _named_limit(failure: Failure) -> str:
     """Returns the limit that a worker named, if it is a short word."""
     name = str(failure.detail.get("limit", ""))
@@ -257,6 +280,7 @@ def dying_limit(attempt: ProxyAttempt, death: WorkerError, isolation: Isolation)
     Raises:
         RolloutError: the model may not be to blame, or something else had failed before.
     """
+    _raise_bug(attempt)
     overdue = attempt.seconds_left <= 0
     limit = limit_of_death(death, isolation, spoke=bool(attempt.calls), overdue=overdue)
     if limit is None:

@@ -397,6 +397,7 @@ def trajectory_of(
         actions=result.actions,
         others=finished.others if context.environment.config.include_messages else [],
         service_calls=finished.service_calls,
+        hooks=finished.hooks,
         turn_rewards=result.turn_rewards,
         agent_calls=result.calls,
         flags=[

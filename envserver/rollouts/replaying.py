@@ -244,7 +244,7 @@ class RecordedServices(Services):
 
 
 def _choice(call: Call, is_chat: bool) -> Json:
-    message = {"role": "assistant", **call.message}
+    message = {"role": "assistant", **call.engine_message}
     said = {"message": message} if is_chat else {"text": message.get("content") or ""}
     choice: Json = {
         "index": call.choice,

@@ -19,6 +19,7 @@ from ..models.measured import MeasuredEngine
 from ..proxy.bounds import AttemptBounds
 from ..proxy.endpoint import EngineEndpoint
 from ..proxy.gate import Gate
+from ..proxy.hooks import hooks_of
 from ..proxy.server import Proxy
 from ..registry import absolute
 from ..rollouts.agents import seats_of
@@ -157,6 +158,7 @@ async def rollout_context(
             endpoints={name: one.endpoint for name, one in own.items()},
             sandboxes=host,
             services=services,
+            hooks=hooks_of(environment),
             bounds=AttemptBounds.of(settings.workers),
         )
         stack.push_async_callback(proxy.services.close)

@@ -49,6 +49,11 @@ FLAGS: dict[str, Flag] = {
     "lossy_detokenization": Flag("train", "the text cannot show some of the tokens"),
     "special_token_in_completion": Flag("train", "a special token was sampled inside the answer"),
     "reasoning_dropped_answer_lost": Flag("train", "the agent sent an empty answer back"),
+    # A hook of the environment stood between the agent and the engine.
+    "request_changed": Flag("train", "the environment changed the request before it was sampled"),
+    "request_refused": Flag("train", "the environment refused a request of the agent"),
+    "answer_changed": Flag("mask", "the environment changed the answer: the agent got another"),
+    "answer_refused": Flag("mask", "the environment refused the answer: the agent never got it"),
     # The policy changed while it sampled.
     "mixed_versions": Flag("train", "sampled by more than one policy version"),
     "own_model": Flag("train", "sampled by the agent's own model, not by the policy"),

@@ -217,7 +217,7 @@ class _Search:
             Refused: it cannot be continued exactly.
         """
         request, path = self._request, match.parent.path()
-        if _lost_its_answer(match.parent.call.message, request.messages[at]):
+        if _lost_its_answer(match.parent.call.engine_message, request.messages[at]):
             self._flag("reasoning_dropped_answer_lost")
         if at + 1 == len(request.messages):
             raise Refused("ends_with_assistant")

@@ -110,12 +110,12 @@ def segment_of(call: Call, context: str, vocabulary: Vocabulary) -> tuple[Segmen
     stopped_by = call.stop_reason if isinstance(call.stop_reason, str) else None
     ended = stopped_by is None and call.finish_reason in _ENDED
     inside = call.completion_ids[:-1] if ended else call.completion_ids
-    answer = answer_of(call.message)
+    answer = answer_of(call.engine_message)
     segment = Segment(
         context=context,
         sampled=sampled,
         answer=answer,
-        reasoning=reasoning_of(call.message),
+        reasoning=reasoning_of(call.engine_message),
         specials=tuple(
             {vocabulary.decode([id]) for id in inside.tolist() if vocabulary.is_special(id)}
         ),

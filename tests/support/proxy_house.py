@@ -91,9 +91,12 @@ async def house(
     find: Any = None,
     tokens: Any = None,
     bounds: Any = None,
+    hooks: Any = None,
+    services: Any = None,
     **how: Any,
 ) -> Any:
-    """`find`, `tokens`: as of EngineEndpoint; `bounds`: as of Proxy; `how`: as of FakeVllm."""
+    """`find`, `tokens`: as of EngineEndpoint; `bounds`, `hooks`, `services`: as of Proxy; `how`: as
+    of FakeVllm."""
     async with fake_vllm(**how) as fake:
         config = OpenAIConfig(base_url=fake.url, server_type=server_type)
         async with (
@@ -106,6 +109,8 @@ async def house(
                 endpoint=EngineEndpoint(engine, find=find, tokens=tokens),
                 max_body_bytes=max_body_bytes,
                 bounds=bounds,
+                hooks=hooks,
+                services=services,
                 clock=lambda: made.now,
             )
             async with serving(made.watched(made.proxy.asgi())) as url:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections import Counter
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.extent import examples
 from support.scripted_engine import UPSTREAM, Sample, Scripted
 from support.serving import attempt_spec
@@ -22,7 +23,9 @@ from support.speaking import Chat, Message, events_of, text_of
 from support.talk import format_of
 from support.templates import tool
 
+from envserver.hook_interface import ModelCall
 from envserver.proxy import Capabilities, EngineEndpoint, Proxy
+from envserver.proxy.hooks import HookFunctions
 from envserver.tokens import ChatFormat, build, check
 
 _format = cache(format_of)
@@ -82,7 +85,9 @@ class Agents(RuleBasedStateMachine):
         async def find() -> Capabilities:
             return capabilities
 
-        self.proxy = Proxy(self.engine, endpoint=EngineEndpoint(self.engine, find=find))
+        self.proxy = Proxy(
+            self.engine, endpoint=EngineEndpoint(self.engine, find=find), hooks=self.hooks()
+        )
         self.attempt = self.proxy.open(
             attempt_spec(seconds=3600.0, max_turns=10_000, agents=["main", "helper"])
         )
@@ -91,6 +96,10 @@ class Agents(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.loop.close()
+
+    def hooks(self) -> HookFunctions | None:
+        """What the environment does to calls."""
+        return None
 
     @precondition(lambda self: len(self.talks) < 3)
     @rule(
@@ -190,6 +199,9 @@ class Agents(RuleBasedStateMachine):
 
         await self.proxy.asgi()(scope, receive, send)
         text = b"".join(message.get("body", b"") for message in told)
+        if told[0]["status"] == 400 and json.loads(text)["error"].get("param") == "refused":
+            assert self.hooks() is not None
+            return {"choices": []}
         assert told[0]["status"] == 200, text
         return Chat().joined(events_of(text)) if body.get("stream") else json.loads(text)
 
@@ -217,6 +229,65 @@ class Agents(RuleBasedStateMachine):
         check(self.attempt.calls, rows)
 
 
+class HookedAgents(Agents):
+    """The same, with an environment that changes and refuses requests and answers at random."""
+
+    @initialize(seed=st.integers(0, 2**32))
+    def decides(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+
+    def hooks(self) -> HookFunctions:
+        return HookFunctions(self.on_request, self.on_answer)
+
+    def on_request(self, call: ModelCall) -> None:
+        system = {"role": "system", "content": "Be brief."}
+        match self.dice.randrange(8):
+            case 0:
+                call.refuse("not this")
+            case 1:
+                call.change("compacted", messages=call.messages[-1:])
+            case 2:
+                call.change("an injected message", messages=[system, *call.messages])
+            case 3:
+                call.change("another tool", tools=[tool()])
+            case 4:
+                call.messages.clear()  # has no effect
+
+    async def on_answer(self, call: ModelCall) -> None:
+        assert call.answer is not None
+        text = text_of(call.answer)
+        new = {"role": "assistant"}
+        match self.dice.randrange(8):
+            case 0:
+                call.refuse("not so")
+            case 1:
+                call.change("cut", answer={**new, "content": text.strip()})
+            case 2:
+                call.change("appended", answer={**new, "content": text + " And more."})
+            case 3:
+                call.change("another", answer={**new, "content": "Four"})
+            case 4:
+                function = {"name": "calculate", "arguments": '{"expression": "1"}'}
+                made = {"id": "call_x", "type": "function", "function": function}
+                call.change("a call", answer={**new, "content": text, "tool_calls": [made]})
+            case 5:
+                call.answer["content"] = "has no effect"
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), given=given)
+    def tries_again(self, data: st.DataObject, given: list[Sample]) -> None:
+        """A retry; that of a refused request is a new one."""
+        self.ask(*data.draw(st.sampled_from(self.asked[::-1])), given, retry=b"1")
+
+    @invariant()
+    def what_the_agent_did_not_get_is_not_trained(self) -> None:
+        rows = build(self.attempt.calls)
+        for call in self.attempt.calls:
+            assert {"answer_changed", "answer_refused"}.isdisjoint(call.flags) or not any(
+                row.mask[row.calls == call.index].any() for row in rows
+            )
+
+
 def _bytes(ids: list[int]) -> bytes:
     return np.array(ids, np.int32).tobytes()
 
@@ -233,7 +304,8 @@ def _sent_back(answer: Message, how: str) -> Message:
 
 
 TestAgents = Agents.TestCase
-TestAgents.settings = settings(
+TestHookedAgents = HookedAgents.TestCase
+TestAgents.settings = TestHookedAgents.settings = settings(
     max_examples=examples(60),
     stateful_step_count=15,
     deadline=None,

@@ -1,0 +1,263 @@
+"""Runs the hooks of an environment between an agent and the engine.
+
+In: an agent's request, or the engine's answer to it. Out: the same or another one, with the reason,
+or a refusal. What holds: the record keeps what the engine sampled, and beside it the message that
+the agent got; a later prompt continues recorded tokens only where the agent sends back what the
+engine sampled. A hook that raises is the environment's bug, and a ServiceError is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import msgspec
+from envserver_records.errors import ConflictError, HookError, InputError, ServiceError
+from envserver_records.hook_events import HookEvent
+from envserver_records.records import Message
+
+from ..environment import Environment
+from ..hook_interface import ModelCall
+from ..service_interface import Caller
+from .attempts import ProxyAttempt
+from .dialects.chat_messages import chat_messages, chat_tools
+from .dialects.media import check_media
+from .engine_answer import EngineAnswer
+from .model_request import ModelRequest
+from .services import ServiceRouter
+
+HOOK_SECONDS = 60.0
+"""Seconds after which a hook is cancelled, and the rollout retried."""
+_MOST_REFUSED = 1000
+"""Maximum number of refused requests that are recorded for one attempt."""
+_MOST_TRACEBACK = 8000
+
+Hook = Callable[[ModelCall], Awaitable[None] | None]
+
+
+class HookFunctions(msgspec.Struct, frozen=True):
+    """The hooks that an environment has; None: it lets everything through."""
+
+    on_request: Hook | None
+    on_answer: Hook | None
+
+
+def hooks_of(environment: Environment) -> HookFunctions | None:
+    """Returns the hooks of `environment`; None if it has none."""
+    kind = type(environment)
+    functions = HookFunctions(
+        None if kind.on_request is Environment.on_request else environment.on_request,
+        None if kind.on_answer is Environment.on_answer else environment.on_answer,
+    )
+    return functions if functions.on_request or functions.on_answer else None
+
+
+class Hooks:
+    """The hooks of an environment.
+
+    Args:
+        services: opens the state of an attempt.
+    """
+
+    def __init__(self, functions: HookFunctions, services: ServiceRouter) -> None:
+        self.on_request = functions.on_request
+        self.on_answer = functions.on_answer
+        self._services = services
+
+    async def request(
+        self, attempt: ProxyAttempt, request: ModelRequest, agent: str | None
+    ) -> tuple[ModelRequest, HookEvent | None]:
+        """Returns the request for the engine, and what the hook did to it.
+
+        Raises:
+            LimitReached: the hook refuses it ("refused").
+            HookError, ServiceError: the hook failed.
+        """
+        assert self.on_request is not None
+        call = await self._ran(self.on_request, attempt, request, agent)
+        if call.refused:
+            if len(attempt.refused_requests) < _MOST_REFUSED:
+                event = HookEvent(at="request", reason=call.reason, agent=agent)
+                attempt.refused_requests.append(event)
+            attempt.flags.add("request_refused")
+            raise attempt.reached("refused", call.reason, agent)
+        if not call.changes:
+            return request, None
+        changed = self._checked(attempt, "on_request", partial(_changed_request, request, call))
+        return changed, _event("request", call, agent)
+
+    async def answers(
+        self,
+        attempt: ProxyAttempt,
+        request: ModelRequest,
+        agent: str | None,
+        answer: dict[str, Any],
+        engine_answer: EngineAnswer,
+    ) -> str | None:
+        """Lets the hook look at each choice; changes `answer`, and notes in `engine_answer` how.
+
+        Args:
+            answer: as the agent is to get it.
+
+        Returns:
+            Why the answer is refused; None if it is not.
+
+        Raises:
+            HookError, ServiceError: the hook failed.
+        """
+        assert self.on_answer is not None
+        for choice, sampled in zip(answer["choices"], engine_answer.choices, strict=True):
+            message = choice["message"]
+            call = await self._ran(
+                self.on_answer, attempt, request, agent, answer=message, choice=sampled.index
+            )
+            if call.refused:
+                for one in engine_answer.choices:
+                    one.returned = None
+                    one.hooked = HookEvent(at="answer", reason=call.reason, agent=agent)
+                return call.reason
+            if call.changes:
+                new = self._checked(attempt, "on_answer", partial(_changed_answer, call))
+                # The record keeps the engine's message: `choice` gets another, not `sampled`.
+                choice.update(_told(choice, new))
+                choice.pop("token_ids", None)
+                sampled.returned = new
+                sampled.hooked = _event("answer", call, agent)
+        return None
+
+    async def _ran(
+        self,
+        hook: Hook,
+        attempt: ProxyAttempt,
+        request: ModelRequest,
+        agent: str | None,
+        *,
+        answer: Message | None = None,
+        choice: int = 0,
+    ) -> ModelCall:
+        """Runs `hook` on copies, and returns the call with what it did."""
+        name = "on_request" if answer is None else "on_answer"
+        try:
+            async with asyncio.timeout(HOOK_SECONDS), AsyncExitStack() as stack:
+                call = ModelCall(
+                    caller=await self._caller(attempt, stack),
+                    agent=agent,
+                    messages=copy.deepcopy(request.messages),
+                    tools=copy.deepcopy(request.tools),
+                    prompt=copy.deepcopy(request.prompt),
+                    answer=copy.deepcopy(answer),
+                    choice=choice,
+                )
+                if inspect.isawaitable(waiting := hook(call)):
+                    await waiting
+                return call
+        except TimeoutError as error:
+            failure = ServiceError(f"The environment's {name} did not end in time: {error}.")
+            attempt.service_failed(failure)
+            raise failure from error
+        except HookError:
+            raise
+        except ServiceError as error:
+            attempt.service_failed(error)
+            raise
+        except Exception as error:
+            if attempt.sealed and isinstance(error, ConflictError):
+                raise  # it ended before the hook began
+            raise _bug(attempt, name, error) from error
+
+    async def _caller(self, attempt: ProxyAttempt, stack: AsyncExitStack) -> Caller:
+        """Returns what the hook sees of the attempt, until `stack` is left.
+
+        Raises:
+            ServiceError: its state could not be made.
+            ConflictError: the attempt is sealed.
+        """
+        try:
+            return await stack.enter_async_context(self._services.caller(attempt))
+        except (ServiceError, ConflictError):
+            raise
+        except Exception as error:
+            raise ServiceError(f"The rollout's state failed: {type(error).__name__}.") from error
+
+    def _checked(self, attempt: ProxyAttempt, name: str, make: Callable[[], Any]) -> Any:
+        """Returns what `make` makes of a change; a malformed one is the environment's bug."""
+        try:
+            return make()
+        except InputError as error:
+            raise _bug(attempt, name, error) from error
+
+
+def _changed_request(request: ModelRequest, call: ModelCall) -> ModelRequest:
+    """
+    Raises:
+        InputError: what the hook gave is not what an agent could have sent.
+    """
+    changes = copy.deepcopy(call.changes)
+    if "messages" in changes:
+        changes["messages"] = _shared(chat_messages(changes), request.messages)
+        check_media(changes["messages"])
+    if "tools" in changes:
+        changes["tools"] = chat_tools(changes)
+    if "prompt" in changes:
+        changes["messages"] = [{"role": "user", "content": changes["prompt"]}]
+    return msgspec.structs.replace(request, **changes)
+
+
+def _shared(messages: list[Message], given: list[Message]) -> list[Message]:
+    """Returns `messages` with those of `given` where they are equal: the record holds them once."""
+    known = {repr(message): message for message in given}
+    return [known.get(repr(message), message) for message in messages]
+
+
+def _changed_answer(call: ModelCall) -> Message:
+    """
+    Raises:
+        InputError: what the hook gave is not an assistant message.
+    """
+    (message,) = chat_messages({"messages": [copy.deepcopy(call.changes["answer"])]})
+    text = message.get("content")
+    if message.get("role") != "assistant" or not (text is None or isinstance(text, str)):
+        raise InputError("An answer is an assistant message whose content is a text.")
+    if call.prompt is not None and (text is None or message.get("tool_calls")):
+        raise InputError("The answer of a text completion is a text.")
+    for made in message.get("tool_calls") or []:
+        function = made.get("function") or {}
+        if not (made.get("id") and isinstance(function.get("arguments"), str)):
+            raise InputError("A tool call has an id, and arguments as a text.")
+    return message
+
+
+def _told(choice: dict[str, Any], message: Message) -> dict[str, Any]:
+    """Returns the fields of a choice whose message was changed: its logprobs are of other text."""
+    finish = choice.get("finish_reason")
+    if message.get("tool_calls"):
+        finish = "tool_calls"
+    elif finish == "tool_calls":
+        finish = "stop"
+    return {"message": message, "finish_reason": finish, "logprobs": None}
+
+
+def _event(at: Any, call: ModelCall, agent: str | None) -> HookEvent:
+    return HookEvent(at=at, reason=call.reason, changed=sorted(call.changes), agent=agent)
+
+
+def _bug(attempt: ProxyAttempt, name: str, error: Exception) -> HookError:
+    """Records that a hook raised; the agent is told no more than the kind of error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    what = f"{type(error).__name__}: {str(error)[:1000]}{place}"
+    text = "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]
+    attempt.service_failed(
+        HookError(
+            f"The environment's {name} raised {what}.",
+            traceback=text.encode(errors="backslashreplace").decode(),
+            bug=f"A bug in the environment: its {name} raised {what}.",
+        )
+    )
+    return HookError(f"The environment's {name} raised {type(error).__name__}.")
