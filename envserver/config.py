@@ -277,6 +277,10 @@ class WorkersConfig(Section):
     max_recorded_mb: float = Field(default=64, ge=1)
     """Megabytes that the requests of one rollout may take in its record, where what is repeated
     counts once; all rollouts together may have 32 times as much. More is refused (limit record)."""
+    max_egress_requests: int = Field(default=200, ge=0)
+    """Maximum requests of one rollout to hosts that its environment lists (`egress`)."""
+    max_egress_mb: float = Field(default=64, ge=0)
+    """Megabytes to and from such hosts, all requests of one rollout together."""
 
 
 class SandboxConfig(Section):

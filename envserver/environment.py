@@ -225,6 +225,14 @@ class Rollout(Protocol):
         """`open_sandbox` for a plain `def rollout`."""
 
     @property
+    def egress_url(self) -> str:
+        """URL of the HTTP proxy to the hosts of `Environment.egress`, with this attempt's key.
+
+        Processes of one rollout (isolation "dedicated" and "sandboxed") have it in HTTP_PROXY and
+        HTTPS_PROXY, which most HTTP clients read.
+        """
+
+    @property
     def tools_url(self) -> str:
         """URL below which the environment's services answer `POST {name}` with JSON."""
 
@@ -308,6 +316,10 @@ class Environment(abc.ABC, Generic[TaskT]):
     """Whether sandboxes may use the image that the public part of the task names (`image`)."""
     sandbox: SandboxSpec | None = None
     """The sandbox that rollouts and scores may open, and its upper limits; None: no sandbox."""
+    egress: ClassVar[Sequence[str]] = ()
+    """Hosts that agents may reach through the server's recording proxy (`run.egress_url`):
+    "api.example.com", "api.example.com:8443", "*.example.com". With isolation "sandboxed" there is
+    no other way out."""
     preload: ClassVar[tuple[str, ...]] = ("openai",)
     """Modules imported in the process that workers are forked from, unless workers are pooled.
     List what an agent uses and would otherwise import at each start. Unused modules slow each fork

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .costs import Cost, JudgeUsage
+from .egress_requests import EgressRequest
 from .errors import Failure
 from .hook_events import HookEvent
 from .packing import pack as pack
@@ -399,7 +400,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     `sequences` are those of trained agents. `others` are the conversations of all agents except
     that of `messages` and `tools`. `calls` and `service_calls`: see `tokens.keep_calls`.
     `turn_rewards` (also in `score`) and `agent_calls`: see Result; for scoring it again. `hooks`:
-    what hooks of the environment changed and refused.
+    what hooks of the environment changed and refused. `egress`: requests to hosts outside.
     """
 
     rollout_id: str
@@ -425,6 +426,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     turn_rewards: list[TurnReward] = msgspec.field(default_factory=list)
     agent_calls: dict[str, list[int]] = msgspec.field(default_factory=dict)
     hooks: list[HookEvent] = msgspec.field(default_factory=list)
+    egress: list[EgressRequest] = msgspec.field(default_factory=list)
 
     def messages_of(self, agent: str | None) -> list[Message]:
         """Returns the last conversation of one of several agents."""

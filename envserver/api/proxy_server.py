@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 from urllib.parse import unquote
@@ -168,8 +169,13 @@ async def serve_proxy(proxy: Proxy, http: HttpBounds | None = None) -> ProxyServ
     descriptors = raise_open_files()
     few_from = _SHORT_OF * descriptors
     bounds = http or HttpBounds.of(ServerConfig())
+    kind: Callable[..., AgentHttp] = AgentHttp
+    if proxy.egress is not None:
+        from .egress_http import EgressHttp  # which extends AgentHttp
+
+        kind = partial(EgressHttp, egress=proxy.egress)
     # The number of connections is bounded here, for each attempt.
-    of_all = partial(AgentHttp, bounds=dataclasses.replace(bounds, max_connections=descriptors))
+    of_all = partial(kind, bounds=dataclasses.replace(bounds, max_connections=descriptors))
     least = min(_WITHOUT_KEY, descriptors // 16)
     shared = _Listener(proxy, _WITHOUT_KEY, least, few_from, is_shared=True)
     running = await serve_api(proxy.asgi(), "127.0.0.1", 0, http=partial(of_all, listener=shared))

@@ -117,6 +117,8 @@ def _rollouts(
             facts[-1]["actions"] = trajectory.actions
         if trajectory.hooks:
             facts[-1]["hooks"] = msgspec.to_builtins(trajectory.hooks)
+        if trajectory.egress:
+            facts[-1]["egress"] = msgspec.to_builtins(trajectory.egress)
         if trajectory.calls:
             facts[-1] |= kept_calls(trajectory)
         row += rows

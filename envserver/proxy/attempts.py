@@ -40,6 +40,7 @@ from ..tokens.history import History
 from .asgi import Interrupts
 from .bounds import InFlight
 from .context_length import context_limit
+from .egress_rules import EgressUse
 from .reached import ReachedLimits
 from .recorded import RecordedRequests
 from .retries import Retries
@@ -175,6 +176,7 @@ class ProxyAttempt:
         histories: the conversations that can be continued, by engine.
         span: trace span of the agent's run, the parent of its model calls.
         in_flight: its connections, bytes and requests.
+        egress: its requests to hosts outside.
         recorded: the requests that its record holds.
         planning: held while one of its long prompts is planned, or waits for that.
     """
@@ -209,6 +211,7 @@ class ProxyAttempt:
     span: Span = NO_SPAN
     in_flight: InFlight = field(default_factory=InFlight)
     recorded: RecordedRequests = field(init=False)
+    egress: EgressUse = field(default_factory=EgressUse)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     _unanswered: dict[str | None, Failure] = field(default_factory=dict)
     _turns: Counter[str | None] = field(default_factory=Counter)

@@ -48,6 +48,7 @@ from .attempts import AttemptSpec, ProxyAttempt, ended
 from .bounds import AttemptBounds, Hold, InFlight, OverBound, Totals
 from .counting import count_tokens
 from .dialects import DIALECTS, DialectAdapter
+from .egress import Egress
 from .endpoint import EngineEndpoint
 from .gate import Gate
 from .guest import generate, pass_through
@@ -94,6 +95,7 @@ class Proxy:
         sandboxes: owner of the agents' sandboxes; default: none.
         services: the environment's services by name; default: none.
         hooks: what the environment does to model calls; default: nothing.
+        egress: carries agents' requests to hosts outside; default: there are none.
         max_body_bytes: limit of a request, as sent and inflated.
         bounds: what each attempt may ask for at once.
         clock: seconds; used only to forget sealed keys.
@@ -108,6 +110,7 @@ class Proxy:
         sandboxes: SandboxHost | None = None,
         services: Mapping[str, Service] | None = None,
         hooks: HookFunctions | None = None,
+        egress: Egress | None = None,
         max_body_bytes: int = 64 * 1024 * 1024,
         bounds: AttemptBounds | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -117,6 +120,7 @@ class Proxy:
         self._endpoints = {**(endpoints or {}), "": self._endpoint}
         self._sandboxes = sandboxes
         self._services = ServiceRouter({} if services is None else services)
+        self.egress = egress
         self._hooks = None if hooks is None else Hooks(hooks, self._services)
         self.bounds = bounds or AttemptBounds()
         self._max_body_bytes = min(max_body_bytes, self.bounds.max_bytes)
@@ -201,6 +205,8 @@ class Proxy:
         any.
         """
         await self._services.settle(attempt)
+        if self.egress is not None:
+            await self.egress.settle(attempt)
         return await self._sandboxes.settle(attempt) if self._sandboxes is not None else None
 
     def open_guest(self) -> str:
@@ -208,6 +214,17 @@ class Proxy:
         key = secrets.token_urlsafe(24)
         self._guests.add(key)
         return key
+
+    async def attempt_of(self, key: str) -> ProxyAttempt | None:
+        """Returns the running attempt of `key`, None for an unknown key.
+
+        Raises:
+            OverBound: too many requests with unknown keys.
+        """
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            await self._strangers.admit()
+        return attempt
 
     def in_flight(self, path: str) -> InFlight | None:
         """Returns what the owner of the key in `path` has in flight; None for an unknown key."""

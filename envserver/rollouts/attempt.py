@@ -7,6 +7,7 @@ attempt is sealed at the proxy whatever happens.
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -14,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import msgspec
+from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import (
     AgentError,
     Failure,
@@ -74,6 +76,7 @@ class Finished(msgspec.Struct, kw_only=True):
     attempt: ProxyAttempt
     service_calls: list[ServiceCall] = msgspec.field(default_factory=list)
     hooks: list[HookEvent] = msgspec.field(default_factory=list)
+    egress: list[EgressRequest] = msgspec.field(default_factory=list)
 
 
 async def run_attempt(
@@ -154,6 +157,7 @@ async def run_attempt(
         others=other_conversations(calls, last),
         service_calls=attempt.asked_services,
         hooks=_hook_events(attempt, calls),
+        egress=[copy.copy(request) for request in attempt.egress.requests],
         attempt=attempt,
     )
 

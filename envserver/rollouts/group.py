@@ -398,6 +398,7 @@ def trajectory_of(
         others=finished.others if context.environment.config.include_messages else [],
         service_calls=finished.service_calls,
         hooks=finished.hooks,
+        egress=finished.egress,
         turn_rewards=result.turn_rewards,
         agent_calls=result.calls,
         flags=[

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 from envserver_records.errors import ConfigError, EngineError
 
 from ..api.proxy_server import serve_proxy
@@ -17,6 +18,8 @@ from ..environment import AgentRole, Environment, Isolation
 from ..judges.server import JudgeServer
 from ..models.measured import MeasuredEngine
 from ..proxy.bounds import AttemptBounds
+from ..proxy.egress import Egress
+from ..proxy.egress_rules import EgressRules
 from ..proxy.endpoint import EngineEndpoint
 from ..proxy.gate import Gate
 from ..proxy.hooks import hooks_of
@@ -44,6 +47,8 @@ from .judging import folder_of, judge_of, judge_settings, scorer_processes
 from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
 from .tracing import tracer_of
+
+_log = structlog.get_logger("envserver.egress")
 
 
 class SharedEngine(msgspec.Struct, frozen=True):
@@ -117,12 +122,14 @@ async def rollout_context(
     for_training: bool = False,
     shared: SharedEngine | None = None,
     is_up: Callable[[str], None] = lambda part: None,
+    egress_addresses_for_tests: Mapping[str, str] | None = None,
 ) -> AsyncIterator[RolloutContext]:
     """Starts everything that running rollouts needs, and stops it on exit.
 
     Args:
         shared: the engine, if others use it too; default: a new one.
         for_training: the groups are for a trainer, so `tokens.max_untrained_share` applies.
+        egress_addresses_for_tests: see `EgressRules`; no setting sets it.
         is_up: called with "workers" and "scorers" as soon as they are up.
         need_engine: whether the engine must answer now. If False it may come up later; then its
             model must be set.
@@ -159,6 +166,7 @@ async def rollout_context(
             sandboxes=host,
             services=services,
             hooks=hooks_of(environment),
+            egress=_egress(settings.workers, environment, egress_addresses_for_tests),
             bounds=AttemptBounds.of(settings.workers),
         )
         stack.push_async_callback(proxy.services.close)
@@ -225,6 +233,25 @@ async def rollout_context(
             ),
             tracer=shared.tracer,
         )
+
+
+def _egress(
+    config: WorkersConfig, environment: Environment, addresses: Mapping[str, str] | None
+) -> Egress | None:
+    """Returns what carries agents' requests to hosts outside; None if there are no such hosts.
+
+    Raises:
+        ConfigError: the environment's list is malformed.
+    """
+    if not environment.egress:
+        return None
+    rules = EgressRules(environment.egress, addresses_for_tests=addresses)
+    _log.info("egress", environment=environment.name, hosts=list(environment.egress))
+    return Egress(
+        rules,
+        max_requests=config.max_egress_requests,
+        max_bytes=int(config.max_egress_mb * 1_000_000),
+    )
 
 
 def _worker_sandbox(

@@ -225,6 +225,7 @@ class PartsNumbers:
         services: Counter[str] = Counter()
         added, alive, running, restarts, deaths, sandboxes = [], [], [], [], [], []
         connections, refused, untrained = [], [], []
+        egress, egress_bytes = [], []
         for one in self._parts:
             name, seen = one.environment.name, one.pool.snapshot()
             services.update(one.proxy.services.counts())
@@ -238,6 +239,9 @@ class PartsNumbers:
             totals = one.proxy.totals
             connections.append(((name,), float(totals.connections)))
             refused += [((name, bound), float(n)) for bound, n in sorted(totals.refused.items())]
+            if (out := one.proxy.egress) is not None:
+                egress += [((name, end), float(n)) for end, n in sorted(out.counts.items())]
+                egress_bytes.append(((name,), float(out.bytes)))
         of = ("environment",)
         return [
             histogram(
@@ -248,6 +252,13 @@ class PartsNumbers:
             counter(
                 "envserver_proxy_refused",
                 "What was refused to agents over a bound of one rollout", (*of, "bound"), refused,
+            ),
+            counter(
+                "envserver_egress_requests",
+                "Requests of agents to hosts outside by how they ended", (*of, "end"), egress,
+            ),
+            counter(
+                "envserver_egress_bytes", "Bytes to and from hosts outside", of, egress_bytes
             ),
             gauge(
                 "envserver_untrained_share",

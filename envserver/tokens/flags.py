@@ -75,6 +75,8 @@ FLAGS: dict[str, Flag] = {
     "render_mismatch": Flag("train", "our rendering of the prompt differs from the engine's"),
     "suffix_refused": Flag("train", "the conversation could not be continued exactly"),
     "multimodal_unstitched": Flag("train", "images or audio: the engine rendered the prompt"),
+    # Hosts outside that agents reach through the server.
+    "egress_refused": Flag("train", "the agent asked for a host or an amount that it may not have"),
     # Leaks of the task on the web; the environment decides what such a rollout is worth.
     "web_leak_dropped": Flag("train", "a page that reveals the answer was hidden from the agent"),
     "web_leak_seen": Flag("train", "the agent was shown what gives the task away"),

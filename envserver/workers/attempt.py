@@ -48,12 +48,14 @@ class WorkerResources:
 
     Args:
         patiently: a context in which blocking the loop is no sign of a hang.
+        own_process: whether the process is a worker; else it is the server's, under a debugger.
     """
 
     http: aiohttp.ClientSession
     instances: Instances
     threads: ThreadPoolExecutor
     patiently: Callable[[], AbstractContextManager[None]]
+    own_process: bool = True
 
 
 class WorkerAttempt:
@@ -130,6 +132,9 @@ class WorkerAttempt:
         self._began = True
         run.isolation = environment.isolation
         run.tools = tools_of(environment)
+        is_alone = environment.isolation != "pooled" and self._workshop.own_process
+        if environment.egress and is_alone:
+            _lead_out(run.egress_url)
         try:
             if inspect.iscoroutinefunction(environment.rollout):
                 return await environment.rollout(job.task, run)
@@ -177,6 +182,13 @@ class WorkerAttempt:
                 if not tries_left:
                     raise
         raise AssertionError("unreachable: the last try returns or raises")
+
+
+def _lead_out(egress_url: str) -> None:
+    """Has HTTP clients of this process, which no other rollout uses, take the egress proxy."""
+    for name in ("http_proxy", "https_proxy"):
+        os.environ[name] = os.environ[name.upper()] = egress_url
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
 
 def _success(output: Any, run: AttemptRun) -> bytes:

@@ -43,7 +43,7 @@ class DebugPool:
         unlimited = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=unlimited, trust_env=False) as http:
             with ThreadPoolExecutor() as threads:
-                shop = WorkerResources(http, instances, threads, nullcontext)
+                shop = WorkerResources(http, instances, threads, nullcontext, own_process=False)
                 try:
                     with self._stopping(assignment.env_reference):
                         attempt = _Attempt(assignment.rollout_id, assignment.url, shop)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
@@ -98,6 +98,11 @@ class AttemptRun:
         self._client: openai.AsyncOpenAI | None = None
         self._blocking_client: openai.OpenAI | None = None
         self._uploader = EventUploader(job.rollout_id, url, http)
+
+    @property
+    def egress_url(self) -> str:
+        url = urlsplit(self._url)
+        return f"{url.scheme}://envserver:{self.api_key}@{url.netloc}"
 
     @property
     def seconds_left(self) -> float:

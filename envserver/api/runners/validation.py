@@ -192,7 +192,7 @@ def _words(trajectory: Trajectory) -> dict[str, Any]:
     return facts | {name: msgspec.to_builtins(facts[name]) for name in _STRUCTS}
 
 
-_STRUCTS: Final = ("score", "usage", "others", "turn_rewards", "service_calls", "hooks")
+_STRUCTS: Final = ("score", "usage", "others", "turn_rewards", "service_calls", "hooks", "egress")
 
 
 def _no_record(value: object) -> NoReturn:

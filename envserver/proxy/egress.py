@@ -1,0 +1,357 @@
+"""The recording proxy through which agents reach the hosts that their environment lists.
+
+    GET http://api.example.com/v1 HTTP/1.1      CONNECT api.example.com:443 HTTP/1.1
+    Proxy-Authorization: Basic ...              Proxy-Authorization: Basic ...
+
+In: a connection whose first bytes ask for another host (`api/egress_http.py` hands it over). Out:
+the host's answer, or an error that says why not. What holds: the key of a running attempt is
+needed; every request is recorded with its bytes, refused ones too; no attempt exceeds its requests
+and bytes; all connections of an attempt end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+import orjson
+import structlog
+from envserver_records.egress_requests import EgressEnd, EgressRequest
+
+from .attempts import ProxyAttempt
+from .bounds import OverBound
+from .egress_heads import MOST_HEAD_BYTES, BadHead, RequestHead, read_answer, read_request
+from .egress_rules import EgressRefused, EgressRules, EgressUse
+from .egress_tls import NotTls, server_name
+
+_HEAD_SECONDS = 20.0
+_CONNECT_SECONDS = 10.0
+_IDLE_SECONDS = 60.0
+"""Seconds without a byte after which a side has broken off."""
+_PIECE_BYTES = 1 << 16
+_MOST_ADDRESSES = 3
+"""Addresses of one host that are tried."""
+_MOST_REFUSED = 100
+"""Refused requests of one attempt that are recorded; all are counted."""
+_MOST_PATH = 500
+_MOST_METHOD = 20
+_SETTLE_SECONDS = 5.0
+_REFUSALS: frozenset[EgressEnd] = frozenset(
+    {"host", "port", "address", "name", "requests", "bytes"}
+)
+EGRESS_REFUSED = "egress_refused"
+"""Flag of a rollout that asked for what it may not reach."""
+_STATUS: dict[EgressEnd, HTTPStatus] = {
+    "unknown_host": HTTPStatus.BAD_GATEWAY,
+    "unreachable": HTTPStatus.BAD_GATEWAY,
+    "cut": HTTPStatus.BAD_GATEWAY,
+    "time": HTTPStatus.GATEWAY_TIMEOUT,
+    "requests": HTTPStatus.TOO_MANY_REQUESTS,
+    "bytes": HTTPStatus.TOO_MANY_REQUESTS,
+}
+_CONNECTED = b"HTTP/1.1 200 Connection established\r\n\r\n"
+
+_log = structlog.get_logger("envserver.egress")
+
+
+class Egress:
+    """The egress proxy of one environment.
+
+    Args:
+        max_requests, max_bytes: bounds of one attempt.
+    """
+
+    def __init__(self, rules: EgressRules, *, max_requests: int, max_bytes: int) -> None:
+        self._rules = rules
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self.counts: Counter[str] = Counter()
+        """Requests since the start by how they ended ("ok", or an EgressEnd)."""
+        self.bytes = 0
+        """Bytes of all attempts, in both directions."""
+
+    async def serve(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        find: Callable[[str], Awaitable[ProxyAttempt | None]],
+        own: Callable[[ProxyAttempt], None],
+    ) -> None:
+        """Answers one connection, and closes it.
+
+        Args:
+            find: returns the running attempt of a key.
+            own: called with the attempt whose connection it is.
+        """
+        try:
+            async with asyncio.timeout(_HEAD_SECONDS):
+                head = read_request(await reader.readuntil(b"\r\n\r\n"))
+            attempt = await find(head.key)
+            if attempt is None or attempt.sealed:
+                await _tell(writer, 407, "This proxy needs the key of a running attempt.")
+                return
+            own(attempt)
+            task = asyncio.current_task()
+            assert task is not None
+            attempt.hold(task)
+            attempt.egress.running.add(task)
+            task.add_done_callback(attempt.egress.running.discard)
+            await attempt.in_flight.admit()
+            await self._record(attempt, head, reader, writer)
+        except (BadHead, asyncio.LimitOverrunError) as error:
+            what = str(error) or f"A head has at most {MOST_HEAD_BYTES} bytes."
+            await _tell(writer, HTTPStatus.BAD_REQUEST, what)
+        except OverBound as error:
+            await _tell(writer, HTTPStatus.TOO_MANY_REQUESTS, str(error))
+        except (asyncio.IncompleteReadError, TimeoutError, OSError):
+            pass  # the agent is gone, or never finished its request
+        finally:
+            writer.close()
+
+    async def settle(self, attempt: ProxyAttempt) -> None:
+        """Waits, for a bounded time, until the connections of a sealed attempt have ended."""
+        if running := attempt.egress.running:
+            await asyncio.wait(running, timeout=_SETTLE_SECONDS)
+
+    async def _record(
+        self,
+        attempt: ProxyAttempt,
+        head: RequestHead,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Carries out one request; what becomes of it is in the attempt's record."""
+        request = EgressRequest(
+            method=head.method[:_MOST_METHOD],
+            host=head.host,
+            port=head.port,
+            path=head.path[:_MOST_PATH],
+        )
+        exchange = _Exchange(self, attempt.egress, head, request, reader, writer)
+        try:
+            self._admit(attempt.egress, request)
+            await exchange.run(self._rules)
+        except EgressRefused as refused:
+            request.end = refused.end
+            if not exchange.begun:
+                await _tell(writer, _STATUS.get(refused.end, HTTPStatus.FORBIDDEN), str(refused))
+        except TimeoutError:
+            request.end = "time"
+        except (OSError, BadHead, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            request.end = "cut"
+        except asyncio.CancelledError:
+            request.end = "cut"
+            raise
+        finally:
+            self._count(attempt, request)
+        if request.end in ("time", "cut") and not exchange.begun:
+            await _tell(writer, _STATUS[request.end], "The host did not answer.")
+
+    def _admit(self, use: EgressUse, request: EgressRequest) -> None:
+        """Counts and records a request that may be carried out.
+
+        Raises:
+            EgressRefused: it may not; the first of these are recorded, too.
+        """
+        try:
+            self._rules.check(request.host, request.port)
+            if use.made >= self._max_requests:
+                most = self._max_requests
+                raise EgressRefused(
+                    f"All {most} requests to hosts outside are used up.", "requests"
+                )
+            self.take(use, 0)
+        except EgressRefused:
+            use.refused += 1
+            if use.refused <= _MOST_REFUSED:
+                use.requests.append(request)
+            raise
+        use.made += 1
+        use.requests.append(request)
+
+    def take(self, use: EgressUse, size: int) -> None:
+        """Counts bytes before they are passed on.
+
+        Raises:
+            EgressRefused: there are not so many left.
+        """
+        if use.bytes + size > self._max_bytes or use.bytes >= self._max_bytes:
+            most = self._max_bytes / 1e6
+            raise EgressRefused(f"All {most:g} MB to and from hosts outside are used up.", "bytes")
+        use.bytes += size
+        self.bytes += size
+
+    def _count(self, attempt: ProxyAttempt, request: EgressRequest) -> None:
+        self.counts[request.end or "ok"] += 1
+        if request.end in _REFUSALS and EGRESS_REFUSED not in attempt.flags:
+            attempt.flags.add(EGRESS_REFUSED)
+            _log.warning(
+                "egress_refused",
+                rollout_id=attempt.spec.rollout_id,
+                host=request.host,
+                port=request.port,
+                end=request.end,
+            )
+
+
+class _Exchange:
+    """One request that is carried out. `begun`: the agent has got a part of the answer."""
+
+    def __init__(
+        self,
+        egress: Egress,
+        use: EgressUse,
+        head: RequestHead,
+        request: EgressRequest,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.begun = False
+        self._egress = egress
+        self._use = use
+        self._head = head
+        self._request = request
+        self._reader = reader
+        self._writer = writer
+        self._idle = asyncio.timeout(_IDLE_SECONDS)
+
+    async def run(self, rules: EgressRules) -> None:
+        """
+        Raises:
+            EgressRefused, OSError, TimeoutError, BadHead: it ended early.
+        """
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            addresses = await rules.addresses(self._head.host, self._head.port)
+        host_reader, host_writer = await _connected(addresses, self._head.port)
+        try:
+            async with self._idle:
+                if self._head.is_tunnel:
+                    await self._tunnel(host_reader, host_writer)
+                else:
+                    await self._forward(host_reader, host_writer)
+        finally:
+            host_writer.close()
+
+    async def _tunnel(
+        self, host_reader: asyncio.StreamReader, host_writer: asyncio.StreamWriter
+    ) -> None:
+        self.begun = True
+        self._writer.write(_CONNECTED)
+        await self._writer.drain()
+        await self._greet(host_writer)
+        sending = asyncio.create_task(self._to_host(host_writer, None))
+        receiving = asyncio.create_task(self._to_agent(host_reader))
+        try:
+            await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+                await receiving  # the agent has sent all; the host may still answer
+            receiving.result()
+        finally:
+            for one in (sending, receiving):
+                one.cancel()
+            await asyncio.gather(sending, receiving, return_exceptions=True)
+
+    async def _greet(self, host_writer: asyncio.StreamWriter) -> None:
+        """Passes on the first message of a tunnel, once it is known to ask for this very host.
+
+        Raises:
+            EgressRefused: it is not TLS, or names another host.
+        """
+        first = b""
+        name = None
+        try:
+            while name is None:
+                data = await self._reader.read(_PIECE_BYTES)
+                if not data:
+                    return  # the agent changed its mind
+                first += data
+                name = server_name(first)
+        except NotTls as error:
+            raise EgressRefused(str(error), "name") from None
+        if name != self._head.host:
+            raise EgressRefused(f"The tunnel asks for {name[:100]!r}.", "name")
+        self._sent(len(first))
+        host_writer.write(first)
+
+    async def _forward(
+        self, host_reader: asyncio.StreamReader, host_writer: asyncio.StreamWriter
+    ) -> None:
+        self._sent(len(self._head.outgoing))
+        host_writer.write(self._head.outgoing)
+        await self._to_host(host_writer, self._head.body_bytes)
+        status = 100
+        while status < 200:  # interim answers are for the connection
+            came = await host_reader.readuntil(b"\r\n\r\n")
+            status, outgoing = read_answer(came)
+            self._received(len(came))
+            if status == HTTPStatus.SWITCHING_PROTOCOLS:
+                raise BadHead("The host changes the protocol.")
+        self._request.status = status
+        self.begun = True
+        self._writer.write(outgoing)
+        await self._to_agent(host_reader)
+
+    async def _to_host(self, host_writer: asyncio.StreamWriter, size: int | None) -> None:
+        """Passes on what the agent sends: `size` bytes, or all of it."""
+        left = size
+        while left is None or left > 0:
+            data = await self._reader.read(min(_PIECE_BYTES, left or _PIECE_BYTES))
+            if not data:
+                break
+            self._sent(len(data))
+            left = None if left is None else left - len(data)
+            host_writer.write(data)
+            await host_writer.drain()
+        if size is None and host_writer.can_write_eof():
+            host_writer.write_eof()
+
+    async def _to_agent(self, host_reader: asyncio.StreamReader) -> None:
+        """Passes on what the host sends, to its end."""
+        while data := await host_reader.read(_PIECE_BYTES):
+            self._received(len(data))
+            self._writer.write(data)
+            await self._writer.drain()
+
+    def _sent(self, size: int) -> None:
+        self._passing(size)
+        self._request.sent_bytes += size
+
+    def _received(self, size: int) -> None:
+        self._passing(size)
+        self._request.received_bytes += size
+
+    def _passing(self, size: int) -> None:
+        self._egress.take(self._use, size)
+        self._idle.reschedule(asyncio.get_running_loop().time() + _IDLE_SECONDS)
+
+
+async def _connected(
+    addresses: list[str], port: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connects to the first address that answers: to the address itself, never to a name.
+
+    Raises:
+        EgressRefused: none does.
+    """
+    for address in addresses[:_MOST_ADDRESSES]:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                return await asyncio.open_connection(address, port, limit=MOST_HEAD_BYTES)
+    raise EgressRefused("The host cannot be reached.", "unreachable")
+
+
+async def _tell(writer: asyncio.StreamWriter, status: int, message: str) -> None:
+    """Answers with an error; the connection ends after it."""
+    body = orjson.dumps({"error": {"message": message, "code": EGRESS_REFUSED}})
+    phrase = HTTPStatus(status).phrase.encode()
+    lines = [b"HTTP/1.1 %d %b" % (status, phrase), b"Content-Type: application/json"]
+    if status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
+        lines.append(b'Proxy-Authenticate: Basic realm="envserver"')
+    lines += [b"Content-Length: %d" % len(body), b"Connection: close", b"", body]
+    writer.write(b"\r\n".join(lines))
+    with contextlib.suppress(OSError):
+        await writer.drain()

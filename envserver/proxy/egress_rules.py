@@ -1,0 +1,182 @@
+"""Which hosts agents may reach through the server, and to which address a name leads.
+
+In: an environment's list (`Environment.egress`). Out: a decision for each host and port, and
+addresses to connect to. What holds: names are resolved here, never by an agent; an address that is
+not public is refused after resolution, and the connection goes to the address that was checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from envserver_records.egress_requests import EgressEnd, EgressRequest
+from envserver_records.errors import ConfigError, UsageError
+
+_LABEL = "[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*")
+_PORTS = frozenset({80, 443})
+_HIGHEST_PORT = 65535
+_RESOLVERS = 4
+"""Names that are resolved at the same time."""
+_TRANSLATED = tuple(
+    map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
+)
+"""IPv6 addresses that stand for an IPv4 address, which may be private."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class EgressRefused(UsageError):
+    """A request to a host outside is refused; `detail["end"]` says why."""
+
+    kind, status = "egress_refused", 403
+
+    def __init__(self, message: str, end: EgressEnd, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint, end=end)
+        self.end: EgressEnd = end
+
+
+@dataclass
+class EgressUse:
+    """What one attempt asked for.
+
+    Args:
+        requests: those that were carried out, and the first refused ones, in order.
+        made, refused: their numbers.
+        bytes: of all requests, in both directions.
+        running: tasks of its open connections.
+    """
+
+    requests: list[EgressRequest] = field(default_factory=list)
+    made: int = 0
+    refused: int = 0
+    bytes: int = 0
+    running: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class _Allowed(NamedTuple):
+    """`suffix`: subdomains of it; `name`: the host itself. `port`: None: 80 and 443."""
+
+    name: str
+    suffix: str
+    port: int | None
+
+
+class EgressRules:
+    """The hosts that an environment's agents may reach.
+
+    Args:
+        hosts: names such as "api.example.com", with ":8443" for another port than 80 and 443, or
+            "*.example.com" for all names below.
+        addresses_for_tests: for tests only, no setting sets it: addresses of names, which are
+            neither resolved nor checked.
+
+    Raises:
+        ConfigError: one of `hosts` is not of this form.
+    """
+
+    def __init__(
+        self, hosts: Iterable[str], *, addresses_for_tests: Mapping[str, str] | None = None
+    ) -> None:
+        if isinstance(hosts, str):
+            raise ConfigError('egress is a list of hosts: egress = ["api.example.com"].')
+        self._allowed = [_read(host) for host in hosts]
+        self._addresses_for_tests = dict(addresses_for_tests or {})
+        # Its own threads: slow answers must not take those that all of the server shares.
+        self._resolving = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="egress-dns")
+
+    def check(self, host: str, port: int) -> None:
+        """
+        Raises:
+            EgressRefused: the host, or the port at it, is not on the list.
+        """
+        named = [one for one in self._allowed if _matches(one, host)]
+        if not named:
+            raise EgressRefused(
+                f"The host {host[:100]!r} is not on this environment's list.",
+                "host",
+                hint="Environment.egress lists the hosts that agents may reach.",
+            )
+        if not any(port in _PORTS if one.port is None else port == one.port for one in named):
+            raise EgressRefused(f"Port {port} of {host[:100]!r} may not be reached.", "port")
+
+    async def addresses(self, host: str, port: int) -> list[str]:
+        """Returns the public addresses of a host.
+
+        Raises:
+            EgressRefused: it has none.
+        """
+        if host in self._addresses_for_tests:
+            return [self._addresses_for_tests[host]]
+        loop = asyncio.get_running_loop()
+        try:
+            ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+            found = await loop.run_in_executor(self._resolving, ask)
+        except (OSError, UnicodeError):
+            raise EgressRefused(f"There is no host {host[:100]!r}.", "unknown_host") from None
+        addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
+        public = [one for one in addresses if is_public(one)]
+        if not public:
+            raise EgressRefused(f"{host[:100]!r} leads to no public address.", "address")
+        return public
+
+
+def is_public(address: str) -> bool:
+    """Returns whether an address is one of the public network: nothing of this machine, of its
+    neighbours or of its cloud's services."""
+    try:
+        known: Address = ipaddress.ip_address(address)
+    except ValueError:
+        return False  # with a zone, or none at all
+    if isinstance(known, ipaddress.IPv6Address):
+        if known.ipv4_mapped is not None:
+            known = known.ipv4_mapped
+        elif any(known in network for network in _TRANSLATED):
+            return False
+    return known.is_global and not (known.is_multicast or known.is_reserved)
+
+
+def host_and_port(text: str, default: int | None) -> tuple[str, int]:
+    """Reads "host:port", where only `default` may be left out; the host in lower case.
+
+    Raises:
+        ValueError: it is not that.
+    """
+    host, colon, port = text.partition(":")
+    host = host.lower().removesuffix(".")
+    if _NAME.fullmatch(host) is None:
+        raise ValueError("not a host")
+    if not colon:
+        if default is None:
+            raise ValueError("no port")
+        return host, default
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= _HIGHEST_PORT):
+        raise ValueError("not a port")
+    return host, int(port)
+
+
+def _read(entry: str) -> _Allowed:
+    text = str(entry).strip()
+    below = text.startswith("*.")
+    try:
+        host, port = host_and_port(text[2:] if below else text, 0)
+    except ValueError:
+        raise ConfigError(
+            f"egress: {text[:100]!r} is not a host.",
+            hint='Write "api.example.com", "api.example.com:8443" or "*.example.com".',
+        ) from None
+    return _Allowed("" if below else host, f".{host}" if below else "", port or None)
+
+
+def _matches(allowed: _Allowed, host: str) -> bool:
+    if allowed.suffix:
+        return host.endswith(allowed.suffix)
+    return host == allowed.name
