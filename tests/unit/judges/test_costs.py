@@ -42,6 +42,7 @@ class Priced(Environment):
 """
 
 
+@pytest.mark.thorough
 def test_records_hold_the_cost_of_tokens_and_of_the_judge(tmp_path: Path) -> None:
     (tmp_path / "priced.py").write_text(ENVIRONMENT)
     with judge_engine(lambda messages: "0.5") as engine:

@@ -232,6 +232,7 @@ def test_records_say_what_hooks_did(tmp_path: Path) -> None:
         assert group["masks"] == [[-100] * len(tokens) for tokens in group["tokens"]]
 
 
+@pytest.mark.thorough
 def test_a_hook_that_raises_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "hooked.py").write_text(ENVIRONMENT.replace("FAIL", "call.missing"))
     words = ("--env", "hooked.py", "--model", "sim", "--env.group_size", 2)

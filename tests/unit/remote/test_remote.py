@@ -11,8 +11,11 @@ from unittest import mock
 
 import msgspec
 import pytest
+from envserver_records.costs import Cost, JudgeUsage
+from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import ConfigError, ConflictError, InputError
-from envserver_records.records import Group, Task, pack, unpack
+from envserver_records.hook_events import HookEvent
+from envserver_records.records import Group, ServiceCall, Task, pack, unpack
 from envserver_records.sampling import SamplingSpan
 from envserver_records.seals import sealed
 from hypothesis import given, settings
@@ -186,6 +189,17 @@ async def test_malformed_groups_are_refused_with_their_place(tmp_path: Path) -> 
         assert (await api.get("/v1/status"))["groups"]["queued"] == 0
         whole = sealed(unpack(sampled(SamplingSpan(2, 4, 0.7), SamplingSpan(4, 5)), Group))
         assert (await one.post(pack(whole))).status_code == 200
+
+
+def test_what_was_asked_changed_and_fetched_comes_with_a_group() -> None:
+    group = stream_group(0)
+    trajectory = group.trajectories[0]
+    trajectory.service_calls = [ServiceCall(name="guess", arguments={"number": 7})]
+    trajectory.hooks = [HookEvent(at="answer", reason="a guard", changed=["answer"], call=0)]
+    trajectory.egress = [EgressRequest(method="GET", host="api.example.com", port=80, status=200)]
+    trajectory.usage.judge = JudgeUsage(calls=1)
+    trajectory.usage.cost = Cost(currency="USD", models={"": 0.5})
+    assert read_group(pack(sealed(group)), STREAM).trajectories[0].hooks == trajectory.hooks
 
 
 @settings(max_examples=examples(80), deadline=None)
