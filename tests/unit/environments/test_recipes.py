@@ -15,7 +15,7 @@ import pytest
 from support.judging import judge_engine
 
 import envserver
-from envserver import Environment, Sandboxes, Score
+from envserver import Environment, KnownResult, Result, Sandboxes, Score
 from envserver.registry import find
 
 RECIPES = sorted((Path(__file__).parents[3] / "docs" / "recipes").glob("*.py"))
@@ -70,6 +70,10 @@ def rewards(names: list[str], solved: float, settings: dict[str, Any], **env: An
 
 
 MIXED = [path.stem for path in RECIPES if path.stem != "web"]  # which has settings of its own
+FLOWS = ["game", "judge", "multi_agent", "sandbox", "server_tools"]
+"""Those with services, agents, tools, a judge or sandboxes; each costs half a second of CPU."""
+ANSWERS = ["curriculum", "long_context", "server_tools", "sql", "web"]
+"""Those whose output is the text of the last message."""
 
 
 def test_ten_recipes_are_short_and_say_what_they_show() -> None:
@@ -80,28 +84,32 @@ def test_ten_recipes_are_short_and_say_what_they_show() -> None:
         assert f"--env docs/recipes/{path.name}" in text.partition('"""\n\n')[0]
 
 
-def test_right_behaviour_is_paid(settings: dict[str, Any], site: str, tmp_path: Path) -> None:
-    played = rewards(MIXED, 1.0, settings)
-    assert set(played.values()) == {1.0} and len(played) == 9
-    web = {"site": site, "local": True, "folder": str(tmp_path / "web")}
-    assert rewards(["web"], 1.0, {}, **web) == {"browse": 1.0}
+def test_right_behaviour_is_paid(settings: dict[str, Any]) -> None:
+    played = rewards(FLOWS, 1.0, settings)
+    assert set(played.values()) == {1.0} and len(played) == len(FLOWS)
 
 
-@pytest.mark.thorough  # the same again
-def test_spoiled_behaviour_is_not_paid(settings: dict[str, Any], site: str, tmp_path: Path) -> None:
-    played = rewards(MIXED, 0.0, settings)
-    assert set(played.values()) == {0.0} and len(played) == 9
+@pytest.mark.thorough  # ten environments, each with processes of its own
+@pytest.mark.parametrize("solved", [1.0, 0.0])
+def test_right_behaviour_is_paid_and_spoiled_is_not(
+    settings: dict[str, Any], site: str, tmp_path: Path, solved: float
+) -> None:
+    played = rewards(MIXED, solved, settings)
+    assert set(played.values()) == {solved} and len(played) == 9
     web = {"site": site, "local": True, "folder": str(tmp_path / "web")}
-    assert rewards(["web"], 0.0, {}, **web) == {"browse": 0.0}
+    assert rewards(["web"], solved, {}, **web) == {"browse": solved}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-async def test_wrong_results_are_not_paid(path: Path, rooms: Sandboxes) -> None:
+async def test_known_results_are_paid_as_they_should_be(path: Path, rooms: Sandboxes) -> None:
     environment: Environment = find(str(path))()
     environment.sandboxes = rooms
     for task, _ in zip(environment.tasks("train"), range(3), strict=False):
         known = list(environment.known_results(task))
         assert any(one.most < 1 for one in known)
+        if path.stem in ANSWERS:
+            (*_, last) = environment.demonstration(task) or ()
+            known.append(KnownResult("right", Result(output=last["content"]), 1.0, 1.0))
         for one in known:
             score = environment.score(task, one.result)
             score = score if isinstance(score, Score) else await score
