@@ -16,8 +16,8 @@ _HOMES = {
     "AgentRole": "envserver.environment",
     "EnvironmentConfig": "envserver.config",
     "Hidden": "envserver.typed_tasks",
-    "Reply": "envserver.environment",
-    "Rollout": "envserver.environment",
+    "Reply": "envserver.rollout_interface",
+    "Rollout": "envserver.rollout_interface",
     "Isolation": "envserver.environment",
     "KnownResult": "envserver.environment",
     "Sandbox": "envserver.sandbox_interface",
@@ -171,8 +171,6 @@ if TYPE_CHECKING:
         Environment,
         Isolation,
         KnownResult,
-        Reply,
-        Rollout,
         Service,
         Services,
     )
@@ -182,6 +180,7 @@ if TYPE_CHECKING:
     from .judges.bias import JudgeBias, JudgeCase, judge_bias, rubric_bias
     from .judges.pairwise import Ranking, pairwise_ranking
     from .judges.rubric import rubric_marks
+    from .rollout_interface import Reply, Rollout
     from .running.blocking import (
         evaluate,
         groups,

@@ -19,7 +19,8 @@ from envserver_records.errors import ConfigError, InputError
 from envserver_records.records import Message, PublicTask, Result, Score, Split, Task
 from pebble import ProcessExpired, ProcessPool
 
-from ..environment import AgentRole, Environment, KnownResult, Rollout
+from ..environment import AgentRole, Environment, KnownResult
+from ..rollout_interface import Rollout
 from . import host
 from .description import Description, config_class
 from .installed import Installed, Interpreter, usable_interpreter

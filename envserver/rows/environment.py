@@ -25,7 +25,8 @@ from envserver_records.errors import ConfigError, InputError, NotFoundError
 from envserver_records.records import Message, PublicTask, Result, Score, Split, Task
 from pydantic import Field, ValidationError, create_model, field_validator
 
-from ..environment import Environment, Rollout, answer_text
+from ..environment import Environment, answer_text
+from ..rollout_interface import Rollout
 from .columns import Columns, columns_in
 from .rewards import Reward, Scored, Weighted, parsed
 from .sources import HUB, Rows, Source, is_data

@@ -14,7 +14,7 @@ from typing import Any
 
 from envserver_records.records import Message
 
-from ..environment import Reply, Rollout
+from ..rollout_interface import Reply, Rollout
 from .calling import LoopEnd, Tool, ToolResult, call_tool, descriptions
 from .opening import open_tools
 from .sources import Tools

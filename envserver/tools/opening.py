@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from envserver_records.errors import ConfigError, InputError, NotFoundError
 
-from ..environment import Rollout
+from ..rollout_interface import Rollout
 from .calling import Tool, ToolError, toolbox
 from .mcp_client import McpServer, connect
 from .sources import Tools

@@ -30,7 +30,8 @@ from envserver_records.errors import (
 from envserver_records.records import Message, PublicTask, SandboxSpec
 
 from ..actions import encode
-from ..environment import NO_REWARDS, Isolation, Reply
+from ..environment import NO_REWARDS, Isolation
+from ..rollout_interface import Reply
 from ..sandbox_interface import BlockingSandbox, Sandbox
 from ..tools.calling import LoopEnd, Tool, ToolResult
 from ..tools.loop import chat_with_tools
