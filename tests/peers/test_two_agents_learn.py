@@ -39,9 +39,8 @@ def coin_tosser(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_trls_asynchronous_trainer_teaches_both(
     learn_python: Path, coin_tosser: Path, tmp_path: Path, tell: Tell, seed: int
 ) -> None:
