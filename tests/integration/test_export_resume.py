@@ -45,7 +45,7 @@ PROCESS = (
     "--rollouts.max_concurrent", 8, "--env.include_actions",
 )  # fmt: skip
 OF_THE_MOMENT = frozenset(
-    {"created_at", "seconds", "model_seconds", "start_ts", "end_ts", "ts"}
+    {"created_at", "seconds", "model_seconds", "scoring_seconds", "start_ts", "end_ts", "ts"}
     | {"timestamp", "elapsed_seconds", "run_id", "chain", "group_digest"}
 )
 """Keys of what differs between any two runs: when they ran. `run_id` of a trace tells the time, and

@@ -8,6 +8,7 @@ of them. Only the server is a stand-in: the clients of both adapters get these t
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import sys
 import typing
@@ -120,6 +121,7 @@ async def by_verl(folder: Path, made: list[Trajectory]) -> dict[str, Any]:
 
 def with_turns(made: Trajectory) -> Trajectory:
     """The rollout of a row of five tokens; its two turns earned 0.25 and 0.5 of a reward of 1."""
+    made = copy.deepcopy(made)
     (row,) = made.sequences
     row.calls = np.array([-1, 0, -1, -1, 1], np.int32)
     made.score = Score(reward=1.0, turns=[TurnReward(0, 0.25, call=0), TurnReward(1, 0.5, call=1)])

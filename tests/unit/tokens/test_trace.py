@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from envserver_records.errors import TokensError
+from envserver_records.hook_events import HookEvent
 from envserver_records.records import Call, Delivered, Dialect, Edge, TracedCall, pack, unpack
 from envserver_records.sampling import LogprobsKind
 from hypothesis import given
@@ -50,6 +51,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "seconds_to_first": st.one_of(st.none(), st.floats(0, 9)),
     "flags": st.lists(text, max_size=2),
     "logprobs_kind": st.sampled_from(get_args(LogprobsKind)),
+    "sampled_message": st.one_of(st.none(), messages),
+    "hooks": st.lists(st.builds(HookEvent, at=st.just("answer"), reason=text), max_size=2),
 }
 OF_FORESTS = {
     "index",
