@@ -391,6 +391,7 @@ def test_plans_have_model_calls_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("agent", first_of("plain", "code", "tools"))
+@pytest.mark.thorough
 def test_a_model_that_is_right_gets_everything_by_each_agent(agent: str, tmp_path: Path) -> None:
     if agent != "plain":
         pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")

@@ -36,6 +36,7 @@ COIN = dict.fromkeys(SPOTS, 0.5)
 
 
 @pytest.mark.parametrize("name", ["kuhn", "twenty_questions", "proposer_solver"])
+@pytest.mark.thorough
 def test_the_check_of_environments_passes(name: str) -> None:
     assert main(["check", "--env", name, "--tasks", "12"]) == 0
 

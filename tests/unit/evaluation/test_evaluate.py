@@ -196,6 +196,7 @@ def test_what_is_lost_is_counted(tmp_path: Path) -> None:
     assert not (tmp_path / "none" / "report.json").exists()
 
 
+@pytest.mark.thorough
 def test_overwrite_keeps_the_old_evaluation_until_the_first_group(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     words = ("evaluate", "--env", "failing.py", *SIM, "--rollouts.max_attempts", 1, "--out", "run")

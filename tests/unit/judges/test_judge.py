@@ -322,6 +322,7 @@ def test_scorers_do_not_have_the_servers_variables(judged: str) -> None:
     assert ran.stdout == "0.0\n"
 
 
+@pytest.mark.thorough
 def test_a_single_question_shows_what_its_judge_cost(tmp_path: Path) -> None:
     (tmp_path / "judged.py").write_text(ENVIRONMENT)
     with judge_engine(lambda messages: "0.25") as engine:
