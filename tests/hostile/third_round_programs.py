@@ -25,7 +25,7 @@ for process in filter(str.isdigit, os.listdir("/proc")):
             at = os.readlink(f"/proc/{process}/fd/{number}")
         except OSError:
             continue
-        print("GOT" if at.startswith(("/work/w", "/root", "socket:")) and process == "1" else "")
+        print("GOT" if at.startswith(("/home", "/root", "socket:")) and process == "1" else "")
 """,
     "reads variables of all": """
 import os
