@@ -93,7 +93,7 @@ class KnownResult(msgspec.Struct, frozen=True):
 
 
 TaskT = TypeVar("TaskT", default=Task)
-"""What an environment calls a task: a `Task`, or a row of its own (see `typed_tasks`)."""
+"""The type of an environment's tasks: `Task`, or its own row (see `typed_tasks`)."""
 
 
 class Environment(abc.ABC, Generic[TaskT]):
@@ -124,7 +124,7 @@ class Environment(abc.ABC, Generic[TaskT]):
     solved_at: ClassVar[float | None] = None
     """The least reward of a solved task; None: the highest reward."""
     tools: Sequence[ToolSource] | None = None
-    """What `run.loop` offers to the model: tools, typed functions, MCP servers. None: the methods
+    """Offered to the model by `run.loop`: tools, typed functions, MCP servers. None: the methods
     that are marked with `@tool`."""
     exact_demonstrations: ClassVar[bool] = False
     """Whether the simulated engine plays demonstrations word for word, with no sentence before

@@ -1,4 +1,4 @@
-"""What the hooks of an environment see of a model call, and what they may do with it.
+"""The model call that an environment's hooks look at, change or refuse.
 
 Implementation: `proxy/hooks.py`. `Environment.on_request` and `on_answer` get a `ModelCall`:
 

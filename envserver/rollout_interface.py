@@ -1,4 +1,4 @@
-"""What `rollout` gets as `run`: the model, tools, sandboxes and the remaining budget."""
+"""The interface that `rollout` gets as `run`: the model, tools, sandboxes, remaining budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout took and what that cost: prices, the judge's part, and sums in one currency.
+"""Costs of a rollout: prices, the judge's part, and sums in one currency.
 
 In: prices of a million tokens, and counts. Out: a `Cost` for each rollout. A cost is known only
 where somebody gave a price: what has no price is left out, and never counts as free.
@@ -39,7 +39,7 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgeUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What scoring asked the judge.
+    """The calls that scoring made to the judge.
 
     Args:
         calls: answered calls, from the engine or the cache; cached: those from the cache.

@@ -1,4 +1,4 @@
-"""What an environment's hook did to a model call (see `Environment.on_request`)."""
+"""Records how an environment's hook changed or refused a model call (`Environment.on_request`)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class EgressHttp(AgentHttp):
         super().__init__(*args, **more)
         self._egress = egress
         self._first: bytes | None = b""
-        """What has come of a connection that is undecided; None: it is the model proxy's."""
+        """First bytes of a connection, until they tell its kind; None: it is the model proxy's."""
 
     def data_received(self, data: bytes) -> None:
         if self._first is None:

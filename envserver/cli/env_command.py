@@ -92,7 +92,7 @@ def _why_no_hub() -> str:
         from huggingface_hub import get_token
     except ImportError:
         return "huggingface_hub is not installed"
-    return "" if get_token() else "there is no token: hf auth login, or HF_TOKEN"
+    return "" if get_token() else "there is no token; run `hf auth login` or set HF_TOKEN"
 
 
 def _row(one: Installed) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class EgressRefused(UsageError):
 
 @dataclass
 class EgressUse:
-    """What one attempt asked for.
+    """The requests of one attempt.
 
     Args:
         requests: those that were carried out, and the first refused ones, in order.

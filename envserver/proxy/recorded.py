@@ -1,4 +1,4 @@
-"""What the requests of one attempt hold in memory until its rollout ends, counted and bounded.
+"""Counts and bounds the memory that an attempt's requests hold until its rollout ends.
 
 In: each request before the engine is asked. Out: the same request, whose messages, tools and fields
 are those of an earlier recorded request where they are equal: a conversation is held once, not once
@@ -40,7 +40,7 @@ class Kept:
 
 
 class _Request:
-    """What a request has that later ones may share.
+    """The parts of a request that later requests may share.
 
     Args:
         earlier: the request whose first `shared` messages are its own, too.

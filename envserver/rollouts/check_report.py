@@ -1,4 +1,4 @@
-"""What a check of an environment found: plain data, with the numbers that people read."""
+"""Findings of a check of an environment: plain data, with the numbers that people read."""
 
 from __future__ import annotations
 

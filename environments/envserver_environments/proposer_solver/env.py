@@ -34,7 +34,7 @@ PROPOSER, SOLVER = "proposer", "solver"
 _ALLOWED = re.compile(r"[0-9+\-* ()]+")
 _ANSWER = re.compile(r"-?\d+")
 _MOST_DIGITS = 100
-"""Of a number; Python refuses to read thousands."""
+"""Longest number that is read, in digits; Python refuses to read thousands."""
 
 
 class ProposerSolver(Environment):

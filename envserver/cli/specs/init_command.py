@@ -22,8 +22,8 @@ class InitSettings(Section):
     kind: Literal["single", "tools", "multi-agent", "sandbox", "judge", "game", "smolagents"] = (
         "single"
     )
-    """What it begins with: one answer, tools, several agents, programs in a sandbox, a judge, a
-    game against the server, an agent of smolagents."""
+    """Kind of environment to begin with: one answer, tools, several agents, programs in a sandbox,
+    a judge, a game against the server, an agent of smolagents."""
     out: Path = Path()
     """Folder in which the folder NAME is made."""
 
