@@ -32,6 +32,8 @@ _HOMES = {
     "ToolError": "envserver.tools.calling",
     "tool": "envserver.tools.typed",
     "ModelCall": "envserver.hook_interface",
+    "Backend": "envserver.integration_interface",
+    "Integration": "envserver.integration_interface",
     "Task": "envserver_records",
     "PublicTask": "envserver_records",
     "Result": "envserver_records",
@@ -176,6 +178,7 @@ if TYPE_CHECKING:
     )
     from .evaluation import pass_at_k, pass_hat_k
     from .hook_interface import ModelCall
+    from .integration_interface import Backend, Integration
     from .judge_interface import Judge, JudgeReply
     from .judges.bias import JudgeBias, JudgeCase, judge_bias, rubric_bias
     from .judges.pairwise import Ranking, pairwise_ranking
@@ -229,6 +232,8 @@ __all__ = [
     "ToolError",
     "tool",
     "ModelCall",
+    "Backend",
+    "Integration",
     "SandboxLimits",
     "SandboxSpec",
     "SandboxUsage",

@@ -21,6 +21,7 @@ def run_install(argv: list[str]) -> int:
     settings = INSTALL.read(argv)
     one = install(
         settings.source,
+        packages=settings.packages,
         interpreter=settings.interpreter,
         replace=settings.replace,
         on_progress=lambda text: print(f"{text} ...", file=sys.stderr),

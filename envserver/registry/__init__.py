@@ -1,4 +1,5 @@
-"""Finds environments by the name of an entry point, or by the path of a .py file, a folder or rows.
+"""Finds environments by the name of an entry point, by the path of a .py file, a folder or rows,
+or by another framework's scheme (`integrated`).
 
 Installed packages (`installed`) offer entry points, too. An environment with an interpreter of its
 own is found as a class that stands for it (`hosted`).
@@ -26,6 +27,7 @@ from ..environment import Environment, Isolation
 from ..folders import import_path, is_environment_folder, same_folder
 from ..rows.sources import is_data
 from ..typed_tasks import plain
+from . import integrated
 from .installed import installed, with_own_interpreter
 
 ENTRY_POINT_GROUP = "envserver.environments"
@@ -62,14 +64,17 @@ def find(reference: str) -> type[Environment]:
 
     Args:
         reference: an entry point's name (dashes count as underscores),
-            `path/to/file.py[:ClassName]`, `folder[:ClassName]`, or rows: `rows.jsonl`,
-            `hub:owner/name` (see `rows.sources.is_data`).
+            `path/to/file.py[:ClassName]`, `folder[:ClassName]`, rows: `rows.jsonl`,
+            `hub:owner/name` (see `rows.sources.is_data`), or another framework's:
+            `SCHEME:NAME` (see `integrated`).
 
     Raises:
         NotFoundError: nothing has that name; the message holds the nearest one.
         ConfigError: it cannot be imported, defines several environments, or is incomplete.
     """
     path, _, class_name = reference.partition(":")
+    if (parts := integrated.split(reference)) is not None:
+        return _checked(integrated.integrated_class(*parts), reference)
     if _is_data(reference):
         from ..rows.environment import rows_class
 
@@ -98,6 +103,8 @@ def _is_data(reference: str) -> bool:
     """Whether `reference` names rows (`--env rows.jsonl`); installed names and code win."""
     if reference in known_names() or is_environment_folder(Path(reference)):
         return False
+    if integrated.split(reference) is not None:
+        return False
     return is_data(reference)
 
 
@@ -105,12 +112,15 @@ def is_path(reference: str) -> bool:
     """Whether `reference`, without its class name, is a file or folder; installed names win."""
     if reference.endswith(".py") or "/" in reference:
         return True
-    return reference not in known_names() and is_environment_folder(Path(reference))
+    names = {*known_names(), *integrated.integration_points()}
+    return reference not in names and is_environment_folder(Path(reference))
 
 
 def absolute(reference: str) -> str:
     """`reference` in a form that another process, in another folder, understands."""
     path, colon, class_name = reference.partition(":")
+    if (parts := integrated.split(reference)) is not None:
+        return integrated.absolute(*parts)
     if _is_data(reference):
         return reference if path == "hub" else str(Path(reference).resolve())
     if not is_path(path):

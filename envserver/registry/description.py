@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final, Literal, Union, cast
 
@@ -174,15 +173,17 @@ def _annotation(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> An
     return _PLAIN.get(kind or "", Any)
 
 
-def main(package: str, group: str, out: str) -> None:
-    """Writes the descriptions of a package's environments, as Python's JSON, to the file `out`."""
+def main(out: str, *references: str) -> None:
+    """Writes the descriptions of environments, as Python's JSON, to the file `out`.
+
+    Args:
+        references: as `--env` takes them.
+    """
     import json
 
     from . import find
 
-    points = sorted(entry_points(group=group), key=lambda point: point.name)
-    ours = [point.name for point in points if point.dist and point.dist.name == package]
-    made: list[Any] = [msgspec.to_builtins(describe(name, find(name))) for name in ours]
+    made: list[Any] = [msgspec.to_builtins(describe(name, find(name))) for name in references]
     Path(out).write_text(json.dumps(made))
 
 

@@ -30,11 +30,11 @@ def interpreter_of(reference: str) -> Interpreter | None:
     Raises:
         ConfigError: it cannot be used any more.
     """
-    from . import entry_point_names
+    from . import absolute, entry_point_names
 
     if reference in entry_point_names():
         return None
-    one = with_own_interpreter().get(reference)
+    one = with_own_interpreter().get(absolute(reference))
     return usable_interpreter(one[0]) if one is not None else None
 
 

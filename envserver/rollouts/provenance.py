@@ -102,7 +102,7 @@ def _environment(kind: type[Environment]) -> dict[str, Any]:
             break
         except PackageNotFoundError:
             continue
-    if package == "envserver_environments":
+    if package in ("envserver_environments", "envserver_integrations"):
         facts |= {"package": "envserver", "version": __version__}
     return {**facts, **_files_facts(Path(inspect.getfile(kind)))}
 

@@ -15,50 +15,37 @@ from __future__ import annotations
 import configparser
 import email
 import importlib.util
-import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import msgspec
 from envserver_records.errors import ConfigError, ConflictError, InputError, NotFoundError
 from envserver_records.extras import install_command
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ..registry import ENTRY_POINT_GROUP, known_names
+from ..registry import ENTRY_POINT_GROUP, integrated, known_names
 from ..registry.description import Description
 from ..registry.installed import (
     MANIFEST,
     PACKAGES,
-    VENV,
     Installed,
     Interpreter,
-    home,
     installed,
-    this_version,
     write_record,
 )
-from ..registry.interpreters import variables
 from ..registry.manifest import Manifest, as_yaml, completed, read_manifests
+from .installing_backends import forget, install_environment
+from .own_venv import describe, folder_of, make_venv, pip
 
 InterpreterChoice = Literal["auto", "shared", "own"]
 HUB = "hub:"
 _GIT = ("git+", "git@", "ssh://")
-_OURS = ("envserver", "envserver-clients")
-_DESCRIBE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from envserver.registry.description import main; main(*sys.argv[2:])"
-)
-_LAST_LINES = 12
 
 OnProgress = Callable[[str], None]
 """Called with what is being done."""
@@ -79,15 +66,18 @@ class _Wheel(NamedTuple):
 def install(
     source: str,
     *,
+    packages: Sequence[str] = (),
     interpreter: InterpreterChoice = "auto",
     replace: bool = False,
     on_progress: OnProgress = lambda text: None,
 ) -> Installed:
-    """Installs a package of environments.
+    """Installs a package of environments, or an environment of another framework.
 
     Args:
         source: a project's folder, a wheel, `git+https://...[@revision]` or another address of a
-            git repository, or `hub:owner/name[@revision]`.
+            git repository, `hub:owner/name[@revision]`, or `SCHEME:NAME`.
+        packages: with `SCHEME:NAME`: what is installed beside the framework: paths, wheels,
+            requirements.
         interpreter: auto: its own one if its dependencies ask for it.
         replace: an installed package of that name is removed first.
 
@@ -101,6 +91,10 @@ def install(
             f"{sys.executable} has no pip, which installs environments.",
             hint="python -m ensurepip",
         )
+    if (parts := integrated.split(source)) is not None:
+        return install_environment(*parts, packages, replace=replace, on_progress=on_progress)
+    if packages:
+        raise InputError("--with is for SCHEME:NAME; a package names its dependencies itself.")
     with tempfile.TemporaryDirectory(prefix="envserver-install-") as folder:
         wheel = _read(_wheel_of(source, Path(folder), on_progress), source)
         _check_names(wheel, replace)
@@ -113,7 +107,7 @@ def install(
         own = interpreter == "own" or (interpreter == "auto" and bool(unmet))
         if own and unmet:
             on_progress(f"{wheel.package} gets its own virtual environment: {', '.join(unmet)}")
-        with _folder_of(wheel.package) as place:
+        with folder_of(wheel.package) as place:
             python = _into_venv(wheel, place) if own else None
             if python is None:
                 _into_packages(wheel, place)
@@ -139,6 +133,8 @@ def remove(name: str) -> Installed:
     """
     found = installed()
     for one in found:
+        if name in one.names and integrated.split(name) is not None and len(one.names) > 1:
+            return forget(one, name)
         if name in (one.package, *one.names):
             shutil.rmtree(one.folder)
             return one
@@ -167,7 +163,7 @@ def _wheel_of(source: str, folder: Path, on_progress: OnProgress) -> Path:
         wanted = str(path)
     on_progress(f"Building {source}")
     built = folder / "wheel"
-    _pip("wheel", "--no-deps", "--wheel-dir", built, wanted, failure=f"{source} cannot be built")
+    pip("wheel", "--no-deps", "--wheel-dir", built, wanted, failure=f"{source} cannot be built")
     (wheel,) = built.glob("*.whl")
     return wheel
 
@@ -256,67 +252,23 @@ def _unmet(requirements: Sequence[Requirement], extra: str = "") -> list[str]:
     return found
 
 
-@contextmanager
-def _folder_of(package: str) -> Iterator[Path]:
-    """Makes the package's folder anew; it is gone if the block raises."""
-    place = home() / package
-    shutil.rmtree(place, ignore_errors=True)  # of a replaced package, or one that was cut off
-    place.mkdir(parents=True)
-    try:
-        yield place
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
-
-
 def _into_packages(wheel: _Wheel, place: Path) -> None:
     target = place / PACKAGES
-    _pip("install", "--no-deps", "--target", target, wheel.path, failure=_cannot(wheel))
+    pip("install", "--no-deps", "--target", target, wheel.path, failure=_cannot(wheel))
 
 
 def _into_venv(wheel: _Wheel, place: Path) -> Interpreter:
-    folder = place / VENV
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    python = folder / "bin" / "python"
-    asked = subprocess.run(
-        [python, "-I", "-c", "import json, sys; print(json.dumps(sys.path))"],
-        check=True,
-        capture_output=True,
-    )
-    own_path = list(filter(None, json.loads(asked.stdout)))
-    _claim_ours(next(Path(entry) for entry in own_path if entry.endswith("site-packages")))
-    _pip("--python", python, "install", wheel.path, failure=_cannot(wheel))
-    return Interpreter(executable=str(python), own_path=own_path, version=this_version())
-
-
-def _claim_ours(site: Path) -> None:
-    """Makes pip take envserver as installed and without dependencies: it comes from here.
-
-    Its optional dependencies (`envserver[math]`) stay.
-    """
-    for name in _OURS:
-        held = distribution(name)
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {held.version}"]
-        lines += [f"Provides-Extra: {one}" for one in held.metadata.get_all("Provides-Extra") or []]
-        lines += [f"Requires-Dist: {one}" for one in held.requires or [] if "extra ==" in one]
-        info = site / f"{name.replace('-', '_')}-{held.version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("\n".join(lines) + "\n")
+    python = make_venv(place)
+    pip("--python", python.executable, "install", wheel.path, failure=_cannot(wheel))
+    return python
 
 
 def _described(wheel: _Wheel, place: Path, own: Interpreter | None) -> list[Description]:
-    """Imports the environments in a process of their interpreter; returns their descriptions."""
     if own is None:
         python, path = sys.executable, [*filter(None, sys.path), str(place / PACKAGES)]
     else:
         python, path = own.executable, own.search_path
-    out = place / "described.json"
-    arguments = [wheel.package, ENTRY_POINT_GROUP, str(out)]
-    words = [python, "-P", "-c", _DESCRIBE, json.dumps(path), *arguments]
-    _run(words, f"{wheel.package} cannot be used")
-    data: Any = json.loads(out.read_text())
-    out.unlink()
-    return msgspec.convert(data, list[Description])
+    return describe(wheel.names, python, path, place, f"{wheel.package} cannot be used")
 
 
 def _check_usable(one: Installed) -> None:
@@ -348,28 +300,3 @@ def _manifest(wheel: _Wheel, environments: list[Description]) -> str:
 
 def _cannot(wheel: _Wheel) -> str:
     return f"{wheel.package} {wheel.version} cannot be installed"
-
-
-def _pip(*words: str | Path, failure: str) -> None:
-    command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *words]
-    _run(list(map(str, command)), failure)
-
-
-def _run(words: list[str], failure: str) -> None:
-    """Runs a program without the server's settings: building a package runs foreign code.
-
-    Raises:
-        ConfigError: it fails; the message has the end of its output.
-    """
-    ended = subprocess.run(
-        words,
-        env=variables(os.environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if ended.returncode != 0:
-        lines = "\n".join(ended.stdout.strip().splitlines()[-_LAST_LINES:])
-        raise ConfigError(f"{failure}:\n{lines}")

@@ -19,6 +19,7 @@ OUR_PACKAGES = (
     "envserver",
     "envserver_records",
     "envserver_environments",
+    "envserver_integrations",
     "envserver_tools",
     "envserver_local",
     "envserver_factory",

@@ -16,6 +16,7 @@ PACKAGES = {
     ".": {
         "envserver": ".",
         "envserver_environments": "environments",
+        "envserver_integrations": "environments",
         "envserver_tools": "tools",
         "envserver_local": "tools",
         "envserver_factory": "tools",

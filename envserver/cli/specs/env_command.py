@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from ...config import Section
 from ..command_line import CommandSpec
 
@@ -13,7 +15,11 @@ class InstallSettings(Section):
     """Settings of `env install`."""
 
     source: str
-    """A project's folder, a wheel, git+https://...[@revision], or hub:owner/name[@revision]."""
+    """A project's folder, a wheel, git+https://...[@revision], hub:owner/name[@revision], or an
+    environment of another framework, SCHEME:NAME."""
+    packages: list[str] = Field(default_factory=list)
+    """With SCHEME:NAME: what pip installs beside the framework: a path, a wheel, a requirement.
+    May be repeated."""
     interpreter: Literal["auto", "shared", "own"] = "auto"
     """shared: envserver's Python; own: a virtual environment; auto: own if its dependencies are not
     met here."""
@@ -50,6 +56,7 @@ INSTALL = CommandSpec(
     InstallSettings,
     usage="SOURCE",
     arguments=("source",),
+    aliases={"with": "packages"},
 )
 LIST = CommandSpec("env list", "Lists the packages that `env install` installed.", ListSettings)
 REMOVE = CommandSpec(

@@ -1,0 +1,87 @@
+"""Environments of other frameworks, by scheme: `--env SCHEME:REST`.
+
+An entry point of the group `envserver.integrations` is an `Integration`. Its environments run in
+this interpreter if it has the framework, else in the virtual environment that `envserver env
+install SCHEME:REST` made.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from importlib.metadata import EntryPoint, entry_points
+
+from envserver_records.errors import ConfigError, NotFoundError
+
+from ..environment import Environment
+from ..integration_interface import Integration
+from .installed import Installed, installed, with_own_interpreter
+
+INTEGRATIONS = "envserver.integrations"
+
+
+def integration_points() -> dict[str, EntryPoint]:
+    """Returns the entry points of all integrations, by scheme."""
+    installed()  # adds their folders to sys.path
+    return {point.name: point for point in entry_points(group=INTEGRATIONS)}
+
+
+def split(reference: str) -> tuple[str, str] | None:
+    """Returns the scheme and the rest of `SCHEME:REST`; None: `reference` is something else."""
+    scheme, colon, rest = reference.partition(":")
+    return (scheme, rest) if colon and scheme in integration_points() else None
+
+
+@functools.cache
+def integration(scheme: str) -> Integration:
+    """Returns the integration of a scheme.
+
+    Raises:
+        ConfigError: its module cannot be imported, or offers something else.
+    """
+    point = integration_points()[scheme]
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise ConfigError(
+            f"The integration {scheme!r} ({point.value}) cannot be imported: {error}"
+        ) from error
+    if not isinstance(loaded, Integration):
+        raise ConfigError(f"Entry point {scheme!r} ({point.value}) is not an Integration.")
+    return loaded
+
+
+def absolute(scheme: str, rest: str) -> str:
+    """Returns `SCHEME:REST` as another process, in another folder, understands it."""
+    return f"{scheme}:{integration(scheme).absolute(rest)}"
+
+
+def integrated_class(scheme: str, rest: str) -> type[Environment]:
+    """Returns the environment class of `SCHEME:REST`: its own, or one that stands for it.
+
+    Raises:
+        NotFoundError: neither this interpreter nor an installed backend has the framework.
+        ConfigError: the environment cannot be used.
+    """
+    if not rest:
+        raise NotFoundError(f"--env {scheme}: needs a name: {scheme}:NAME.")
+    one = integration(scheme)
+    reference = absolute(scheme, rest)
+    if (own := with_own_interpreter().get(reference)) is not None and not _runs_in(own[0]):
+        from .hosted import hosted_class
+
+        return hosted_class(*own)
+    if one.module and importlib.util.find_spec(one.module) is None:
+        raise NotFoundError(
+            f"{scheme}:{rest} needs the package {one.module!r}, which is not installed here.",
+            hint=f"envserver env install {scheme}:{rest}"
+            if one.backend is not None
+            else f"pip install {one.module}",
+        )
+    return one.environment(reference.partition(":")[2])
+
+
+def _runs_in(one: Installed) -> bool:
+    """Whether this process runs in the package's own interpreter."""
+    return one.interpreter is not None and one.interpreter.executable == sys.executable
