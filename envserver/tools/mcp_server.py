@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from .. import __version__
 from .calling import Tool, ToolResult, use_tool
 from .mcp_package import import_mcp
 
@@ -92,4 +93,22 @@ def _server(
         text = types.TextContent(text=result.text)
         return types.CallToolResult(content=[text], is_error=not result.ok)
 
-    return Server("envserver", on_list_tools=list_tools, on_call_tool=call_tool)
+    async def list_resources(context: Any, params: Any) -> types.ListResourcesResult:
+        return types.ListResourcesResult(resources=[])
+
+    async def list_templates(context: Any, params: Any) -> types.ListResourceTemplatesResult:
+        return types.ListResourceTemplatesResult(resource_templates=[])
+
+    async def list_prompts(context: Any, params: Any) -> types.ListPromptsResult:
+        return types.ListPromptsResult(prompts=[])
+
+    return Server(
+        "envserver",
+        version=__version__,
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+        # Some agents ask for these whatever the server says it has, and stop at an error.
+        on_list_resources=list_resources,
+        on_list_resource_templates=list_templates,
+        on_list_prompts=list_prompts,
+    )

@@ -163,6 +163,9 @@ async def test_the_official_client_lists_and_calls_our_tools() -> None:
         bad = await client.call_tool("shout", {"text": 1})
         refused = await client.call_tool("shout", {"text": ""})
         unknown = await client.call_tool("fly", {})
+        assert not (await client.list_resources()).resources
+        assert not (await client.list_resource_templates()).resource_templates
+        assert not (await client.list_prompts()).prompts
     assert (good.content[0].text, good.is_error) == ("AA", False)  # type: ignore[union-attr]
     assert "Expected `str`, got `int` - at `text`" in bad.content[0].text  # type: ignore[union-attr]
     assert refused.content[0].text == "Error: there is nothing to shout."  # type: ignore[union-attr]
