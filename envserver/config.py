@@ -210,6 +210,9 @@ class SimConfig(Section):
 
     seed: int = 0
     """Seed; the same seed and requests give the same answers."""
+    context_tokens: int = Field(default=131_072, ge=1024, le=262_144)
+    """Maximum tokens of a prompt and its answer together; coding programs begin with 13,000 to
+    40,000."""
     solve_probability: float = Field(default=0.6, ge=0, le=1)
     """Probability that a rollout solves its task."""
     openers: bool = True

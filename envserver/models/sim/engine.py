@@ -23,7 +23,7 @@ from .conversation import refusal
 from .planner import Json, Plan, Planner
 from .policy import Policy, Speaker
 from .solver import Solver
-from .tokenizer import MAX_MODEL_LEN, SimTokenizer, shared_tokenizer
+from .tokenizer import SimTokenizer, shared_tokenizer
 from .transcript import Transcript
 
 OWNER = "envserver-simulated"
@@ -145,7 +145,7 @@ class SimEngine:
             "owned_by": OWNER,
             "root": MODEL,
             "parent": None,
-            "max_model_len": MAX_MODEL_LEN,
+            "max_model_len": self._config.context_tokens,
             "permission": [],
         }
 

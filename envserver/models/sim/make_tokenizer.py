@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .tokenizer import ASSETS, END_OF_TEXT, IM_END, IM_START, MAX_MODEL_LEN
+from .tokenizer import ASSETS, END_OF_TEXT, IM_END, IM_START, LARGEST_CONTEXT
 from .wording import CLOSERS, NOUNS, OPENERS, VERBS
 
 VOCABULARY_SIZE = 1536
@@ -52,7 +52,7 @@ def tokenizer_config() -> dict[str, Any]:
     """Returns what transformers reads in addition to tokenizer.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": MAX_MODEL_LEN,
+        "model_max_length": LARGEST_CONTEXT,
         "bos_token": None,
         "eos_token": IM_END,
         "pad_token": END_OF_TEXT,

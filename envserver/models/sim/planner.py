@@ -39,7 +39,7 @@ from .requests import (
     check_sampling,
     read,
 )
-from .tokenizer import MAX_MODEL_LEN, Prompt, SimTokenizer
+from .tokenizer import Prompt, SimTokenizer
 
 Json = dict[str, Any]
 Fault = Literal["error", "disconnect"]
@@ -184,12 +184,13 @@ class Planner:
     ) -> tuple[Sampled, Fault | None]:
         if body.model not in (None, MODEL):
             raise refusal(f"The model {body.model!r} does not exist.", param="model", status=404)
+        context = self._config.context_tokens
         asked = self._count(wish.rollout_id, prompt)
         place = f"{wish.rollout_id}|{len(prompt.ids)}|{prompt.fold}"
         chance = generator(self._config.seed, "faults", f"{place}|{asked}")
         fault = self._fault(chance)
         ending = Ending(
-            max_tokens=min(limit or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt.ids)),
+            max_tokens=min(limit or context, context - len(prompt.ids)),
             stops=body.stops(),
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             keep_stop=bool(body.include_stop_str_in_output),
@@ -248,9 +249,10 @@ class Planner:
             raise refusal(f"The text is not Unicode: {error.reason}.", param="messages") from error
 
     def _checked(self, prompt: Prompt) -> Prompt:
-        if len(prompt.ids) >= MAX_MODEL_LEN:
+        context = self._config.context_tokens
+        if len(prompt.ids) >= context:
             raise refusal(
-                f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, your "
+                f"This model's maximum context length is {context} tokens. However, your "
                 f"request has {len(prompt.ids)} input tokens.",
                 param="prompt",
             )
@@ -273,7 +275,7 @@ class Planner:
         strings = [self._tokenizer.strings[index] for index in ids]
         return {
             "count": len(ids),
-            "max_model_len": MAX_MODEL_LEN,
+            "max_model_len": self._config.context_tokens,
             "tokens": ids,
             "token_strs": strings if body.return_token_strs else None,
         }

@@ -27,8 +27,8 @@ from .logprobs import Logits
 ASSETS = Path(__file__).parent / "assets"
 """The folder with tokenizer.json and tokenizer_config.json."""
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-MAX_MODEL_LEN = 32_768
-"""Maximum number of tokens of prompt and completion together."""
+LARGEST_CONTEXT = 262_144
+"""Maximum of `sim.context_tokens`: no prefix may be longer."""
 
 _CALL_OPENS, _CALL_CLOSES = "<tool_call>\n", "\n</tool_call>"
 _CACHED_BLOCKS = 4096
@@ -48,7 +48,7 @@ class SimTokenizer:
     def __init__(self) -> None:
         self._bpe = Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
         self.size: int = self._bpe.get_vocab_size()
-        self.logits = Logits(self.size, MAX_MODEL_LEN)
+        self.logits = Logits(self.size, LARGEST_CONTEXT)
         specials = self._bpe.get_added_tokens_decoder()
         self.special_ids = frozenset(specials)
         self.im_end: int = next(i for i, token in specials.items() if token.content == IM_END)
@@ -79,7 +79,7 @@ class SimTokenizer:
         for block in [head, *(IM_START + block for block in rest)]:
             if block:
                 block_ids, block_fold = self._block(block)
-                if len(ids) + len(block_ids) > MAX_MODEL_LEN:
+                if len(ids) + len(block_ids) > LARGEST_CONTEXT:
                     return Prompt(self.encode(text), 0, text)
                 fold = self.logits.joined(fold, len(ids), block_fold)
                 ids += block_ids
@@ -87,7 +87,7 @@ class SimTokenizer:
 
     def prompt_of_ids(self, ids: list[int]) -> Prompt:
         """Returns a prompt made of ids, each below `size`."""
-        fold = self.logits.fold(ids) if len(ids) <= MAX_MODEL_LEN else 0
+        fold = self.logits.fold(ids) if len(ids) <= LARGEST_CONTEXT else 0
         return Prompt(ids, fold, self.decode(ids, special=True))
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -132,7 +132,7 @@ class SimTokenizer:
 
     def _encoded_block(self, block: str) -> tuple[list[int], int]:
         ids: list[int] = self._bpe.encode(block, add_special_tokens=False).ids
-        return ids, self.logits.fold(ids) if len(ids) <= MAX_MODEL_LEN else 0
+        return ids, self.logits.fold(ids) if len(ids) <= LARGEST_CONTEXT else 0
 
 
 @lru_cache(maxsize=1)

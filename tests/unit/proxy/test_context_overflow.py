@@ -151,6 +151,7 @@ def test_the_count_is_that_of_the_prompt_and_a_shortened_conversation_goes_on(
     (tmp_path / "counting.py").write_text(COUNTING)
     ran = envserver(
         "process", "--env", "counting.py", "--model", "sim", "--sim.latency_seconds", 0,
+        "--sim.context_tokens", 32768,
         "--workers.processes", 1, "--env.group_size", 1, "--env.total_steps", 1,
         "--env.data_path_to_save_groups", "out.jsonl",
         folder=tmp_path,
