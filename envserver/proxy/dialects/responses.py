@@ -1,6 +1,7 @@
 """OpenAI's responses API.
 
 responses_request   fields of a request -> fields of the chat API
+responses_tools     tools, and the names of their calls in both directions
 responses_input     input items -> chat messages
 responses_answer    a whole chat answer -> the response object
 responses_events    a streamed one -> events; responses_items has those of each item
@@ -26,7 +27,8 @@ from .responses_answer import Head, output_of, status_of
 from .responses_events import ResponsesWriter
 from .responses_input import messages_of
 from .responses_memory import earlier_messages, find_item, remember
-from .responses_request import fields_of, refuse_impossible, tools_of, wants_logprobs
+from .responses_request import fields_of, refuse_impossible, wants_logprobs
+from .responses_tools import tools_of
 from .tables import RESPONSES
 
 
@@ -60,7 +62,9 @@ class ResponsesDialect:
     ) -> dict[str, Any]:
         """See DialectAdapter."""
         ending = ending_of(answer)
-        response = Head(request, answer).response(status_of(ending), output_of(answer), ending)
+        response = Head(request, answer).response(
+            status_of(ending), output_of(request, answer), ending
+        )
         remember(memory, request, response, parts_of(choice_of(answer)["message"]))
         return response
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ..model_request import ModelRequest
 from .answers import AnswerEnd, ToolCall, choice_of, ending_of, new_id, parts_of
+from .responses_tools import names_of
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Item = dict[str, Any]
@@ -80,14 +81,14 @@ def status_of(ending: AnswerEnd) -> Literal["completed", "incomplete"]:
     return "completed" if ending.finish_reason in _WHOLE else "incomplete"
 
 
-def output_of(answer: dict[str, Any]) -> list[Item]:
+def output_of(request: ModelRequest, answer: dict[str, Any]) -> list[Item]:
     """Returns the items of a whole answer; if the answer is incomplete, so is the last item."""
     choice = choice_of(answer)
     logprobs = logprobs_of(choice)
     items = []
     for part in parts_of(choice["message"]):
         if isinstance(part, ToolCall):
-            items.append(call_item(new_id("fc"), part))
+            items.append(call_item(new_id("fc"), part, request))
         elif part.kind == "reasoning":
             items.append(reasoning_item(new_id("rs"), part.text))
         else:
@@ -131,14 +132,14 @@ def text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def call_item(item_id: str, call: ToolCall) -> Item:
-    """Returns a function call item."""
+def call_item(item_id: str, call: ToolCall, request: ModelRequest) -> Item:
+    """Returns a function call item of the answer to `request`."""
     return {
         "id": item_id,
         "type": "function_call",
         "status": "completed",
         "call_id": call.id,
-        "name": call.name,
+        **names_of(request.body, call.name),
         "arguments": call.arguments,
     }
 

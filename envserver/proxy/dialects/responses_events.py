@@ -86,7 +86,7 @@ class ResponsesWriter:
         return events + self._tell_of_item(growing.grow(text_part.text))
 
     def _call(self, call: ToolCall) -> bytes:
-        return self._closed("completed") + self._opened(OpenCall(call))
+        return self._closed("completed") + self._opened(OpenCall(call, self._request))
 
     def _opened(self, item: OpenItem) -> bytes:
         self._open = item

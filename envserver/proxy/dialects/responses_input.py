@@ -16,6 +16,7 @@ from .answers import ToolCall
 from .conversation import Conversation, Part, image_part, text_part
 from .media import data_url, detail
 from .reading import bad, objects, string
+from .responses_tools import flat_name
 
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of text content parts, with the field that holds the text."""
@@ -70,7 +71,8 @@ class _Reading:
             case "reasoning":
                 self._add(_Answer(reasoning=_reasoning(item, place)))
             case "function_call":
-                call = ToolCall(*(string(item, n, place) for n in ("call_id", "name", "arguments")))
+                call_id, arguments = (string(item, n, place) for n in ("call_id", "arguments"))
+                call = ToolCall(call_id, flat_name(item, place), arguments)
                 self._add(_Answer(calls=[call]))
             case "function_call_output":
                 self._end_answer()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..model_request import ModelRequest
 from .answers import ToolCall, new_id
 from .responses_answer import (
     Item,
@@ -95,8 +96,8 @@ class OpenReasoning:
 class OpenCall:
     """A function call; it comes whole."""
 
-    def __init__(self, call: ToolCall) -> None:
-        self._item = call_item(new_id("fc"), call)
+    def __init__(self, call: ToolCall, request: ModelRequest) -> None:
+        self._item = call_item(new_id("fc"), call, request)
 
     def begin(self) -> Iterator[Event]:
         """Returns its first events."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .fields import effort_fields, engine_fields, function_tool, schema_format
-from .reading import bad, boolean, mapping, objects, string
+from .fields import effort_fields, engine_fields, schema_format
+from .reading import bad, boolean, mapping, string
+from .responses_tools import flat_name
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -22,24 +23,6 @@ def refuse_impossible(body: dict[str, Any]) -> None:
         raise bad("truncation", "must be disabled: it would cut the prompt silently")
     if body.get("n") not in (None, 1):
         raise bad("n", "must be 1: a response is one answer")
-
-
-def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tools in the chat API's format; only the allowed ones if the agent limits them.
-
-    Raises:
-        InputError: a tool is not one of the agent's own functions.
-    """
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(body, "tools"))]
-    choice = body.get("tool_choice")
-    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-        return tools
-    allowed = objects(choice, "tools", needed=True)
-    names = {string(tool, "name", f"tool_choice.tools[{i}]") for i, tool in enumerate(allowed)}
-    unknown = names - {tool["function"]["name"] for tool in tools}
-    if unknown:
-        raise bad("tool_choice.tools", f"names unknown tools: {sorted(unknown)}")
-    return [tool for tool in tools if tool["function"]["name"] in names]
 
 
 def wants_logprobs(body: dict[str, Any]) -> bool:
@@ -68,16 +51,6 @@ def fields_of(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, An
     return fields | effort_fields(effort, "reasoning.effort")
 
 
-def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind != "function":
-        raise bad(
-            f"{place}.type",
-            f"{str(kind)[:80]!r} is not supported: all tools must be the agent's own functions",
-        )
-    return function_tool({name: tool[name] for name in tool if tool[name] is not None}, place)
-
-
 def _tool_fields(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     choice = body.get("tool_choice")
@@ -99,7 +72,7 @@ def _tool_choice(choice: Any, tools: list[dict[str, Any]]) -> Any:
         return choice["mode"]
     if kind != "function":
         raise bad("tool_choice", f"{str(kind)[:80]!r} is not supported")
-    name = string(choice, "name", "tool_choice")
+    name = flat_name(choice, "tool_choice")
     if all(tool["function"]["name"] != name for tool in tools):
         raise bad("tool_choice.name", f"{name[:80]!r} is not among the tools")
     return {"type": "function", "function": {"name": name}}

@@ -186,7 +186,7 @@ def test_only_allowed_tools_are_shown() -> None:
 @pytest.mark.parametrize(
     ("request_", "complaint"),
     [
-        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]\.type 'web_search' is not supported"),
+        ({"tools": [{"type": "local_shell"}]}, r"tools\[0\]\.type 'local_shell' is not supported"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "'custom' is not supported"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "'x' is not among"),
