@@ -112,8 +112,8 @@ class Environment(abc.ABC, Generic[TaskT]):
     """The sandbox that rollouts and scores may open, and its upper limits; None: no sandbox."""
     egress: ClassVar[Sequence[str]] = ()
     """Hosts that agents may reach through the server's recording proxy (`run.egress_url`):
-    "api.example.com", "api.example.com:8443", "*.example.com". With isolation "sandboxed" there is
-    no other way out."""
+    "api.example.com", "api.example.com:8443", "*.example.com". With isolation "sandboxed", and for
+    programs in `run.open_sandbox()`, there is no other way out."""
     preload: ClassVar[tuple[str, ...]] = ("openai",)
     """Modules imported in the process that workers are forked from, unless workers are pooled.
     List what an agent uses and would otherwise import at each start. Unused modules slow each fork

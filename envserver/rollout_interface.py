@@ -172,7 +172,8 @@ class Rollout(Protocol):
         """URL of the HTTP proxy to the hosts of `Environment.egress`, with this attempt's key.
 
         Processes of one rollout (isolation "dedicated" and "sandboxed") have it in HTTP_PROXY and
-        HTTPS_PROXY, which most HTTP clients read.
+        HTTPS_PROXY, which most HTTP clients read. Programs in `open_sandbox` have a proxy of their
+        own there, which needs no key.
         """
 
     @property

@@ -3,16 +3,18 @@
     GET http://api.example.com/v1 HTTP/1.1      CONNECT api.example.com:443 HTTP/1.1
     Proxy-Authorization: Basic ...              Proxy-Authorization: Basic ...
 
-In: a connection whose first bytes ask for another host (`api/egress_http.py` hands it over). Out:
-the host's answer, or an error that says why not. What holds: the key of a running attempt is
-needed; every request is recorded with its bytes, refused ones too; no attempt exceeds its requests
-and bytes; all connections of an attempt end with it.
+In: a connection whose first bytes ask for another host (`api/egress_http.py` hands it over), or one
+of a program in a sandbox (`serve_sandbox`). Out: the host's answer, or an error that says why not.
+What holds: the key of a running attempt is needed, except on the socket of its own sandbox; every
+request is recorded with its bytes, refused ones too; no attempt exceeds its requests and bytes; all
+connections of an attempt end with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -111,6 +113,27 @@ class Egress:
         finally:
             writer.close()
 
+    async def serve_sandbox(
+        self, listener: socket.socket, attempt: ProxyAttempt
+    ) -> asyncio.AbstractServer:
+        """Serves the programs of a sandbox of `attempt`, until the returned server is closed.
+
+        They need no key, and must not have it: with it they could call the model.
+        """
+
+        async def find(key: str) -> ProxyAttempt:
+            return attempt
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = _OfSandbox(writer)
+            attempt.in_flight.claim(connection, is_short=False)
+            try:
+                await self.serve(reader, writer, find, lambda attempt: None)
+            finally:
+                attempt.in_flight.connections.discard(connection)
+
+        return await asyncio.start_server(serve, sock=listener, limit=MOST_HEAD_BYTES)
+
     async def settle(self, attempt: ProxyAttempt) -> None:
         """Waits, for a bounded time, until the connections of a sealed attempt have ended."""
         if running := attempt.egress.running:
@@ -195,6 +218,18 @@ class Egress:
                 port=request.port,
                 end=request.end,
             )
+
+
+class _OfSandbox:
+    """A connection of a program in a sandbox; see `bounds.Connection`."""
+
+    is_answered = False
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    def drop(self, error: OverBound) -> None:
+        self._writer.close()
 
 
 class _Exchange:

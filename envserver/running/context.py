@@ -157,7 +157,8 @@ async def rollout_context(
             await _check_own(own, roles, need_exact)
         sandboxes = await stack.enter_async_context(SandboxClient(address)) if address else None
         trying = await stack.enter_async_context(_beside(_tried(sandboxes, environment)))
-        host = await stack.enter_async_context(_host(settings, environment, sandboxes))
+        egress = _egress(settings.workers, environment, egress_addresses_for_tests)
+        host = await stack.enter_async_context(_host(settings, environment, sandboxes, egress))
         services = await stack.enter_async_context(services_of(environment))
         proxy = Proxy(
             engine,
@@ -166,7 +167,7 @@ async def rollout_context(
             sandboxes=host,
             services=services,
             hooks=hooks_of(environment),
-            egress=_egress(settings.workers, environment, egress_addresses_for_tests),
+            egress=egress,
             bounds=AttemptBounds.of(settings.workers),
         )
         stack.push_async_callback(proxy.services.close)
@@ -343,15 +344,23 @@ async def _tried(sandboxes: SandboxClient | None, environment: Environment) -> N
 
 @contextlib.asynccontextmanager
 async def _host(
-    settings: Settings, environment: Environment, sandboxes: SandboxClient | None
+    settings: Settings,
+    environment: Environment,
+    sandboxes: SandboxClient | None,
+    egress: Egress | None,
 ) -> AsyncIterator[AttemptSandboxes | None]:
     """Starts the sandboxes of attempts; None if the environment declares none."""
     if sandboxes is None or environment.sandbox is None:
         yield None
         return
     places = _sandbox_places(settings)
-    images = environment.sandbox_images
-    async with AttemptSandboxes(sandboxes, environment.sandbox, places, images=images) as host:
+    async with AttemptSandboxes(
+        sandboxes,
+        environment.sandbox,
+        places,
+        images=environment.sandbox_images,
+        egress=egress,
+    ) as host:
         yield host
 
 

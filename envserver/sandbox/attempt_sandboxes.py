@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,7 +22,9 @@ from envserver_records.errors import EnvserverError, InputError, SandboxLost, Sa
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
 from ..proxy.attempts import ProxyAttempt, ended
-from ..sandbox_interface import Sandbox, Sandboxes
+from ..proxy.egress import Egress
+from ..sandbox_interface import Sandbox
+from .client import ConnectedSandbox, SandboxClient
 from .requests import Exec, Open, Opened, Read, RunPython, Write
 
 MOST_PER_ATTEMPT = 8
@@ -45,14 +48,22 @@ class AttemptSandboxes:
         most: the environment's own spec: the default and the maximum of an attempt.
         concurrent: maximum sandboxes of all attempts together; further ones wait in order.
         images: whether an attempt may use the image that its task's public part names (`image`).
+        egress: carries programs' requests to hosts outside; None: there are none.
     """
 
     def __init__(
-        self, sandboxes: Sandboxes, most: SandboxSpec, concurrent: int, *, images: bool = False
+        self,
+        sandboxes: SandboxClient,
+        most: SandboxSpec,
+        concurrent: int,
+        *,
+        images: bool = False,
+        egress: Egress | None = None,
     ) -> None:
         self._sandboxes = sandboxes
         self._most = most
         self._images = images
+        self._egress = egress
         self._places = asyncio.Semaphore(concurrent)
         self._states: WeakKeyDictionary[ProxyAttempt, _AttemptState] = WeakKeyDictionary()
         self._tenants: set[asyncio.Task[Any]] = set()
@@ -186,7 +197,7 @@ class AttemptSandboxes:
             raise ended()
         if len(state.open) >= MOST_PER_ATTEMPT:
             raise InputError(f"An attempt may have {MOST_PER_ATTEMPT} sandboxes at a time.")
-        tenant = _Tenant(self._sandboxes, spec, self._places)
+        tenant = _Tenant(self._opening(attempt, spec))
         self._tenants.add(tenant.task)
         tenant.task.add_done_callback(self._tenants.discard)
         name = state.add(tenant)
@@ -199,6 +210,22 @@ class AttemptSandboxes:
             raise
         attempt.sandbox_opened()
         return Opened(name, sandbox.isolation)
+
+    @asynccontextmanager
+    async def _opening(
+        self, attempt: ProxyAttempt, spec: SandboxSpec
+    ) -> AsyncIterator[ConnectedSandbox]:
+        """Opens a sandbox when there is a place, with the way out that the environment has."""
+        async with self._places, self._sandboxes.open(spec) as sandbox:
+            listener = await sandbox.lead_out() if self._egress is not None else None
+            if self._egress is None or listener is None:
+                yield sandbox
+                return
+            server = await self._egress.serve_sandbox(listener, attempt)
+            try:
+                yield sandbox
+            finally:
+                server.close()
 
     def _allowed(self, attempt: ProxyAttempt, asked: SandboxSpec) -> SandboxSpec:
         """Returns `asked`, limited to the environment's own spec."""
@@ -269,11 +296,11 @@ class _Tenant:
     usage, or None without a sandbox.
     """
 
-    def __init__(self, sandboxes: Sandboxes, spec: SandboxSpec, places: asyncio.Semaphore) -> None:
+    def __init__(self, opening: AbstractAsyncContextManager[Sandbox]) -> None:
         self.opened: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
         self._working: set[asyncio.Task[Any]] = set()
         self._over = asyncio.Event()
-        self.task = asyncio.create_task(self._live(sandboxes, spec, places), name="sandbox")
+        self.task = asyncio.create_task(self._live(opening), name="sandbox")
 
     @property
     def sandbox(self) -> Sandbox:
@@ -318,12 +345,10 @@ class _Tenant:
         self.end()
         await asyncio.wait({self.task})
 
-    async def _live(
-        self, sandboxes: Sandboxes, spec: SandboxSpec, places: asyncio.Semaphore
-    ) -> SandboxUsage | None:
+    async def _live(self, opening: AbstractAsyncContextManager[Sandbox]) -> SandboxUsage | None:
         usage = None
         try:
-            async with places, sandboxes.open(spec) as sandbox:
+            async with opening as sandbox:
                 usage = SandboxUsage(executions=0)
                 self.opened.set_result(sandbox)
                 await self._over.wait()

@@ -169,6 +169,8 @@ class ConnectedSandbox:
         self._turn = asyncio.Lock()
         self._limits = SandboxLimits()
         self._closed = False
+        self._descriptors: list[int] = []
+        """Came with answers."""
 
     async def set_up(self, spec: SandboxSpec) -> None:
         """Sends the files, variables and limits of the sandbox.
@@ -223,6 +225,15 @@ class ConnectedSandbox:
     async def total(self) -> SandboxUsage:
         return self._checked(await self._ask(_FILE_SECONDS, "total"), SandboxUsage)
 
+    async def lead_out(self) -> socket.socket | None:
+        """Returns a listening socket in the network of its programs, which from now on take it for
+        their HTTP proxy (HTTP_PROXY, HTTPS_PROXY). None: they have no network that could hold it.
+        """
+        if not self._dies_whole:
+            return None
+        await self._ask(_FILE_SECONDS, "lead_out")
+        return socket.socket(fileno=self._handed_out())
+
     async def close(self) -> None:
         if self._closed:
             return
@@ -238,6 +249,14 @@ class ConnectedSandbox:
             os.close(self._pidfd)
             async with self._turn:
                 self._channel.close()
+                for descriptor in self._descriptors:
+                    os.close(descriptor)
+
+    def _handed_out(self) -> int:
+        """Returns the descriptor that came with the last answer."""
+        if not self._descriptors:
+            raise self._lost("it handed out no descriptor")
+        return self._descriptors.pop()
 
     @property
     def _dies_whole(self) -> bool:
@@ -333,12 +352,23 @@ class ConnectedSandbox:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._channel, frame)
         while True:
-            data = await loop.sock_recv(self._channel, 2**18)
+            data = await self._received()
             if not data:
                 raise ConnectionError("it ended")
             frames = self._frames.feed(data)
             if frames:
                 return frames[0]
+
+    async def _received(self) -> bytes:
+        """Returns what has come next; keeps descriptors that came with it."""
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._channel, 2**18, 1)
+            except BlockingIOError:
+                await _readable(self._channel)
+                continue
+            self._descriptors += descriptors
+            return data
 
     def _lost(self, reason: str) -> SandboxLost:
         """Kills a sandbox after a broken exchange, which cannot be continued."""
@@ -346,6 +376,16 @@ class ConnectedSandbox:
             if not self._closed:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         return SandboxLost(f"The sandbox was lost: {reason}.")
+
+
+async def _readable(channel: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
+    loop.add_reader(channel, came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(channel)
 
 
 def _framed(request: tuple[Any, ...]) -> bytes:

@@ -6,7 +6,8 @@ it needs no start-up. It is single-threaded, never waits for a program without a
 cannot read or trace it. When the other end of the socket closes, it ends, and kills all programs.
 
 Requests: ["setup", spec], ["run", program], ["cancel"], ["read", path, bytes], ["write", path,
-data], ["total"]. Each is answered by ["ok", ...] or ["error", kind, message], in order.
+data], ["total"], ["lead_out"]. Each is answered by ["ok", ...] or ["error", kind, message], in
+order.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _RECEIVE_BYTES = 2**18
 _LONGEST_PLACE = 4096
+_BACKLOG = 64
 
 
 class Refused(Exception):
@@ -78,6 +80,8 @@ class _Server:
         self._accounts = Accounts()
         self._env: dict[str, str] = {}
         self._limits: dict[str, Any] = {}
+        self._handing_out: list[int] = []
+        """Descriptors that go with the next answer."""
 
     def run(self) -> None:
         while True:
@@ -111,6 +115,9 @@ class _Server:
                 return ["ok", None]
             case ["total"]:
                 return ["ok", self._totals.as_record()]
+            case ["lead_out"]:
+                self._lead_out()
+                return ["ok", None]
         raise ValueError(f"an unknown request {request[0]!r}")
 
     def _set_up(self, spec: dict[str, Any]) -> None:
@@ -124,6 +131,15 @@ class _Server:
         for path, data in spec["files"].items():
             _write(self._place(path), data)
         linux.prctl(linux.PR_SET_DUMPABLE, 0)
+
+    def _lead_out(self) -> None:
+        """Hands out a listening socket, which later programs take for their HTTP proxy."""
+        listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        led = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), url)
+        here = dict.fromkeys(("no_proxy", "NO_PROXY"), "127.0.0.1,localhost")
+        self._env = {**led, **here, **self._env}
+        self._handing_out.append(listener.detach())
 
     def _run_program(self, wanted: dict[str, Any]) -> dict[str, Any]:
         program = Program(
@@ -153,7 +169,14 @@ class _Server:
         self._waiting += self._frames.feed(data)
 
     def _send(self, *parts: Any) -> None:
-        self._channel.sendall(encode(*parts))
+        handing_out, self._handing_out = self._handing_out, []
+        frame = encode(*parts)
+        if handing_out:  # with the first byte
+            socket.send_fds(self._channel, [frame[:1]], handing_out)
+            frame = frame[1:]
+        for descriptor in handing_out:
+            os.close(descriptor)
+        self._channel.sendall(frame)
 
     def _place(self, path: str) -> str:
         """Returns `path` as the server sees it; relative ones and those below /work: workspace."""

@@ -1,6 +1,7 @@
-"""A sandboxed agent reaches the listed hosts through the server, and nothing else.
+"""A sandboxed agent, or a program in a sandbox, reaches the listed hosts through the server, and
+nothing else.
 
-The worker is a real one (`namespace`), before the real proxy and the simulated engine.
+The sandbox is a real one (`namespace`), before the real proxy and the simulated engine.
 """
 
 from __future__ import annotations
@@ -19,8 +20,40 @@ from envserver.rollouts.stream import GroupRequest
 from envserver.running.context import rollout_context
 
 ENVIRONMENT = '''
-import socket, urllib.error, urllib.request
-from envserver import Environment, Score, Task
+import json
+
+from envserver import Environment, SandboxSpec, Score, Task
+
+FETCH = """
+import json, os, socket, urllib.error, urllib.request
+said = {}
+for name in ("api.test", "127.0.0.2", "127.0.0.1", "169.254.169.254", "other.test"):
+    try:
+        with urllib.request.urlopen(f"http://{name}:PORT/x?secret=1", timeout=20) as answer:
+            said[name] = answer.read().decode()
+    except urllib.error.HTTPError as error:
+        said[name] = error.code
+    except OSError as error:
+        said[name] = type(error).__name__
+try:
+    socket.create_connection(("127.0.0.1", PORT), timeout=5)
+    said["direct"] = "connected"
+except OSError as error:
+    said["direct"] = type(error).__name__
+"""
+
+ASK_FOR_THE_MODEL = """
+proxy = os.environ["HTTP_PROXY"]
+said["proxy"] = proxy.rpartition(":")[0]
+for path in ("/r/KEY/v1/models", "/v1/models"):
+    try:
+        request = urllib.request.Request(proxy + path, headers={"connection": "close"})
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        said[path] = opener.open(request, timeout=20).read().decode()
+    except urllib.error.HTTPError as error:
+        said[path] = error.code
+print(json.dumps(said))
+"""
 
 
 class Outgoing(Environment):
@@ -37,28 +70,37 @@ class Outgoing(Environment):
 
     def rollout(self, task, run):
         run.chat_blocking([{"role": "user", "content": "?"}])
-        said = {}
-        for name in ("api.test", "127.0.0.2", "127.0.0.1", "169.254.169.254", "other.test"):
-            try:
-                with urllib.request.urlopen(f"http://{name}:PORT/x?secret=1", timeout=20) as answer:
-                    said[name] = answer.read().decode()
-            except urllib.error.HTTPError as error:
-                said[name] = error.code
-            except OSError as error:
-                said[name] = type(error).__name__
-        try:
-            socket.create_connection(("127.0.0.1", PORT), timeout=5)
-            said["direct"] = "connected"
-        except OSError as error:
-            said["direct"] = type(error).__name__
-        return said
+        names = {}
+        exec(FETCH, names)
+        return names["said"]
 
     def score(self, task, result):
         return Score(reward=1.0)
+
+
+class Boxed(Outgoing):
+    """A program of its agent does."""
+
+    isolation = "pooled"
+    sandbox = SandboxSpec(env={"LANG": "C.UTF-8"})
+
+    def rollout(self, task, run):
+        run.chat_blocking([{"role": "user", "content": "?"}])
+        with run.open_sandbox_blocking() as sandbox:
+            code = (FETCH + ASK_FOR_THE_MODEL).replace("KEY", run.api_key)
+            result = sandbox.run_python(code)
+            shown = sandbox.exec(["sh", "-c", "env"])
+        if result.exit != 0:
+            return result.stderr.decode()
+        said = json.loads(result.stdout)
+        return said | {"key": run.api_key in shown.stdout.decode() + said["proxy"]}
 '''
 
 
-async def test_a_sandboxed_agent_reaches_what_is_listed_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind_name", ["Outgoing", "Boxed"])
+async def test_sandboxed_code_reaches_what_is_listed_and_nothing_else(
+    tmp_path: Path, kind_name: str
+) -> None:
     asked: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -70,7 +112,7 @@ async def test_a_sandboxed_agent_reaches_what_is_listed_and_nothing_else(tmp_pat
     port = outside.sockets[0].getsockname()[1]
     file = tmp_path / "outgoing.py"
     file.write_text(ENVIRONMENT.replace("PORT", str(port)))
-    reference = f"{file}:Outgoing"
+    reference = f"{file}:{kind_name}"
     kind = find(reference)
     settings = Settings.model_validate(
         {"model": "sim", "sandbox": {"backend": "namespace"}, "sim": {"latency_seconds": 0}}
@@ -99,6 +141,12 @@ async def test_a_sandboxed_agent_reaches_what_is_listed_and_nothing_else(tmp_pat
         ("other.test", "/x", 0, "host"),
     ]
     assert "egress_refused" in trajectory.flags
+    if kind_name == "Boxed":  # its socket leads to hosts outside only: not to the model's API
+        assert (said[next(one for one in said if one.startswith("/r/"))], said["/v1/models"]) == (
+            400,
+            400,
+        )
+        assert said["proxy"] == "http://127.0.0.1" and not said["key"]
 
 
 pytestmark = pytest.mark.thorough
