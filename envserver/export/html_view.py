@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -142,8 +143,22 @@ def _facts(rollout: StoredRollout) -> Iterator[tuple[str, str]]:
     if rollout.usage.get("cost") is not None:
         cost = msgspec.convert(rollout.usage["cost"], Cost)
         yield f"cost ({cost.currency})", number(cost.total)
+    for name, text in (("hooks", _hooks(rollout)), ("hosts outside", _hosts(rollout))):
+        if text:
+            yield name, text
     yield "policy version", "unknown" if rollout.policy_version < 0 else str(rollout.policy_version)
     yield "attempt", str(rollout.attempt)
+
+
+def _hooks(rollout: StoredRollout) -> str:
+    refused = sum(not event.changed for event in rollout.hooks)
+    counts = (("changed", len(rollout.hooks) - refused), ("refused", refused))
+    return ", ".join(f"{count} {name}" for name, count in counts if count)
+
+
+def _hosts(rollout: StoredRollout) -> str:
+    hosts = Counter(request.host for request in rollout.egress)
+    return ", ".join(f"{_cut(host).shown} {count}" for host, count in hosts.most_common())
 
 
 def _tool(tool: Any) -> tuple[str, Text]:

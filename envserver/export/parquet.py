@@ -46,7 +46,7 @@ _PLAIN: Final = (
 """Columns that are fields of a rollout."""
 _AS_JSON: Final = (
     *("rewards", "turn_rewards", "components", "metrics", "agent_metrics", "output"),
-    *("tools", "actions", "others", "usage"),
+    *("tools", "actions", "others", "usage", "hooks", "egress"),
 )
 """Fields that become a column NAME_json."""
 _TEXTS: Final = ("role", "content", "reasoning_content", "name", "tool_call_id")

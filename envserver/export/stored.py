@@ -17,7 +17,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import InputError
+from envserver_records.hook_events import HookEvent
 from envserver_records.records import Logprobs, Mask, Message, Tokens
 from envserver_records.scores import RewardRange, TurnReward, range_from_json
 
@@ -62,6 +64,7 @@ class StoredRollout:
         actions: None where they were not written.
         others: conversations of further agents that `messages` lacks.
         usage: seconds and tokens, as in `records.Usage`.
+        hooks, egress: as in `records.Trajectory`.
         rows: empty where only text is known.
     """
 
@@ -96,6 +99,8 @@ class StoredRollout:
     actions: list[Json] | None
     others: list[Json]
     usage: Json
+    hooks: list[HookEvent]
+    egress: list[EgressRequest]
     rows: list[StoredRow]
 
     @property
@@ -218,6 +223,8 @@ class _Rollout(msgspec.Struct):
     others: list[Json] = []
     messages: list[Message] | None = None
     usage: Json = {}
+    hooks: list[HookEvent] = []
+    egress: list[EgressRequest] = []
     versions: list[list[list[int]]] = []
     agents: list[str | None] = []
     row_flags: list[list[str]] = []
@@ -333,6 +340,8 @@ def _stored(columns: _Line, facts: _Facts, told: _Rollout) -> StoredRollout:
         actions=told.actions,
         others=told.others,
         usage=told.usage,
+        hooks=told.hooks,
+        egress=told.egress,
         rows=[
             _row(columns, row, told, number)
             for number, row in enumerate(told.rows)

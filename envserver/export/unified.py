@@ -142,6 +142,8 @@ def unified(
             "finish_reason": trajectory.finish_reason,
             "limit": trajectory.limit,
             "flags": trajectory.flags,
+            **_present(hooks=trajectory.hooks, egress=trajectory.egress),
+            **_present(cost=trajectory.usage.cost),
             "sequences": list(_sequences(trajectory, tokens)),
         },
     }
@@ -216,11 +218,18 @@ def _trajectory(rollout: StoredRollout) -> Trajectory:
         limit=rollout.limit,
         turns=rollout.turns,
         usage=usage,
+        hooks=rollout.hooks,
+        egress=rollout.egress,
         flags=rollout.flags,
         metrics=rollout.agent_metrics,
         actions=rollout.actions or [],
         others=[msgspec.convert(other, Conversation) for other in rollout.others],
     )
+
+
+def _present(**values: Any) -> Json:
+    """Returns those values that say something, as JSON."""
+    return {name: msgspec.to_builtins(value) for name, value in values.items() if value}
 
 
 def actions_of(messages: list[Message]) -> list[Json]:

@@ -172,6 +172,17 @@ def test_pairs_are_of_one_prompt_and_of_different_rewards(source: Path, tmp_path
     assert rows(tmp_path / "none") == []
 
 
+def test_unified_records_have_what_hooks_did_and_which_hosts_were_asked(tmp_path: Path) -> None:
+    hook = {"at": "request", "reason": "shorter", "changed": ["messages"]}
+    request = {"method": "GET", "host": "api.test", "port": 80, "path": "/x", "status": 200}
+    one = line(0, (1.0,), hooks=[hook], egress=[request])
+    source = write_lines(tmp_path / "run.jsonl", [one, line(1, (1.0,))])
+    assert export(source, "--to", "unified", "--out", tmp_path / "u.jsonl") == 0
+    told, untold = (one["metadata"] for one in read_jsonl(tmp_path / "u.jsonl"))
+    assert (told["hooks"], told["egress"]) == ([hook], [request])
+    assert not {"hooks", "egress", "cost"} & untold.keys()
+
+
 def test_traces_stand_by_model_and_label_and_go_into_unified_records(tmp_path: Path) -> None:
     call = {"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
     one = line(0, (1.0, 0.0))

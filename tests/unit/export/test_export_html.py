@@ -80,6 +80,11 @@ def line(
         "actions": [{"step": 1, "tool": text, "input": {text: text}, "output": text}],
         "others": [{"agent": text, "trained": False, "model": text, "messages": messages}],
         "usage": {"seconds": 1.0},
+        "hooks": [
+            {"at": "request", "reason": text, "changed": ["messages"]},
+            {"at": "answer", "reason": text},
+        ],
+        "egress": [{"method": "GET", "host": text, "port": 443}] * 2,
         "agents": [text],
         "row_flags": [[text]],
     }
@@ -140,6 +145,7 @@ def test_a_page_shows_the_run_and_its_tokens(tmp_path: Path) -> None:
     assert "in 1 groups" in page.text and "2 of 3 rollouts" in page.text
     assert "Row 1: 6 tokens, 4 sampled, mean logprob -0.250" in page.text
     assert "two and two is" in page.text
+    assert "hooks 1 changed, 1 refused" in page.text and "hosts outside word 2" in page.text
 
     (tmp_path / "other").mkdir()
     lines = [line(0, "word", model="unknown-to-all")]

@@ -65,6 +65,8 @@ def line(rollouts: Sequence[dict[str, Any]], group_id: str = "g-0") -> dict[str,
                 "row_flags": [["lossy_detok"]] * len(rows),
                 "versions": [[[3, 0, len(row)]] for row in rows],
                 "usage": {"seconds": 1.5, "completion_tokens": 2},
+                "hooks": [{"at": "request", "reason": "shorter", "changed": ["messages"]}],
+                "egress": [{"method": "GET", "host": "api.test", "port": 80, "status": 200}],
             }
         )
     known = {"group_id": group_id, "env": "math", "task_id": "t-0", "split": "train", "seed": 7}
@@ -97,6 +99,8 @@ def as_read(rollout: StoredRollout, number: int, row: StoredRow | None) -> dict[
         "usage": rollout.usage,
         "rewards": rollout.rewards,
         "turn_rewards": msgspec.to_builtins(rollout.turn_rewards),
+        "hooks": msgspec.to_builtins(rollout.hooks),
+        "egress": msgspec.to_builtins(rollout.egress),
         "messages": without_nulls(rollout.messages),
         "rows": len(rollout.rows),
         "row": number,
