@@ -58,6 +58,16 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
         env_id: of the environment that posted it over the Atropos wire.
         state: buffered, queued, leased, acked or dropped.
         created_at: when it was accepted, in seconds of the server's clock.
+
+    What follows is null in groups of older versions, and in posts that do not say it:
+        task_id, split, model: "" if unknown.
+        rewards: of its rollouts in order, 64 at most; null: not scorable.
+        reward_mean, reward_min, reward_max: over all its rollouts with a reward.
+        turns, seconds: of its longest rollout.
+        completion_tokens: of all its rollouts.
+        truncated: number of rollouts that a limit of tokens cut off.
+        flags: those of any of its rollouts.
+        ends: number of rollouts by how they ended: "agent" (by itself), or the limit.
     """
 
     seq: int
@@ -71,3 +81,16 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     env_id: int | None = None
     state: str
     created_at: float
+    task_id: str | None = None
+    split: str | None = None
+    model: str | None = None
+    rewards: list[float | None] | None = None
+    reward_mean: float | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    turns: int | None = None
+    completion_tokens: int | None = None
+    truncated: int | None = None
+    seconds: float | None = None
+    flags: list[str] | None = None
+    ends: dict[str, int] | None = None

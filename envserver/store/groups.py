@@ -8,13 +8,14 @@ from typing import Any, Final
 
 import structlog
 from envserver_records.errors import InputError, NotFoundError
-from sqlalchemy import Select, bindparam, func, literal_column, select
+from sqlalchemy import Column, Select, bindparam, func, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from . import compression
 from .estimates import count_stored
+from .facts import facts_row
 from .rows import GroupPut, GroupRow
-from .schema import SHARED, bodies, deliveries, groups
+from .schema import SHARED, bodies, deliveries, group_facts, groups
 from .statements import InsertStatement
 from .states import FIRST_STATES, SETTLED
 from .transaction import Transaction, chunks
@@ -106,6 +107,9 @@ async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
     numbered = list(enumerate(items, tx.memory.next_seq))
     tx.memory.next_seq += len(items)
     await _into_groups(tx.connection, [_group(seq, item.put, tx.now) for seq, item in numbered])
+    facts = [facts_row(seq, item.put.facts) for seq, item in numbered if item.put.facts]
+    if facts:
+        await _into_facts(tx.connection, facts)
     await _into_bodies(tx.connection, [(seq, item.encoding, item.stored) for seq, item in numbered])
     tx.memory.stored_bytes += sum(len(item.stored) for item in items)
     queues = tx.memory.fan_out()
@@ -124,6 +128,7 @@ async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
 # Rows are tuples in the order of the table's columns.
 _into_groups: Final = InsertStatement(groups)
 _into_bodies: Final = InsertStatement(bodies)
+_into_facts: Final = InsertStatement(group_facts)
 _into_deliveries: Final = InsertStatement(deliveries)
 
 
@@ -160,8 +165,14 @@ def _delivery(queue: str, seq: int, item: EncodedPut, now: float) -> tuple[objec
 
 def rows_in(queue: str) -> Select[Any]:
     """Selects all groups of a queue, with the columns of a `GroupRow` in order."""
+    both = deliveries.join(groups, deliveries.c.seq == groups.c.seq)
+    return select(*group_columns()).select_from(both).where(deliveries.c.queue == queue)
+
+
+def group_columns() -> list[Column[Any]]:
+    """Returns the columns of a `GroupRow` in order, of `groups` and `deliveries`."""
     of_group = groups.c
-    columns = [
+    return [
         of_group.seq,
         of_group.group_id,
         of_group.env,
@@ -175,8 +186,6 @@ def rows_in(queue: str) -> Select[Any]:
         deliveries.c.lease_id,
         of_group.created_at,
     ]
-    both = deliveries.join(groups, deliveries.c.seq == groups.c.seq)
-    return select(*columns).select_from(both).where(deliveries.c.queue == queue)
 
 
 async def pending(connection: AsyncConnection) -> list[GroupRow]:

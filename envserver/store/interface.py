@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .backlog import Backlog
     from .estimates import EstimateRow
     from .groups import EncodedPut
+    from .listing import GroupQuery, Page
     from .lookups import LeaseFacts
     from .rows import Checkpoint, Compacted, DamagedGroup, Delivery, GroupPut, GroupRow, Lease, Run
     from .sql import Store
@@ -259,8 +260,8 @@ class LookUp(Protocol):
     async def pending(self) -> list[GroupRow]:
         """Returns the queued and buffered groups of the shared queue, oldest first."""
 
-    async def arrived_after(self, seq: int, limit: int) -> list[GroupRow]:
-        """Returns up to `limit` kept groups of any state after number `seq`, oldest first."""
+    async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
+        """Returns a page of kept groups; see `DatabaseLookups`."""
 
     async def damaged(self, limit: int) -> list[DamagedGroup]:
         """Returns up to `limit` groups whose bodies are damaged, latest found first."""

@@ -19,6 +19,7 @@ from .backlog import Backlog, backlogs
 from .checkpoints import list_checkpoints
 from .damage import list_damaged
 from .estimates import EstimateRow
+from .listing import GroupQuery, Page, page_of
 from .rows import Checkpoint, DamagedGroup, GroupRow, Run
 from .schema import deliveries, leases
 from .states import LeaseState
@@ -52,10 +53,14 @@ class DatabaseLookups(ABC):
         async with self._reading() as connection:
             return await groups.pending(connection)
 
-    async def arrived_after(self, seq: int, limit: int) -> list[GroupRow]:
-        """Returns up to `limit` kept groups of any state after number `seq`, oldest first."""
+    async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
+        """Returns a page of kept groups; see `listing.page_of`.
+
+        Raises:
+            InputError: the cursor does not belong to this order.
+        """
         async with self._reading() as connection:
-            return await groups.arrived_after(connection, seq, limit)
+            return await page_of(connection, query, cursor, limit)
 
     async def most_waiting_bytes(self) -> int:
         """Returns the size of the bodies that wait, or are leased, in the largest queue from which

@@ -212,9 +212,38 @@ async def _from_3_to_4(connection: AsyncConnection) -> None:
     )
 
 
+async def _from_4_to_5(connection: AsyncConnection) -> None:
+    """Adds the facts that lists show. They start empty: those of earlier groups are in the bodies
+    only."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    key, double = ("INTEGER", "DOUBLE") if is_sqlite else ("BIGINT", "DOUBLE PRECISION")
+    await connection.execute(text(_GROUP_FACTS.format(key=key, double=double)))
+
+
+_GROUP_FACTS: Final = """CREATE TABLE group_facts (
+    seq {key} NOT NULL,
+    task_id TEXT NOT NULL,
+    split TEXT NOT NULL,
+    model TEXT NOT NULL,
+    rewards TEXT NOT NULL,
+    reward_mean {double},
+    reward_min {double},
+    reward_max {double},
+    turns BIGINT,
+    completion_tokens BIGINT,
+    truncated BIGINT NOT NULL,
+    seconds {double},
+    flags TEXT NOT NULL,
+    ends TEXT NOT NULL,
+    PRIMARY KEY (seq),
+    FOREIGN KEY(seq) REFERENCES groups (seq)
+)"""
+
+
 STEPS: Final[Mapping[int, Callable[[AsyncConnection], Awaitable[None]]]] = {
     1: _from_1_to_2,
     2: _from_2_to_3,
     3: _from_3_to_4,
+    4: _from_4_to_5,
 }
 """Steps by the version from which they start; each leads to the next version."""

@@ -28,7 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from .checkpoints import last_but_one
 from .groups import kept_rows
 from .rows import Compacted
-from .schema import SHARED, bodies, deliveries, gone, leases, runs
+from .schema import SHARED, bodies, deliveries, gone, group_facts, leases, runs
 from .states import GroupState, check_group
 from .transaction import Memory, Transaction
 
@@ -149,6 +149,7 @@ async def _remove(tx: Transaction, chosen: dict[int, Sequence[Row[Any]]]) -> Non
     rows = [row for rows in chosen.values() for row in rows]
     of = deliveries.c
     await tx.connection.execute(delete(bodies).where(bodies.c.seq.in_(chosen)))
+    await tx.connection.execute(delete(group_facts).where(group_facts.c.seq.in_(chosen)))
     await tx.connection.execute(
         delete(deliveries).where(of.queue.in_({row.queue for row in rows}), of.seq.in_(chosen))
     )

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from ..rollouts.estimates import Scored
+from .facts import GroupFacts
 from .states import GroupState, RunState
 
 Delivery = Literal["shared", "broadcast"]
@@ -36,6 +37,7 @@ class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
         state: queued (can be leased at once), buffered (waits for `move`), or dropped (never
             leased, but can be read by id; kept as long as delivered groups).
         scored: its contribution to the estimate of its task; None if it has no task.
+        facts: what lists of groups show.
     """
 
     group_id: str
@@ -49,6 +51,7 @@ class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
     env_id: int | None = None
     state: Literal["queued", "buffered", "dropped"] = "queued"
     scored: Scored | None = None
+    facts: GroupFacts | None = None
 
 
 class GroupRow(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ from sqlalchemy import (
 
 from .states import GROUP_STATES, LEASE_STATES, RUN_STATES
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 """Version of the tables; a store with a higher version is refused."""
 
 SHARED: Final = "shared"
@@ -74,6 +74,26 @@ bodies = Table(
     Column("seq", _Seq, ForeignKey(groups.c.seq), primary_key=True, autoincrement=False),
     Column("encoding", SmallInteger, nullable=False),
     Column("body", LargeBinary, nullable=False),
+)
+
+group_facts = Table(
+    "group_facts",
+    metadata,
+    # What lists of groups show, see `facts`; removed with the body.
+    Column("seq", _Seq, ForeignKey(groups.c.seq), primary_key=True, autoincrement=False),
+    Column("task_id", Text, nullable=False),
+    Column("split", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("rewards", Text, nullable=False),  # A JSON list.
+    Column("reward_mean", Double),
+    Column("reward_min", Double),
+    Column("reward_max", Double),
+    Column("turns", BigInteger),
+    Column("completion_tokens", BigInteger),
+    Column("truncated", BigInteger, nullable=False),
+    Column("seconds", Double),
+    Column("flags", Text, nullable=False),  # A JSON list.
+    Column("ends", Text, nullable=False),  # A JSON object.
 )
 
 deliveries = Table(

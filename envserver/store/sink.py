@@ -9,6 +9,7 @@ from envserver_records.records import Group, pack
 
 from ..rollouts.estimates import Scored, scored_of
 from .demand import Demand
+from .facts import facts_of
 from .interface import GroupStore
 from .rows import GroupPut
 
@@ -90,4 +91,5 @@ def put_of(group: Group, body: bytes) -> GroupPut:
         max_length=max((len(row.tokens) for row in rows), default=0),
         policy_version=group.policy_version,
         scored=scored_of(group),
+        facts=facts_of(group),
     )

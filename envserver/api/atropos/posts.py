@@ -17,6 +17,7 @@ from msgspec import structs
 
 from ...rollouts.estimates import scored
 from ...store import GroupPut, GroupStore, compression
+from ...store.facts import facts_of_rewards
 from ...store.groups import EncodedPut
 from .batching import Waiting
 from .reading import PostedGroup
@@ -177,4 +178,5 @@ def _as_put(group: PostedGroup, group_id: str, state: WireState, version: int) -
         env_id=env_id if env_id is not None and -_INT64 <= env_id < _INT64 else None,
         state="buffered" if _is_part(group, state) else "queued",
         scored=scored(group_id, env, "train", task_id, group.scores, version) if task_id else None,
+        facts=facts_of_rewards(group.scores, task_id),
     )

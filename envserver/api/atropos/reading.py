@@ -50,7 +50,7 @@ class PostedGroup:
         body: JSON with the 14 keys of the protocol.
         lengths: number of tokens of each sequence.
         env_id: as posted.
-        task_id: its task, if `group_overrides` names one; then `scores` is set as well.
+        task_id: its task, if `group_overrides` names one.
         policy_version: the version in `group_overrides`; None: the version when it arrives.
         encoded: the body as stored, see `compression`; None if not made yet.
     """
@@ -105,11 +105,13 @@ def _posted(group: ScoredData) -> PostedGroup:
 def _described(posted: PostedGroup, group: ScoredData) -> PostedGroup:
     """Adds what `group_overrides` says to the group."""
     told = group.group_overrides or {}
-    posted = replace(posted, policy_version=told.get(VERSION_KEY))
     task_id = told.get("task_id")
-    if not isinstance(task_id, str):
-        return posted
-    return replace(posted, task_id=task_id, scores=group.scores)
+    return replace(
+        posted,
+        policy_version=told.get(VERSION_KEY),
+        task_id=task_id if isinstance(task_id, str) else None,
+        scores=group.scores,
+    )
 
 
 class _Columns(msgspec.Struct):

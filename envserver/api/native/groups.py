@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import msgspec
 from envserver_records.wire import GROUP_MSGPACK, GroupSummary
@@ -10,30 +10,28 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...store import GroupRow, GroupStore
+from ...store import GroupStore
+from ...store.listing import ListedGroup
 from ..leasing import GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
-from .models import MOST_GROUPS, GroupsAnswer, LeasedGroup
-
-_SEQ_LIMIT: Final = 2**63 - 1
+from .models import GroupsAnswer, LeasedGroup
+from .searching import GroupSearch
 
 
 def add_group_routes(router: APIRouter, store: GroupStore, encoder: GroupEncoder) -> None:
     @router.get("/v1/groups", responses=answers(GroupsAnswer, 422, what="A page of groups."))
-    async def list_groups(
-        after: Annotated[
-            int, Query(ge=0, le=_SEQ_LIMIT, description="`seq` of the last group seen")
-        ] = 0,
-        limit: Annotated[
-            int, Query(ge=1, le=MOST_GROUPS, description="maximum number of groups")
-        ] = 100,
-    ) -> Response:
-        """Lists the groups that arrived after number `after`, in any state, oldest first. `next` is
-        the `after` of the following page, null on the last page. Nothing is leased or consumed.
+    async def list_groups(wanted: Annotated[GroupSearch, Query()]) -> Response:
+        """Lists groups by what is known of them: filtered, sorted, page by page; without parameters
+        all of them, oldest first. A page's `cursor` leads to the next page with the same
+        parameters, and is "" on the last one; groups that arrive meanwhile move nothing. `next`,
+        oldest first only, is the `after` of the next page, null on the last one. Nothing is leased
+        or consumed.
         """
-        rows = await store.arrived_after(after, limit)
-        following = rows[-1].seq if len(rows) == limit else None
-        return json_answer({"groups": [_summary(row) for row in rows], "next": following})
+        page = await store.list_groups(wanted.query(), wanted.cursor, wanted.limit)
+        is_last = not page.cursor or wanted.order != "oldest"
+        following = None if is_last else page.groups[-1].row.seq
+        shown = [_summary(one) for one in page.groups]
+        return json_answer({"groups": shown, "cursor": page.cursor, "next": following})
 
     @router.get(
         "/v1/groups/{group_id:path}",
@@ -49,6 +47,8 @@ def add_group_routes(router: APIRouter, store: GroupStore, encoder: GroupEncoder
         return Response(await encoder.group_as_json(row), media_type="application/json")
 
 
-def _summary(row: GroupRow) -> dict[str, Any]:
+def _summary(one: ListedGroup) -> dict[str, Any]:
     # Omit the lease id: anyone who knows it could acknowledge the lease.
-    return msgspec.structs.asdict(msgspec.convert(row, GroupSummary, from_attributes=True))
+    summary = msgspec.convert(one.row, GroupSummary, from_attributes=True)
+    facts = msgspec.structs.asdict(one.facts) if one.facts is not None else {}
+    return msgspec.structs.asdict(summary) | facts

@@ -208,8 +208,13 @@ class ExtendedAnswer(BaseModel):
 
 
 class GroupsAnswer(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     groups: list[Annotated[dict[str, Any], WithJsonSchema(_GROUP_SUMMARY)]]
+    cursor: str
+    """Of the next page; "" on the last one."""
     next: int | None
+    """The `after` of the next page; null on the last one, and in other orders than oldest."""
 
 
 class TaskEstimate(BaseModel):

@@ -153,10 +153,19 @@ async def test_groups_are_listed_and_read_without_being_leased(api: Api) -> None
     rest = await api.get(f"/v1/groups?after={first['next']}")
     assert [group["format"] for group in rest["groups"]] == ["group", "atropos"]
     assert rest["next"] is None
-    assert rest["groups"][0] | {"seq": 0, "created_at": 0} == {
+    own, posted = rest["groups"]
+    assert own | {"seq": 0, "created_at": 0} == own | {
         "seq": 0, "group_id": "c", "env": "math", "format": "group", "size": 2, "tokens": 10,
         "max_length": 5, "policy_version": 7, "env_id": None, "state": "queued", "created_at": 0,
+        "rewards": [0.0, 1.0], "reward_mean": 0.5, "ends": {"agent": 2}, "flags": [],
     }  # fmt: skip
+    assert (posted["rewards"], posted["turns"], posted["task_id"]) == ([0.5, 0.5], None, "")
+    best = await api.get("/v1/groups?order=best&limit=1&environment=math")
+    assert best["next"] is None
+    rest = await api.get(f"/v1/groups?order=best&environment=math&cursor={best['cursor']}")
+    assert [one["group_id"] for one in (*best["groups"], *rest["groups"])] == ["c", "math/b", "a"]
+    told = problem(await api.http.get(f"/v1/groups?cursor={best['cursor']}"), 422)
+    assert "does not belong to the order" in told["detail"]
     assert (await api.get("/v1/groups/a"))["group"]["masks"] == [[-100, -100, 3, 4, 5]] * 2
     answer = await api.http.get(
         "/v1/groups/math%2Fb", headers={"accept": "application/vnd.envserver.group+msgpack"}
@@ -225,10 +234,8 @@ async def test_the_document_describes_every_route(api: Api) -> None:
     body = paths["/v1/runs/{run}/lease"]["post"]["requestBody"]["content"]["application/json"]
     assert "wait_seconds" in body["schema"]["properties"]
     listing = paths["/v1/groups"]["get"]["parameters"]
-    assert {(one["name"], one["schema"]["default"]) for one in listing} == {
-        ("after", 0),
-        ("limit", 100),
-    }
+    defaults = {one["name"]: one["schema"].get("default") for one in listing}
+    assert defaults | {"after": 0, "limit": 100, "order": "oldest", "flag": ""} == defaults
     content = paths["/v1/groups/{group_id}"]["get"]["responses"]["200"]["content"]
     assert {"application/vnd.envserver.group+msgpack", "application/json"} == set(content)
 

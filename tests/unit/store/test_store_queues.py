@@ -16,6 +16,7 @@ from sqlalchemy import Engine, event
 from support.stores import group, ids
 
 from envserver.store import Lease, Store, deliveries, open_store
+from envserver.store.listing import GroupQuery
 
 
 class Clock:
@@ -339,7 +340,7 @@ async def test_a_deep_store_is_never_read_from_end_to_end(tmp_path: Path) -> Non
             await store.nack((await leased(store, max_groups=1)).lease_id)
             await store.put([group("new"), group("g1")])
             await store.bodies(["g1", "g19999"])
-            await store.arrived_after(19_000, 10)
+            await store.list_groups(GroupQuery(after=19_000), "", 10)
             await store.rewind("one", None)
             assert await store.drop_stale(1) == 1999 - 3 - 600
             await store.expire()

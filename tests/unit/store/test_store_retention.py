@@ -11,6 +11,7 @@ from sqlalchemy import Engine, event
 from support.stores import group, ids, noise
 
 from envserver.store import Compacted, Lease, Store, open_store
+from envserver.store.listing import GroupQuery
 
 HOUR = 3600.0
 
@@ -50,7 +51,7 @@ async def acked(
 
 
 async def kept(store: Store) -> list[str]:
-    return ids(await store.arrived_after(0, 1000))
+    return ids([one.row for one in (await store.list_groups(GroupQuery(), "", 1000)).groups])
 
 
 async def test_of_what_is_gone_the_id_and_the_number_stay(where: str, clock: Clock) -> None:

@@ -1,0 +1,202 @@
+"""Lists groups by what is known of them without their bodies: filtered, sorted, page by page."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any, Final, Literal
+
+import msgspec
+from envserver_records.errors import InputError
+from sqlalchemy import ColumnElement, Row, Select, and_, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from .facts import GroupFacts
+from .groups import group_columns
+from .rows import GroupRow
+from .schema import SHARED, deliveries, group_facts, groups
+from .states import GroupState
+
+Order = Literal["newest", "oldest", "best", "worst", "widest", "longest"]
+"""best, worst: by mean reward; widest: largest difference of rewards first; longest: by tokens of
+the longest row."""
+
+_facts = group_facts.c
+_SPREAD: Final = _facts.reward_max - _facts.reward_min
+_KEYS: Final[dict[str, tuple[ColumnElement[Any] | None, bool]]] = {
+    "newest": (None, True),
+    "oldest": (None, False),
+    "best": (_facts.reward_mean, True),
+    "worst": (_facts.reward_mean, False),
+    "widest": (_SPREAD, True),
+    "longest": (groups.c.max_length, True),
+}
+"""By order: what it sorts by before the arrival (None: nothing), and whether it descends."""
+
+
+class GroupQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which groups, in which order. None and "": no filter.
+
+    Groups without facts (of older versions) do not match a filter of theirs, and are left out of
+    the orders by reward.
+
+    Args:
+        after: number of a group: only those that arrived later.
+        state: in the shared queue.
+        spread_above: largest less smallest reward of the group.
+        min_length, max_length: tokens of its longest row.
+        flag, end: at least one of its rollouts has that flag, or ended so.
+        text: part of its id or of its task's.
+    """
+
+    order: Order = "oldest"
+    after: int = 0
+    environment: str = ""
+    task: str = ""
+    split: str = ""
+    model: str = ""
+    state: GroupState | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    spread_above: float | None = None
+    version_from: int | None = None
+    version_to: int | None = None
+    min_length: int | None = None
+    max_length: int | None = None
+    flag: str = ""
+    end: str = ""
+    text: str = ""
+
+
+class ListedGroup(msgspec.Struct, frozen=True):
+    """A group of a list; `facts` is None for groups of older versions."""
+
+    row: GroupRow
+    facts: GroupFacts | None
+
+
+class Page(msgspec.Struct, frozen=True):
+    """Groups of a list, and the cursor of what follows ("" at the end)."""
+
+    groups: list[ListedGroup]
+    cursor: str
+
+
+async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, limit: int) -> Page:
+    """Returns up to `limit` groups after `cursor` ("": the first ones).
+
+    Groups that arrive meanwhile move nothing: each is on one page at most.
+
+    Raises:
+        InputError: the cursor is not one of this order.
+    """
+    key, descends = _KEYS[query.order]
+    number: ColumnElement[Any] = deliveries.c.seq
+    by = [column for column in (key, number) if column is not None]
+    statement = _selected(*by).where(*_filters(query))
+    if key is not None:
+        statement = statement.where(key.is_not(None))
+    if cursor:
+        statement = statement.where(_after(by, _read(cursor, query.order, len(by)), descends))
+    statement = statement.order_by(*(one.desc() if descends else one.asc() for one in by))
+    found = (await connection.execute(statement.limit(limit))).all()
+    following = _cursor(query.order, found[-1][-len(by) :]) if len(found) == limit else ""
+    return Page([_listed(row) for row in found], following)
+
+
+def _selected(*by: ColumnElement[Any]) -> Select[Any]:
+    both = deliveries.join(groups, deliveries.c.seq == groups.c.seq)
+    all_three = both.outerjoin(group_facts, _facts.seq == groups.c.seq)
+    columns = [*group_columns(), *group_facts.c, *(one.label(None) for one in by)]
+    return select(*columns).select_from(all_three).where(deliveries.c.queue == SHARED)
+
+
+def _filters(query: GroupQuery) -> list[ColumnElement[bool]]:
+    of = groups.c
+    equal = [
+        (of.env, query.environment),
+        (_facts.task_id, query.task),
+        (_facts.split, query.split),
+        (_facts.model, query.model),
+        (deliveries.c.state, query.state),
+    ]
+    at_least = [
+        (_facts.reward_mean, query.min_reward),
+        (of.policy_version, query.version_from),
+        (of.max_length, query.min_length),
+    ]
+    at_most = [
+        (_facts.reward_mean, query.max_reward),
+        (of.policy_version, query.version_to),
+        (of.max_length, query.max_length),
+    ]
+    wanted: list[ColumnElement[bool]] = [deliveries.c.seq > query.after]
+    wanted += [column == value for column, value in equal if value]
+    wanted += [column >= value for column, value in at_least if value is not None]
+    wanted += [column <= value for column, value in at_most if value is not None]
+    if query.spread_above is not None:
+        wanted.append(query.spread_above < _SPREAD)
+    # In JSON a name is between quotation marks.
+    if query.flag:
+        wanted.append(_facts.flags.contains(_json(query.flag), autoescape=True))
+    if query.end:
+        wanted.append(_facts.ends.contains(f"{_json(query.end)}:", autoescape=True))
+    if query.text:
+        ids = (of.group_id, _facts.task_id)
+        wanted.append(or_(*(one.contains(query.text, autoescape=True) for one in ids)))
+    return wanted
+
+
+def _after(by: list[ColumnElement[Any]], values: list[Any], descends: bool) -> ColumnElement[bool]:
+    """Returns the condition that a row follows `values` in the order of the columns `by`."""
+    either = []
+    for position, column in enumerate(by):
+        equal = [one == value for one, value in zip(by[:position], values, strict=False)]
+        value = values[position]
+        either.append(and_(*equal, column < value if descends else column > value))
+    return or_(*either)
+
+
+def _cursor(order: str, values: Any) -> str:
+    return base64.urlsafe_b64encode(msgspec.json.encode(_Cursor(order, list(values)))).decode()
+
+
+def _read(cursor: str, order: str, count: int) -> list[float]:
+    try:
+        made = msgspec.json.decode(base64.urlsafe_b64decode(cursor), type=_Cursor)
+    except (binascii.Error, ValueError):
+        made = _Cursor("", [])
+    if made.order != order or len(made.values) != count:
+        raise InputError(
+            f"The cursor {cursor[:80]!r} does not belong to the order {order!r}.",
+            place="query.cursor",
+            hint="Send `cursor` as the page before gave it, with the same parameters.",
+        )
+    return [*made.values[:-1], int(made.values[-1])]
+
+
+class _Cursor(msgspec.Struct, array_like=True):
+    order: str
+    values: list[float]
+
+
+def _listed(row: Row[Any]) -> ListedGroup:
+    count = len(group_columns())
+    seq, *values = row[count : count + len(group_facts.c)]
+    if seq is None:
+        return ListedGroup(GroupRow(*row[:count]), None)
+    read = dict(zip([column.name for column in group_facts.c][1:], values, strict=True))
+    for name, kind in _IN_JSON.items():
+        read[name] = msgspec.json.decode(read[name], type=kind)
+    return ListedGroup(GroupRow(*row[:count]), GroupFacts(**read))
+
+
+_IN_JSON: Final[dict[str, Any]] = {
+    "rewards": list[float | None],
+    "flags": list[str],
+    "ends": dict[str, int],
+}
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
