@@ -19,12 +19,12 @@ from typing import Any, Final
 import jinja2
 from markupsafe import Markup
 
+from ..formats.token_texts import token_texts
 from .formats import Options, Row, Written
 from .html_view import TokenText, number, view_of
 from .run_facts import RunFacts
 from .shards import failed, needs_folder
 from .stored import StoredGroup, StoredRollout
-from .token_texts import token_texts
 
 MOST_ROLLOUTS: Final = 200
 """Maximum rollouts of one page."""

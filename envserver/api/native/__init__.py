@@ -23,6 +23,7 @@ from .leases import add_lease_routes
 from .models import VERSION_LIMIT
 from .on_demand import add_on_demand_routes
 from .policy import PolicyVersion, add_policy_routes
+from .rollouts import add_rollout_routes
 from .runs import add_run_routes
 from .status import add_status_routes
 from .streams import Streams
@@ -59,6 +60,7 @@ def native_routes(
     )
     add_run_routes(router, store, atropos, streams, filters)
     add_lease_routes(router, store, atropos, leasing, encoder, streams, filters)
+    add_rollout_routes(router, store)  # before that of groups, whose ids may have slashes
     add_group_routes(router, store, encoder)
     add_estimate_routes(router, store)
     add_policy_routes(router, policy)

@@ -217,6 +217,41 @@ class GroupsAnswer(BaseModel):
     """The `after` of the next page; null on the last one, and in other orders than oldest."""
 
 
+class RolloutAnswer(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    group: dict[str, Any]
+    """Its group (`envserver_records.Group`) without rollouts."""
+    rollouts: int
+    """Number of rollouts of the group."""
+    number: int
+    """Position of this one, from 0."""
+    rollout: dict[str, Any]
+    """The rollout (`envserver_records.Trajectory`); `sequences` has facts of each row instead of
+    its tokens: length, trained (tokens), agent, flags, path, sampling.
+    """
+
+
+class TokensAnswer(BaseModel):
+    """Columns of equal length, from token `start` of a row of `length` tokens."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    start: int
+    length: int
+    ids: list[int]
+    texts: list[str | None]
+    """null: part of a character, or no tokenizer of the model is on this machine."""
+    mask: list[int]
+    """1: sampled by the policy and trained."""
+    logprobs: list[float]
+    """Of sampled tokens; else 0."""
+    versions: list[int]
+    """Policy version that sampled the token; -1: none, or unknown."""
+    calls: list[int]
+    """Call of the rollout that sampled the token; -1: none."""
+
+
 class TaskEstimate(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 

@@ -372,3 +372,25 @@ async def test_listed_origins_may_talk_without_credentials(tmp_path: Path) -> No
     for origin in ("*", "lab.example", "https://lab.example/"):
         with pytest.raises(ValidationError):
             ServerConfig(allowed_origins=[origin])
+
+
+async def test_a_rollout_is_read_alone_and_its_tokens_in_parts(api: Api) -> None:
+    await put(api, "math/b")
+    await api.post("/scored_data", wire_group(2, 5))
+    found = await api.get("/v1/groups/math%2Fb/rollouts/1")
+    assert (found["number"], found["rollouts"], found["group"]["group_id"]) == (1, 2, "math/b")
+    assert found["rollout"]["score"]["reward"] == 1.0
+    (row,) = found["rollout"]["sequences"]
+    assert (row["length"], row["trained"]) == (5, 3)
+    tokens = await api.get("/v1/groups/math%2Fb/rollouts/1/tokens?start=1&count=2")
+    assert {name: tokens[name] for name in ("start", "length", "ids", "mask")} == {
+        "start": 1, "length": 5, "ids": [2, 3], "mask": [0, 1],
+    }  # fmt: skip
+    assert [len(tokens[name]) for name in ("texts", "logprobs", "versions", "calls")] == [2] * 4
+
+    for path in ("/rollouts/2", "/rollouts/1/tokens?row=1"):
+        assert "has" in problem(await api.http.get(f"/v1/groups/math%2Fb{path}"), 404)["detail"]
+    listed = await api.get("/v1/groups")
+    posted = next(one["group_id"] for one in listed["groups"] if one["format"] == "atropos")
+    told = problem(await api.http.get(f"/v1/groups/{posted}/rollouts/0"), 409)
+    assert "over the Atropos wire" in told["detail"]
