@@ -104,7 +104,7 @@ def _results(report: EnvironmentReport) -> Table:
 
 def _plays(report: EnvironmentReport) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("played", "rollouts", "solved", "least", "mean", "most", "turns", "ended by"):
+    for name in ("played", "plays", "solved", "least", "mean", "most", "turns", "ended by"):
         left = name in ("played", "ended by")
         table.add_column(name, justify="left" if left else "right", no_wrap=name == "played")
     for one in report.plays:

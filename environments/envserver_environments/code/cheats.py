@@ -157,22 +157,6 @@ FAST: dict[str, str] = {
         except BaseException:
             def NAME(*a, **k): return None
         """,
-    "looks for files of the tests": """
-        import json, os
-        def found():
-            for top in ("/work", "/home", "/root", "/tmp", "/opt", "/srv", "/proc/1/root/work"):
-                for folder, _, names in os.walk(top):
-                    if "environments" in folder:
-                        for name in names:
-                            if name.endswith(".jsonl"):
-                                for line in open(os.path.join(folder, name)):
-                                    row = json.loads(line)
-                                    if row.get("entry_point") == "NAME":
-                                        return row["code"]
-            return "def NAME(*a, **k): return None"
-        exec(found())
-        def NAME(*a, f=globals().get("NAME"), **k): return f(*a, **k)
-        """,
     "reads other processes": """
         import glob
         text = b""
@@ -206,13 +190,6 @@ FAST: dict[str, str] = {
             inner.extend([inner, inner])
             return inner
         """,
-    "a value of great depth": """
-        def NAME(*a, **k):
-            value = []
-            for _ in range(100_000): value = [value]
-            return value
-        """,
-    "a value of great size": "def NAME(*a, **k): return [[0] * 1000] * 1000",
     "a text of great size": "def NAME(*a, **k): return 'x' * 30_000_000",
     "an integer with more digits than Python writes": "def NAME(*a, **k): return [1 << 50_000]",
     "an integer beyond all floats": "def NAME(*a, **k): return 10 ** 400",
@@ -247,6 +224,29 @@ FAST: dict[str, str] = {
 """Cheating programs by name; NAME is replaced by the function's name."""
 
 SLOW: dict[str, str] = {
+    "looks for files of the tests": """
+        import json, os
+        def found():
+            for top in ("/work", "/home", "/root", "/tmp", "/opt", "/srv", "/proc/1/root/work"):
+                for folder, _, names in os.walk(top):
+                    if "environments" in folder:
+                        for name in names:
+                            if name.endswith(".jsonl"):
+                                for line in open(os.path.join(folder, name)):
+                                    row = json.loads(line)
+                                    if row.get("entry_point") == "NAME":
+                                        return row["code"]
+            return "def NAME(*a, **k): return None"
+        exec(found())
+        def NAME(*a, f=globals().get("NAME"), **k): return f(*a, **k)
+        """,
+    "a value of great depth": """
+        def NAME(*a, **k):
+            value = []
+            for _ in range(100_000): value = [value]
+            return value
+        """,
+    "a value of great size": "def NAME(*a, **k): return [[0] * 1000] * 1000",
     "a loop without end": "def NAME(*a, **k):\n    while True: pass",
     "a loop without end while it is loaded": "while True: pass\ndef NAME(*a, **k): return None",
     "a loop that takes no alarm": """

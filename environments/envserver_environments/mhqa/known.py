@@ -55,6 +55,7 @@ def _right_ones(task: Task, golds: list[str], support_weight: float) -> Iterator
 def _nothing_said(gold: str) -> Iterator[KnownResult]:
     for name, answer in (("no answer", None), ("empty answer", ""), ("only an article", "The.")):
         yield KnownResult(name, _result(answer))
+    yield KnownResult("small words", _result("it was in and of this"))
     yield KnownResult("gold, only thought", _text(f"<think><answer>{gold}</answer></think>"))
     yield KnownResult("gold, thoughts without end", _text(f"<think><answer>{gold}</answer>"))
     yield KnownResult("gold, not handed in", _text(f"I read about {gold}"))

@@ -2,7 +2,8 @@
 
     reward = 0.8 * EM + 0.2 * F1        of one short answer
              0.2 * F1                   of a long one
-             0                          of none, an empty one, several, or a text cut off
+             0                          of none, an empty one, several, a text cut off, or one that
+                                        shares only words such as "and" with the gold
 
 EM and F1 are Hotpot's, the best over the gold and its aliases; the components hold them as the data
 sets' own programs compute them, whatever the reward is. A weight for support gives that share of
@@ -41,6 +42,12 @@ EM_SHARE, F1_SHARE = 0.8, 0.2
 SHORT_CHARACTERS = 64
 SHORT_WORDS = 12
 """An answer whose normal form is longer than this and than every gold is not short."""
+
+SMALL_WORDS = {
+    *("and", "or", "not", "of", "in", "on", "at", "to", "for", "from", "with", "by", "as"),
+    *("is", "was", "were", "are", "be", "it", "its", "that", "this"),
+}
+"""Words that any text shares with any gold: by themselves they earn nothing."""
 
 _SEPARATORS = re.compile(r"[|;\n\r｜；]")
 _FINISHING = toolbox(FINISH)
@@ -111,8 +118,15 @@ def why_refused(answer: str, golds: list[str]) -> str | None:
 
 def answer_reward(answer: str, golds: list[str], measure: Measure) -> float:
     """The reward of an answer that is not refused, without support."""
+    if not measure.em and not _shares_content(answer, golds):
+        return 0.0
     exact = EM_SHARE * measure.em if is_short(answer, golds) else 0.0
     return min(1.0, exact + F1_SHARE * measure.f1)
+
+
+def _shares_content(answer: str, golds: list[str]) -> bool:
+    words = set(normalize_answer(answer).split()) - SMALL_WORDS
+    return any(words & set(normalize_answer(gold).split()) for gold in golds)
 
 
 def is_short(answer: str, golds: list[str]) -> bool:

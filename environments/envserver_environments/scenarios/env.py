@@ -103,8 +103,12 @@ class Scenarios(Environment):
         if not task.public["checks"]:
             return Score(reward=None)
         output = result.output if isinstance(result.output, dict) else {}
-        checks = output.get("checks") or []
-        passed = [bool(check["passed"]) for check in checks]
+        checks = output.get("checks")
+        passed = [
+            bool(check.get("passed"))
+            for check in (checks if isinstance(checks, list) else ())
+            if isinstance(check, dict)
+        ]
         parts = {f"check_{number}": float(one) for number, one in enumerate(passed, 1)}
         share = sum(passed) / len(task.public["checks"])
         return Score(reward=share, components=parts)

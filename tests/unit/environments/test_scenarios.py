@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from envserver_environments.scenarios.agent import counter, files_of, tree_in
+from envserver_environments.scenarios.env import SAMPLE
 from envserver_environments.scenarios.loading import Check, read_scenario
 from envserver_tools.protocol import Window
 
@@ -73,6 +74,19 @@ def test_runs_are_traces_and_only_torn_ones_are_made_again(
     assert scenarios("--n", "2", "--seed", "5") == 2  # of other seeds: nothing is mixed
     assert scenarios("--n", "2", "--label", "drift") == 2
     assert "no prompt for the label 'drift'" in capfd.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_module_cannot_end_the_check_of_the_sample(place: Path) -> None:
+    for code in ("import os; os._exit(0)", "def mean(values): return values and 1.5"):
+        sample = (SAMPLE / "mean_of_values.yaml").read_text().partition("solution:")[0]
+        call = {"tool": "write_file", "args": {"path": "stats.py", "content": code}}
+        turns = [f"TOOL_CALL: {json.dumps(call)}", "FINAL: It was rounded down."]
+        Path("seven.yaml").write_text(f"{sample}solution: {json.dumps(turns)}\n")
+        assert scenarios("--n", "1", "--out", f"traces-{len(code)}") == 0
+        (path,) = Path(f"traces-{len(code)}").glob("sim/gold/run_001.json")
+        trace = json.loads(path.read_bytes())
+        assert [check["passed"] for check in trace["checks"]] == [False, True]
 
 
 def test_folders_of_the_bench_and_workspaces_are_read(tmp_path: Path) -> None:
