@@ -9,6 +9,7 @@ lost, except for results that no agent produces. `running.check_plays` plays the
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -19,7 +20,8 @@ import orjson
 from envserver_records.errors import EnvserverError
 from envserver_records.records import Result, Score, Task, pack
 
-from ..environment import Environment, KnownResult
+from ..environment import Environment, KnownResult, answer_text
+from ..models.sim.tokenizer import SimTokenizer
 from .absurd import MAY_RAISE, absurd_results, strings_in
 from .check_report import EnvironmentReport, Kind, Played, Wrong
 from .rewards import RewardRules, delivered_score, range_of, rules_of_rewards
@@ -39,6 +41,8 @@ Progress = Callable[[int, int], None]
 
 class Scorer(Protocol):
     """Scores and lists tasks like `ScorerPool`."""
+
+    needs_token_ids: bool
 
     async def score(self, task: Task, result: Result) -> Score: ...
 
@@ -270,10 +274,25 @@ async def _verdict(
 
 async def _score(scorer: Scorer, task: Task, result: Result) -> Score:
     """Scores as for rollouts: a scorer that failed is asked once more."""
+    if scorer.needs_token_ids:
+        ids = await asyncio.to_thread(_simulated_ids, result)
+        result = msgspec.structs.replace(result, completion_ids=ids)
     try:
         return await scorer.score(task, result)
     except SCORING_FAILURES:
         return await scorer.score(task, result)
+
+
+def _simulated_ids(result: Result) -> list[int]:
+    """Returns the tokens of the answer, as the simulated engine would sample them."""
+    tokenizer = _tokenizer()
+    text = answer_text(result).encode("utf-8", "replace").decode()
+    return [*tokenizer.encode(text), tokenizer.im_end]
+
+
+@functools.cache
+def _tokenizer() -> SimTokenizer:
+    return SimTokenizer()
 
 
 def _cause(error: EnvserverError) -> str:

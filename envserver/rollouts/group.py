@@ -257,8 +257,6 @@ async def _try_member(
 ) -> Member:
     async with context.slots:
         finished = await run_once(context, request, rollout_id, attempt)
-    if context.scorer.needs_token_ids:
-        finished.result.completion_ids = trained_ids(finished.sequences)
     with within(current().child("score", {"envserver.environment": request.env})) as span:
         spent = ScoringSpent()
         score = await score_once(context.scorer, request.task, finished.result, spent)
@@ -295,7 +293,7 @@ async def run_once(
 ) -> Finished:
     """Runs one attempt of a rollout, without scoring it."""
     with _demonstrated(context, request.task, rollout_id):
-        return await run_attempt(
+        finished = await run_attempt(
             attempt_spec(context, request.task, rollout_id, attempt),
             proxy=context.proxy,
             proxy_url=context.proxy_url,
@@ -304,6 +302,9 @@ async def run_once(
             staleness=context.staleness,
             keep_calls=context.keep_calls,
         )
+    if context.scorer.needs_token_ids:
+        finished.result.completion_ids = trained_ids(finished.sequences)
+    return finished
 
 
 @contextlib.contextmanager

@@ -139,8 +139,12 @@ def answer(request: bytes) -> ScorerAnswer:
 
 
 def declared() -> Declared:
+    """Returns what the environment of this process declares."""
+    return declared_by(_environment())
+
+
+def declared_by(environment: Environment) -> Declared:
     """Returns what the environment declares. Raises ConfigError if its rewards have no range."""
-    environment = _environment()
     return Declared(
         limits=ScoreLimits(
             cpu_seconds=float(environment.score_cpu_seconds),

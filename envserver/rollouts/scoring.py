@@ -92,7 +92,8 @@ class ScorerPool:
     Args:
         env_reference: as `registry.find` takes it; a path should be absolute.
         env_config: the fields of the environment's Config.
-        processes: number of scorer processes.
+        processes: number of scorer processes; 0: nothing is scored here, see `declared`.
+        declared: what the environment declares, where there is no process to ask.
         sandbox_address: where the environment's `sandboxes` are made; unset: it has none.
         rubric: scores instead of the environment (see `rubric`); its file should be absolute.
         judge: what `self.judge` asks; it stays open for as long as this pool.
@@ -105,6 +106,7 @@ class ScorerPool:
         env_config: dict[str, Any],
         processes: int,
         *,
+        declared: Declared | None = None,
         sandbox_address: str | None = None,
         rubric: str | None = None,
         judge: JudgeServer | None = None,
@@ -118,6 +120,7 @@ class ScorerPool:
         self._limits = ScoreLimits(
             cpu_seconds=math.inf, timeout_seconds=START_TIMEOUT_SECONDS
         )  # until the environment is loaded
+        self._declared = declared
         self._rules: RewardRules | None = None
         self.needs_token_ids = False
         """Whether scores need `Result.completion_ids`; known once the context is entered."""
@@ -138,7 +141,8 @@ class ScorerPool:
         if failure is not None:
             await self._close()
             _raise(failure)
-        declared: Declared = outcomes[0].value
+        declared: Declared | None = outcomes[0].value if outcomes else self._declared
+        assert declared is not None
         self._limits, self._rules = declared.limits, declared.rewards
         self.needs_token_ids = declared.token_ids
         for scorer in self._scorers:

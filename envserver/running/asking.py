@@ -123,7 +123,9 @@ async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[Rollout
     """Starts what the rollout needs; with `person` as the model, if given."""
     settings, environment = asking.spec.settings, asking.environment
     if person is None:
-        async with rollout_context(settings, environment, asking.spec.reference) as context:
+        async with rollout_context(
+            settings, environment, asking.spec.reference, scores_here=settings.debug
+        ) as context:
             yield context
         return
     async with (
@@ -133,6 +135,7 @@ async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[Rollout
             settings,
             environment,
             asking.spec.reference,
+            scores_here=settings.debug,
             shared=SharedEngine(
                 engine,
                 EngineEndpoint(engine, tokens=settings.tokens),

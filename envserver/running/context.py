@@ -30,6 +30,7 @@ from ..rollouts.events import Event, Observer
 from ..rollouts.group import Demonstrator, RolloutContext
 from ..rollouts.provenance import made_with
 from ..rollouts.roles import roles_of
+from ..rollouts.scorer_process import declared_by
 from ..rollouts.scoring import ScorerPool
 from ..rollouts.staleness import StalenessMonitor
 from ..rollouts.untrained import UntrainedCeiling
@@ -120,6 +121,7 @@ async def rollout_context(
     need_exact: bool = False,
     drop_zero_variance: bool = False,
     for_training: bool = False,
+    scores_here: bool = False,
     shared: SharedEngine | None = None,
     is_up: Callable[[str], None] = lambda part: None,
     egress_addresses_for_tests: Mapping[str, str] | None = None,
@@ -130,6 +132,7 @@ async def rollout_context(
         shared: the engine, if others use it too; default: a new one.
         for_training: the groups are for a trainer, so `tokens.max_untrained_share` applies.
         egress_addresses_for_tests: see `EgressRules`; no setting sets it.
+        scores_here: the caller scores in this process, so no scorer processes are started.
         is_up: called with "workers" and "scorers" as soon as they are up.
         need_engine: whether the engine must answer now. If False it may come up later; then its
             model must be set.
@@ -176,7 +179,8 @@ async def rollout_context(
         scorer = ScorerPool(
             reference,
             environment.config.model_dump(mode="json"),
-            _scorers(settings, shared.judge),
+            0 if scores_here else _scorers(settings, shared.judge),
+            declared=declared_by(environment) if scores_here else None,
             sandbox_address=address,
             judge=shared.judge,
         )

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TypeVar
 
 import msgspec
-from envserver_records.errors import ConfigError, RolloutError
+from envserver_records.errors import ConfigError, EnvserverError, RolloutError
 from envserver_records.records import Result, Score, Task, Trajectory
 
 from ..environment import Environment
@@ -38,7 +38,7 @@ class EnvironmentRaised(Exception):
 
     Args:
         error: what it raised; its traceback begins in the environment's code.
-        place: "tasks", "rollout" or "score".
+        place: "tasks", "prepare_scoring", "rollout" or "score".
     """
 
     def __init__(self, error: Exception, place: str, environment: type[Environment]) -> None:
@@ -73,6 +73,7 @@ async def run_here(
     """Runs and scores the task of `request` once, in this process.
 
     Args:
+        context: without scorer processes (`rollout_context(scores_here=True)`).
         scored: its answer is known; else its score has no reward.
 
     Raises:
@@ -82,6 +83,12 @@ async def run_here(
     """
     pool = DebugPool(stops=False)
     here = msgspec.structs.replace(context, pool=pool)
+    judge = context.scorer.judge
+    if scored:
+        if judge is not None:
+            environment.judge = ScorerJudge(judge.register(nullcontext))
+        _prepare_scoring(environment)
+        context.scorer.needs_token_ids = environment.scores_token_ids
     try:
         finished = await run_once(here, request, f"{request.group_id}-r0", 1)
     except RolloutError:
@@ -92,12 +99,19 @@ async def run_here(
         raise EnvironmentRaised(pool.error, "rollout", type(environment)) from None
     score = Score(reward=None)
     if scored:
-        judge = context.scorer.judge
-        if judge is not None:
-            environment.judge = ScorerJudge(judge.register(nullcontext))
         in_thread = judge is not None  # which answers from this thread's loop
         score = await _scored(environment, request.task, finished.result, in_thread=in_thread)
     return trajectory_of(context, request, 0, Member(1, finished, score), score)
+
+
+def _prepare_scoring(environment: Environment) -> None:
+    """Raises EnvironmentRaised if the environment's method raises."""
+    try:
+        environment.prepare_scoring()
+    except EnvserverError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the environment's code
+        raise EnvironmentRaised(error, "prepare_scoring", type(environment)) from None
 
 
 async def _scored(
@@ -113,7 +127,6 @@ async def _scored(
         ScorerError, RewardError: its score is not valid.
     """
     try:
-        environment.prepare_scoring()
         if in_thread and not inspect.iscoroutinefunction(environment.score):
             score = await asyncio.to_thread(environment.score, task, result)
         else:

@@ -39,6 +39,7 @@ from ..rollouts.replaying import (
 from ..rollouts.score_once import score_once
 from ..rollouts.stream import GroupRequest
 from ..telemetry.tracing import NO_TRACER
+from ..tokens.builder import trained_ids
 from ..workers.debugging import DebugPool
 from .context import SharedEngine, rollout_context
 from .judging import beside_source, folder_of, judge_of
@@ -274,6 +275,8 @@ async def _played(record: Record, parts: RolloutContext, task: Task, player: Pla
         return Replayed(player.played, player.left, player.difference, str(error))
     if player.difference is not None:
         return Replayed(player.played, player.left, player.difference)
+    if parts.scorer.needs_token_ids and finished.result.completion_ids is None:
+        finished.result.completion_ids = trained_ids(rollout.rows)  # the record has them
     try:
         score = await score_once(parts.scorer, task, finished.result)
     except RolloutError as error:

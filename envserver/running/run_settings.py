@@ -181,8 +181,8 @@ class RunSettings(Settings):
     task: str | None = None
     """Id of a task of the environment to run instead of a question; its reward is shown."""
     debug: bool = False
-    """Run the environment in this process: `breakpoint()` works in `tasks`, `rollout` and `score`,
-    and the traceback of an error is the environment's. No time limit."""
+    """Run the environment in this process: `breakpoint()` works in `tasks`, `prepare_scoring`,
+    `rollout` and `score`, and the traceback of an error is the environment's. No time limit."""
     without_walls: bool = False
     """Let --debug run agents that execute the model's code in their own process: code that the
     model wrote then runs in this process.

@@ -60,11 +60,17 @@ class Sums(Environment):
             for call in reply.tool_calls:
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": "noted"})
 
+    def prepare_scoring(self):
+        self.look("prepare_scoring")
+        self.bonus = 0.0
+        if self.config.stops:
+            breakpoint()
+
     def score(self, task, result):
         self.look("score")
         if self.config.stops:
             breakpoint()
-        return Score(reward=float(result.output.endswith(task.hidden["answer"])))
+        return Score(reward=self.bonus + float(result.output.endswith(task.hidden["answer"])))
 
     def demonstration(self, task):
         return [{"role": "assistant", "content": f"It is {task.hidden['answer']}"}]
@@ -79,21 +85,22 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_breakpoints_work_in_tasks_rollout_and_score(place: Path) -> None:
-    typed = "p number\nc\np task.id\nc\np result.output\nc\n"
+def test_breakpoints_work_in_all_of_the_environment(place: Path) -> None:
+    typed = "p number\nc\np self.bonus\nc\np task.id\nc\np result.output\nc\n"
     ran = envserver(*TASK, *SIM, "--debug", "--env.stops", "true", folder=place, input=typed)
     assert ran.returncode == 0, ran.stderr
     seen = ran.stdout.split("(Pdb)")
     assert "sums.py" in seen[0] and "tasks()" in seen[0] and seen[1].startswith(" 3")
-    assert "rollout()" in seen[2] and "the agent has t3" in seen[2] and seen[3].startswith(" 't3'")
-    assert "score()" in seen[4] and seen[5].startswith(" 'It is 4'")
+    assert "prepare_scoring()" in seen[2] and seen[3].startswith(" 0.0")
+    assert "rollout()" in seen[4] and "the agent has t3" in seen[4] and seen[5].startswith(" 't3'")
+    assert "score()" in seen[6] and seen[7].startswith(" 'It is 4'")
     assert "Reward: 1" in ran.stderr
     document = json.loads((place / "t3.json").read_text())
     assert document["metadata"]["reward"] == 1.0 and document["final_answer"] == "It is 4"
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("fails", ["tasks", "rollout", "score"])
+@pytest.mark.parametrize("fails", ["tasks", "prepare_scoring", "rollout", "score"])
 def test_the_traceback_is_the_environments(
     place: Path, fails: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,7 +216,7 @@ def test_a_changed_file_runs_the_task_again(place: Path) -> None:
     try:
         terminal.until("Reward: 1")
         terminal.until("Waiting for a change")
-        changed = ENVIRONMENT.replace("reward=float(", "reward=0.5 * float(")
+        changed = ENVIRONMENT.replace("self.bonus + float(", "0.5 * float(")
         (place / "sums.py").write_text(changed)
         terminal.until("sums.py has changed: running again.")
         terminal.until("Reward: 0.5")

@@ -236,6 +236,39 @@ def test_check_is_green_for_a_file_that_names_rows(folder: Path) -> None:
     assert ran.returncode == 1 and "empty text, task row-" in ran.stdout
 
 
+@pytest.mark.thorough  # five commands
+def test_functions_of_the_sampled_tokens_get_them_in_every_command(folder: Path) -> None:
+    (folder / "lengths.py").write_text(
+        "def right(answer, output):\n    return output.strip() == answer\n\n"
+        "def tokens(completion_ids, **columns):\n    return [min(len(completion_ids[0]), 1000)]\n"
+    )
+    names = ("--env.reward", "lengths.py:right", "--env.reward", "lengths.py:tokens=-0.0001")
+    flags = ("--env", "sums.jsonl", "--env.prompt", "question", *names)
+    play = ("--model", "sim", "--sim.solve_probability", 1, "--sim.openers", "false")
+
+    def ran(*words: object) -> str:
+        done = envserver(*words, folder=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def lengths(path: str) -> list[float]:
+        groups = [json.loads(line) for line in (folder / path).read_text().splitlines()]
+        told = [one for group in groups for one in group["envserver"]["rollouts"]]
+        return [one["components"]["tokens"] for one in told]
+
+    bounds = ("--env.reward_range", "[-10, 1]", "--env.solved_at", 0.9)
+    assert "All checks passed." in ran("check", *flags, *bounds, "--plays", 1)
+    ran("process", *flags, *bounds, *play, "--env.group_size", 2, "--out", "out.jsonl")
+    assert len(lengths("out.jsonl")) == 6 and min(lengths("out.jsonl")) >= 2
+    ran("rescore", "out.jsonl", *flags, *bounds, "--out", "again.jsonl")
+    assert lengths("again.jsonl") == lengths("out.jsonl")
+    (first, *_) = (folder / "out.jsonl").read_text().splitlines()
+    told = json.loads(first)["envserver"]["rollouts"][0]
+    ran("replay", "out.jsonl", "--rollout", told["rollout_id"], *flags, *bounds)
+    ran("run", *flags, *bounds, *play, "--task", "row-0", "--debug", "-o", "t.json")
+    assert json.loads((folder / "t.json").read_text())["metadata"]["reward"] > 0.9
+
+
 def test_the_command_says_what_is_wrong(folder: Path) -> None:
     (folder / "bad.jsonl").write_text(BAD)
     flags = ["--env.prompt", "question", "--env.reward", "my_rewards.py:exact"]
