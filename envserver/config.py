@@ -392,6 +392,10 @@ class ServerConfig(Section):
     """Seconds without a heartbeat until a remote runner's share goes to the others."""
     drain_seconds: float = Field(default=60.0, ge=0)
     """`serve`: seconds for open groups to finish on shutdown; then they are cancelled."""
+    openenv_sessions: int = Field(default=64, ge=0)
+    """`serve`: maximum OpenEnv episodes in progress, each in the place of a rollout; 0: none."""
+    openenv_idle_seconds: float = Field(default=600.0, gt=0)
+    """Seconds without a message until an OpenEnv session is closed."""
     allowed_hosts: list[str] = []
     """Additional host names that requests may use if there are no access tokens."""
     allowed_origins: list[Annotated[str, Field(pattern=r"^https?://[a-z0-9.:\[\]-]+$")]] = []

@@ -35,7 +35,14 @@ os.environ.setdefault("SSL_CERT_FILE", str(ROOT / "tests" / "support" / "one_aut
 settings.register_profile("any_speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any_speed")
 _TOLD: list[str] = []
-_PEERS = {"vllm_server", "vllm_python", "atropos_python", "learn_python", "trainers_python"}
+_PEERS = {
+    "vllm_server",
+    "vllm_python",
+    "atropos_python",
+    "openenv_python",
+    "learn_python",
+    "trainers_python",
+}
 _FIRST = ("vllm", "tests/hostile/test_hostile.py")
 
 
@@ -147,6 +154,12 @@ def vllm_python(request: pytest.FixtureRequest) -> Path:
 def atropos_python(request: pytest.FixtureRequest) -> Path:
     """The Python in which PyPI's atroposlib is installed."""
     return _python_of(".venv-atropos", "make atropos-peer", request.config)
+
+
+@pytest.fixture(scope="session")
+def openenv_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which PyPI's openenv is installed."""
+    return _python_of(".venv-openenv", "make openenv-peer", request.config)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from ..config import RetentionConfig, ServerConfig
 from ..formats.atropos import ScoreRange
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
+from ..rollouts.episodes import Episodes
 from ..rollouts.ordered import Orders
 from ..store import GroupStore
 from ..store.demand import Demand
@@ -33,6 +34,7 @@ from .direct import DirectPosts
 from .health import Health, health_routes, store_probe
 from .metrics import CountedRequests, Metrics, metric_routes
 from .native import FilterWarnings, PolicyVersion, native_routes
+from .openenv import mount_openenv
 from .queue_limit import QueueLimit
 from .runners.metrics import RunnerMetrics, count_runners
 from .runners.registry import RunnerRegistry
@@ -60,6 +62,7 @@ def create_api(
     retention: RetentionConfig | None = None,
     runners: RunnerRegistry | None = None,
     orders: Orders | None = None,
+    episodes: Episodes | None = None,
 ) -> FastAPI:
     """Builds the application.
 
@@ -77,6 +80,7 @@ def create_api(
         retention: which delivered groups are deleted from the store; None: none.
         environments: the registry of runners; None: a new one with the default capacity.
         orders: makes rollouts on demand; None: those routes do not exist.
+        episodes: serves OpenEnv's protocol at /openenv/{environment}; None: it does not.
     """
     runners = runners or RunnerRegistry(
         store,
@@ -143,6 +147,8 @@ def create_api(
         )
     )
     app.include_router(health_routes(health or _store_only(store)))
+    if episodes is not None:
+        mount_openenv(app, episodes, settings.openenv_idle_seconds)
     if metrics is not None:
         metrics.add(RunnerMetrics(runners).families)
         app.include_router(metric_routes(metrics))

@@ -56,6 +56,8 @@ class BootstrapApp:
                 run = scope["path"].removeprefix(_RUNS).partition("/")[0]
                 bind_contextvars(run=run[:_MOST_NAME])
             await _Visit(self._closing, receive, send).to(self._inside or self._early, scope)
+        else:  # a WebSocket, which the HTTP server ends with itself
+            await (self._inside or self._early)(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()

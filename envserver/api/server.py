@@ -33,6 +33,8 @@ HttpFactory = Callable[..., asyncio.Protocol]
 
 _BACKLOG: Final = 2048
 _GRACE_SECONDS: Final = 2
+_LARGEST_FRAME: Final = 16 * 1024 * 1024
+"""Bytes of one message of a WebSocket."""
 
 
 class RunningServer:
@@ -190,12 +192,17 @@ async def serve_api(
 def _configured(
     app: ASGIApp, settings: ServerConfig | None, http: HttpFactory | None
 ) -> uvicorn.Config:
-    more: dict[str, Any] = {"http": http or "httptools"}
+    more: dict[str, Any] = {"http": http or "httptools", "ws": "none"}
     if settings is not None:
-        more = {"http": partial(BoundedHttp, bounds=HttpBounds.of(settings))}
+        more = {
+            "http": partial(BoundedHttp, bounds=HttpBounds.of(settings)),
+            "ws": "websockets-sansio",
+            "ws_max_size": min(settings.max_body_bytes, _LARGEST_FRAME),
+            # Sessions have a limit of silence; a client that trains may not answer a ping.
+            "ws_ping_interval": None,
+        }
     config = uvicorn.Config(
         app,
-        ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,

@@ -43,7 +43,7 @@ class Engine(Protocol):
     """
 
     kind: str
-    """"openai" or "sim"."""
+    """"openai", "sim" or "played"."""
     exact: bool
     """Whether it returns token ids and logprobs."""
 

@@ -89,6 +89,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
         agents: the route of each declared agent by name, the main one first; empty: a single agent.
         isolation: of its worker; code of the model can reach it if that is "sandboxed".
         keep_services: whether to record the requests to services and their answers.
+        endpoint: name of the engine where no agents are declared; "" for the run's engine.
     """
 
     rollout_id: str
@@ -105,6 +106,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     agents: dict[str, AgentRoute] = msgspec.field(default_factory=dict)
     isolation: Isolation = "pooled"
     keep_services: bool = False
+    endpoint: str = ""
 
     def agent(self, name: str | None) -> str | None:
         """Returns the agent for a request that names `name`; without a name, the main agent.
@@ -125,7 +127,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     def route(self, agent: str | None) -> AgentRoute:
         """Returns the route of `agent`."""
         known = self.agents.get(agent or "")
-        return known or AgentRoute(model=self.model, sampling=self.sampling)
+        return known or AgentRoute(model=self.model, sampling=self.sampling, endpoint=self.endpoint)
 
     def routing_key(self, agent: str | None) -> str:
         """Returns the routing key of `agent`'s calls: calls with one key go to one replica."""

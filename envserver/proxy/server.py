@@ -60,6 +60,8 @@ from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
 from .services import TOOLS_PREFIX, ServiceRouter
 from .worker import refuse_result, rollout_body, take_actions, take_log, take_result, take_rewards
 
+PLAYED = "played:"
+"""The endpoint of agents that somebody plays (`AgentRoute.endpoint`); no agent has such a name."""
 _REMEMBER_SEALED_SECONDS = 60.0
 _HEALTH_SECONDS = 1.0
 _NO_RETRY = ((b"x-should-retry", b"false"),)
@@ -92,6 +94,7 @@ class Proxy:
         engine: must be open while the proxy is used; the proxy neither opens nor closes it.
         endpoint: how attempts' calls reach the engine; default: through its chat API only.
         endpoints: those of agents with their own engine or model, by `AgentRoute.endpoint`.
+        played: the one of agents that somebody plays; default: nobody plays here.
         sandboxes: owner of the agents' sandboxes; default: none.
         services: the environment's services by name; default: none.
         hooks: what the environment does to model calls; default: nothing.
@@ -107,6 +110,7 @@ class Proxy:
         *,
         endpoint: EngineEndpoint | None = None,
         endpoints: Mapping[str, EngineEndpoint] | None = None,
+        played: EngineEndpoint | None = None,
         sandboxes: SandboxHost | None = None,
         services: Mapping[str, Service] | None = None,
         hooks: HookFunctions | None = None,
@@ -118,6 +122,9 @@ class Proxy:
         self._engine = engine
         self._endpoint = endpoint or EngineEndpoint(engine)
         self._endpoints = {**(endpoints or {}), "": self._endpoint}
+        self._own = dict(endpoints or {})
+        if played is not None:
+            self._endpoints[PLAYED] = played
         self._sandboxes = sandboxes
         self._services = ServiceRouter({} if services is None else services)
         self.egress = egress
@@ -152,12 +159,12 @@ class Proxy:
         """Describes for people how the engine is called; empty until it answered once.
 
         `agents` describes the engines of agents that have their own."""
-        others = {name: one.described() for name, one in self._endpoints.items() if name}
+        others = {name: one.described() for name, one in self._own.items()}
         return {**self._endpoint.described(), **({"agents": others} if others else {})}
 
     def engine_identity(self) -> dict[str, Any]:
         """Returns what the engines say of themselves and of their models, for the record."""
-        others = {name: one.identity() for name, one in self._endpoints.items() if name}
+        others = {name: one.identity() for name, one in self._own.items()}
         return {**self._endpoint.identity(), **({"agents": others} if others else {})}
 
     @property

@@ -17,6 +17,7 @@ from ..config import RolloutsConfig, Settings, WorkersConfig
 from ..environment import AgentRole, Environment, Isolation
 from ..judges.server import JudgeServer
 from ..models.measured import MeasuredEngine
+from ..models.played import PlayedEngine
 from ..proxy.bounds import AttemptBounds
 from ..proxy.egress import Egress
 from ..proxy.egress_rules import EgressRules
@@ -123,6 +124,7 @@ async def rollout_context(
     for_training: bool = False,
     scores_here: bool = False,
     shared: SharedEngine | None = None,
+    played: PlayedEngine | None = None,
     is_up: Callable[[str], None] = lambda part: None,
     egress_addresses_for_tests: Mapping[str, str] | None = None,
 ) -> AsyncIterator[RolloutContext]:
@@ -131,6 +133,7 @@ async def rollout_context(
     Args:
         shared: the engine, if others use it too; default: a new one.
         for_training: the groups are for a trainer, so `tokens.max_untrained_share` applies.
+        played: what answers for agents that somebody plays; None: nobody does.
         egress_addresses_for_tests: see `EgressRules`; no setting sets it.
         scores_here: the caller scores in this process, so no scorer processes are started.
         is_up: called with "workers" and "scorers" as soon as they are up.
@@ -167,6 +170,7 @@ async def rollout_context(
             engine,
             endpoint=endpoint,
             endpoints={name: one.endpoint for name, one in own.items()},
+            played=None if played is None else EngineEndpoint(played, tokens=settings.tokens),
             sandboxes=host,
             services=services,
             hooks=hooks_of(environment),

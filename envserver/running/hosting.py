@@ -15,8 +15,10 @@ from ..api.health import Health, engine_probe
 from ..api.runners.local_sink import LocalEnvironmentSink
 from ..api.runners.registry import RunnerRegistry
 from ..config import MixSettings
+from ..models.played import PlayedEngine
 from ..rollouts.auditor import Auditor
 from ..rollouts.capacity import Bounds
+from ..rollouts.episodes import Episodes
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.mixing import Shares, Turns, targets
@@ -48,6 +50,7 @@ class Hosted(msgspec.Struct, frozen=True):
         schedulers: decide which rollouts run when.
         elsewhere: environments on other machines.
         orders: rollouts that are made on demand.
+        episodes: rollouts whose model is played by clients.
     """
 
     room: SharedEngine
@@ -58,6 +61,7 @@ class Hosted(msgspec.Struct, frozen=True):
     elsewhere: RunnerRegistry
     schedulers: Several
     orders: Orders
+    episodes: Episodes
     tally: Tally
 
     @property
@@ -77,6 +81,7 @@ class Hosted(msgspec.Struct, frozen=True):
             _status(self.parts, self.schedulers, self.tally)
             | _flow(self.tally, self.staleness, self.demand)
             | {"audit": self.auditor.report(), "ordered": self.orders.snapshot()}
+            | {"open_episodes": self.episodes.open}
         )
 
 
@@ -108,7 +113,10 @@ async def hosted(members: Members, server: BootstrapServer) -> AsyncIterator[Hos
             is not None
         }
         observe = partial(_observer, tally, numbers, auditor, curricula)
-        parts = await stack.enter_async_context(_machineries(members, room, observe, server.health))
+        players = PlayedEngine()
+        parts = await stack.enter_async_context(
+            _machineries(members, room, players, observe, server.health)
+        )
         await stack.enter_async_context(auditor)
         demand = _demand(members, server.store)
         most_staleness = settings.rollouts.most_staleness
@@ -118,6 +126,8 @@ async def hosted(members: Members, server: BootstrapServer) -> AsyncIterator[Hos
             silent_after_seconds=settings.server.silent_after_seconds,
             stretches=most_staleness is None,
         )
+        orders = await stack.enter_async_context(Orders(parts, StoreOrderSink(server.store)))
+        episodes = Episodes(parts, players, orders.book, settings.server.openenv_sessions)
         host = Hosted(
             room=room,
             parts=parts,
@@ -128,7 +138,8 @@ async def hosted(members: Members, server: BootstrapServer) -> AsyncIterator[Hos
             schedulers=await _schedulers(
                 members, parts, server.store, demand, elsewhere, curricula
             ),
-            orders=await stack.enter_async_context(Orders(parts, StoreOrderSink(server.store))),
+            orders=orders,
+            episodes=await stack.enter_async_context(episodes),
             tally=tally,
         )
         for source in (
@@ -193,7 +204,11 @@ def _warn(event: GroupDropped, tally: Tally) -> None:
 
 @contextlib.asynccontextmanager
 async def _machineries(
-    members: Members, room: SharedEngine, observe: Callable[[str], Observer], health: Health
+    members: Members,
+    room: SharedEngine,
+    players: PlayedEngine,
+    observe: Callable[[str], Observer],
+    health: Health,
 ) -> AsyncIterator[list[RolloutContext]]:
     """Starts what runs the rollouts of each environment."""
     async with contextlib.AsyncExitStack() as stack:
@@ -210,6 +225,7 @@ async def _machineries(
                 drop_zero_variance=config.ensure_scores_are_not_same is not False,
                 for_training=True,
                 shared=room,
+                played=players,
                 is_up=partial(_found, health, one.environment.name),
             )
             parts.append(await stack.enter_async_context(made))

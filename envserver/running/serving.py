@@ -141,6 +141,7 @@ def _api(members: Members, server: BootstrapServer, host: Hosted) -> FastAPI:
         retention=settings.retention,
         runners=host.elsewhere,
         orders=host.orders,
+        episodes=host.episodes,
     )
 
 

@@ -2,9 +2,9 @@
 
 ASGI middlewares. `Access` runs before anything reads a body: without a valid token the response is
 401, with another role 403, above the quota 429. What holds: a response never reveals whether a
-token exists, has expired or was revoked, nor, without a token, which routes exist; a stream ends
-when its token is revoked. `KnownNames` is for servers without tokens, which only this machine can
-reach.
+token exists, has expired or was revoked, nor, without a token, which routes exist; a stream or a
+WebSocket ends when its token is revoked. `KnownNames` is for servers without tokens, which only
+this machine can reach.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .tokens import AccessTokens, Token
 log = structlog.get_logger(__name__)
 
 _MOST_HOSTS: Final = 64
+_POLICY_VIOLATION: Final = 1008
 _HINT: Final = "Send `Authorization: Bearer TOKEN`; `envserver token create` makes tokens."
 
 
@@ -62,12 +63,13 @@ class Access:
         self._strangers = Strangers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         rules = rules_of(scope["path"])
-        # Routes that answer GET may also answer HEAD.
-        rule = rules.get("GET" if scope["method"] == "HEAD" else scope["method"])
+        # A WebSocket begins with a GET; routes that answer GET may also answer HEAD.
+        method = scope.get("method", "GET")
+        rule = rules.get("GET" if method == "HEAD" else method)
         if rule is not None and rule.roles is None:
             await self._app(scope, receive, send)
             return
@@ -113,7 +115,9 @@ class _Passing:
         if self._revoked:
             return {"type": "http.disconnect"}
         message = await self._receive()
-        self._usage.moved(len(message.get("body", b"")))
+        if message["type"] == "websocket.receive" and not self._tokens.is_valid(self._token):
+            return {"type": "websocket.disconnect", "code": _POLICY_VIOLATION}
+        self._usage.moved(_size(message))
         return message
 
     async def send(self, message: Message) -> None:
@@ -122,8 +126,13 @@ class _Passing:
         if message.get("more_body", False) and not self._tokens.is_valid(self._token):
             self._revoked = True
             message = {"type": "http.response.body", "body": b"", "more_body": False}
-        self._usage.moved(len(message.get("body", b"")))
+        self._usage.moved(_size(message))
         await self._send(message)
+
+
+def _size(message: Message) -> int:
+    """Returns the size of what a message carries: a body, or a frame of a WebSocket."""
+    return len(message.get("body") or message.get("bytes") or message.get("text") or b"")
 
 
 @contextmanager
@@ -197,7 +206,7 @@ class KnownNames:
         self._may_be_once = lru_cache(_MOST_HOSTS)(self._may_be)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._is_known(scope):
+        if scope["type"] in ("http", "websocket") and not self._is_known(scope):
             error = Misdirected(
                 "The server does not go by this name.",
                 hint="--server.allowed_hosts NAME allows it, or access tokens do.",

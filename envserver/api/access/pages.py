@@ -42,7 +42,7 @@ class KnownPages:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _is_change(scope) and self._is_foreign(scope):
+        if _is_change(scope) and self._is_foreign(scope):
             message = (
                 "A page of another origin may not change anything here;"
                 " --server.allowed_origins lists those that may."
@@ -65,6 +65,8 @@ class KnownPages:
 
 
 def _is_change(scope: Scope) -> bool:
+    if scope["type"] != "http":
+        return bool(scope["type"] == "websocket")
     if scope["method"] not in ("GET", "HEAD"):
         return bool(scope["method"] != "OPTIONS")
     rule = rules_of(scope["path"]).get("GET")

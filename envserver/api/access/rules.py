@@ -94,6 +94,16 @@ RULES: Final = (
     Rule("GET", "/status-env", ENVIRONMENT, is_change=True),
     Rule("POST", "/scored_data", ENVIRONMENT),
     Rule("POST", "/scored_data_list", ENVIRONMENT),
+    # OpenEnv: an application for each environment
+    Rule("GET", "/openenv/{env}/openapi.json", EVERYBODY),
+    Rule("GET", "/openenv/{env}/health", EVERYBODY),
+    Rule("GET", "/openenv/{env}/metadata", EVERYBODY),
+    Rule("GET", "/openenv/{env}/schema", EVERYBODY),
+    Rule("GET", "/openenv/{env}/state", TRAINER),
+    Rule("POST", "/openenv/{env}/reset", TRAINER),
+    Rule("POST", "/openenv/{env}/step", TRAINER),
+    Rule("POST", "/openenv/{env}/mcp", TRAINER),
+    Rule("GET", "/openenv/{env}/ws", TRAINER),
 )
 
 

@@ -1,0 +1,304 @@
+"""Episodes: rollouts whose model is played from outside, one turn after the other.
+
+In: a task, and the answers of whoever plays the model. Out: the requests of the environment's own
+`rollout` to the model, then its score. What always holds: agent, services, sandboxes, limits and
+scorers are those of any rollout, so every environment can be played; the player sees what a model
+would see; an episode that is closed or fails frees all that it held; a failure that is not the
+player's is raised, and never a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+from envserver_records.errors import (
+    ConfigError,
+    ConflictError,
+    InputError,
+    NotFoundError,
+    Unscorable,
+    UsageError,
+)
+from envserver_records.records import Message, Split, Task
+from envserver_records.scores import TurnReward
+
+from ..environment import Environment
+from ..models.played import Asked, PlayedEngine
+from ..proxy.attempts import AgentRoute, AttemptSpec
+from ..proxy.server import PLAYED
+from .attempt import run_attempt
+from .group import RolloutContext, attempt_spec
+from .score_once import score_once
+from .staleness import StalenessMonitor
+from .task_index import TaskIndex
+
+LONGEST_SECONDS: Final = 3600.0
+"""Seconds that an episode may take at least, whatever the environment's `worker_timeout`: the
+model that is played thinks elsewhere."""
+_SEEDED_TASKS: Final = 1000
+"""A seed chooses among the first so many tasks of a split."""
+
+
+class EpisodesFull(UsageError):
+    """As many episodes are in progress as there may be."""
+
+    kind, status = "episodes_full", 429
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """The end of an episode.
+
+    Args:
+        reward: of the main agent.
+        rewards: by agent, if the environment declares agents.
+        turns: rewards of single turns, which `reward` includes.
+        components: named parts of the reward.
+        limit: the limit that ended it; None: the agent ended by itself.
+    """
+
+    reward: float
+    rewards: dict[str, float]
+    turns: list[TurnReward]
+    components: dict[str, float]
+    limit: str | None
+
+
+class _Request:
+    """A request to the model that waits for its answer."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+
+class Episode:
+    """One rollout; made by `Episodes.begin`."""
+
+    def __init__(
+        self, context: RolloutContext, engine: PlayedEngine, task: Task, agent: str | None
+    ) -> None:
+        self.id = f"episode-{uuid.uuid4().hex[:16]}"
+        self.task_id = task.id
+        self._context = context
+        self._engine = engine
+        self._task = task
+        self._agent = agent
+        self._asked: deque[_Request] = deque()
+        self._latest: _Request | None = None
+        self._changed = asyncio.Event()
+        self.work = asyncio.create_task(self._run(), name=self.id)
+        self.work.add_done_callback(self._over)
+
+    async def next(self) -> Asked | Outcome:
+        """Returns the next request to the model, or the outcome.
+
+        Raises:
+            RolloutError: the rollout failed, or it could not be scored.
+        """
+        while True:
+            while self._asked:
+                request = self._asked.popleft()
+                if not request.answer.done():  # else the agent no longer waits for it
+                    self._latest = request
+                    return request.asked
+            if self.work.done():
+                return self.work.result()
+            self._changed.clear()
+            await self._changed.wait()
+
+    def answer(self, message: Message) -> None:
+        """Answers the request that `next` returned last.
+
+        Raises:
+            ConflictError: there is none.
+        """
+        request, self._latest = self._latest, None
+        if request is None:
+            raise ConflictError("Nothing was asked of the model.")
+        if not request.answer.done():
+            request.answer.set_result(message)
+
+    async def close(self) -> None:
+        """Ends the rollout, if it still runs."""
+        self.work.cancel()
+        await asyncio.wait({self.work})
+
+    async def _run(self) -> Outcome:
+        context, rollout_id = self._context, f"{self.id}-r0"
+        with self._engine.played_by(rollout_id, self._ask):
+            async with context.slots:
+                finished = await run_attempt(
+                    _played(attempt_spec(context, self._task, rollout_id, 1), self._agent),
+                    proxy=context.proxy,
+                    proxy_url=context.proxy_url,
+                    pool=context.pool,
+                    actions=context.actions,
+                    staleness=StalenessMonitor(None),
+                )
+        score = await score_once(context.scorer, self._task, finished.result)
+        score = context.scorer.delivered(score)
+        reward = score.of_agent(next(iter(context.agents), None))
+        if reward is None:
+            raise Unscorable(score.error or "The score has no reward.")
+        return Outcome(
+            reward=reward,
+            rewards=score.rewards,
+            turns=score.turns,
+            components=score.components,
+            limit=finished.result.limit,
+        )
+
+    async def _ask(self, asked: Asked) -> Message:
+        request = _Request(asked)
+        self._asked.append(request)
+        self._changed.set()
+        return await request.answer
+
+    def _over(self, work: asyncio.Task[Outcome]) -> None:
+        self._changed.set()
+        if not work.cancelled():
+            work.exception()  # retrieved here, because nobody may ask for it
+
+
+class Episodes:
+    """The episodes of a server; an async context manager that closes them at its end.
+
+    Args:
+        parts: what runs the rollouts of each environment.
+        engine: the one behind each part's proxy.
+        index: returns the tasks of an environment.
+        most: maximum number of episodes in progress; each takes the place of a rollout.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[RolloutContext],
+        engine: PlayedEngine,
+        index: Callable[[str], TaskIndex],
+        most: int,
+    ) -> None:
+        self._parts = {one.environment.name: one for one in parts}
+        self._engine = engine
+        self._index = index
+        self._most = most
+        self._open: set[Episode] = set()
+        self._next: Counter[tuple[str, str]] = Counter()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.gather(*(one.close() for one in list(self._open)))
+
+    @property
+    def names(self) -> list[str]:
+        """The environments that can be played."""
+        return list(self._parts) if self._most else []
+
+    @property
+    def open(self) -> int:
+        """Number of episodes in progress."""
+        return len(self._open)
+
+    def environment(self, name: str) -> Environment:
+        """Returns one of them."""
+        return self._parts[name].environment
+
+    async def begin(
+        self,
+        name: str,
+        *,
+        task_id: str | None = None,
+        seed: int | None = None,
+        split: Split | None = None,
+        agent: str | None = None,
+    ) -> Episode:
+        """Begins an episode of an environment.
+
+        Args:
+            task_id: unset: by `seed`; without both, the task after the one begun last.
+            seed: the same seed begins the same task, one of the first thousand.
+            split: default: the one that the server serves.
+            agent: the only agent to be played, where there are several; default: all that are
+                trained. The others are asked of their engine.
+
+        Raises:
+            NotFoundError: there is no such task or agent.
+            EpisodesFull: as many are in progress as there may be.
+            ConfigError: the tasks cannot be read; or rewards depend on token ids.
+        """
+        if len(self._open) >= self._most:
+            raise EpisodesFull(
+                f"{len(self._open)} episodes are in progress, as many as there may be.",
+                hint="See --server.openenv_sessions.",
+                active_sessions=len(self._open),
+                max_sessions=self._most,
+            )
+        context = self._parts[name]
+        if context.scorer.needs_token_ids:
+            raise ConfigError(f"{name!r} scores token ids, which a player does not have.")
+        if agent is not None and agent not in context.agents:
+            known = ", ".join(context.agents) or "none is declared"
+            raise NotFoundError(f"There is no agent {agent[:80]!r} in {name!r}: {known}.")
+        where = split or context.environment.config.split
+        task = await self._chosen(name, where, task_id, seed)
+        episode = Episode(context, self._engine, task, agent)
+        self._open.add(episode)
+        episode.work.add_done_callback(lambda _: self._open.discard(episode))
+        return episode
+
+    async def _chosen(self, name: str, split: Split, task_id: str | None, seed: int | None) -> Task:
+        index = self._index(name)
+        if task_id is not None:
+            return (await index.find(split, [task_id]))[0]
+        if seed is not None:
+            first = await index.after(split, 0, _SEEDED_TASKS)
+            if not first:
+                raise _empty(name, split)
+            return first[seed % len(first)]
+        number = self._next[name, split]
+        self._next[name, split] += 1
+        found = await index.after(split, number, 1)
+        if not found:  # from the beginning again
+            self._next[name, split] = 1
+            found = await index.after(split, 0, 1)
+        if not found:
+            raise _empty(name, split)
+        return found[0]
+
+
+def _empty(name: str, split: str) -> InputError:
+    return InputError(f"The split {split!r} of {name!r} has no tasks.")
+
+
+def _played(spec: AttemptSpec, agent: str | None) -> AttemptSpec:
+    """Returns `spec` with the agents to be played, and time for the player to think."""
+
+    def is_played(name: str, route: AgentRoute) -> bool:
+        if agent is not None:
+            return name == agent
+        return route.trained or not any(one.trained for one in spec.agents.values())
+
+    return msgspec.structs.replace(
+        spec,
+        endpoint=PLAYED,
+        agents={
+            name: msgspec.structs.replace(route, endpoint=PLAYED)
+            if is_played(name, route)
+            else route
+            for name, route in spec.agents.items()
+        },
+        deadline=max(spec.deadline, time.time() + LONGEST_SECONDS),
+    )

@@ -1,0 +1,77 @@
+"""A client of OpenEnv's WebSocket, on aiohttp, and environments played by their demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from envserver_records.records import Message, Task
+
+from envserver import Environment
+
+
+class Socket:
+    """One session."""
+
+    def __init__(self, connection: aiohttp.ClientWebSocketResponse) -> None:
+        self.connection = connection
+
+    async def ask(self, kind: str, data: Any = None) -> dict[str, Any]:
+        """The whole answer to a message."""
+        await self.connection.send_json({"type": kind, **({} if data is None else {"data": data})})
+        answer = await self.connection.receive_json(timeout=60)
+        assert isinstance(answer, dict)
+        return answer
+
+    async def seen(self, kind: str, data: Any = None) -> dict[str, Any]:
+        """The data of an answer that is no error."""
+        answer = await self.ask(kind, data)
+        assert answer["type"] != "error", answer
+        data = answer["data"]
+        assert isinstance(data, dict)
+        return data
+
+    async def code(self, kind: str, data: Any = None) -> str:
+        """The code of an error."""
+        answer = await self.ask(kind, data)
+        assert answer["type"] == "error", answer
+        return str(answer["data"]["code"])
+
+
+@asynccontextmanager
+async def socket(url: str, name: str, **headers: str) -> AsyncIterator[Socket]:
+    """A session with the environment `name` of the server at `url`."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.ws_connect(f"{url}/openenv/{name}/ws", headers=headers) as connection,
+    ):
+        yield Socket(connection)
+
+
+def action_of(message: Message) -> dict[str, Any]:
+    """An assistant's message as an action."""
+    calls = [
+        {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {"message": message.get("content") or "", "tool_calls": calls}
+
+
+async def demonstrated(
+    session: Socket, environment: Environment, task: Task
+) -> list[dict[str, Any]]:
+    """Everything that a player sees who plays the demonstration of `task`."""
+    shown = environment.demonstration(task)
+    assert shown
+    turns = {
+        agent: list(messages)
+        for agent, messages in (shown if isinstance(shown, dict) else {None: shown}).items()
+    }
+    seen = [await session.seen("reset", {"task_id": task.id})]
+    while not seen[-1]["done"]:
+        agent = seen[-1]["observation"]["agent"]
+        left = turns.get(agent) or turns[None]
+        seen.append(await session.seen("step", action_of(left.pop(0))))
+    return seen

@@ -1,0 +1,195 @@
+"""Environments as OpenEnv servers: played over the wire, bounded, and nothing hidden leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import aiohttp
+import httpx
+import pytest
+from support.commands import Running, free_port, running, until
+from support.openenv import demonstrated, socket
+
+from envserver import Environment
+from envserver.api import create_token
+from envserver.registry import find
+
+LENGTHS = '''
+from envserver import Environment, Score, Task, tool
+
+
+class Lengths(Environment):
+    """Say how long a word is."""
+
+    class Config(Environment.Config):
+        max_turns: int = 3
+
+    def tasks(self, split):
+        for word in ("a", "to", "the"):
+            yield Task(word, {"word": word}, {"secret": f"hidden-{len(word)}"})
+
+    @tool
+    def measure(self, word: str) -> str:
+        """Measures a word."""
+        return f"{word} has {len(word)} letters"
+
+    async def rollout(self, task, run):
+        end = await run.loop([{"role": "user", "content": f"How long is {task.public['word']!r}?"}])
+        run.reward(0.25)
+        return end.text
+
+    def score(self, task, result):
+        if result.output == "break":
+            raise RuntimeError("the scorer is broken")
+        return Score(reward=0.5 * float(f"hidden-{result.output}" == task.hidden["secret"]))
+
+    def demonstration(self, task):
+        return [{"role": "assistant", "content": task.hidden["secret"].removeprefix("hidden-")}]
+'''
+QUIET = ("--model", "sim", "--workers.processes", 1, "--rollouts.max_queued_groups", 0)
+
+
+def served(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
+    port = free_port()
+    with running("serve", *words, *QUIET, "--port", port, folder=folder) as server:
+        server.wait_for("Trainers: ")
+        yield server, f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of one environment, for two episodes at a time."""
+    folder = tmp_path_factory.mktemp("openenv")
+    (folder / "lengths.py").write_text(LENGTHS)
+    for _, url in served(folder, "--env", "lengths.py", "--server.openenv_sessions", 2):
+        yield url
+
+
+async def test_an_episode_shows_what_a_model_sees_and_ends_with_the_reward(url: str) -> None:
+    async with socket(url, "lengths") as session:
+        first = await session.seen("reset", {"task_id": "the", "episode_id": "mine"})
+        assert first["observation"]["text"] == "How long is 'the'?"
+        assert first["observation"]["available_tools"][0]["function"]["name"] == "measure"
+        assert (first["reward"], first["done"]) == (None, False)
+        listed = await session.seen("step", {"type": "list_tools"})
+        assert [tool["name"] for tool in listed["observation"]["tools"]] == ["measure"]
+        call = {"type": "call_tool", "tool_name": "measure", "arguments": {"word": "the"}}
+        called = await session.seen("step", call)
+        assert called["observation"]["result"] == "the has 3 letters"
+        roles = [message["role"] for message in called["observation"]["messages"]]
+        assert roles == ["user", "assistant", "tool"]
+        last = await session.seen("step", {"message": "3"})
+        assert (last["reward"], last["done"]) == (0.75, True)
+        (turn,) = last["observation"]["outcome"]["turn_rewards"]
+        assert turn["value"] == 0.25
+        state = await session.seen("state")
+        assert state == {"episode_id": "mine", "task_id": "the", "step_count": 2, "done": True}
+        assert "hidden" not in json.dumps([first, listed, called, last])
+
+
+async def test_seeds_and_the_order_choose_tasks(url: str) -> None:
+    async with socket(url, "lengths") as session:
+        seeded = [(await session.seen("reset", {"seed": n}))["metadata"] for n in (7, 8, 7)]
+        assert [one["task_id"] for one in seeded] == ["to", "the", "to"]
+        following = [(await session.seen("reset"))["metadata"]["task_id"] for _ in range(4)]
+        assert len(set(following)) == 3 and following[0] == following[3]
+        assert await session.code("reset", {"task_id": "nowhere"}) == "EXECUTION_ERROR"
+
+
+async def test_what_is_sent_wrongly_leaves_the_session_as_it_is(url: str) -> None:
+    async with socket(url, "lengths") as session:
+        assert await session.code("step", {"message": "3"}) == "EXECUTION_ERROR"  # no reset yet
+        await session.seen("reset", {"task_id": "a"})
+        await session.connection.send_str("{")
+        assert (await session.connection.receive_json())["data"]["code"] == "INVALID_JSON"
+        assert await session.code("jump") == "UNKNOWN_TYPE"
+        for wrong in (None, {"text": "1"}, {"type": "call_tool"}, {"message": 1}):
+            assert await session.code("step", wrong) == "VALIDATION_ERROR"
+        assert (await session.seen("step", {"message": "1"}))["reward"] == 0.75
+        assert await session.code("step", {"message": "1"}) == "EXECUTION_ERROR"  # it is over
+
+
+async def test_limits_end_an_episode_and_failures_are_never_rewards(url: str) -> None:
+    call = {"type": "call_tool", "tool_name": "measure", "arguments": {"word": "a"}}
+    async with socket(url, "lengths") as session:
+        await session.seen("reset", {"task_id": "a"})
+        for _ in range(3):
+            last = await session.seen("step", call)
+        assert (last["reward"], last["done"]) == (0.25, True)
+        await session.seen("reset", {"task_id": "a"})
+        assert await session.code("step", {"message": "break"}) == "EXECUTION_ERROR"
+        assert (await session.seen("state"))["done"]
+
+
+async def test_episodes_are_bounded_and_closed_sessions_free_them(url: str) -> None:
+    async with socket(url, "lengths") as one, socket(url, "lengths") as two:
+        await one.seen("reset")
+        await two.seen("reset")
+        async with socket(url, "lengths") as three:
+            full = (await three.ask("reset"))["data"]
+            assert (full["code"], full["max_sessions"]) == ("CAPACITY_REACHED", 2)
+            await one.connection.close()  # in the middle of its episode
+            until(lambda: open_episodes(url) == 1, 60, str)
+            await three.seen("reset")
+        await two.ask("step", {"message": "3"})
+    until(lambda: open_episodes(url) == 0, 60, str)
+
+
+def open_episodes(url: str) -> int:
+    return int(httpx.get(f"{url}/v1/status").json()["server"]["open_episodes"])
+
+
+def test_over_http_each_request_is_an_episode(url: str) -> None:
+    with httpx.Client(base_url=f"{url}/openenv/lengths", timeout=60) as http:
+        assert http.post("/reset").json()["observation"]["messages"]
+        wanted = {"task_id": "to", "action": {"message": "2"}}
+        answer = http.post("/step", json=wanted).json()
+        assert (answer["reward"], answer["done"]) == (0.75, True)
+        assert http.post("/step", json={**wanted, "task_id": "nowhere"}).status_code == 404
+        assert http.post("/step", json={"action": {"jump": 1}}).status_code == 422
+        assert http.post("/mcp", json={}).json()["error"]["code"] == -32600
+        assert http.get("/state").json()["step_count"] == 0
+        assert set(http.get("/openapi.json").json()["paths"]) >= {"/reset", "/step", "/state"}
+
+
+def test_a_silent_session_ends_and_tokens_and_pages_count(tmp_path: Path) -> None:
+    (tmp_path / "lengths.py").write_text(LENGTHS)
+    trainer, _ = create_token(tmp_path / "tokens.yaml", "one", "trainer")
+    reader, _ = create_token(tmp_path / "tokens.yaml", "two", "reader")
+    words = ("--env", "lengths.py", "--server.openenv_idle_seconds", 0.5)
+    for _, url in served(tmp_path, *words, "--server.tokens_file", "tokens.yaml"):
+        asyncio.run(guarded(url, trainer, reader))
+
+
+async def guarded(url: str, trainer: str, reader: str) -> None:
+    def bearer(token: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {token}"}
+
+    foreign = {**bearer(trainer), "Origin": "http://evil.example"}
+    for headers, status in (({}, 401), (bearer(reader), 403), (foreign, 403)):
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            async with socket(url, "lengths", **headers):
+                pass
+        assert refused.value.status == status
+    async with socket(url, "lengths", **bearer(trainer)) as session:
+        assert not (await session.seen("reset"))["done"]
+        last = await session.connection.receive_json(timeout=60)
+        assert last["data"]["code"] == "SESSION_ERROR"
+        assert (await session.connection.receive(timeout=60)).type is aiohttp.WSMsgType.CLOSE
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["math", "code", "mhqa", "kuhn", "twenty_questions", "router"])
+async def test_the_demonstrations_of_our_environments_solve_them(name: str, tmp_path: Path) -> None:
+    environment: Environment = find(name)(find(name).Config())
+    for _, url in served(tmp_path, "--env", name):
+        async with socket(url, name) as session:
+            for task in islice(environment.tasks(environment.config.split), 3):
+                *turns, last = await demonstrated(session, environment, task)
+                assert all(turn["reward"] is None for turn in turns)
+                if environment.demonstrations_solve:
+                    assert last["reward"] == environment.reward_range[1]
