@@ -23,6 +23,19 @@ MOST_REASON = 500
 """Maximum characters of a reason."""
 
 
+class HookBug(Exception):
+    """A hook in another process raised.
+
+    Args:
+        what: class, message and place; kind: the class; text: the traceback.
+    """
+
+    def __init__(self, what: str, kind: str, text: str) -> None:
+        super().__init__(what)
+        self.kind = kind
+        self.text = text
+
+
 class ModelCall:
     """A model call on its way to the engine, or an answer on its way back.
 

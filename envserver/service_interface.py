@@ -49,7 +49,8 @@ class Services(dict[str, Service]):
             what it returns. It must not block the server's event loop.
         counts: returns the number of requests since the start, by name, for `/metrics`.
         shown: returns what the rollouts of a group (by id) were shown, JSON-like. It is stored
-            with the group so that a later run can be compared. Called once a group, at its end.
+            with the group so that a later run can be compared. Called once a group, at its end; may
+            be async.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Services(dict[str, Service]):
         *,
         state: Callable[[Task], Any] | None = None,
         counts: Callable[[], Mapping[str, float]] = dict,
-        shown: Callable[[str], dict[str, Any]] = lambda group_id: {},
+        shown: Callable[[str], dict[str, Any] | Awaitable[dict[str, Any]]] = lambda group_id: {},
     ) -> None:
         super().__init__(services)
         self.state = state

@@ -268,7 +268,7 @@ class AllFailed(EnvserverError):
     kind = "all_failed"
 
 
-R = TypeVar("R", bound=RolloutError)
+R = TypeVar("R", bound=EnvserverError)
 
 
 def by_kind(*bases: type[R]) -> dict[str, type[R]]:

@@ -23,7 +23,7 @@ from envserver_records.hook_events import HookEvent
 from envserver_records.records import Message
 
 from ..environment import Environment
-from ..hook_interface import ModelCall
+from ..hook_interface import HookBug, ModelCall
 from ..service_interface import Caller
 from .attempts import ProxyAttempt
 from .dialects.chat_messages import chat_messages, chat_tools
@@ -249,10 +249,14 @@ def _event(at: Any, call: ModelCall, agent: str | None) -> HookEvent:
 
 def _bug(attempt: ProxyAttempt, name: str, error: Exception) -> HookError:
     """Records that a hook raised; the agent is told no more than the kind of error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    what = f"{type(error).__name__}: {str(error)[:1000]}{place}"
-    text = "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]
+    if isinstance(error, HookBug):
+        kind, what, text = error.kind, str(error), error.text
+    else:
+        kind = type(error).__name__
+        frames = traceback.extract_tb(error.__traceback__)
+        at = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+        what = f"{kind}: {str(error)[:1000]}{at}"
+        text = "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]
     attempt.service_failed(
         HookError(
             f"The environment's {name} raised {what}.",
@@ -260,4 +264,4 @@ def _bug(attempt: ProxyAttempt, name: str, error: Exception) -> HookError:
             bug=f"A bug in the environment: its {name} raised {what}.",
         )
     )
-    return HookError(f"The environment's {name} raised {type(error).__name__}.")
+    return HookError(f"The environment's {name} raised {kind}.")

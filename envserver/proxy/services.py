@@ -9,6 +9,7 @@ is `service_state.AttemptState`.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
@@ -49,9 +50,10 @@ class ServiceRouter:
         """Returns what the services counted since the start, by name."""
         return self._known.counts()
 
-    def shown(self, group_id: str) -> dict[str, Any]:
+    async def shown(self, group_id: str) -> dict[str, Any]:
         """Returns what the services showed to the rollouts of a finished group."""
-        return self._known.shown(group_id)
+        shown = self._known.shown(group_id)
+        return await shown if inspect.isawaitable(shown) else shown
 
     def seal(self, attempt: ProxyAttempt) -> None:
         """Lets the attempt's state go: its requests are stopped, or are about to be."""

@@ -22,13 +22,14 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from ..config import EnvironmentConfig
 from ..environment import Environment
+from ..tools.mcp_client import McpServer
 from ..tools.typed import TypedTool
 
 _DECLARED: Final = tuple(
     name for name, kind in Environment.__annotations__.items() if kind.startswith("ClassVar")
 )
-_IN_THE_SERVER: Final = ("services", "on_request", "on_answer")
-"""Methods that the server calls on its own event loop."""
+HOOKS: Final = ("on_request", "on_answer")
+"""Methods that look at model calls."""
 _PLAIN: Final[dict[str, Any]] = {
     "integer": int,
     "number": float,
@@ -62,7 +63,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         summary: its docstring.
         declared: class attributes by name.
         scores_groups: whether it has `score_group`.
-        needs_server: parts of it that only a class in the server's interpreter can have.
+        needs_server: its hooks; "services", if it has services, tools on the server or shared MCP
+            servers.
         settings: the fields of its Config that differ from `EnvironmentConfig`.
         file: that defines it.
     """
@@ -87,8 +89,8 @@ def describe(name: str, kind: type[Environment]) -> Description:
         declared={each: msgspec.to_builtins(getattr(kind, each)) for each in _DECLARED},
         scores_groups=_overrides(kind, "score_group"),
         needs_server=[
-            *(each for each in _IN_THE_SERVER if _overrides(kind, each)),
-            *(["tools with on_server"] if _has_server_tools(kind) else []),
+            *(each for each in HOOKS if _overrides(kind, each)),
+            *(["services"] if _has_services(kind) else []),
         ],
         settings=_settings_of(kind.Config),
         file=inspect.getfile(kind),
@@ -100,10 +102,14 @@ def _overrides(kind: type[Environment], method: str) -> bool:
     return getattr(kind, method, None) is not getattr(Environment, method, None)
 
 
-def _has_server_tools(kind: type[Environment]) -> bool:
+def _has_services(kind: type[Environment]) -> bool:
     held = [value for base in kind.__mro__ for value in vars(base).values()]
     listed = kind.tools if isinstance(kind.tools, list | tuple) else ()
-    return any(isinstance(one, TypedTool) and one.on_server for one in (*held, *listed))
+    return _overrides(kind, "services") or any(
+        (isinstance(one, TypedTool) and one.on_server)
+        or (isinstance(one, McpServer) and one.shared)
+        for one in (*held, *listed)
+    )
 
 
 def _settings_of(config: type[BaseModel]) -> list[Setting]:

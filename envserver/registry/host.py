@@ -43,7 +43,7 @@ def start(reference: str, config: dict[str, Any]) -> None:
         kind = find(reference)
         _made = kind(kind.Config.model_validate(config))
     except Exception as error:  # noqa: BLE001 - the server shows it
-        _made = _failure_of(error)
+        _made = failure_of(error)
 
 
 def answer(request: bytes) -> HostAnswer:
@@ -54,7 +54,7 @@ def answer(request: bytes) -> HostAnswer:
         function, arguments = pickle.loads(request)
         return HostAnswer(value=pickle.dumps(function(*arguments)))
     except Exception as error:  # noqa: BLE001 - the server shows it
-        return HostAnswer(failure=_failure_of(error))
+        return HostAnswer(failure=failure_of(error))
 
 
 def settings() -> dict[str, Any]:
@@ -86,7 +86,8 @@ def _environment() -> Environment:
     return _made
 
 
-def _failure_of(error: Exception) -> Failure:
+def failure_of(error: Exception) -> Failure:
+    """Returns what an environment raised as data."""
     if isinstance(error, EnvserverError):
         return error.failure()
     return Failure(

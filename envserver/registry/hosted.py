@@ -12,17 +12,20 @@ import itertools
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, ClassVar, NoReturn
 
 from envserver_records.errors import ConfigError, InputError
 from envserver_records.records import Message, PublicTask, Result, Score, Split, Task
 from pebble import ProcessExpired, ProcessPool
 
-from ..environment import AgentRole, Environment, KnownResult
+from ..environment import AgentRole, Environment, KnownResult, Service
+from ..hook_interface import ModelCall
 from ..rollout_interface import Rollout
 from . import host
-from .description import Description, config_class
+from .description import HOOKS, Description, config_class
+from .hosted_services import HostedServices
 from .installed import Installed, Interpreter, usable_interpreter
 from .interpreters import InterpreterContext
 
@@ -34,35 +37,28 @@ def hosted_class(one: Installed, described: Description) -> type[Environment]:
     """Returns the class that stands for an environment in the server.
 
     Raises:
-        ConfigError: the environment has methods that the server's own interpreter must run, or
-            its interpreter cannot be used any more.
+        ConfigError: its interpreter cannot be used any more.
     """
-    if described.needs_server:
-        raise ConfigError(
-            f"{described.name!r} has {', '.join(described.needs_server)}, which the server calls "
-            "in its own process, but runs in its own virtual environment.",
-            hint=f"Install {one.package} with pip beside envserver.",
-        )
     interpreter = usable_interpreter(one)
     low, high = described.declared["reward_range"]
-    return type(
-        described.title,
-        (HostedEnvironment,),
-        {
-            **described.declared,
-            "__doc__": described.summary,
-            "__module__": __name__,
-            "name": described.title,
-            "reward_range": (float(low), float(high)),
-            "sandbox": described.sandbox,
-            "Config": config_class(described),
-            **({"score_group": _score_group} if described.scores_groups else {}),
-            "reference": described.name,
-            "installed": one,
-            "file": described.file,
-            "interpreter": interpreter,
-        },
-    )
+    members: dict[str, Any] = {
+        **described.declared,
+        "__doc__": described.summary,
+        "__module__": __name__,
+        "name": described.title,
+        "reward_range": (float(low), float(high)),
+        "sandbox": described.sandbox,
+        "Config": config_class(described),
+        "reference": described.name,
+        "installed": one,
+        "file": described.file,
+        "interpreter": interpreter,
+        "has_services": bool(described.needs_server),
+    }
+    if described.scores_groups:
+        members["score_group"] = _score_group
+    members |= {name: _hook(name) for name in HOOKS if name in described.needs_server}
+    return type(described.title, (HostedEnvironment,), members)
 
 
 class HostedEnvironment(Environment):
@@ -72,12 +68,14 @@ class HostedEnvironment(Environment):
     installed: ClassVar[Installed]
     file: ClassVar[str]
     interpreter: ClassVar[Interpreter]
+    has_services: ClassVar[bool]
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         arguments = (self.reference, self.config.model_dump(mode="json"))
         self._host = _Host(self.interpreter, arguments)
         self.config = self._completed_config()
+        self.hosted = HostedServices(self.interpreter, *arguments)
 
     def _completed_config(self) -> Any:
         """Returns the settings as the environment's own Config made them: it may derive some.
@@ -114,6 +112,9 @@ class HostedEnvironment(Environment):
     def score(self, task: Task, result: Result) -> Score:
         score: Score = self._ask("score", task, result)
         return score
+
+    def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
+        return self.hosted.running() if self.has_services else nullcontext({})
 
     def agents(self) -> Mapping[str, AgentRole]:
         roles: Mapping[str, AgentRole] = self._ask("agents")
@@ -154,6 +155,13 @@ def _score_group(
 ) -> list[Score]:
     adjusted: list[Score] = self._ask("score_group", task, results, scores)
     return adjusted
+
+
+def _hook(name: str) -> Callable[[HostedEnvironment, ModelCall], Awaitable[None]]:
+    async def hook(self: HostedEnvironment, call: ModelCall) -> None:
+        await self.hosted.hook(name, call)
+
+    return hook
 
 
 class _Host:

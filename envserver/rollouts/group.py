@@ -159,7 +159,8 @@ async def make_group(
         number: trajectory_of(context, request, number, member, score)
         for (number, member), score in zip(members.items(), scores, strict=True)
     }
-    made = _judged(context, request, rules, trajectories, failures)
+    shown = await context.proxy.services.shown(request.group_id)
+    made = _judged(context, request, rules, trajectories, failures, shown)
     why_not = context.ceiling.judge(summed(member.untrained for member in members.values()))
     if why_not is not None and (isinstance(made, Group) or made.reason == "incomplete"):
         return Drop("untrained", why_not, True)
@@ -416,6 +417,7 @@ def _judged(
     rules: GroupRules,
     trajectories: dict[int, Trajectory],
     failures: GroupFailures,
+    shown: dict[str, Any],
 ) -> Group | Drop:
     """Returns the group of the deliverable trajectories, or why the group is dropped."""
     kept = []
@@ -439,7 +441,7 @@ def _judged(
         policy_version=min(versions, default=-1),
         generation_params=context.sampling.model_dump(),
         rendering=_rendering(context.proxy, context.agents),
-        services=context.proxy.services.shown(request.group_id),
+        services=shown,
         failures=failures.seen,
         created_at=time.time(),
         seed=request.seed,

@@ -105,9 +105,6 @@ def test_what_cannot_be_used_leaves_nothing(tmp_path: Path, home: Path) -> None:
     assert "reward_range of 'sums' is [0.0, 1.0], but the package says [-1.0, 1.0]" in said
     absent = sums(tmp_path, "no-such-package-anywhere")
     assert "no-such-package-anywhere" in refused("env", "install", absent, folder=tmp_path)
-    services = PLAIN + "\n    def services(self):\n        return None\n"
-    words = ("env", "install", sums(tmp_path, code=services), "--interpreter", "own")
-    assert "has services, which the server calls" in refused(*words, folder=tmp_path)
     assert not list(home.iterdir())
 
 
@@ -126,6 +123,48 @@ def test_a_package_with_conflicting_dependencies_runs_beside_math(tmp_path: Path
         *("process", "--env", "sums", "--model", "sim", "--env.largest", "x"), folder=tmp_path
     )
     assert "--env.largest" in said
+
+
+SERVED = """
+    async def rollout(self, task, run):
+        reply = await run.chat([{"role": "user", "content": "?"}])
+        told = [await run.call_tool("double", {"of": 4}), await run.call_tool("answer", {})]
+        return {"text": reply.content, "told": told, "pid": os.getpid()}
+
+    def score(self, task, result):
+        right = result.output["told"] == [8, str(task.hidden["answer"])]
+        return Score(reward=float(right and result.output["pid"] != os.getpid()))
+
+    @asynccontextmanager
+    async def services(self):
+        async def double(arguments, caller):
+            return 2 * arguments["of"]
+        yield {"double": double}
+
+    @tool(on_server=True)
+    async def answer(self, caller: Caller) -> str:
+        'Returns the answer.'
+        return str(caller.task.hidden["answer"])
+
+    async def on_request(self, call):
+        question = {"role": "user", "content": call.caller.task.public["question"]}
+        call.change("the question", messages=[question])
+"""
+
+
+@pytest.mark.thorough
+def test_services_tools_and_hooks_run_in_an_own_interpreter(tmp_path: Path) -> None:
+    code = PLAIN.replace("import itertools", "import itertools, os", 1)
+    imports = "from contextlib import asynccontextmanager\nfrom envserver import Caller, tool\n"
+    code = code.replace("    def score_group", SERVED + "\n    def score_group", 1)
+    path = sums(tmp_path, code=imports + code)
+    run("env", "install", path, "--interpreter", "own", folder=tmp_path)
+    words = ["process", "--env", "sums", "--model", "sim", "--out", "out.jsonl"]
+    run(*words, "--env.total_steps", 2, "--env.group_size", 2, folder=tmp_path)
+    groups = [line["envserver"] for line in read_jsonl(tmp_path / "out.jsonl")]
+    rollouts = [one for group in groups for one in group["rollouts"]]
+    assert [one["reward"] for one in rollouts] == [1.0] * 4
+    assert all(one["hooks"][0]["reason"] == "the question" for one in rollouts)
 
 
 @pytest.mark.thorough
