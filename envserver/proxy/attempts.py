@@ -41,9 +41,11 @@ from .asgi import Interrupts
 from .bounds import InFlight
 from .context_length import context_limit
 from .egress_rules import EgressUse
+from .model_request import ModelRequest
 from .reached import ReachedLimits
 from .recorded import RecordedRequests
 from .retries import Retries
+from .side_calls import SIDE, SideCalls
 
 _MAX_LOG_BYTES = 8 * 1024 * 1024
 """Maximum size of all log lines of an attempt together."""
@@ -217,6 +219,7 @@ class ProxyAttempt:
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     _unanswered: dict[str | None, Failure] = field(default_factory=dict)
     _turns: Counter[str | None] = field(default_factory=Counter)
+    _side: SideCalls = field(default_factory=SideCalls)
     _spent_tokens: int = 0
     _reserved_tokens: int = 0
     _returned: asyncio.Event = field(default_factory=asyncio.Event)
@@ -269,8 +272,12 @@ class ProxyAttempt:
             self.limits.refused("record", agent)
             raise
 
-    def take_turn(self, agent: str | None = None) -> None:
-        """Counts one turn of `agent`.
+    def asked(self, agent: str | None, request: ModelRequest) -> None:
+        """Notes that `agent` sent `request`: with tools it shows what was a side call."""
+        self._untrain(self._side.asked(agent, request))
+
+    def take_turn(self, agent: str | None = None, *, side: bool = False) -> None:
+        """Counts one turn of `agent`; what may be a side call does not count for it.
 
         Raises:
             ConflictError: the attempt is sealed.
@@ -280,6 +287,7 @@ class ProxyAttempt:
             raise ended()
         self.check_time()
         most = self.spec.limits.max_turns
+        agent = SIDE if side else agent
         if self._turns[agent] >= most:
             of = "this rollout" if agent is None else f"the agent {agent!r}"
             raise self.reached("turns", f"All {most} turns of {of} are used up.", agent)
@@ -331,8 +339,8 @@ class ProxyAttempt:
             self._spent_tokens += spent
         self._returned.set()
 
-    def commit(self, calls: list[Call]) -> None:
-        """Records `calls` and numbers them.
+    def commit(self, calls: list[Call], *, side: bool = False) -> None:
+        """Records `calls` and numbers them; `side`: they may be side calls.
 
         Raises:
             ConflictError: the attempt is sealed; nothing was recorded.
@@ -343,6 +351,11 @@ class ProxyAttempt:
             call.index = len(self.calls)
             self.calls.append(call)
             self.committed_at.append(time.monotonic())
+        if side and calls:
+            self._untrain(self._side.recorded(calls[0].agent, calls))
+
+    def _untrain(self, side_calls: list[Call]) -> None:
+        self._spent_tokens -= sum(len(call.completion_ids) for call in side_calls)
 
     def engine_answered(self, agent: str | None = None) -> None:
         """A call of `agent` was answered: its earlier failures no longer count, nor does a context
@@ -351,7 +364,12 @@ class ProxyAttempt:
         self.limits.answered(agent)
 
     def engine_failed(
-        self, error: EngineError, *, recorded: bool, agent: str | None = None
+        self,
+        error: EngineError,
+        *,
+        recorded: bool,
+        agent: str | None = None,
+        side: bool = False,
     ) -> EnvserverError:
         """Records that the engine failed a call of `agent`; returns the error to send to the agent.
 
@@ -365,7 +383,7 @@ class ProxyAttempt:
         self._unanswered[agent] = error.failure()
         self.engine_failures += 1
         if not recorded and error.outcome is Outcome.RETRY:
-            self.return_turn(agent)
+            self.return_turn(agent, side=side)
         return error
 
     def sandbox_failed(self, error: SandboxError) -> None:
@@ -383,9 +401,9 @@ class ProxyAttempt:
         if self.service_failure is None:
             self.service_failure = error.failure()
 
-    def return_turn(self, agent: str | None = None) -> None:
+    def return_turn(self, agent: str | None = None, *, side: bool = False) -> None:
         """Takes back the turn of a request that produced nothing."""
-        self._turns[agent] -= 1
+        self._turns[SIDE if side else agent] -= 1
 
     def working(self, interrupts: Interrupts) -> None:
         """Registers a request in flight, to be interrupted when the attempt is sealed."""

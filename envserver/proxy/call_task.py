@@ -163,6 +163,11 @@ class CallTask:
         """Whether no request received the answer and none waits for it."""
         return not (self._waiting or self._delivered)
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a request waits for the answer."""
+        return self._waiting > 0
+
     # Whole answers
 
     @property
@@ -322,7 +327,10 @@ class CallTask:
             if self._first_at is not None:
                 self.break_off("error")
             self._failure = self._attempt.engine_failed(
-                error, recorded=bool(self.calls), agent=self._agent
+                error,
+                recorded=bool(self.calls),
+                agent=self._agent,
+                side=self.request.may_be_side,
             )
         return self._failure
 
@@ -347,7 +355,7 @@ class CallTask:
         self._attempt.engine_answered(self._agent)
 
     def _record(self, calls: list[Call]) -> None:
-        self._attempt.commit(calls)
+        self._attempt.commit(calls, side=self.request.may_be_side)
         self.calls = calls
 
     def _context(self) -> CallContext:

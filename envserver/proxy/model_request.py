@@ -27,6 +27,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
         stream: whether the agent wants a stream.
         unchecked: whether `fields` hold some that the run passes on unchecked.
         strict_dropped: whether `tools` were strict (see `constraints.without_strict`).
+        may_be_side: see `side_calls`.
         wants_*: the agent's options on what its answer shows.
     """
 
@@ -46,3 +47,4 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     wants_reasoning: bool = True
     unchecked: bool = False
     strict_dropped: bool = False
+    may_be_side: bool = False

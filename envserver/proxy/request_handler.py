@@ -36,6 +36,7 @@ from .hooks import Hooks
 from .model_request import ModelRequest
 from .recorded import Kept
 from .retries import RetryMarks
+from .side_calls import may_be_side
 from .streaming import chunks_of
 
 KEEP_ALIVE_SECONDS = 10.0
@@ -91,6 +92,7 @@ class RequestHandler:
             if self._dialect.name == "chat":
                 self._memory[CHECKED] = self._attempt.recorded.recall(parsed)
             request = read_request(self._dialect, parsed, self._memory, self._endpoint.tokens)
+        request.may_be_side = may_be_side(request, of_program=marks.of_program)
         if request.stream:
             self._writer = self._dialect.writer(request, self._memory)
         retries = self._attempt.retries
@@ -100,7 +102,8 @@ class RequestHandler:
                 earlier.join()
                 await self._guarded(earlier, again=True)
                 return
-        self._attempt.take_turn(self._agent)
+        self._attempt.asked(self._agent, request)
+        self._attempt.take_turn(self._agent, side=request.may_be_side)
         kept = self._kept(request)
         call_task = CallTask(
             self._endpoint, self._attempt, request, self._agent, marks.digest, self._hooks
@@ -120,7 +123,7 @@ class RequestHandler:
             with self._attempt.in_flight.reading(), self._attempt.recording(self._agent):
                 return self._attempt.recorded.take(request)
         except EnvserverError:
-            self._attempt.return_turn(self._agent)
+            self._attempt.return_turn(self._agent, side=request.may_be_side)
             raise
 
     async def _guarded(self, call_task: CallTask, *, again: bool) -> None:
@@ -235,7 +238,7 @@ class RequestHandler:
             # The worker stopped the agent at the deadline while the engine was sampling.
             call_task.failed(_too_slow())
         elif call_task.task is None and not call_task.calls:
-            self._attempt.return_turn(self._agent)
+            self._attempt.return_turn(self._agent, side=call_task.request.may_be_side)
 
     async def _fail(self, error: EnvserverError) -> None:
         """Reports `error` in the stream if it has begun, else raises it."""

@@ -2,8 +2,9 @@
 
 A client that lost an answer sends the same request again. If it says so (`Idempotency-Key`, or
 `x-stainless-retry-count` as the official SDKs send it), it joins the first request's call, running
-or done. A true stream is not repeated but sampled again. Equal requests without a mark are new
-samples: that is what an agent wants that asks twice.
+or done. So does an equal request without a mark whose predecessor's answer reached nobody, or that
+a coding program sends right after an answer (`programs`). A true stream is not repeated but sampled
+again. Other equal requests are new samples: that is what an agent wants that asks twice.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from envserver_records.errors import ConflictError
 
 from .asgi import Scope, header, header_number
+from .programs import is_program
 
 _REMEMBERED = 64
 
@@ -25,6 +27,10 @@ class Answering(Protocol):
     @property
     def is_lost(self) -> bool:
         """Whether no request received its answer and none waits for it."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a request waits for its answer."""
 
 
 TaskT = TypeVar("TaskT", bound=Answering)
@@ -40,12 +46,13 @@ def digest_of(path: str, agent: str | None, body: bytes) -> bytes:
 
 
 class RetryMarks:
-    """The headers by which a request marks itself as a retry."""
+    """What says of a request whether it is a retry: its headers and its digest."""
 
     def __init__(self, scope: Scope, digest: bytes) -> None:
         self.digest = digest
         self.key = header(scope, b"idempotency-key")
         self.is_retry = header_number(header(scope, b"x-stainless-retry-count")) > 0
+        self.of_program = is_program(scope)
 
 
 class Retries(Generic[TaskT]):
@@ -64,7 +71,7 @@ class Retries(Generic[TaskT]):
             ConflictError: the key was used before with another request.
         """
         if not (marks.key or marks.is_retry):
-            return None
+            return self._unmarked(marks)
         known = [(known, call_task) for known, call_task in self._latest if known.key == marks.key]
         same = [call_task for known, call_task in known if known.digest == marks.digest]
         if marks.key and len(same) < len(known):
@@ -72,6 +79,15 @@ class Retries(Generic[TaskT]):
         return next(
             (call_task for call_task in same if call_task.is_lost), same[-1] if same else None
         )
+
+    def _unmarked(self, marks: RetryMarks) -> TaskT | None:
+        """Returns the call whose answer was lost, or that a coding program did not accept."""
+        same = [call_task for known, call_task in self._latest if known.digest == marks.digest]
+        lost = next((call_task for call_task in same if call_task.is_lost), None)
+        if lost is not None or not (same and marks.of_program):
+            return lost
+        latest = self._latest[-1][1]
+        return latest if latest is same[-1] and not latest.is_waited_for else None
 
     def begin(self, marks: RetryMarks, call_task: TaskT) -> None:
         """Remembers that `call_task` answers this request."""

@@ -53,6 +53,7 @@ from .endpoint import EngineEndpoint
 from .gate import Gate
 from .guest import generate, pass_through
 from .hooks import HookFunctions, Hooks
+from .lookups import MODELS, RESPONSES, SERVER, model_at, model_list, response_at
 from .recorded import RecordedRequests
 from .request_handler import RequestHandler
 from .retries import RetryMarks, digest_of
@@ -312,11 +313,15 @@ class Proxy:
             await self._services.answer(attempt, name, scope, receive, send)
             return
         match path:
-            case "v1/models":
+            case _ if f"{path}/".startswith(f"{MODELS}/"):
                 _require(method, "GET")
                 route = attempt.spec.route(agent)
                 length = await self._endpoints[route.endpoint].max_model_len()
-                await send_json(send, 200, _models(route.model, length))
+                await send_json(send, 200, model_at(path, route.model, length))
+            case _ if path.startswith(RESPONSES) and method == "GET":
+                await send_json(send, 200, response_at(attempt, path))
+            case "" | "v1" if method in ("GET", "HEAD"):
+                await send_json(send, 200, SERVER)
             case "v1/messages/count_tokens":
                 _require(method, "POST")
                 endpoint = self._endpoints[attempt.spec.route(agent).endpoint]
@@ -406,7 +411,7 @@ class Proxy:
                 await generate(self._engine, key, body, receive, send)
             case "v1/models":
                 _require(method, "GET")
-                await send_json(send, 200, _models(await self._engine.model_name()))
+                await send_json(send, 200, model_list(await self._engine.model_name()))
             case "health":
                 _require(method, "GET")
                 await self._send_health(send)
@@ -472,14 +477,6 @@ def _check_bearer(scope: Scope, key: str) -> None:
 def _require(method: str, wanted: str) -> None:
     if method != wanted:
         raise _WrongMethod(f"Use {wanted} here, not {method[:20]}.")
-
-
-def _models(name: str, max_model_len: int | None = None) -> dict[str, object]:
-    model: dict[str, object] = {"id": name, "object": "model", "created": 0}
-    model["owned_by"] = "envserver"
-    if max_model_len is not None:
-        model["max_model_len"] = max_model_len
-    return {"object": "list", "data": [model]}
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -1,8 +1,8 @@
 """Stores an attempt's responses for requests that refer to them.
 
 The conversation up to each response is kept under the response's id, without the instructions,
-which hold for one response only; each output item is kept under its id. Responses that the agent
-asked not to `store` are not kept.
+which hold for one response only; so is the response itself, and each output item under its id. What
+the agent asked not to `store` is not kept.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .reading import bad, string
 
 _RESPONSES = "responses"
 _ITEMS = "items"
+_WHOLE = "whole"
 
 
 def earlier_messages(memory: Memory, body: dict[str, Any]) -> list[Message]:
@@ -46,6 +47,12 @@ def find_item(memory: Memory, item_id: str) -> dict[str, Any] | None:
     return item
 
 
+def find_response(memory: Memory, response_id: str) -> dict[str, Any] | None:
+    """Returns the response with this id, or None."""
+    response: dict[str, Any] | None = memory.get(_WHOLE, {}).get(response_id)
+    return response
+
+
 def remember(
     memory: Memory,
     request: ModelRequest,
@@ -58,6 +65,7 @@ def remember(
     instructed = bool(request.body.get("instructions"))
     messages = [*request.messages[instructed:], _message(list(said))]
     memory.setdefault(_RESPONSES, {})[response["id"]] = messages
+    memory.setdefault(_WHOLE, {})[response["id"]] = response
     memory.setdefault(_ITEMS, {}).update({item["id"]: item for item in response["output"]})
 
 

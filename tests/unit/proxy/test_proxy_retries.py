@@ -1,4 +1,4 @@
-"""A client's retry gets the answer that was sampled; an unmarked repetition is a new sample."""
+"""A client's retry gets the answer that was sampled; other equal requests are new samples."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from envserver.models import ProbeResult
 from envserver.proxy import Capabilities
 
 RETRY = {"x-stainless-retry-count": "1"}
+CODEX = {"user-agent": "codex_exec/0.169.0 (Debian 12.0.0; x86_64) unknown (codex_exec; 0.169.0)"}
+CLAUDE = {"user-agent": "claude-cli/2.1.197 (external, sdk-cli)", "x-stainless-retry-count": "0"}
 PATH = "v1/chat/completions"
 
 
@@ -67,9 +69,10 @@ async def test_an_idempotency_key_names_one_answer(home: House) -> None:
     assert (status, refusal["error"]["code"]) == (409, "conflict")
 
 
+@pytest.mark.parametrize("mark", [RETRY, {}])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_what_a_client_lost_is_recorded_and_given_to_its_retry(
-    home: House, streamed: bool
+    home: House, streamed: bool, mark: dict[str, str]
 ) -> None:
     home.fake.held = asyncio.Event()
     home.fake.tool_calls = TOOL_CALLS
@@ -79,7 +82,7 @@ async def test_what_a_client_lost_is_recorded_and_given_to_its_retry(
     await until(lambda: home.fake.requests)
     lost.cancel()
     await home.has_lost(1)
-    retry = asyncio.create_task(_text(home, attempt.key, body))
+    retry = asyncio.create_task(_text(home, attempt.key, body, mark))
     await home.has_read(2)
     home.fake.held.set()
     assert TOOL_CALLS[1]["function"]["arguments"].replace('"', '\\"') in await retry
@@ -88,10 +91,49 @@ async def test_what_a_client_lost_is_recorded_and_given_to_its_retry(
     assert len(home.fake.requests) == 1
 
 
-async def _text(home: House, key: str, body: Any) -> str:
+async def _text(home: House, key: str, body: Any, headers: dict[str, str]) -> str:
     url = f"{home.url}/r/{key}/{PATH}"
-    async with home.http.post(url, json=body, headers=RETRY) as answer:
+    async with home.http.post(url, json=body, headers=headers) as answer:
         return await answer.text()
+
+
+@pytest.mark.parametrize("program", [CODEX, CLAUDE])
+async def test_what_a_coding_program_asks_again_after_its_answer_is_one_sample(
+    home: House, program: dict[str, str]
+) -> None:
+    attempt, _ = home.open(max_turns=3)
+    answers = [await home.post(attempt.key, PATH, bodies(), **program) for _ in range(30)]
+    assert len({str(answer) for answer in answers}) == 1
+    (call,) = attempt.calls
+    assert call.flags == ["client_retry_replayed"]
+    # It has gone on since.
+    await home.post(attempt.key, PATH, bodies(seed=1), **program)
+    await home.post(attempt.key, PATH, bodies(), **program)
+    assert len(attempt.calls) == 3
+
+
+async def test_what_helpers_of_a_coding_program_ask_at_once_are_samples_of_their_own(
+    home: House,
+) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, _ = home.open()
+    asking = [
+        asyncio.create_task(home.post(attempt.key, PATH, bodies(), **CODEX)) for _ in range(2)
+    ]
+    await until(lambda: len(home.fake.requests) == 2)
+    home.fake.held.set()
+    await asyncio.gather(*asking)
+    assert len(attempt.calls) == 2
+
+
+async def test_what_a_coding_program_asks_again_while_the_engine_fails_is_one_sample(
+    home: House,
+) -> None:
+    home.fake.faults.extend([500] * 6)
+    attempt, _ = home.open(max_turns=1)
+    statuses = [(await home.post(attempt.key, PATH, bodies(), **CODEX))[0] for _ in range(5)]
+    assert statuses == [502, 502, 502, 200, 200]
+    assert (len(attempt.calls), attempt.calls[0].replayed) == (1, True)
 
 
 async def test_a_retry_joins_work_that_does_not_know_yet_how_the_engine_is_asked() -> None:
