@@ -36,6 +36,7 @@ from .metrics import CountedRequests, Metrics, metric_routes
 from .native import FilterWarnings, PolicyVersion, native_routes
 from .openenv import mount_openenv
 from .queue_limit import QueueLimit
+from .recording import Recorder
 from .runners.metrics import RunnerMetrics, count_runners
 from .runners.registry import RunnerRegistry
 from .runners.routes import runner_posts, runner_routes
@@ -104,6 +105,8 @@ def create_api(
         version=lambda: policy.version,
     )
 
+    recorder = Recorder(metrics, store) if metrics is not None else None
+
     def present() -> set[str]:
         joined = {one["env"] for one in runners.snapshot()}
         return joined | atropos.environment_names() | set(orders.names if orders else ())
@@ -116,6 +119,8 @@ def create_api(
         upkeep = [asyncio.create_task(_expire_leases(store, atropos), name="lease-expiry")]
         if retention is not None:
             upkeep.append(asyncio.create_task(remove_old(store, retention), name="retention"))
+        if recorder is not None:
+            upkeep.append(asyncio.create_task(recorder.run(), name="recorder"))
         try:
             yield
         finally:
@@ -144,6 +149,7 @@ def create_api(
             filters=FilterWarnings(store, policy, present),
             status=status,
             orders=orders,
+            recorder=recorder,
         )
     )
     app.include_router(health_routes(health or _store_only(store)))

@@ -88,10 +88,13 @@ class Metrics:
 
         self.add(families)
 
+    async def families(self) -> list[Metric]:
+        """Returns all metrics as they are now."""
+        return [family for source in self._sources for family in await source()]
+
     async def text(self) -> bytes:
         """Returns all metrics in the Prometheus text format."""
-        families = [family for source in self._sources for family in await source()]
-        return await asyncio.to_thread(generate_latest, _Read(families))
+        return await asyncio.to_thread(generate_latest, _Read(await self.families()))
 
 
 class _Read:

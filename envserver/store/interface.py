@@ -229,6 +229,10 @@ class ManageRuns(Protocol):
     async def get_value(self, key: str) -> Any:
         """Returns the JSON-like value of `key`, or None if it was never set."""
 
+    async def put_minute(self, minute: int, numbers: str, keep_from: int) -> None:
+        """Stores the server's numbers of a minute (since 1970), as JSON text; removes those before
+        the minute `keep_from`."""
+
     async def set_value(self, key: str, json_value: Any) -> None:
         """Sets the value of `key`. Raises InputError if it is not JSON-like."""
 
@@ -277,6 +281,9 @@ class LookUp(Protocol):
 
     async def count_made(self, prefix: str) -> int:
         """Counts the groups that were stored or counted as dropped, by the prefix of their ids."""
+
+    async def minutes_between(self, start: int, end: int, step: int) -> list[tuple[int, str]]:
+        """Returns every `step`-th minute from `start` to `end`, in order, with its numbers."""
 
     async def find_lease(self, lease_id: str) -> LeaseFacts:
         """Returns a lease. Raises NotFoundError if it does not exist."""

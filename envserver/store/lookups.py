@@ -19,6 +19,7 @@ from .backlog import Backlog, backlogs
 from .checkpoints import list_checkpoints
 from .damage import list_damaged
 from .estimates import EstimateRow
+from .history import minutes_between
 from .listing import GroupQuery, Page, page_of
 from .rows import Checkpoint, DamagedGroup, GroupRow, Run
 from .schema import deliveries, leases
@@ -152,6 +153,11 @@ class DatabaseLookups(ABC):
         """Returns the JSON-like value of `key`, or None if it was never set."""
         async with self._reading() as connection:
             return await runs.get_value(connection, key)
+
+    async def minutes_between(self, start: int, end: int, step: int) -> list[tuple[int, str]]:
+        """Returns every `step`-th minute with its numbers; see `put_minute`."""
+        async with self._reading() as connection:
+            return list(await minutes_between(connection, start, end, step))
 
     async def find_lease(self, lease_id: str) -> LeaseFacts:
         """Returns a lease. Raises NotFoundError if it does not exist."""

@@ -240,10 +240,22 @@ _GROUP_FACTS: Final = """CREATE TABLE group_facts (
 )"""
 
 
+async def _from_5_to_6(connection: AsyncConnection) -> None:
+    """Adds the numbers by the minute. They start empty."""
+    key = "INTEGER" if connection.dialect.name == "sqlite" else "BIGINT"
+    await connection.execute(
+        text(
+            f"CREATE TABLE history (minute {key} NOT NULL, numbers TEXT NOT NULL,"
+            " PRIMARY KEY (minute))"
+        )
+    )
+
+
 STEPS: Final[Mapping[int, Callable[[AsyncConnection], Awaitable[None]]]] = {
     1: _from_1_to_2,
     2: _from_2_to_3,
     3: _from_3_to_4,
     4: _from_4_to_5,
+    5: _from_5_to_6,
 }
 """Steps by the version from which they start; each leads to the next version."""

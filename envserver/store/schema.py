@@ -30,7 +30,7 @@ from sqlalchemy import (
 
 from .states import GROUP_STATES, LEASE_STATES, RUN_STATES
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 """Version of the tables; a store with a higher version is refused."""
 
 SHARED: Final = "shared"
@@ -230,6 +230,14 @@ damaged = Table(
     Column("seq", _Seq, primary_key=True, autoincrement=False),
     Column("reason", Text, nullable=False),
     Column("found_at", Double, nullable=False),
+)
+
+history = Table(
+    "history",
+    metadata,
+    # The server's numbers by the minute; see `api.recording`.
+    Column("minute", _Seq, primary_key=True, autoincrement=False),
+    Column("numbers", Text, nullable=False),  # JSON
 )
 
 values = Table(

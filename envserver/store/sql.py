@@ -32,6 +32,7 @@ from .clock import ForwardClock, SteadyClock
 from .database import Database, open_database
 from .failures import is_unreachable, typed, typed_failures
 from .groups import EncodedPut, encode_puts
+from .history import put_minute
 from .lock import StoreLock, acquire, read_lock
 from .lookups import DatabaseLookups
 from .memory_lookups import MemoryLookups
@@ -472,6 +473,11 @@ class Store(DatabaseLookups, MemoryLookups):
         """Sets the value of `key`. Raises InputError if it is not JSON-like."""
         text = runs.to_json(json_value, "value")
         await self._writer.do(partial(runs.set_value, key=key, value=text))
+
+    async def put_minute(self, minute: int, numbers: str, keep_from: int) -> None:
+        """Stores the server's numbers of a minute; see `history.put_minute`."""
+        put = partial(put_minute, minute=minute, numbers=numbers, keep_from=keep_from)
+        await self._writer.do(put)
 
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[AsyncConnection]:

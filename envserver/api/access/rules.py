@@ -65,6 +65,7 @@ RULES: Final = (
     Rule("GET", "/v1/policy", EVERYBODY),
     # Operators and tools
     Rule("GET", "/v1/status", READERS),
+    Rule("GET", "/v1/series", READERS),
     Rule("GET", "/v1/groups", READERS),
     Rule("GET", "/v1/groups/{group_id:path}/rollouts/{number}", READERS),
     Rule("GET", "/v1/groups/{group_id:path}/rollouts/{number}/tokens", READERS),

@@ -16,6 +16,7 @@ from ...rollouts.ordered import Orders
 from ...store import GroupStore
 from ..atropos.service import AtroposService
 from ..leasing import GroupEncoder
+from ..recording import Recorder
 from .estimates import add_estimate_routes
 from .filters import FilterWarnings
 from .groups import add_group_routes
@@ -25,6 +26,7 @@ from .on_demand import add_on_demand_routes
 from .policy import PolicyVersion, add_policy_routes
 from .rollouts import add_rollout_routes
 from .runs import add_run_routes
+from .series import add_series_routes
 from .status import add_status_routes
 from .streams import Streams
 from .waiting import Leasing
@@ -42,11 +44,13 @@ def native_routes(
     filters: FilterWarnings,
     status: Callable[[], dict[str, Any]] | None,
     orders: Orders | None,
+    recorder: Recorder | None,
 ) -> APIRouter:
     """Returns all native routes.
 
     Args:
         orders: None if the server has no environment that can make rollouts on demand.
+        recorder: None if the server counts nothing.
     """
     router = APIRouter(tags=["native"])
     encoder = GroupEncoder(store)
@@ -65,6 +69,8 @@ def native_routes(
     add_estimate_routes(router, store)
     add_policy_routes(router, policy)
     add_status_routes(router, store, atropos, policy, joined, status)
+    if recorder is not None:
+        add_series_routes(router, recorder)
     if orders is not None:
         add_on_demand_routes(router, orders, store, encoder)
     return router

@@ -1,0 +1,51 @@
+"""GET /v1/series: the server's numbers over time."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+
+from ...telemetry.history import curves
+from ..recording import Recorder
+from .answers import answers, json_answer
+
+_HOUR: Final = 3600.0
+_MOST_POINTS: Final = 2000
+_Time = Annotated[float | None, Query(ge=0, le=1e11, description="seconds since 1970")]
+
+
+class SeriesAnswer(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    times: list[float]
+    """Seconds since 1970."""
+    series: list[dict[str, Any]]
+    """`name` and `labels` as in `/metrics`, and `values`, one for each time (null: there was none).
+    Counters begin at 0 again when the server starts.
+    """
+
+
+def add_series_routes(router: APIRouter, recorder: Recorder) -> None:
+    @router.get("/v1/series", responses=answers(SeriesAnswer, 422, what="Curves."))
+    async def series(
+        names: Annotated[
+            str, Query(max_length=4096, description="names of samples, by commas; empty: all")
+        ] = "",
+        start: _Time = None,
+        end: _Time = None,
+        points: Annotated[
+            int, Query(ge=1, le=_MOST_POINTS, description="maximum number of times")
+        ] = 300,
+    ) -> Response:
+        """Returns some numbers of `/metrics` over time: each ten seconds of the last two hours,
+        each minute of the last thirty days. Without `start`, the hour before `end`; without `end`,
+        until now.
+        """
+        last = time.time() if end is None else end
+        rows = await recorder.between(last - _HOUR if start is None else start, last, points)
+        wanted = frozenset(filter(None, (name.strip() for name in names.split(","))))
+        return json_answer(curves(rows, points, wanted))

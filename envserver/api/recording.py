@@ -1,0 +1,81 @@
+"""Records a server's numbers: the last two hours in memory, thirty days in the store."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+from envserver_records.errors import StoreError
+
+from ..store import GroupStore
+from ..telemetry.history import History, Row, as_json, from_json, numbers_of
+from .metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+SECONDS: Final = 10.0
+"""Between two rows in memory."""
+_ROWS: Final = 720
+_DAYS: Final = 30
+_MINUTES: Final = _DAYS * 24 * 60
+
+
+class Recorder:
+    """The history of one server.
+
+    Args:
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, metrics: Metrics, store: GroupStore, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._metrics = metrics
+        self._store = store
+        self._clock = clock
+        self._history = History(_ROWS)
+        self._minute = -1
+
+    async def run(self) -> None:
+        """Records until cancelled. When the store fails, the minute is in memory only."""
+        while True:
+            await self.record()
+            await asyncio.sleep(SECONDS)
+
+    async def record(self) -> None:
+        """Records the numbers of now."""
+        now = self._clock()
+        numbers = numbers_of(await self._metrics.families())
+        self._history.add(now, numbers)
+        minute = int(now // 60)
+        if minute == self._minute:
+            return
+        self._minute = minute
+        try:
+            await self._store.put_minute(minute, as_json(numbers), minute - _MINUTES)
+        except StoreError as error:
+            log.warning("history_not_stored", error=str(error))
+
+    async def between(self, start: float, end: float, points: int) -> list[Row]:
+        """Returns the rows from `start` to `end` in order: by the minute, then what memory has.
+
+        Args:
+            points: number of rows that are wanted; of long spans every n-th minute is read.
+        """
+        recent = self._history.between(start, end)
+        # The first row in memory is its minute's in the store, too.
+        last = min(end, self._history.begins - 60)
+        start = max(start, self._clock() - 60 * _MINUTES)
+        if start > last:
+            return recent
+        step = max(1, int((end - start) / 60 / points))
+        minutes = await self._store.minutes_between(int(start // 60), int(last // 60), step)
+        older = await asyncio.to_thread(_read, minutes)
+        return [*(row for row in older if start <= row[0] <= last), *recent]
+
+
+def _read(minutes: list[tuple[int, str]]) -> list[Row]:
+    return [(60.0 * minute, from_json(text)) for minute, text in minutes]

@@ -1,0 +1,136 @@
+"""The numbers of the last hours, so that a page that is opened late has its curves.
+
+In: samples of metrics, every few seconds. Out: columns by sample. Memory is bounded: the oldest row
+leaves when a row comes, and names beyond `MOST_NAMES` are not kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client.core import Metric
+
+MOST_NAMES: Final = 2000
+KEPT: Final = frozenset(
+    f"envserver_{name}"
+    for name in (
+        *("rollouts_total", "failed_attempts_total", "reward_sum", "reward_count"),
+        *("rollout_seconds_sum", "rollout_seconds_count", "tokens_total", "tokens_cost_total"),
+        *("flags_total", "untrained_share", "groups_delivered_total", "groups_dropped_total"),
+        *("tasks_solved_share", "policy_version", "engine_seconds_sum", "engine_seconds_count"),
+        *("engine_errors_total", "engine_calls", "calls_at_engine", "calls_waiting", "paused"),
+        *("replica_calls", "replica_limit", "replica_waiting", "replica_breaker"),
+        *("workers", "rollouts_running", "worker_deaths_total", "sandboxes", "groups"),
+        *("queue_depth", "leases_total", "nacks_total", "staleness_versions_sum"),
+        *("staleness_versions_count", "store_waiting", "joined_environments"),
+        *("joined_open_groups", "loop_lag_p99_seconds", "part_ready"),
+        "children_resident_bytes",
+    )
+) | {"process_resident_memory_bytes", "process_cpu_seconds_total"}
+"""Names of the samples that are kept; see the table in this room's README."""
+
+
+class Name(msgspec.Struct, frozen=True):
+    """A sample's name and labels, the latter sorted by name."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]
+
+
+Numbers = Mapping[Name, float]
+Row = tuple[float, Numbers]
+"""When (seconds since 1970), and the numbers then."""
+
+
+def numbers_of(families: Iterable[Metric]) -> dict[Name, float]:
+    """Returns the samples of metrics that are kept."""
+    return {
+        Name(sample.name, tuple(sorted(sample.labels.items()))): float(sample.value)
+        for family in families
+        for sample in family.samples
+        if sample.name in KEPT
+    }
+
+
+def as_json(numbers: Numbers) -> str:
+    """Returns numbers as JSON text: [[name, labels, value], ...]."""
+    listed = [(one.name, one.labels, value) for one, value in numbers.items()]
+    return msgspec.json.encode(listed).decode()
+
+
+def from_json(text: str) -> dict[Name, float]:
+    """Returns what `as_json` wrote."""
+    listed = msgspec.json.decode(text, type=list[_Listed])
+    return {Name(name, labels): value for name, labels, value in listed if value is not None}
+
+
+_Listed = tuple[str, tuple[tuple[str, str], ...], float | None]
+
+
+class History:
+    """The last `most_rows` rows."""
+
+    def __init__(self, most_rows: int) -> None:
+        self._columns: dict[Name, int] = {}
+        self._rows: deque[tuple[float, NDArray[np.float64]]] = deque(maxlen=most_rows)
+
+    def add(self, at: float, numbers: Numbers) -> None:
+        """Adds a row."""
+        for name in numbers:
+            if name not in self._columns and len(self._columns) < MOST_NAMES:
+                self._columns[name] = len(self._columns)
+        row = np.full(len(self._columns), np.nan)
+        for name, value in numbers.items():
+            if (column := self._columns.get(name)) is not None:
+                row[column] = value
+        self._rows.append((at, row))
+
+    @property
+    def begins(self) -> float:
+        """The time of the oldest row; infinity without rows."""
+        return self._rows[0][0] if self._rows else math.inf
+
+    def between(self, start: float, end: float) -> list[Row]:
+        """Returns the rows from `start` to `end`, both included."""
+        names = list(self._columns)
+        return [
+            (at, {names[column]: float(row[column]) for column in np.flatnonzero(~np.isnan(row))})
+            for at, row in self._rows
+            if start <= at <= end
+        ]
+
+
+def curves(rows: Sequence[Row], points: int, wanted: frozenset[str]) -> dict[str, Any]:
+    """Returns rows as columns, thinned out to `points` at most: the last row of each span counts.
+
+    Args:
+        rows: in order of time.
+        wanted: names of the samples; empty: all.
+
+    Returns:
+        `times`, and `series`: name, labels, and a value for each time (None: there was none).
+    """
+    thinned = rows
+    if len(rows) > points:
+        places = np.linspace(len(rows) - 1, 0, points).astype(int)[::-1]
+        thinned = [rows[place] for place in dict.fromkeys(places.tolist())]
+    names = dict.fromkeys(
+        name for _, numbers in thinned for name in numbers if not wanted or name.name in wanted
+    )
+    return {
+        "times": [at for at, _ in thinned],
+        "series": [
+            {
+                "name": name.name,
+                "labels": dict(name.labels),
+                "values": [numbers.get(name) for _, numbers in thinned],
+            }
+            for name in names
+        ],
+    }
