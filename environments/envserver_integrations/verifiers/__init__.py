@@ -1,0 +1,37 @@
+"""Environments of verifiers: `--env verifiers:NAME`, of both of its generations.
+
+NAME is the name that verifiers knows a package by (`vf-eval NAME`). Packages with
+`load_environment` need verifiers before 0.4, task sets need 0.4: two backends, because the
+dependencies of the two exclude each other.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from envserver import Environment, Integration
+
+from .backends import backend_of, is_classic
+
+
+def environment(name: str) -> type[Environment]:
+    """Returns the class of the package `name`, for the generation of verifiers that is here.
+
+    Raises:
+        ConfigError, NotFoundError: it cannot be imported, or is of the other generation.
+    """
+    if is_classic(version("verifiers")):
+        from .classic import classic_class
+
+        return classic_class(name)
+    from .tasksets import taskset_class
+
+    return taskset_class(name)
+
+
+INTEGRATION = Integration(
+    what="environments and task sets of verifiers",
+    environment=environment,
+    module="verifiers",
+    backend=backend_of,
+)

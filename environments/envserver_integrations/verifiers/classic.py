@@ -1,0 +1,256 @@
+"""Classic environments: packages with `load_environment` (verifiers before 0.4).
+
+Tasks are the rows of its data set. A rollout is its own, over our endpoint; its rubric gives the
+reward. If the environment's class is one of verifiers' own, the worker gets only the prompt, and
+the scorer calls the rubric. A class of the package's own may read the answer while it plays, and
+its rubric what it left in the state: then the worker has the whole row, and scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import openai.resources  # seconds of imports, which must not block a rollout
+import verifiers.legacy as vf
+from pydantic_core import to_jsonable_python
+from verifiers.legacy.clients import OpenAIChatCompletionsClient
+from verifiers.legacy.utils.env_utils import env_module_name, import_env_module
+
+from envserver import (
+    AgentError,
+    ConfigError,
+    Environment,
+    InputError,
+    Message,
+    NotFoundError,
+    PublicTask,
+    Result,
+    Rollout,
+    Score,
+    Split,
+    Task,
+)
+
+from .classic_states import as_json, from_json, from_messages
+from .common import TLS_CONTEXT, VerifiersConfig, VerifiersEnvironment, kept_signals, names_limit
+from .rubrics import score_all, score_one, watch
+
+_RUN_CODE = (
+    *("verifiers.legacy.envs.python_env", "verifiers.legacy.envs.sandbox_env"),
+    *("verifiers.legacy.envs.experimental", "verifiers.legacy.envs.integrations.browser_env"),
+    "verifiers.legacy.envs.integrations.openenv_env",
+)
+"""Modules of classes that run programs of the model, or fetch what they run."""
+_ALLOWED = ("verifiers.legacy.envs.experimental.gym_env",)
+
+
+class ClassicEnvironment(VerifiersEnvironment):
+    """An environment of a package with `load_environment`."""
+
+    class Config(VerifiersConfig):
+        demonstration: str = "{answer}"
+        """What the simulated engine plays: a text with columns of the row in braces, or the name of
+        a column with the model's messages."""
+
+    def __init__(self, config: Environment.Config | None = None) -> None:
+        super().__init__(config)
+        self._env = _loaded(self.package, self.config.args)
+        self._is_apart = _is_of_verifiers(self._env)
+        watch(self._env.rubric)
+        self.weighted(self._env.rubric._get_reward_weights())
+        if isinstance(self._env, vf.MultiTurnEnv):
+            most = self.config.max_turns
+            self._env.max_turns = (
+                min(self._env.max_turns, most) if self._env.max_turns > 0 else most
+            )
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        """Yields a task for each row, one after the other; validation and test are its evaluation
+        data set, or else its only one.
+
+        Raises:
+            ConfigError: it has no data set for training.
+        """
+        if split == "train" and self._env.build_dataset() is None:
+            raise ConfigError(
+                f"verifiers:{self.package} has no data set for training.",
+                hint="--env.split validation",
+            )
+        rows = self._env.get_dataset() if split == "train" else self._env.get_eval_dataset()
+        for number in range(len(rows)):
+            yield self._task(str(number), rows[number])
+
+    def _task(self, name: str, row: dict[str, Any]) -> Task:
+        plain = to_jsonable_python(row, fallback=str)
+        public = plain
+        if self._is_apart and "task" not in plain:
+            public = {key: plain[key] for key in ("prompt", "example_id") if key in plain}
+            info = plain.get("info")
+            if isinstance(info, dict) and "tool_defs" in info:
+                public["info"] = {"tool_defs": info["tool_defs"]}
+        return Task(name, public, plain)
+
+    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        state, score = await self.loop.run(self._played(dict(task.public), run))
+        run.log_metric("truncated", float(bool(state["others"].get("is_truncated"))))
+        if (stop := state["others"].get("stop_condition")) is not None:
+            run.log_metric(f"stopped_by.{stop}", 1.0)
+        return {"state": state, "score": score}
+
+    async def _played(self, row: dict[str, Any], run: Rollout) -> tuple[dict[str, Any], Any]:
+        """Returns the state after the rollout; and its score, if only this process can score."""
+        client = openai.AsyncOpenAI(
+            base_url=run.base_url,
+            api_key=run.api_key,
+            max_retries=1,
+            timeout=run.seconds_left,
+            http_client=openai.DefaultAsyncHttpxClient(verify=TLS_CONTEXT, trust_env=False),
+        )
+        env = self._env
+        async with client:
+            state = await env.rollout(
+                row, OpenAIChatCompletionsClient(client), run.model, _sampling(env)
+            )
+        _check_end(state)
+        score = None
+        if not (self._is_apart or env.requires_group_rollouts):
+            found = await score_one(env.rubric, state)
+            score = [found.reward, found.components, found.metrics]
+            await env.rubric.cleanup(state)
+        return as_json(state), score
+
+    async def score(self, task: Task, result: Result) -> Score:
+        if self._env.requires_group_rollouts:
+            return Score(reward=0.0)  # `score_group` gives it
+        output = result.output if isinstance(result.output, dict) else None
+        if output is not None and output["score"] is not None:
+            reward, components, metrics = output["score"]
+            return Score(reward=reward, components=components, metrics=metrics)
+        if not self._is_apart and output is None:
+            return self.unscored()
+        return await score_one(self._env.rubric, self._state(task, result))
+
+    async def score_group(
+        self, task: Task, results: list[Result], scores: list[Score]
+    ) -> list[Score]:
+        if not self._env.requires_group_rollouts:
+            return scores
+        states = [self._state(task, result) for result in results]
+        return await score_all(self._env.rubric, states)
+
+    def _state(self, task: Task, result: Result) -> Any:
+        if isinstance(result.output, dict) and "state" in result.output:
+            return from_json(task.hidden, result.output["state"])
+        return from_messages(task.hidden, result.messages)
+
+    def demonstration(self, task: Task) -> list[Message] | None:
+        """Returns what `--env.demonstration` says, if the row has its columns."""
+        messages = task.hidden.get(self.config.demonstration)
+        if isinstance(messages, list):
+            return messages
+        try:
+            text = self.config.demonstration.format_map(task.hidden)
+        except (KeyError, IndexError, AttributeError):
+            return None
+        return [{"role": "assistant", "content": text}] if text else None
+
+    def task_from_row(self, row: dict[str, Any]) -> Task:
+        """Returns the task of a row of its data set, or of a question and an answer."""
+        if "prompt" not in row and "question" not in row:
+            raise InputError("A row needs a prompt or a question.")
+        asked = {"role": "user", "content": row.get("question")}
+        return self._task("row", {"prompt": [asked], "example_id": 0, **row})
+
+
+def classic_class(name: str) -> type[Environment]:
+    """Returns the class of a package.
+
+    Raises:
+        NotFoundError: there is no such package.
+        ConfigError: it has no `load_environment`.
+    """
+    try:
+        module = import_env_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != env_module_name(name):
+            raise
+        raise NotFoundError(
+            f"There is no package {env_module_name(name)!r}.",
+            hint=f"envserver env install verifiers:{name} --with PACKAGE",
+        ) from error
+    if not hasattr(module, "load_environment"):
+        raise ConfigError(
+            f"{name!r} has no load_environment: it is not an environment of verifiers before 0.4.",
+            hint=f"envserver env install verifiers:{name} --with PACKAGE --with 'verifiers>=0.4'",
+        )
+    return type(
+        "Classic", (ClassicEnvironment,), {"name": name, "package": name, "__doc__": module.__doc__}
+    )
+
+
+def _loaded(name: str, arguments: dict[str, Any]) -> Any:
+    """Loads the environment.
+
+    Raises:
+        ConfigError: it raises, or would run programs of the model on this machine.
+    """
+    try:
+        with kept_signals():
+            environment = import_env_module(name).load_environment(**arguments)
+    except Exception as error:
+        raise ConfigError(
+            f"verifiers:{name} cannot be loaded: {type(error).__name__}: {error}",
+            hint="Its arguments are --env.args, as JSON.",
+        ) from error
+    environment.env_id = environment.env_id or name
+    for each in _environments(environment):
+        for kind in type(each).__mro__:
+            if kind.__module__.startswith(_RUN_CODE) and not kind.__module__.startswith(_ALLOWED):
+                raise ConfigError(
+                    f"verifiers:{name} is a {kind.__name__}, which runs programs of the model or "
+                    "of a third party; they do not run in a sandbox of envserver.",
+                    hint="Give the model a sandboxed tool of envserver, see tools/README.md.",
+                )
+    return environment
+
+
+def _environments(environment: Any) -> Iterator[Any]:
+    yield environment
+    for each in getattr(environment, "envs", ()):
+        yield from _environments(each)
+
+
+def _is_of_verifiers(environment: Any) -> bool:
+    """Returns whether all code that plays is verifiers' own, which reads no answer."""
+    if isinstance(environment, vf.EnvGroup):
+        return False
+    kinds = [kind for kind in type(environment).__mro__ if issubclass(kind, vf.Environment)]
+    return all(kind.__module__.startswith("verifiers.") for kind in kinds)
+
+
+def _sampling(environment: Any) -> dict[str, Any]:
+    """Returns its sampling settings without empty ones and the number of answers, which is 1."""
+    given = dict(environment.sampling_args or {})
+    return {name: value for name, value in given.items() if name != "n" and value not in (None, {})}
+
+
+def _check_end(state: Any) -> None:
+    """
+    Raises:
+        AgentError: the rollout failed, but not because a limit was reached.
+    """
+    error = state.get("error")
+    if error is None:
+        return
+    chain, cause = [], error
+    while cause is not None:
+        chain.append(
+            f"{type(cause).__name__}: {getattr(cause, 'body', None) or ''} {cause}".strip()
+        )
+        cause = cause.__cause__
+    text = " <- ".join(chain)
+    if not names_limit(text):
+        raise AgentError(f"The rollout of verifiers failed: {text}") from error
+    state["is_truncated"] = True

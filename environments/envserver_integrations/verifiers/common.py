@@ -1,0 +1,100 @@
+"""What both generations share: settings, the process that loads a package, how an end is judged."""
+
+from __future__ import annotations
+
+import math
+import signal
+import ssl
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import Field
+
+from envserver import Environment, Score
+
+from .own_loop import OwnLoop
+
+TLS_CONTEXT = ssl.create_default_context()
+"""Shared by all clients: making one takes as long as a short rollout."""
+LIMIT_CODES = ("limit_reached", "context_length_exceeded")
+"""Codes of the proxy's errors that say that the model used up a limit."""
+UNSCORED = "unscored"
+
+
+class VerifiersConfig(Environment.Config):
+    """Settings of an environment of verifiers."""
+
+    args: dict[str, Any] = {}
+    """Arguments of its `load_environment`, or settings of its task set, as JSON:
+    '{"num_examples": 100}'."""
+    reward_range: list[float] | None = Field(default=None, min_length=2, max_length=2)
+    """Lowest and highest reward; unset: any, since verifiers does not say."""
+    solved_at: float | None = None
+    """The least reward of a solved task; unset: the sum of the weights, for functions up to 1."""
+    limit_reward: float = 0.0
+    """Reward of a rollout that a limit ended before the environment could score it."""
+
+
+class VerifiersEnvironment(Environment):
+    """A package of verifiers as an environment. Subclasses name it."""
+
+    reward_range = (-math.inf, math.inf)
+    solved_at = 1.0
+    # Its reward functions read whole answers.
+    exact_demonstrations = True
+    # An answer alone may lack the format that a reward function wants.
+    demonstrations_solve = False
+    preload = ()
+
+    Config = VerifiersConfig
+    package = ""
+    """The name that verifiers knows it by."""
+
+    def __init__(self, config: Environment.Config | None = None) -> None:
+        super().__init__(config)
+        self.loop = OwnLoop()
+        own = self.config
+        if own.reward_range is not None:
+            self.reward_range = (own.reward_range[0], own.reward_range[1])  # type: ignore[misc]
+        if own.solved_at is not None:
+            self.solved_at = own.solved_at  # type: ignore[misc]
+
+    def weighted(self, weights: Iterable[float]) -> None:
+        """Sets what a solved task has, by the weights of the reward functions."""
+        most = math.fsum(weight for weight in weights if weight > 0)
+        if self.config.solved_at is None and most > 0:
+            self.solved_at = most  # type: ignore[misc]
+
+    def unscored(self) -> Score:
+        """Returns the score of a rollout that a limit ended too early to be scored."""
+        return Score(reward=self.config.limit_reward, metrics={UNSCORED: 1.0})
+
+
+@contextmanager
+def kept_signals() -> Iterator[None]:
+    """Restores the process's signal handlers: verifiers replaces them with its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in kept.items():
+            signal.signal(each, handler)
+
+
+def numbers(values: Mapping[str, Any] | None) -> dict[str, float]:
+    """Returns the entries that are finite numbers."""
+    found = {}
+    for name, value in (values or {}).items():
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            found[name] = float(value)
+    return found
+
+
+def names_limit(text: str) -> bool:
+    """Returns whether the text of a failed model call says that a limit is used up."""
+    return any(code in text for code in LIMIT_CODES)
