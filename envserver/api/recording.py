@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from envserver_records.errors import StoreError
 
 from ..store import GroupStore
 from ..telemetry.history import History, Row, as_json, from_json, numbers_of
-from .metrics import Metrics
+
+if TYPE_CHECKING:  # metrics need the health of parts, whose routes need this room's answers
+    from .metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
