@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import uvloop
@@ -33,12 +33,16 @@ def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     Raises:
         KeyboardInterrupt: Ctrl-C cancelled it.
         Terminated: SIGTERM did.
+        RuntimeError: it was cancelled from within, which is a bug.
     """
     spare_collector()
+    told: list[bool] = []
     try:
-        return uvloop.run(_terminable(coroutine))
-    except asyncio.CancelledError:
-        raise Terminated from None
+        return uvloop.run(_terminable(coroutine, lambda: told.append(True)))
+    except asyncio.CancelledError as error:
+        if told:
+            raise Terminated from None
+        raise RuntimeError("The command was cancelled, though no signal told it to end.") from error
 
 
 def spare_collector() -> None:
@@ -52,7 +56,12 @@ def spare_collector() -> None:
     gc.set_threshold(_YOUNG_OBJECTS)
 
 
-async def _terminable(coroutine: Coroutine[Any, Any, T]) -> T:
+async def _terminable(coroutine: Coroutine[Any, Any, T], on_sigterm: Callable[[], None]) -> T:
     task = asyncio.ensure_future(coroutine)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def end() -> None:
+        on_sigterm()
+        task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
     return await task

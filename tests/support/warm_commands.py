@@ -75,7 +75,7 @@ def start(
 ) -> WarmProcess:
     """Starts a command with nothing on its stdin. `argv[0]` is the path of the program."""
     request = json.dumps({"argv": list(argv), "folder": str(folder), "variables": variables})
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # answers stay apart
     with theirs, Path(os.devnull).open("rb") as stdin:
         streams = [stream.fileno() for stream in (stdin, stdout, stderr, theirs)]
         socket.send_fds(_forking(), [request.encode()], streams)

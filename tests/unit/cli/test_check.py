@@ -180,7 +180,7 @@ def check(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
 def report(zoo: Path, name: str, plays: int = 0) -> dict[str, Any]:
     """The report; rollouts cost most, so only tests about them play."""
     ran = check("--env", f"{zoo}:{name}", "--json", "--plays", plays, folder=zoo.parent)
-    assert ran.stdout, ran.stderr
+    assert ran.stdout, (ran.returncode, ran.stderr)
     found: dict[str, Any] = json.loads(ran.stdout)
     assert ran.returncode == (0 if found["ok"] else 1), ran.stderr
     return found

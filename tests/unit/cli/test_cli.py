@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from support.commands import ENVSERVER
 import envserver
 from envserver import main
 from envserver.cli import COMMANDS
+from envserver.cli.loop import run_loop
 
 ADDER = '''
 from envserver import Environment, Score, Task
@@ -207,3 +209,11 @@ def test_a_reader_that_goes_away_is_no_error_worth_a_traceback(words: list[str])
     )
     os.close(writing)
     assert (ran.returncode, ran.stderr) == (1, "")
+
+
+def test_a_command_that_is_cancelled_from_within_does_not_end_silently() -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="though no signal told it to end"):
+        run_loop(cancelled())
