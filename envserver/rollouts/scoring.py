@@ -408,8 +408,9 @@ class _Timer:
         self._stops += 1
         ends = self.running.when()
         if self._stops == 1 and ends is not None and not self.running.expired():
-            self._left = ends - now()
-            self.running.reschedule(None)
+            with suppress(RuntimeError):  # the score has ended meanwhile
+                self.running.reschedule(None)
+                self._left = ends - now()
         try:
             yield
         finally:
