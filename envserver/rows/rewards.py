@@ -81,6 +81,8 @@ class Reward:
         self._names = set(named)
         self._needed = {name for name, one in named.items() if one.default is one.empty}
         self._is_trl = bool(self._names & _TRL)
+        # A method of a verifiers rubric is called with the parser of its rubric.
+        self._parser = getattr(getattr(self.function, "__self__", None), "parser", None) or _PARSER
         if self._names & _OF_GROUPS:
             raise ConfigError(
                 f"The reward function {self.name!r} scores a group at once "
@@ -137,7 +139,8 @@ class Reward:
     def _by_name(self, scored: Scored) -> dict[str, Any]:
         as_text = self._wants_text("completion", False)
         completion = scored.output if as_text else scored.completion
-        offered: dict[str, Any] = {"info": {}, "task": "", "parser": _PARSER, **scored.columns}
+        offered: dict[str, Any] = {"info": {}, "task": "", "parser": self._parser}
+        offered |= scored.columns
         offered |= {
             "prompt": scored.prompt,
             "completion": completion,

@@ -65,8 +65,19 @@ def test_functions_of_verifiers_and_plain_ones_get_what_they_name() -> None:
     async def plain(answer: str, output: str) -> bool:
         return answer == output
 
-    components = score([verifiers, plain, parsed]).components
-    assert components == {"verifiers": 1.0, "plain": 1.0, "parsed": 1.0}
+    class Rubric:
+        """As `verifiers.MathRubric`: its functions are called with its parser."""
+
+        class parser:
+            @staticmethod
+            def parse_answer(completion: Any) -> str:
+                return f"of the rubric: {completion[-1]['content']}"
+
+        def of_rubric(self, parser: Any, completion: Any, **_: Any) -> float:
+            return float(parser.parse_answer(completion) == "of the rubric: 5")
+
+    components = score([verifiers, plain, parsed, Rubric().of_rubric]).components
+    assert components == {"verifiers": 1.0, "plain": 1.0, "parsed": 1.0, "of_rubric": 1.0}
     assert score({verifiers: 1.0, plain: -0.5}).reward == 0.5
     made = Environment.from_rows([ROW], reward={verifiers: 1.0, plain: -0.5})()
     assert made.reward_range == (-0.5, 1.0)
