@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from envserver_records.records import (
     SandboxSpec,
 )
 
-from .sandbox_interface import BlockingSandbox, Sandbox
+from .sandbox_interface import BlockingSandbox, RunningProgram, Sandbox
 from .service_interface import Caller as Caller
 from .service_interface import Service as Service
 from .service_interface import Services as Services
@@ -166,6 +166,25 @@ class Rollout(Protocol):
         self, spec: SandboxSpec | None = None
     ) -> AbstractContextManager[BlockingSandbox]:
         """`open_sandbox` for a plain `def rollout`."""
+
+    def open_program(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        spec: SandboxSpec | None = None,
+    ) -> AbstractAsyncContextManager[RunningProgram]:
+        """Starts a program in a sandbox of its own, to talk to it over its standard input and
+        output; it is killed at the end of the block. Not with the backend docker.
+
+        Args:
+            argv, env: as in `Sandbox.exec`.
+            spec: as in `open_sandbox`. Its limits apply, but for `wall_seconds`: the program may
+                run until the end of the rollout.
+
+        Raises:
+            SandboxError: as in `open_sandbox`.
+        """
 
     @property
     def egress_url(self) -> str:

@@ -8,7 +8,7 @@ types, from `Sandbox`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -83,6 +83,33 @@ class Sandbox(Protocol):
 
     async def close(self) -> None:
         """Ends the sandbox and waits until all its processes are gone. May be called twice."""
+
+
+class RunningProgram(Protocol):
+    """A program in a sandbox that is talked to over its standard input and output."""
+
+    result: ExecResult | None
+    """How it ended; None until `receive` has returned b""."""
+
+    async def send(self, data: bytes) -> None:
+        """Sends input, at most `input_kb` of the sandbox's limits at once; waits while the program
+        does not take it."""
+
+    async def receive(self) -> bytes:
+        """Returns the next output as soon as there is any; b"" when the program has ended."""
+
+
+class Programs(Protocol):
+    """Starts programs that are talked to: a `Rollout`, which documents it."""
+
+    def open_program(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        spec: SandboxSpec | None = None,
+    ) -> AbstractAsyncContextManager[RunningProgram]:
+        """See `Rollout.open_program`."""
 
 
 def _blocking(

@@ -25,7 +25,8 @@ from ..proxy.attempts import ProxyAttempt, ended
 from ..proxy.egress import Egress
 from ..sandbox_interface import Sandbox
 from .client import ConnectedSandbox, SandboxClient
-from .requests import Exec, Open, Opened, Read, RunPython, Write
+from .requests import Exec, Open, Opened, Read, RunPython, Send, Start, Write
+from .talking import TalkingProgram
 
 MOST_PER_ATTEMPT = 8
 """Maximum concurrent sandboxes of one attempt."""
@@ -88,7 +89,7 @@ class AttemptSandboxes:
         match path.rpartition("/")[2]:
             case "open" | "write":
                 return min((limits.disk_mb + 1) << 20, _MOST_BODY_BYTES)
-            case "exec" | "python":
+            case "exec" | "python" | "start" | "send":
                 return (limits.input_kb << 10) + (1 << 20)
         return 64 << 10
 
@@ -143,6 +144,13 @@ class AttemptSandboxes:
             case "exec" | "python":
                 attempt.check_time()
                 return await tenant.perform(self._run(tenant.sandbox, action, body))
+            case "start":
+                attempt.check_time()
+                return await tenant.start(_decoded(body, Start), attempt.seconds_left)
+            case "send":
+                return await tenant.perform(tenant.program.send(_decoded(body, Send).data))
+            case "receive":
+                return await tenant.perform(tenant.program.receive())
         raise InputError(f"A sandbox cannot {action[:40]!r}.")
 
     async def _look(self, sandbox: Sandbox, action: str, body: bytes) -> Any:
@@ -296,14 +304,15 @@ class _Tenant:
     usage, or None without a sandbox.
     """
 
-    def __init__(self, opening: AbstractAsyncContextManager[Sandbox]) -> None:
-        self.opened: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
+    def __init__(self, opening: AbstractAsyncContextManager[ConnectedSandbox]) -> None:
+        self.opened: asyncio.Future[ConnectedSandbox] = asyncio.get_running_loop().create_future()
         self._working: set[asyncio.Task[Any]] = set()
+        self._program: TalkingProgram | None = None
         self._over = asyncio.Event()
         self.task = asyncio.create_task(self._live(opening), name="sandbox")
 
     @property
-    def sandbox(self) -> Sandbox:
+    def sandbox(self) -> ConnectedSandbox:
         """Returns the open sandbox.
 
         Raises:
@@ -312,6 +321,40 @@ class _Tenant:
         if not self.opened.done():
             raise InputError("The sandbox is not open yet.")
         return self.opened.result()
+
+    @property
+    def program(self) -> TalkingProgram:
+        """Returns the program that was started.
+
+        Raises:
+            InputError: there is none.
+        """
+        if self._program is None:
+            raise InputError("No program was started in this sandbox.")
+        return self._program
+
+    async def start(self, asked: Start, seconds: float) -> None:
+        """Starts the program that the worker talks to.
+
+        Raises:
+            InputError: one was started before.
+        """
+        if self._program is not None:
+            raise InputError("A program was started in this sandbox before.")
+        if not asked.argv:
+            raise InputError("An empty command cannot be run.")
+        argv = [_plain(word) for word in asked.argv]
+        program = TalkingProgram(self.sandbox, argv, _variables(asked.env), seconds)
+        self._program = program
+        living = asyncio.create_task(program.live())
+        self._working.add(living)
+        living.add_done_callback(self._left)
+        await program.started()
+
+    def _left(self, living: asyncio.Task[None]) -> None:
+        self._working.discard(living)
+        if not living.cancelled():
+            living.exception()  # its requests have raised it
 
     async def perform(self, operation: Coroutine[Any, Any, T]) -> T:
         """Returns the operation's result. It is cancelled when the caller or the sandbox ends.
@@ -345,7 +388,9 @@ class _Tenant:
         self.end()
         await asyncio.wait({self.task})
 
-    async def _live(self, opening: AbstractAsyncContextManager[Sandbox]) -> SandboxUsage | None:
+    async def _live(
+        self, opening: AbstractAsyncContextManager[ConnectedSandbox]
+    ) -> SandboxUsage | None:
         usage = None
         try:
             async with opening as sandbox:

@@ -35,6 +35,8 @@ _GRACE_SECONDS = 10.0
 """Seconds beyond the wall limit until a sandbox that does not answer counts as lost."""
 _FILE_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
+_HUNG_UP_SECONDS = 1.0
+"""Seconds for a program whose output has ended to end; then it is killed."""
 
 
 class SandboxClient:
@@ -154,6 +156,18 @@ class SandboxClient:
                 answer.set_exception(SandboxUnavailable(f"No sandbox could be made: {reason}."))
 
 
+class StartedProgram:
+    """A program whose input and output are `stdio`; `result` says how it ended, once it has.
+
+    Set `hung_up` when its output has ended: then it is about to end by itself.
+    """
+
+    def __init__(self, stdio: socket.socket) -> None:
+        self.stdio = stdio
+        self.hung_up = False
+        self.result: ExecResult | None = None
+
+
 class ConnectedSandbox:
     """A sandbox at the other end of `channel`; see `sandbox_interface.Sandbox`."""
 
@@ -234,6 +248,34 @@ class ConnectedSandbox:
         await self._ask(_FILE_SECONDS, "lead_out")
         return socket.socket(fileno=self._handed_out())
 
+    @asynccontextmanager
+    async def start(
+        self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
+    ) -> AsyncIterator[StartedProgram]:
+        """Starts a program that is talked to; kills it at the end of the block. Other requests wait
+        until then.
+
+        Raises:
+            SandboxUnavailable: the backend is docker, which cannot do this.
+            SandboxLost: as in `exec`.
+        """
+        if self.isolation == "docker":
+            raise SandboxUnavailable("The backend docker has no programs that are talked to.")
+        request = {"argv": list(argv), "env": dict(env), "wall_seconds": wall_seconds}
+        async with self._turn:
+            await self._asked(_FILE_SECONDS, "start", request)
+            program = StartedProgram(socket.socket(fileno=self._handed_out()))
+            try:
+                yield program
+            finally:
+                program.stdio.close()
+                ended = asyncio.ensure_future(self._asked(_GRACE_SECONDS, "ended"))
+                if program.hung_up:
+                    await asyncio.wait({ended}, timeout=_HUNG_UP_SECONDS)
+                if not ended.done():
+                    await self._send_cancel()
+                program.result = self._checked(await ended, ExecResult)
+
     async def close(self) -> None:
         if self._closed:
             return
@@ -303,22 +345,26 @@ class ConnectedSandbox:
 
         A cancelled request cancels the program inside and waits for its end.
         """
-        frame = _framed(request)
         async with self._turn:
-            if self._closed:
-                raise SandboxLost("The sandbox is closed.")
-            try:
-                async with asyncio.timeout(seconds):
-                    exchange = asyncio.ensure_future(self._exchange(frame))
-                    try:
-                        answer = await asyncio.shield(exchange)
-                    except asyncio.CancelledError:
-                        await self._cancel(exchange)
-                        raise
-            except TimeoutError:
-                raise self._lost("it did not answer in time") from None
-            except (OSError, ValueError) as error:
-                raise self._lost(str(error) or type(error).__name__) from error
+            return await self._asked(seconds, *request)
+
+    async def _asked(self, seconds: float, *request: Any) -> Any:
+        """`_ask` for the task whose turn it is."""
+        frame = _framed(request)
+        if self._closed:
+            raise SandboxLost("The sandbox is closed.")
+        try:
+            async with asyncio.timeout(seconds):
+                exchange = asyncio.ensure_future(self._exchange(frame))
+                try:
+                    answer = await asyncio.shield(exchange)
+                except asyncio.CancelledError:
+                    await self._cancel(exchange)
+                    raise
+        except TimeoutError:
+            raise self._lost("it did not answer in time") from None
+        except (OSError, ValueError) as error:
+            raise self._lost(str(error) or type(error).__name__) from error
         match answer:
             case ["ok", value]:
                 return value
@@ -334,11 +380,14 @@ class ConnectedSandbox:
         except msgspec.ValidationError as error:
             raise self._lost(f"its answer is not valid: {error}") from error
 
+    async def _send_cancel(self) -> None:
+        with contextlib.suppress(ConnectionError):  # whoever waits for an answer hears of it
+            await asyncio.get_running_loop().sock_sendall(self._channel, encode("cancel"))
+
     async def _cancel(self, exchange: asyncio.Future[list[Any]]) -> None:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_GRACE_SECONDS):
-                await loop.sock_sendall(self._channel, encode("cancel"))
+                await self._send_cancel()
                 await asyncio.shield(exchange)
         except (TimeoutError, OSError, ValueError):
             exchange.cancel()

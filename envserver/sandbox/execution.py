@@ -11,6 +11,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable
 
@@ -54,10 +55,19 @@ class _Output:
 
 
 class Execution:
-    """Runs `program` once; its usage is added to `totals`."""
+    """Runs `program` once; its usage is added to `totals`.
+
+    Args:
+        stdin: the program's input, or a socket for its input and output.
+    """
 
     def __init__(
-        self, program: Program, stdin: bytes, backend: Backend, accounts: Accounts, totals: Totals
+        self,
+        program: Program,
+        stdin: bytes | socket.socket,
+        backend: Backend,
+        accounts: Accounts,
+        totals: Totals,
     ) -> None:
         self._program = program
         self._limits = program.limits
@@ -92,11 +102,14 @@ class Execution:
         return self._record(status, usage)
 
     def _fork(self) -> int:
-        stdin = _readable(self._stdin)
+        out, error = self._outputs
+        if isinstance(self._stdin, bytes):
+            stdin, stdout = _readable(self._stdin), out.writing
+        else:
+            stdin = stdout = self._stdin.detach()
         pid = os.fork()
         if pid == 0:
-            out, error = self._outputs
-            become(self._program, (stdin, out.writing, error.writing), self._backend.enclose)
+            become(self._program, (stdin, stdout, error.writing), self._backend.enclose)
         os.close(stdin)
         for output in self._outputs:
             os.close(output.writing)

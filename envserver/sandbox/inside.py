@@ -6,8 +6,9 @@ it needs no start-up. It is single-threaded, never waits for a program without a
 cannot read or trace it. When the other end of the socket closes, it ends, and kills all programs.
 
 Requests: ["setup", spec], ["run", program], ["cancel"], ["read", path, bytes], ["write", path,
-data], ["total"], ["lead_out"]. Each is answered by ["ok", ...] or ["error", kind, message], in
-order.
+data], ["total"], ["lead_out"], ["start", program], ["ended"]. Each is answered by ["ok", ...] or
+["error", kind, message], in order. The answer to "start" comes before its program runs, with a
+socket that is the program's input and output; "ended" tells how it ended.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class _Server:
         self._limits: dict[str, Any] = {}
         self._handing_out: list[int] = []
         """Descriptors that go with the next answer."""
+        self._starting: Execution | None = None
+        self._ended: dict[str, Any] = {}
 
     def run(self) -> None:
         while True:
@@ -100,6 +103,9 @@ class _Server:
                 words = f"{place[:_LONGEST_PLACE]}: {error.strerror}"
                 answer = ["error", "input", words.strip(": ")]
             self._send(*answer)
+            if self._starting is not None:
+                execution, self._starting = self._starting, None
+                self._ended = self._run(execution)
 
     def _answer(self, request: list[Any]) -> list[Any]:
         match request:
@@ -118,6 +124,11 @@ class _Server:
             case ["lead_out"]:
                 self._lead_out()
                 return ["ok", None]
+            case ["start", dict() as program]:
+                self._start(program)
+                return ["ok", None]
+            case ["ended"]:
+                return ["ok", self._ended]
         raise ValueError(f"an unknown request {request[0]!r}")
 
     def _set_up(self, spec: dict[str, Any]) -> None:
@@ -149,7 +160,25 @@ class _Server:
             env={**self._env, **wanted["env"]},
             limits=_tighter(self._limits, wanted["limits"]),
         )
-        execution = Execution(program, wanted["stdin"], self._backend, self._accounts, self._totals)
+        return self._run(self._execution(program, wanted["stdin"]))
+
+    def _start(self, wanted: dict[str, Any]) -> None:
+        """Prepares a program that is talked to; it may run for `wall_seconds`, unlike others."""
+        program = Program(
+            argv=wanted["argv"],
+            code=None,
+            cwd=self._place("/work"),
+            env={**self._env, **wanted["env"]},
+            limits={**self._limits, "wall_seconds": wanted["wall_seconds"]},
+        )
+        ours, theirs = socket.socketpair()
+        self._handing_out.append(theirs.detach())
+        self._starting = self._execution(program, ours)
+
+    def _execution(self, program: Program, stdin: bytes | socket.socket) -> Execution:
+        return Execution(program, stdin, self._backend, self._accounts, self._totals)
+
+    def _run(self, execution: Execution) -> dict[str, Any]:
         try:
             return execution.run(self._channel.fileno(), self._asked_to_cancel)
         except ConnectionError:

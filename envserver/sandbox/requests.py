@@ -7,6 +7,9 @@
     {id}/write          Write -> None
     {id}/total          None -> SandboxUsage
     {id}/close          None -> None
+    {id}/start          Start -> None          the only program of this sandbox
+    {id}/send           Send -> None
+    {id}/receive        None -> Received       waits for output, or the program's end
 
 Bodies are MessagePack both ways; what is not 200 is the proxy's JSON error.
 """
@@ -14,7 +17,7 @@ Bodies are MessagePack both ways; what is not 200 is the proxy's JSON error.
 from __future__ import annotations
 
 import msgspec
-from envserver_records.records import SandboxLimits, SandboxSpec
+from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec
 
 
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +51,26 @@ class RunPython(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stdin: bytes
     cwd: str
     limits: SandboxLimits | None
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """See `rollout_interface.Rollout.open_program`."""
+
+    argv: list[str]
+    env: dict[str, str]
+
+
+class Send(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """See `sandbox_interface.RunningProgram.send`."""
+
+    data: bytes
+
+
+class Received(msgspec.Struct, frozen=True):
+    """Output of the program, or how it ended."""
+
+    data: bytes = b""
+    result: ExecResult | None = None
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from envserver_records.errors import ConfigError, ServiceError
+from envserver_records.errors import ConfigError, LimitReached, SandboxError, ServiceError
 
+from ..sandbox_interface import Programs, RunningProgram
 from .calling import MAX_RESULT_CHARACTERS, ToolError
+from .mcp_over_program import over_program
 from .mcp_package import import_mcp
 from .own_task import in_own_task
 
@@ -46,6 +48,9 @@ class McpServer:
             by a variable of the process that connects: the server, if it is shared.
         shared: one connection in the server, for all rollouts. Else each rollout has its own, in
             its worker: in the sandbox if the environment's isolation is "sandboxed".
+        in_sandbox: the command runs in a sandbox of its own (`Rollout.open_program`), with the
+            files and limits of `Environment.sandbox`; its variables are the sandbox's, and `env`.
+            "python" is found by the sandbox's PATH.
         only: the tools to offer; empty: all.
         prefix: put before the names of its tools.
         timeout_seconds: for one call.
@@ -58,6 +63,7 @@ class McpServer:
     env: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     shared: bool = False
+    in_sandbox: bool = False
     only: Sequence[str] = ()
     prefix: str = ""
     timeout_seconds: float = 60.0
@@ -66,6 +72,11 @@ class McpServer:
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
             raise ConfigError(f"The MCP server {self.name!r} needs a command or a url, not both.")
+        if self.in_sandbox and (self.shared or not self.command):
+            raise ConfigError(
+                f"The MCP server {self.name!r} cannot be in a sandbox: that is for a command which "
+                "each rollout starts by itself."
+            )
 
     @property
     def service(self) -> str:
@@ -76,9 +87,10 @@ class McpServer:
 class McpConnection:
     """A connection to a server, for several calls at the same time."""
 
-    def __init__(self, server: McpServer, client: Client) -> None:
+    def __init__(self, server: McpServer, client: Client, program: _Program) -> None:
         self._server = server
         self._client = client
+        self._program = program
 
     async def describe(self) -> list[dict[str, Any]]:
         """Returns its tools: `{"name", "tool"}`, its own name and an OpenAI function tool.
@@ -133,7 +145,7 @@ class McpConnection:
             raise self._failed(f"{type(error).__name__}: {error}") from error
 
     def _failed(self, why: str, *, timeout: bool = False) -> ServiceError:
-        what = f"The MCP server {self._server.name!r} failed: {why}."
+        what = f"The MCP server {self._server.name!r} failed: {why}.{self._program.end()}"
         return ServiceError(what, timeout=timeout)
 
     def _described(self, listed: Any) -> dict[str, Any]:
@@ -147,19 +159,29 @@ class McpConnection:
 
 
 @asynccontextmanager
-async def connect(server: McpServer) -> AsyncIterator[McpConnection]:
+async def connect(server: McpServer, run: Programs | None = None) -> AsyncIterator[McpConnection]:
     """Starts or reaches the server; ends it with its processes at the end of the block.
+
+    Args:
+        run: the rollout, for a server in a sandbox.
 
     Raises:
         ConfigError: the extra is missing, the program does not exist, or a variable is not set.
         ServiceError: it cannot be reached.
+        SandboxError: there is no sandbox for it.
     """
     await import_mcp(f"The MCP server {server.name!r}")
+    program = _Program()
     async with AsyncExitStack() as stack:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                client = await stack.enter_async_context(in_own_task(lambda: _client(server)))
-        except ConfigError:
+                if server.in_sandbox:
+                    assert run is not None
+                    opened = run.open_program(server.command, env=_filled(server, server.env))
+                    program.running = await stack.enter_async_context(opened)
+                made = in_own_task(lambda: _client(server, program.running))
+                client = await stack.enter_async_context(made)
+        except (ConfigError, SandboxError, LimitReached):
             raise
         except FileNotFoundError as error:
             raise ConfigError(
@@ -168,17 +190,36 @@ async def connect(server: McpServer) -> AsyncIterator[McpConnection]:
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise ServiceError(
-                f"The MCP server {server.name!r} cannot be reached: {what}."
+                f"The MCP server {server.name!r} cannot be reached: {what}.{program.end()}"
             ) from error
-        yield McpConnection(server, client)
+        yield McpConnection(server, client, program)
+
+
+@dataclass
+class _Program:
+    """The program of a server in a sandbox; `running` is None for other servers."""
+
+    running: RunningProgram | None = None
+
+    def end(self) -> str:
+        """Returns how it ended, as a further sentence; "" if it did not."""
+        result = self.running.result if self.running is not None else None
+        if result is None:
+            return ""
+        how = f"killed by {result.killed_by}" if result.killed_by else f"exit {result.exit}"
+        return f" Its program ended ({how}): {result.stderr.decode(errors='replace')[-1000:]}"
 
 
 @asynccontextmanager
-async def _client(server: McpServer) -> AsyncIterator[Client]:
+async def _client(server: McpServer, running: RunningProgram | None) -> AsyncIterator[Client]:
     import httpx2
     from mcp import Client, StdioServerParameters
     from mcp.client.streamable_http import streamable_http_client
 
+    if running is not None:
+        async with Client(over_program(running)) as client:
+            yield client
+        return
     if server.command:
         program, *args = server.command
         program = sys.executable if program in ("python", "python3") else program

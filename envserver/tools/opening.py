@@ -64,7 +64,7 @@ async def _asked(run: Rollout, service: str, /, **arguments: Any) -> str:
 async def _tools_of(server: McpServer, run: Rollout, stack: AsyncExitStack) -> list[Tool]:
     """Returns the tools of an MCP server, started here unless it is shared."""
     if not server.shared:
-        own = await stack.enter_async_context(connect(server))
+        own = await stack.enter_async_context(connect(server, run))
         return [
             _of_mcp(server, one, partial(own.call, one["name"])) for one in await own.describe()
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -32,14 +32,14 @@ from envserver_records.records import Message, PublicTask, SandboxSpec
 from ..actions import encode
 from ..environment import NO_REWARDS, Isolation
 from ..rollout_interface import Reply
-from ..sandbox_interface import BlockingSandbox, Sandbox
+from ..sandbox_interface import BlockingSandbox, RunningProgram, Sandbox
 from ..tools.calling import LoopEnd, Tool, ToolResult
 from ..tools.loop import chat_with_tools
 from ..tools.mcp_server import serve_tools
 from ..tools.opening import open_tools
 from ..tools.sources import Tools
 from .event_uploader import EventUploader
-from .sandboxes import RemoteOpening, open_blocking
+from .sandboxes import RemoteOpening, open_blocking, open_program
 
 if TYPE_CHECKING:
     import openai
@@ -208,6 +208,15 @@ class AttemptRun:
         self, spec: SandboxSpec | None = None
     ) -> AbstractContextManager[BlockingSandbox]:
         return open_blocking(self._ask_sandbox, spec, self._wait)
+
+    def open_program(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        spec: SandboxSpec | None = None,
+    ) -> AbstractAsyncContextManager[RunningProgram]:
+        return open_program(self._ask_sandbox, argv, env or {}, spec)
 
     @property
     def tools_url(self) -> str:

@@ -5,15 +5,23 @@ Each method is one request. A cancelled request hangs up, and the server ends wh
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import msgspec
 from envserver_records.errors import EnvserverError, SandboxLost
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
-from ..sandbox.requests import Exec, Open, Opened, Read, RunPython, Write
+from ..sandbox.requests import Exec, Open, Opened, Read, Received, RunPython, Send, Start, Write
 from ..sandbox_interface import BlockingSandbox
 
 T = TypeVar("T")
@@ -101,6 +109,37 @@ class RemoteSandbox:
 async def open_remote(post: Post, spec: SandboxSpec | None) -> RemoteSandbox:
     """Opens a sandbox of this attempt; raises like `Rollout.open_sandbox`."""
     return RemoteSandbox(post, await _answer(post, "open", Open(spec), Opened))
+
+
+class RemoteProgram:
+    """See `sandbox_interface.RunningProgram`. Made by `open_program`."""
+
+    def __init__(self, post: Post, sandbox_id: str) -> None:
+        self.result: ExecResult | None = None
+        self._post = post
+        self._id = sandbox_id
+
+    async def send(self, data: bytes) -> None:
+        await _answer(self._post, f"{self._id}/send", Send(data=data), type(None))
+
+    async def receive(self) -> bytes:
+        received = await _answer(self._post, f"{self._id}/receive", None, Received)
+        self.result = received.result
+        return received.data
+
+
+@asynccontextmanager
+async def open_program(
+    post: Post, argv: Sequence[str], env: Mapping[str, str], spec: SandboxSpec | None
+) -> AsyncIterator[RemoteProgram]:
+    """Runs a program in a sandbox of its own; raises like `Rollout.open_program`."""
+    sandbox = await open_remote(post, spec)
+    try:
+        start = Start(argv=list(argv), env=dict(env))
+        await _answer(post, f"{sandbox.id}/start", start, type(None))
+        yield RemoteProgram(post, sandbox.id)
+    finally:
+        await sandbox.close()
 
 
 @contextmanager

@@ -206,7 +206,10 @@ import sys
 
 from mcp import Client
 
-from envserver import Caller, Environment, McpServer, Score, Task, tool
+from envserver import (
+    Caller, Environment, McpServer, SandboxSpec, Score, ServiceError, Task, tool
+)
+from envserver.tools.calling import use_tool
 
 
 class Both(Environment):
@@ -253,6 +256,36 @@ class Both(Environment):
 
 class Sandboxed(Both):
     isolation = "sandboxed"
+
+
+class Boxed(Both):
+    sandbox = SandboxSpec(env={"KEY": "not-it"})
+    tools = [
+        McpServer(command=COMMAND, in_sandbox=True, env={"EXAMPLE_KEY": "k-part"}),
+        McpServer(command=["python3", "-c", "exit('no such module')"], in_sandbox=True, prefix="b"),
+    ]
+
+    async def rollout(self, task, run):
+        await run.chat([{"role": "user", "content": "?"}])
+        async with run.open_tools(self.tools[:1]) as tools:
+            first, second = [await call_tool(tools, "notes_add", text=text) for text in "xy"]
+            key = await call_tool(tools, "key")
+            try:
+                await call_tool(tools, "crash")
+            except ServiceError as error:
+                crash = error.message
+        try:
+            async with run.open_tools(self.tools[1:]):
+                pass
+        except ServiceError as error:
+            return {"notes": [first, second], "key": key, "crash": crash, "broken": error.message}
+
+    def score(self, task, result):
+        return Score(reward=1.0)
+
+
+async def call_tool(tools, name, **arguments):
+    return (await use_tool(tools, name, arguments)).text
 """
 
 
@@ -274,3 +307,28 @@ def test_rollouts_use_servers_and_serve_agents(tmp_path: Path, kind: str) -> Non
     shared = sorted(output["noted"][1].split() for output in (first, second))
     assert [notes for notes, _, _ in shared] == ["x", "x,x"]  # one server, started by the server
     assert {parent for _, _, parent in shared} == {str(os.getpid())}
+
+
+@pytest.mark.thorough
+def test_a_pooled_environment_runs_a_server_in_a_sandbox(tmp_path: Path) -> None:
+    command = ["python3", "-c", Path(mcp_example.__file__).read_text()]
+    (tmp_path / "both.py").write_text(ENVIRONMENT.replace("COMMAND", repr(command)))
+    made = envserver.process(
+        f"{tmp_path}/both.py:Boxed", model="sim", env={"total_steps": 1, "group_size": 1},
+        sim={"latency_seconds": 0},
+    )  # fmt: skip
+    (trajectory,) = made.groups[0].trajectories
+    output = trajectory.output
+    notes = [note.split() for note in output["notes"]]
+    assert [note[0] for note in notes] == ["x", "x,y"]  # one program, which remembers
+    assert notes[0][2] == "1"  # its parent is process 1 of its own namespace
+    assert output["key"] == "k-part"
+    assert "Its program ended (exit 3)" in output["crash"]
+    assert "(exit 1): no such module" in output["broken"]
+    assert trajectory.usage.sandbox is not None and trajectory.usage.sandbox.executions == 2
+
+
+def test_only_a_command_of_each_rollout_can_be_in_a_sandbox() -> None:
+    for more in ({"url": "http://x"}, {"command": COMMAND, "shared": True}):
+        with pytest.raises(ConfigError, match="cannot be in a sandbox"):
+            McpServer(in_sandbox=True, **more)  # type: ignore[arg-type]
