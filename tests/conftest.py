@@ -40,6 +40,7 @@ _PEERS = {
     "vllm_python",
     "atropos_python",
     "openenv_python",
+    "games_python",
     "learn_python",
     "trainers_python",
     "verifiers_classic_python",
@@ -174,6 +175,12 @@ def verifiers_classic_python(request: pytest.FixtureRequest) -> Path:
 def verifiers_v1_python(request: pytest.FixtureRequest) -> Path:
     """The Python in which a verifiers with task sets is installed."""
     return _python_of(".venv-verifiers-v1", "make verifiers-peer", request.config)
+
+
+@pytest.fixture(scope="session")
+def games_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which TextArena and Gymnasium are installed."""
+    return _python_of(".venv-games", "make games-peer", request.config)
 
 
 @pytest.fixture(scope="session")

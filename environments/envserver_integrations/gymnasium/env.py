@@ -1,0 +1,259 @@
+"""Environments of Gymnasium, played in text: each seed is a task.
+
+Tasks: `public` holds the seed. The environment runs in the worker, which executes no code of the
+model: it is told what the environment shows and answers with an action. The reward of each step is
+a turn reward. All rewards are divided by the width of `returns`, so that an episode's is in [0, 1].
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from envserver import (
+    ConfigError,
+    Environment,
+    Message,
+    NotFoundError,
+    PublicTask,
+    Result,
+    Rollout,
+    Score,
+    Split,
+    Task,
+)
+
+from ..answers import Answer, action_of
+from .known import KNOWN, Known
+from .worlds import BadAction, action, as_text, described, example, is_discrete, plain
+
+
+class Gymnasium(Environment):
+    """An environment of Gymnasium."""
+
+    world: ClassVar[str]
+    """`ID`, or `MODULE:ID`; the module is imported and registers it."""
+    known: ClassVar[Known] = Known()
+    exact_demonstrations = True
+    demonstrations_solve = False
+
+    class Config(Environment.Config):
+        max_turns: int = Field(default=50, ge=1)
+        """Maximum steps, unless the environment ends before."""
+        options: dict[str, Any] = {}
+        """Arguments of `gymnasium.make`, such as {"is_slippery": false}."""
+        observation: Literal["auto", "value", "render"] = "auto"
+        """render: the picture of render mode ansi, colours as tags. value: the observation, as JSON
+        where it is not text. auto: text, else the picture, else JSON."""
+        system: str | None = None
+        """System prompt; unset: the rules, for Gymnasium's own text environments."""
+        prompt: str = (
+            "{observation}\n\nActions: {actions}. Write one in brackets, as in [{example}]."
+        )
+        """First message; {observation}, {actions}, {example} and {world} are filled in."""
+        next_prompt: str = "{observation}"
+        """Every later message, also with {reward}, that of the last action."""
+        actions: list[str] = []
+        """Names of the numbers of a discrete action space, in order; numbers work, too."""
+        answer: Answer | None = None
+        """The action in an answer: all of it (after </think>), its last [brackets], its last line,
+        or what is in its last <tag>. Unset: brackets for numbers and names, else all of it."""
+        tag: str = "answer"
+        """Name of the tag."""
+        discount: float = Field(default=1.0, gt=0, le=1)
+        """Factor by which each step's reward counts less than the one before."""
+        returns: tuple[float, float] | None = None
+        """Lowest and highest sum of an episode's rewards, which become 0 and 1; what lies outside
+        is clipped. Unset: (0, 1), or what is known of Gymnasium's own."""
+        invalid_reward: float = 0.0
+        """Reward, before the division, of a turn whose answer names no action."""
+        most_invalid: int = Field(default=3, ge=1)
+        """Answers in a row without an action that end the episode."""
+        moves: list[str] = []
+        """What the simulated engine says, over and over; unset: actions at random."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        low, high = self.config.returns or self.known.returns
+        self._low: float = low
+        self._width: float = high - low
+        if self._width <= 0:
+            raise ConfigError(f"returns: {high} is not above {low}.")
+
+    def tasks(self, split: Split) -> Iterator[Task]:
+        rng = random.Random(f"gymnasium-{self.world}-{self.config.seed}-{split}")
+        for number in itertools.count():
+            yield Task(f"{split}-{number}", {"seed": rng.randrange(2**31)})
+
+    def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        """Plays an episode, in a thread: a step may take long."""
+        env = made(self.world, self.config.options)
+        try:
+            return self._played(env, task.public["seed"], run)
+        finally:
+            env.close()
+
+    def _played(self, env: Any, seed: int, run: Rollout) -> dict[str, Any]:
+        config, space = self.config, env.action_space
+        names, answer = self._action_names(space), self._answer(space)
+        facts = {
+            "world": self.world.rpartition(":")[2],
+            "actions": described(space, names),
+            "example": example(space, names),
+        }
+        observation, _ = env.reset(seed=seed)
+        shown = self._shown(env, observation)
+        messages = self._opening(_filled(config.prompt, observation=shown, **facts))
+        total, invalid, ended = 0.0, 0, False
+        turn = 0
+        for turn in range(1, config.max_turns + 1):
+            reply = run.chat_blocking(messages)
+            messages.append(reply.message)
+            said = action_of(reply.content, answer, config.tag)
+            try:
+                chosen = action(space, said, names)
+            except BadAction as error:
+                invalid += 1
+                reward, shown, ended = config.invalid_reward, str(error), False
+            else:
+                invalid = 0
+                observation, reward, terminated, cut, _ = env.step(chosen)
+                reward, ended = float(reward), bool(terminated or cut)
+                shown = self._shown(env, observation)
+            total += reward
+            run.reward(reward * config.discount ** (turn - 1) / self._width)
+            run.log_metric("return", total)
+            run.log_action("step", {"action": said}, {"reward": reward})
+            if ended or invalid == config.most_invalid:
+                break
+            text = _filled(config.next_prompt, observation=shown, reward=f"{reward:g}", **facts)
+            messages.append({"role": "user", "content": text})
+        return {"ended": ended, "return": total, "steps": turn}
+
+    def score(self, task: Task, result: Result) -> Score:
+        played = isinstance(result.output, dict) and "return" in result.output
+        earned = sum(one.value for one in result.turn_rewards)
+        if not played and result.limit is None:  # nothing that a rollout returns
+            return Score(reward=-earned)
+        reached = min(max(earned - self._low / self._width, 0.0), 1.0)
+        finished = played and result.output["ended"] is True
+        return Score(reward=reached - earned, metrics={"finished": float(finished)})
+
+    def demonstration(self, task: Task) -> list[Message]:
+        return [{"role": "assistant", "content": said} for said in self._moves(task.public["seed"])]
+
+    def _moves(self, seed: int) -> Iterator[str]:
+        config = self.config
+        if config.moves:
+            yield from itertools.islice(itertools.cycle(config.moves), config.max_turns)
+            return
+        space = made(self.world, config.options).action_space
+        names = self._action_names(space)
+        space.seed(seed)
+        for _ in range(config.max_turns):
+            chosen = space.sample()
+            said = names[chosen - space.start] if names else as_text(chosen)
+            yield f"[{said}]" if self._answer(space) == "brackets" else said
+
+    def final_answer(self, result: Result) -> str:
+        return ""
+
+    def _action_names(self, space: Any) -> Sequence[str]:
+        return self.config.actions or (self.known.actions if is_discrete(space) else ())
+
+    def _answer(self, space: Any) -> Answer:
+        return self.config.answer or ("brackets" if is_discrete(space) else "whole")
+
+    def _opening(self, prompt: str) -> list[Message]:
+        system = self.known.rules if self.config.system is None else self.config.system
+        opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        return [*opening, {"role": "user", "content": prompt}]
+
+    def _shown(self, env: Any, observation: Any) -> str:
+        wanted = self.config.observation
+        if wanted == "auto":
+            picture = env.render_mode == "ansi" and not isinstance(observation, str)
+            wanted = "render" if picture else "value"
+        if wanted == "value":
+            return as_text(observation)
+        picture = env.render()
+        return plain(picture if isinstance(picture, str) else picture.getvalue())
+
+
+def gymnasium_environment(world: str) -> type[Environment]:
+    """Returns the environment of `ID` or `MODULE:ID`.
+
+    Raises:
+        NotFoundError: no such environment is registered.
+        ConfigError: its module cannot be imported.
+    """
+    spec = _spec(world)
+    about = {
+        "world": world,
+        "known": KNOWN.get(spec.name, Known()) if _is_gymnasiums(spec) else Known(),
+        "name": "gymnasium_" + re.sub(r"\W+", "_", spec.id.lower()),
+        "__doc__": f"{spec.id} of Gymnasium.",
+    }
+    return type("Gymnasium", (Gymnasium,), {**about, "__module__": __name__})
+
+
+def made(world: str, options: dict[str, Any]) -> Any:
+    """Makes an environment; it draws pictures in text where it can.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    import gymnasium
+    from gymnasium.envs.registration import load_env_creator
+
+    spec = _spec(world)
+    try:
+        entry = spec.entry_point
+        kind = load_env_creator(entry) if isinstance(entry, str) else entry
+        modes = getattr(kind, "metadata", {}).get("render_modes", [])
+        drawing = {"render_mode": "ansi"} if "ansi" in modes else {}
+        return gymnasium.make(spec, **{**drawing, **options})
+    except Exception as error:
+        raise ConfigError(
+            f"{world} cannot be made: {type(error).__name__}: {str(error)[:300]}",
+            hint="--env.options are the arguments of gymnasium.make.",
+        ) from error
+
+
+def _spec(world: str) -> Any:
+    import gymnasium
+
+    module, _, name = world.rpartition(":")
+    try:
+        if module.endswith(".py"):
+            path = Path(module)
+            if str(path.parent) not in sys.path:
+                sys.path.append(str(path.parent))
+            importlib.import_module(path.stem)
+        elif module:
+            importlib.import_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"The module {module} cannot be imported: {type(error).__name__}: {error}",
+            hint="Name its file, gymnasium:my_world.py:ID, or install it: --with.",
+        ) from error
+    try:
+        return gymnasium.spec(name)
+    except gymnasium.error.Error as error:
+        raise NotFoundError(f"Gymnasium has no environment {name!r}: {error}") from error
+
+
+def _is_gymnasiums(spec: Any) -> bool:
+    return str(spec.entry_point).startswith("gymnasium.")
+
+
+def _filled(template: str, **values: str) -> str:
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)

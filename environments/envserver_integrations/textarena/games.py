@@ -1,0 +1,237 @@
+"""One game of TextArena: who is to move, what they see, and how it ended.
+
+What always holds: a game depends on nothing but its id, its options, the number of players, the
+seed and the actions. TextArena draws from Python's global random numbers; each game gets and keeps
+a state of its own, so games that run side by side do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import functools
+import json
+import math
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from envserver import ConfigError, NotFoundError
+
+from .words import without_downloads
+
+_MOST_PLAYERS = 20
+_INVALID = -1.0
+"""TextArena's own penalty for an invalid move."""
+
+
+class Turn(NamedTuple):
+    """Whose turn it is, and what this player is shown."""
+
+    player: int
+    text: str
+
+
+class Outcome(NamedTuple):
+    """How a game ended: rewards by player, whose invalid move ended it, and why, in words."""
+
+    rewards: dict[int, float]
+    invalid: list[int]
+    reason: str
+    fallen: bool = False
+
+
+class Game:
+    """A game from its beginning to its end.
+
+    Args:
+        whole: show a player the whole game in TextArena's own words at each turn, instead of what
+            is new.
+    """
+
+    def __init__(
+        self, game: str, options: Mapping[str, Any], *, players: int, seed: int, whole: bool
+    ) -> None:
+        self._env = copy.deepcopy(_pristine(game, json.dumps(options, sort_keys=True)))
+        self._whole = whole
+        self._random = _Apart(seed)
+        self._players = players
+        self._moves = 0
+        self._fallen: Outcome | None = None
+        self.ended = False
+        with self._random.within():
+            self._env.reset(num_players=players, seed=seed)
+
+    def turn(self) -> Turn:
+        """Returns whose turn it is and what this player is shown; ask once for each turn."""
+        with self._random.within():
+            if self._whole:
+                player, shown = self._env.get_observation()
+                return Turn(player, shown if isinstance(shown, str) else self._text(player, shown))
+            player, news = _unwrapped(self._env).get_observation()
+        return Turn(player, self._text(player, news))
+
+    def act(self, action: str) -> None:
+        """Does an action of the player to move; an invalid one is punished by the game's rules.
+
+        Some games fall over malformed actions: whoever gives such a one loses. A game that does not
+        even survive its first action is broken, and raises.
+        """
+        player = int(_unwrapped(self._env).state.current_player_id)
+        try:
+            with self._random.within():
+                self.ended, _ = self._env.step(action)
+        except Exception as error:
+            if self._moves == 0:
+                raise
+            self.ended = True
+            reason = f"The game fell over this action: {type(error).__name__}: {str(error)[:200]}"
+            self._fallen = Outcome(forfeited(player, self._players), [player], reason, fallen=True)
+        self._moves += 1
+
+    def outcome(self) -> Outcome:
+        """Returns how the game ended."""
+        if self._fallen is not None:
+            return self._fallen
+        rewards, facts = self._env.close()
+        return Outcome(
+            rewards={player: _number(reward) for player, reward in (rewards or {}).items()},
+            invalid=[player for player, one in facts.items() if one.get("invalid_move")],
+            reason=next((str(one["reason"]) for one in facts.values() if one.get("reason")), ""),
+        )
+
+    def _text(self, player: int, news: Any) -> str:
+        if isinstance(news, str):
+            return news
+        import textarena
+
+        own = textarena.ObservationType.PLAYER_ACTION
+        names = _unwrapped(self._env).state.role_mapping
+        return "\n".join(
+            message if sender == textarena.GAME_ID else f"[{names.get(sender, sender)}] {message}"
+            for sender, message, kind in news
+            if not (sender == player and kind == own)  # it is in the conversation already
+        )
+
+
+def forfeited(loser: int, players: int) -> dict[int, float]:
+    """Returns the rewards if one player gives up: as after an invalid move in TextArena."""
+    others = 1.0 if players == 2 else 0.0
+    return {player: _INVALID if player == loser else others for player in range(players)}
+
+
+def check_game(game: str) -> None:
+    """Raises NotFoundError if TextArena has no such game."""
+    from textarena.envs.registration import ENV_REGISTRY
+
+    if game not in ENV_REGISTRY:
+        near = difflib.get_close_matches(game, ENV_REGISTRY, n=3)
+        raise NotFoundError(
+            f"TextArena has no game {game!r}.",
+            hint=f"Did you mean {' or '.join(near)}?" if near else "See textarena.ai/docs.",
+        )
+
+
+@functools.cache
+def fewest_players(game: str, options: str) -> int:
+    """Returns the number of players that the game declares, or else the smallest that it accepts.
+
+    Args:
+        options: JSON.
+
+    Raises:
+        ConfigError: it cannot be played.
+    """
+    from textarena.envs.registration import ENV_REGISTRY
+
+    declared = {**ENV_REGISTRY[game].kwargs, **json.loads(options)}.get("num_players")
+    if declared is not None:
+        return int(declared)
+    refusals = []
+    for players in range(1, _MOST_PLAYERS + 1):
+        env = copy.deepcopy(_pristine(game, options))
+        try:
+            with _Apart(0).within():
+                env.reset(num_players=players, seed=0)
+        except Exception as error:  # noqa: BLE001 - games refuse by assertions and by falling over
+            refusals.append(f"{players}: {type(error).__name__}: {str(error)[:100]}")
+            continue
+        return int(_unwrapped(env).state.num_players)
+    raise ConfigError(
+        f"{game} cannot be started with 1 to {_MOST_PLAYERS} players.", hint=refusals[-1]
+    )
+
+
+@functools.cache
+def _pristine(game: str, options: str) -> Any:
+    """Returns the game before its first reset; some take seconds to make.
+
+    Raises:
+        ConfigError: it cannot be made here.
+    """
+    import textarena
+
+    try:
+        with without_downloads(game), _Apart(0).within():
+            return textarena.make(game, **json.loads(options))
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{game} cannot be imported with Python {sys.version.split()[0]}: {error}.",
+            hint="This version of TextArena writes it for Python 3.12.",
+        ) from error
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        text = f"{game} cannot be made: {type(error).__name__}: {str(error)[:300]}"
+        judged = "API key" in text
+        raise ConfigError(
+            text,
+            hint="It asks a model of its own, outside of envserver's proxy: not possible here."
+            if judged
+            else "--env.options are the arguments of the game's class.",
+        ) from error
+
+
+def _unwrapped(env: Any) -> Any:
+    while hasattr(env, "env"):
+        env = env.env
+    return env
+
+
+def _number(reward: Any) -> float:
+    """Returns a reward; some games of 0.7.4 pass the reason of an invalid move in its place."""
+    if isinstance(reward, str):
+        return _INVALID
+    number = float(reward)
+    return number if math.isfinite(number) else _INVALID
+
+
+class _Apart:
+    """Random numbers of one game, apart from those of all others."""
+
+    def __init__(self, seed: int) -> None:
+        self._python = random.Random(seed).getstate()
+        self._numpy: Any = None
+        self._seed = seed
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """Within the block, Python's and NumPy's global random numbers are those of this object,
+        and nothing is printed to standard output."""
+        numpy = sys.modules.get("numpy")
+        python_outside = random.getstate()
+        numpy_outside = numpy.random.get_state() if numpy is not None else None
+        random.setstate(self._python)
+        if numpy is not None and self._numpy is not None:
+            numpy.random.set_state(self._numpy)
+        elif numpy is not None:
+            numpy.random.seed(self._seed % 2**32)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                yield
+        finally:
+            self._python = random.getstate()
+            random.setstate(python_outside)
+            if numpy is not None:
+                self._numpy = numpy.random.get_state()
+                numpy.random.set_state(numpy_outside)

@@ -1,0 +1,46 @@
+"""What the integrations of games read from answers and make of pictures; the games themselves are
+played in tests/peers/test_games.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from envserver_integrations.answers import Answer, action_of
+from envserver_integrations.gymnasium import INTEGRATION
+from envserver_integrations.gymnasium.worlds import plain
+
+THOUGHT = (
+    "<think>[left] or [right]?</think>\nI take the [left] door.\nNo: [right] <answer> up </answer>"
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "action"),
+    [
+        ("brackets", "[right]"),
+        ("last_line", "No: [right] <answer> up </answer>"),
+        ("tag", "up"),
+        ("whole", "I take the [left] door.\nNo: [right] <answer> up </answer>"),
+    ],
+)
+def test_the_action_is_read_from_what_follows_the_thoughts(answer: Answer, action: str) -> None:
+    assert action_of(THOUGHT, answer) == action
+    if answer in ("brackets", "tag"):
+        assert action_of("I do not know.", answer) == ""
+
+
+def test_colours_of_a_terminal_become_tags() -> None:
+    assert plain("\x1b[41mS\x1b[0mF\n\x1b[34;1mR\x1b[0m| \n") == (
+        "<on-red>S</on-red>F\n<blue>R</blue>| "
+    )
+
+
+def test_a_module_beside_the_user_is_named_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert INTEGRATION.absolute("my_world:My-v0") == "my_world:My-v0"
+    Path("my_world.py").touch()
+    assert INTEGRATION.absolute("my_world:My-v0") == f"{tmp_path}/my_world.py:My-v0"
+    assert INTEGRATION.absolute("FrozenLake-v1") == "FrozenLake-v1"
