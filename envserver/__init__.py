@@ -31,6 +31,7 @@ _HOMES = {
     "Tool": "envserver.tools.calling",
     "ToolError": "envserver.tools.calling",
     "tool": "envserver.tools.typed",
+    "HarnessTask": "envserver.harness_interface",
     "ModelCall": "envserver.hook_interface",
     "Backend": "envserver.integration_interface",
     "Integration": "envserver.integration_interface",

@@ -25,6 +25,7 @@ from pydantic import (
 
 from .curriculum_config import SECTION, CurriculumConfig
 from .delivery_config import DeliveryConfig
+from .harness_config import HarnessConfig
 from .judge_config import JudgeConfig
 from .prices_config import PricesConfig
 from .tokens_config import TokensConfig
@@ -482,6 +483,7 @@ class Settings(EnvironmentSettings):
     tokens: TokensConfig = TokensConfig()
     workers: WorkersConfig = WorkersConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    agent: HarnessConfig = HarnessConfig()
     judge: JudgeConfig = JudgeConfig()
     prices: PricesConfig = PricesConfig()
     rollouts: RolloutsConfig = RolloutsConfig()

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, Literal
 
 import msgspec
-from envserver_records.errors import InputError
+from envserver_records.errors import ConfigError, InputError
 from envserver_records.records import (
     Message,
     Result,
@@ -48,6 +48,7 @@ from envserver_records.records import (
 from typing_extensions import TypeVar
 
 from .config import EnvironmentConfig, Section
+from .harness_interface import HarnessTask
 from .hook_interface import ModelCall
 from .judge_interface import Judge
 from .rollout_interface import Rollout
@@ -222,6 +223,17 @@ class Environment(abc.ABC, Generic[TaskT]):
         Returns:
             A JSON-like value; the scorer gets it as `result.output`.
         """
+
+    def harness_task(self, task: TaskT, run: Rollout) -> Awaitable[HarnessTask] | HarnessTask:
+        """Returns what a program gets for `task` that plays the agent instead of `rollout`
+        (`--agent`), and how its output is read; may be `async def`.
+
+        It runs in the worker, which then runs the program, too: isolation "sandboxed".
+        """
+        raise ConfigError(
+            f"The environment {self.name!r} cannot be played by other programs (--agent).",
+            hint="It needs the method `harness_task`; without --agent its own agent plays.",
+        )
 
     def prepare_scoring(self) -> None:
         """Loads what `score` needs. Runs once per scorer process, before any limit applies."""

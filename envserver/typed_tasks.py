@@ -35,7 +35,7 @@ T = TypeVar("T")
 _HIDDEN: Final = "envserver.hidden"
 Hidden = Annotated[T, _HIDDEN]
 """A field of a row that never leaves the server and the scorer: `answer: Hidden[str]`."""
-_TASK_FIRST = ("score", "score_group", "demonstration", "known_results")
+_TASK_FIRST = ("harness_task", "score", "score_group", "demonstration", "known_results")
 """Methods whose first argument is a task, besides `rollout`."""
 
 

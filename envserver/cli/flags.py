@@ -18,6 +18,7 @@ from ..running.options import Option
 from .sources import Given
 
 ALIASES = {
+    "agent": "agent.name",
     "env": "environment",
     "env.name": "environment",
     "host": "server.host",

@@ -34,6 +34,7 @@ from envserver_records.records import Call, ServiceCall, Task
 
 from ..actions import Steps
 from ..environment import Isolation
+from ..harness_interface import HarnessSpec
 from ..telemetry.log_budget import LogBudget
 from ..telemetry.tracing import NO_SPAN, Span
 from ..tokens.history import History
@@ -92,6 +93,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
         isolation: of its worker; code of the model can reach it if that is "sandboxed".
         keep_services: whether to record the requests to services and their answers.
         endpoint: name of the engine where no agents are declared; "" for the run's engine.
+        harness: the program that plays the agent; None: the environment's `rollout`.
     """
 
     rollout_id: str
@@ -109,6 +111,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     isolation: Isolation = "pooled"
     keep_services: bool = False
     endpoint: str = ""
+    harness: HarnessSpec | None = None
 
     def agent(self, name: str | None) -> str | None:
         """Returns the agent for a request that names `name`; without a name, the main agent.

@@ -27,6 +27,7 @@ from envserver_records.records import SandboxUsage
 from structlog.contextvars import bind_contextvars
 
 from ..environment import Service
+from ..harness_interface import FOREIGN_AGENT
 from ..models.engine import Engine
 from ..models.measured import time_waiting
 from ..telemetry.numbers import SHORT_SECONDS, Distribution
@@ -59,7 +60,15 @@ from .request_handler import RequestHandler
 from .retries import RetryMarks, digest_of
 from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
 from .services import TOOLS_PREFIX, ServiceRouter
-from .worker import refuse_result, rollout_body, take_actions, take_log, take_result, take_rewards
+from .worker import (
+    record_body,
+    refuse_result,
+    rollout_body,
+    take_actions,
+    take_log,
+    take_result,
+    take_rewards,
+)
 
 PLAYED = "played:"
 """The endpoint of agents that somebody plays (`AgentRoute.endpoint`); no agent has such a name."""
@@ -186,6 +195,8 @@ class Proxy:
     def open(self, spec: AttemptSpec) -> ProxyAttempt:
         """Opens an attempt under a new secret key."""
         attempt = ProxyAttempt(secrets.token_urlsafe(24), spec)
+        if spec.harness is not None:
+            attempt.flags.add(FOREIGN_AGENT)
         attempt.in_flight = InFlight(
             self.bounds, self.totals, rollout_id=spec.rollout_id, flags=attempt.flags
         )
@@ -333,6 +344,9 @@ class Proxy:
             case "rollout":
                 _require(method, "GET")
                 await send_json(send, 200, rollout_body(attempt))
+            case "record":
+                _require(method, "GET")
+                await send_json(send, 200, record_body(attempt))
             case "result":
                 _require(method, "POST")
                 await self._take_result(attempt, scope, receive)

@@ -1,10 +1,10 @@
 """A worker's requests about its attempt, other than model calls.
 
-`GET rollout` returns what the worker needs to run it (never a hidden part or a key), `POST result`
-takes its result once, `POST log` a log line, `POST actions` readable steps, `POST rewards` those of
-turns (not from a sandboxed worker). A malformed result fails the attempt with WorkerGarbage; broken
-text, depth and size of an output are cleaned instead, and the rollout's flags say so. All that it
-writes is bounded.
+`GET rollout` returns what the worker needs to run it (never a hidden part or a key), `GET record`
+what was recorded of its calls, `POST result` takes its result once, `POST log` a log line, `POST
+actions` readable steps, `POST rewards` those of turns (not from a sandboxed worker). A malformed
+result fails the attempt with WorkerGarbage; broken text, depth and size of an output are cleaned
+instead, and the rollout's flags say so. All that it writes is bounded.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from envserver_records.errors import (
     WorkerGarbage,
     by_kind,
 )
+from envserver_records.records import text_of
 
 from ..environment import NO_REWARDS
 from .attempts import PostedReward, ProxyAttempt, ended
@@ -90,6 +91,20 @@ def rollout_body(attempt: ProxyAttempt) -> dict[str, Any]:
         "model": spec.model,
         "deadline": spec.deadline,
         "max_turns": spec.limits.max_turns,
+        "harness": msgspec.to_builtins(spec.harness),
+    }
+
+
+def record_body(attempt: ProxyAttempt) -> dict[str, Any]:
+    """Returns the answer to `GET record`: what a program that plays the agent has done so far."""
+    answered = [call for call in attempt.calls if call.delivered != "none" and call.choice == 0]
+    trained = [call for call in answered if call.trained] or answered
+    last = trained[-1].message if trained else {}
+    return {
+        "calls": len(answered),
+        "limit": attempt.limit,
+        "text": text_of(last),
+        "pending": bool(last.get("tool_calls")),
     }
 
 

@@ -24,6 +24,7 @@ from structlog.contextvars import bind_contextvars
 
 from ..config import EnvironmentConfig, RolloutsConfig, SamplingConfig
 from ..environment import Environment, Isolation
+from ..harness_interface import HarnessSpec
 from ..models.engine import Engine
 from ..proxy.attempts import AgentRoute, AttemptSpec, Limits, routing_key
 from ..proxy.server import Proxy
@@ -90,6 +91,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
         ceiling: judges how many tokens flags keep from training.
         demonstrator: None if solutions are not needed.
         tracer: records what each rollout does.
+        harness: the program that plays the agents; None: the environment's `rollout`.
     """
 
     environment: Environment
@@ -116,6 +118,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     made_with: dict[str, Any]
     prices: RolloutPrices = RolloutPrices()
     tracer: Tracer = NO_TRACER
+    harness: HarnessSpec | None = None
 
     def publish_version(self, version: int) -> None:
         """Notes that the engine now serves `version` of the policy; cancels stale rollouts."""
@@ -359,6 +362,7 @@ def attempt_spec(context: RolloutContext, task: Task, rollout_id: str, attempt: 
         agents=context.agents,
         isolation=context.isolation,
         keep_services=context.keep_calls,
+        harness=context.harness,
     )
 
 

@@ -23,6 +23,7 @@ from envserver_records.seals import digest_of
 from .. import __version__
 from ..config import SamplingConfig
 from ..environment import Environment
+from ..harness_interface import HarnessSpec
 from ..registry.hosted import HostedEnvironment
 from ..tokens_config import TokensConfig
 
@@ -38,12 +39,16 @@ _NOT_OF_TOKENS: Final = {"tokenizer", "audit_fraction", "audit_tolerance", "keep
 
 
 def made_with(
-    environment: Environment, sampling: SamplingConfig, tokens: TokensConfig
+    environment: Environment,
+    sampling: SamplingConfig,
+    tokens: TokensConfig,
+    harness: HarnessSpec | None = None,
 ) -> dict[str, Any]:
     """Returns the facts that are the same for all groups of a run; reads source files.
 
     Keys: `environment` (its package and version, if it is installed, and a digest of its files),
-    `code` (this package's version and a digest of its files), `settings` (a digest).
+    `code` (this package's version and a digest of its files), `settings` (a digest), `agent` (the
+    program that plays the agents, if one does).
     """
     config = environment.config.model_dump(
         mode="json", exclude={**dict.fromkeys(_WHERE_ONLY, True), "agents": {"__all__": _OF_AGENTS}}
@@ -57,6 +62,7 @@ def made_with(
         "environment": _environment(type(environment)),
         "code": {"package": "envserver", "version": __version__, "digest": _own_digest()},
         "settings": digest_of(orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)),
+        **({} if harness is None else {"agent": harness.identity()}),
     }
 
 

@@ -45,6 +45,7 @@ from ..workers.local import LocalPool
 from ..workers.sandboxed import WorkerSandbox
 from .agent_engines import OwnEndpoint, own_endpoints
 from .engines import look_at, make_endpoint, make_engine, started
+from .harnesses import ChosenHarness, chosen_harness, isolation_of
 from .judging import folder_of, judge_of, judge_settings, scorer_processes
 from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
@@ -147,9 +148,13 @@ async def rollout_context(
     """
     reference = absolute(env_reference)
     roles = roles_of(environment)
+    isolation = isolation_of(settings.agent, environment)
     _check_trained(roles, need_exact)
     async with contextlib.AsyncExitStack() as stack:
-        service = await stack.enter_async_context(sandboxes_of(environment, settings.sandbox))
+        service = await stack.enter_async_context(
+            sandboxes_of(environment, settings.sandbox, isolation)
+        )
+        harness = chosen_harness(settings.agent, service)
         address = service.address if service is not None else None
         if shared is None:
             shared = await stack.enter_async_context(
@@ -192,7 +197,9 @@ async def rollout_context(
         workers = LocalPool(
             settings.workers,
             [reference],
-            sandbox=_worker_sandbox(settings.workers, environment, service, server.port),
+            sandbox=_worker_sandbox(
+                settings.workers, environment.name, isolation, service, server.port, harness
+            ),
             listen=server.serve_worker,
         )
         pool = await stack.enter_async_context(workers)
@@ -202,7 +209,8 @@ async def rollout_context(
         await trying
         yield RolloutContext(
             environment=environment,
-            isolation=environment.isolation,
+            isolation=isolation,
+            harness=harness.spec if harness is not None else None,
             env_reference=reference,
             engine=engine,
             proxy=proxy,
@@ -225,10 +233,14 @@ async def rollout_context(
             drop_zero_variance=drop_zero_variance,
             observer=observer,
             staleness=_staleness_monitor(settings.rollouts),
-            slots=asyncio.Semaphore(_slots(settings, environment)),
+            slots=asyncio.Semaphore(_slots(settings, environment, isolation)),
             demonstrator=shared.demonstrator,
             made_with=await asyncio.to_thread(
-                made_with, environment, settings.sampling, settings.tokens
+                made_with,
+                environment,
+                settings.sampling,
+                settings.tokens,
+                None if harness is None else harness.spec,
             ),
             ceiling=UntrainedCeiling(
                 settings.tokens.max_untrained_share if for_training else 1.0,
@@ -264,18 +276,23 @@ def _egress(
 
 
 def _worker_sandbox(
-    config: WorkersConfig, environment: Environment, service: SandboxService | None, port: int
+    config: WorkersConfig,
+    name: str,
+    isolation: Isolation,
+    service: SandboxService | None,
+    port: int,
+    harness: ChosenHarness | None,
 ) -> WorkerSandbox | None:
-    """Returns the sandbox of the workers, if the environment asks for one.
+    """Returns the sandbox of the workers, if they need one.
 
     Raises:
         ConfigError: workers cannot run in this sandbox backend.
     """
-    if environment.isolation != "sandboxed" or service is None:
+    if isolation != "sandboxed" or service is None:
         return None
     if service.backend == "docker":
         raise ConfigError(
-            f"Agents of {environment.name!r} run in the sandbox themselves; workers cannot run in "
+            f"Agents of {name!r} run in the sandbox themselves; workers cannot run in "
             "the backend docker.",
             hint="Use bubblewrap, namespace or landlock: --sandbox.backend auto.",
         )
@@ -285,6 +302,7 @@ def _worker_sandbox(
         memory_mb=config.memory_mb,
         disk_mb=config.disk_mb,
         private=service.private,
+        **({} if harness is None else harness.sandbox()),
     )
 
 
@@ -384,12 +402,12 @@ def _sandbox_places(settings: Settings) -> int:
     return max(1, settings.sandbox.concurrent - settings.rollouts.scorer_processes)
 
 
-def _slots(settings: Settings, environment: Environment) -> int:
+def _slots(settings: Settings, environment: Environment, isolation: Isolation) -> int:
     """Returns the maximum number of rollouts in flight.
 
     A rollout that waits for a worker or a sandbox would use up its own time limit.
     """
-    room = min(settings.rollouts.max_concurrent, _workers(settings, environment.isolation))
+    room = min(settings.rollouts.max_concurrent, _workers(settings, isolation))
     return room if environment.sandbox is None else min(room, _sandbox_places(settings))
 
 

@@ -11,7 +11,7 @@ from envserver_records.errors import ConfigError, InputError, SandboxError
 from pydantic import BaseModel
 
 from ..config import SandboxConfig
-from ..environment import Environment
+from ..environment import Environment, Isolation
 from ..folders import loaded_paths
 from ..sandbox.client import SandboxClient
 from ..sandbox.service import SandboxService
@@ -22,16 +22,21 @@ _SYSTEM = ("/usr/bin/", "/usr/sbin/", "/usr/lib", "/usr/include/", "/usr/local/b
 
 @asynccontextmanager
 async def sandboxes_of(
-    environment: Environment | type[Environment], config: SandboxConfig
+    environment: Environment | type[Environment],
+    config: SandboxConfig,
+    isolation: Isolation | None = None,
 ) -> AsyncIterator[SandboxService | None]:
     """Yields a service that makes sandboxes; None if `environment` needs none.
 
     If `environment` is an instance, its `sandboxes` are set, for use in `tasks`.
 
+    Args:
+        isolation: of its agents; unset: as it declares.
+
     Raises:
         ConfigError: no allowed backend is available on this machine.
     """
-    if environment.sandbox is None and environment.isolation != "sandboxed":
+    if environment.sandbox is None and (isolation or environment.isolation) != "sandboxed":
         yield None
         return
     async with SandboxService(config, private_paths(environment)) as service:

@@ -25,6 +25,7 @@ from typing import IO
 
 from . import linux
 from .linux import MS_NODEV, MS_NOEXEC, MS_NOSUID
+from .namespaces import PLACE
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 _DIRECTORIES = ("/work", "/tmp", "/box", "/run", "/dev/shm")
@@ -47,7 +48,11 @@ def installed() -> str | None:
 
 
 def command(
-    program: str, visible: Sequence[str], files: Mapping[str, int], status_fd: int
+    program: str,
+    visible: Sequence[str],
+    files: Mapping[str, int],
+    status_fd: int,
+    folder: str = "",
 ) -> list[str]:
     """The command line that builds the backend around the holder.
 
@@ -56,6 +61,7 @@ def command(
         visible: host paths that appear at the same place, read-only; links stay links.
         files: open descriptors with the contents of files of /etc, by name.
         status_fd: where bubblewrap tells the holder's process id, as JSON.
+        folder: appears at `PLACE`, read-only; "": none.
     """
     words = [program, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     words += ["--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts"]
@@ -68,6 +74,8 @@ def command(
         words += ["--dir", path]  # those that bubblewrap makes by itself nobody else could enter
     for path in visible:
         words += _show(path)
+    if folder:
+        words += ["--ro-bind", folder, PLACE]
     for name, descriptor in files.items():
         if f"/etc/{name}" not in shown:
             words += ["--file", str(descriptor), f"/etc/{name}"]
@@ -80,7 +88,10 @@ def command(
 
 
 def enter_outer(
-    visible: Sequence[str], contents: Mapping[str, str], then: Callable[[], None]
+    visible: Sequence[str],
+    contents: Mapping[str, str],
+    then: Callable[[], None],
+    shown: str = "",
 ) -> int:
     """Runs `then` inside a fresh outer layer; see `namespaces.enter_outer`.
 
@@ -91,7 +102,7 @@ def enter_outer(
     if program is None:
         raise OSError("bwrap is not installed")
     with ExitStack() as stack:
-        holder, pid = _build(stack, program, visible, contents)
+        holder, pid = _build(stack, program, visible, contents, shown)
         try:
             backend = os.pidfd_open(pid)
             status = _child(lambda: _join(backend, then), os.getpid())
@@ -103,7 +114,11 @@ def enter_outer(
 
 
 def _build(
-    stack: ExitStack, program: str, visible: Sequence[str], contents: Mapping[str, str]
+    stack: ExitStack,
+    program: str,
+    visible: Sequence[str],
+    contents: Mapping[str, str],
+    shown: str,
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Starts the holder; returns when the backend is ready, with the holder's process id."""
     files = {name: _file_with(stack, text).fileno() for name, text in contents.items()}
@@ -111,7 +126,7 @@ def _build(
     status = stack.enter_context(os.fdopen(ours, "rb"))
     try:
         holder = subprocess.Popen(
-            command(program, visible, files, theirs),
+            command(program, visible, files, theirs, shown),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -46,6 +46,8 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 OWN_INODES = 5
 """Inodes that a sandbox's writable folders use before programs create any."""
 _LARGEST_FILE = 2**63 - 1
+PLACE = "/agent"
+"""Where a folder of the caller appears."""
 _EMPTY_DIRECTORIES = ("work", "tmp", "box", "proc", "dev", "dev/shm", "run", "etc")
 
 
@@ -62,7 +64,11 @@ def own_users() -> None:
 
 
 def enter_outer(
-    root: str, visible: Sequence[str], contents: Mapping[str, str], then: Callable[[], None]
+    root: str,
+    visible: Sequence[str],
+    contents: Mapping[str, str],
+    then: Callable[[], None],
+    shown: str = "",
 ) -> int:
     """Runs `then` inside a fresh outer layer, as process 1 of its pid namespace.
 
@@ -72,6 +78,7 @@ def enter_outer(
         root: an empty directory; only this call's processes see what is mounted there.
         visible: host paths that appear at the same place, read-only; links stay links.
         contents: files of /etc by name.
+        shown: a folder of this machine that appears at `PLACE`, read-only; "": none.
 
     Returns:
         The exit status of that process. If either process dies, the other is killed.
@@ -85,7 +92,7 @@ def enter_outer(
     pid = os.fork()
     if pid == 0:
         linux.die_with(0, signal.SIGKILL)  # the parent has no number in this namespace
-        _build_root(root, visible, contents)
+        _build_root(root, visible, contents, shown)
         linux.pivot_root(root)
         then()
         os._exit(0)
@@ -193,12 +200,15 @@ def _map_ids(users: Mapping[int, int], groups: Mapping[int, int]) -> None:
     _write("/proc/self/gid_map", "".join(f"{ours} {theirs} 1\n" for ours, theirs in groups.items()))
 
 
-def _build_root(root: str, visible: Sequence[str], contents: Mapping[str, str]) -> None:
+def _build_root(root: str, visible: Sequence[str], contents: Mapping[str, str], shown: str) -> None:
     linux.mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
     for name in _EMPTY_DIRECTORIES:
         os.mkdir(f"{root}/{name}")
     for path in visible:
         _show(root, path)
+    if shown:
+        os.mkdir(root + PLACE)
+        _bind_read_only(shown, root + PLACE)
     for name, text in contents.items():
         target = f"{root}/etc/{name}"
         if not os.path.exists(target):
@@ -227,6 +237,10 @@ def _show(root: str, path: str) -> None:
         os.makedirs(target, exist_ok=True)
     else:
         _write(target, "")
+    _bind_read_only(path, target)
+
+
+def _bind_read_only(path: str, target: str) -> None:
     linux.mount(path, target, flags=MS_BIND | MS_REC)
     linux.make_read_only(target)
 

@@ -17,6 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+PLACE = namespaces.PLACE
 _USERS = {"sandbox": (30000, 60000), "worker": (20000, 30000)}
 
 
@@ -43,21 +44,24 @@ def prepare(backend: str, private: Sequence[str]) -> dict[str, Any]:
     return seen
 
 
-def enter(backend: str, root: str, seen: dict[str, Any], run: Callable[[], None]) -> int:
+def enter(
+    backend: str, root: str, seen: dict[str, Any], run: Callable[[], None], *, shown: str = ""
+) -> int:
     """Runs `run` in the outer layer of `backend`; backends without one run it here.
 
     Args:
         root: an empty directory.
+        shown: a folder of this machine that appears at `PLACE`, read-only; "": none.
 
     Returns:
         Its exit status; where there is a layer, that of its first process.
     """
     if backend == "namespace":
-        return namespaces.enter_outer(root, seen["visible"], seen["etc"], run)
+        return namespaces.enter_outer(root, seen["visible"], seen["etc"], run, shown)
     if backend == "bubblewrap":
         from . import bubblewrap
 
-        return bubblewrap.enter_outer(seen["visible"], seen["etc"], run)
+        return bubblewrap.enter_outer(seen["visible"], seen["etc"], run, shown)
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     run()
     return 0

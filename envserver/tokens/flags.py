@@ -77,6 +77,8 @@ FLAGS: dict[str, Flag] = {
     "multimodal_unstitched": Flag("train", "images or audio: the engine rendered the prompt"),
     # Hosts outside that agents reach through the server.
     "egress_refused": Flag("train", "the agent asked for a host or an amount that it may not have"),
+    # Who played.
+    "foreign_agent": Flag("train", "another program played the agent (--agent)"),
     # Leaks of the task on the web; the environment decides what such a rollout is worth.
     "web_leak_dropped": Flag("train", "a page that reveals the answer was hidden from the agent"),
     "web_leak_seen": Flag("train", "the agent was shown what gives the task away"),

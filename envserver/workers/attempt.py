@@ -29,6 +29,7 @@ from envserver_records.errors import AgentError, LimitReached
 
 from ..environment import Environment, tools_of
 from .failures import failure_of
+from .harness import CallRecord, play
 from .instances import Instances
 from .run import AttemptRun, Job
 
@@ -130,18 +131,23 @@ class WorkerAttempt:
             job.env_reference, job.env_config
         )
         self._began = True
-        run.isolation = environment.isolation
+        run.isolation = "sandboxed" if job.harness is not None else environment.isolation
         run.tools = tools_of(environment)
-        is_alone = environment.isolation != "pooled" and self._workshop.own_process
+        is_alone = run.isolation != "pooled" and self._workshop.own_process
         if environment.egress and is_alone:
             _lead_out(run.egress_url)
         try:
+            if job.harness is not None:
+                return await play(environment, job.task, job.harness, run, self._record)
             if inspect.iscoroutinefunction(environment.rollout):
                 return await environment.rollout(job.task, run)
             returned = await self._in_thread(environment, job, run)
             return await returned if inspect.isawaitable(returned) else returned
         except (SystemExit, KeyboardInterrupt) as error:
             raise AgentError(f"The agent raised {type(error).__name__}({error}).") from error
+
+    async def _record(self) -> CallRecord:
+        return msgspec.json.decode(await self._request("GET", "record"), type=CallRecord)
 
     async def _in_thread(self, environment: Environment[Any], job: Job, run: AttemptRun) -> Any:
         """Runs a plain `def rollout`. A cancel waits for its thread, which nothing else can end."""

@@ -124,7 +124,7 @@ def _run_sandboxed(boot: Boot, sandbox: WorkerSandbox, forkserver: Forkserver) -
     root = Path(boot.root, "outer")
     root.mkdir(mode=0o711)
     Path(boot.root).chmod(0o711)  # lets workers have their own users
-    outer.enter(sandbox.backend, str(root), forkserver.seen, forkserver.run)
+    outer.enter(sandbox.backend, str(root), forkserver.seen, forkserver.run, shown=sandbox.shown)
 
 
 class Forkserver:

@@ -31,6 +31,7 @@ from envserver_records.records import Message, PublicTask, SandboxSpec
 
 from ..actions import encode
 from ..environment import NO_REWARDS, Isolation
+from ..harness_interface import HarnessSpec
 from ..rollout_interface import Reply
 from ..sandbox_interface import BlockingSandbox, RunningProgram, Sandbox
 from ..tools.calling import LoopEnd, Tool, ToolResult
@@ -62,6 +63,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     deadline: float
     max_turns: int
+    harness: HarnessSpec | None = None
 
 
 class AttemptRun:

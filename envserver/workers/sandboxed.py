@@ -33,7 +33,6 @@ from .worker_main import WorkerSpec, worker_main
 LOOK_SECONDS = 0.1
 """Seconds between two samples of a worker's memory."""
 _MB = 2**20
-_SPARE_ADDRESS_SPACE_MB = 8192
 _OPEN_FILES = 512
 """Per process. Each connection to the proxy also takes a descriptor of the server."""
 _HEARD = {
@@ -53,6 +52,10 @@ class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
         memory_mb: limit of a worker with all that it starts.
         disk_mb, inodes: limits of what it may write.
         processes: limit of processes and threads.
+        address_space_mb: address space of a process beyond its memory; programs of JavaScript
+            reserve much more than they use.
+        shown: folder of this machine that its programs see, read-only, at `outer.PLACE`; with
+            landlock at its own place. "": none.
         private: see `sandbox.hidden.hidden_paths`.
     """
 
@@ -62,6 +65,8 @@ class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
     disk_mb: int
     inodes: int = 65536
     processes: int = 256
+    address_space_mb: int = 8192
+    shown: str = ""
     private: list[str] = []
 
 
@@ -145,7 +150,7 @@ def _confine_on_the_host(
     linux.drop_capabilities()
     if sandbox.backend == "landlock":
         landlock.restrict(
-            seen["visible"],
+            [*seen["visible"], *filter(None, [sandbox.shown])],
             [str(spec.directory)],
             listed=seen["search_path"],
             connect_ports=[sandbox.port],
@@ -194,7 +199,7 @@ def _bound(sandbox: WorkerSandbox) -> None:
     memory = sandbox.memory_mb * _MB
     for name, most in (
         (resource.RLIMIT_DATA, memory + memory // 4),
-        (resource.RLIMIT_AS, memory + _SPARE_ADDRESS_SPACE_MB * _MB),
+        (resource.RLIMIT_AS, memory + sandbox.address_space_mb * _MB),
         (resource.RLIMIT_FSIZE, sandbox.disk_mb * _MB),
         (resource.RLIMIT_NOFILE, _open_files()),
         (resource.RLIMIT_MEMLOCK, 0),

@@ -8,7 +8,6 @@ is sent with each call.
 
 from __future__ import annotations
 
-import functools
 import json
 import signal
 import zlib
@@ -194,7 +193,7 @@ async def _ask(sandbox: Sandbox, tool: str, **arguments: Any) -> dict[str, Any]:
 
 async def _run(sandbox: Sandbox, request: bytes) -> ExecResult:
     try:
-        return await sandbox.run_python(_program(), stdin=request)
+        return await sandbox.run_python(_PROGRAM, stdin=request)
     except InputError as error:
         raise ToolError("the arguments are too long.") from error
 
@@ -270,10 +269,9 @@ def _joined(head: bytes, cut: int, tail: bytes) -> str:
     return f"{start}\n[cut: {cut} bytes]\n{end}"
 
 
-@functools.cache
 def _program() -> str:
-    """Runs `envserver_tools.inside.main`, preloaded or from its source. Never looks in the
-    workspace.
+    """Returns what runs `envserver_tools.inside.main`, preloaded or from its source. Never looks in
+    the workspace.
     """
     folder = resources.files("envserver_tools.inside")
     sources = {
@@ -297,3 +295,5 @@ if "envserver_tools.inside" not in sys.modules:
         exec(compile(source, name, "exec"), module.__dict__)
 sys.modules["envserver_tools.inside"].main()
 """
+_PROGRAM = _program()
+"""Read now: a worker in a sandbox does not see these files."""

@@ -21,12 +21,14 @@ from pydantic import Field, field_validator
 from envserver import (
     ConfigError,
     Environment,
+    HarnessTask,
     InputError,
     KnownResult,
     Message,
     PublicTask,
     Result,
     Rollout,
+    Sandbox,
     Score,
     Split,
     Task,
@@ -36,10 +38,11 @@ from .agent import Mode, solve
 from .cheats import known_results
 from .data_sets import a_constant_passes, normalised, read_problem
 from .demonstrations import demonstrate
+from .extraction import MAX_CODE_CHARACTERS
 from .hoisting import NotHoistable, hoisted
 from .loading import DIVISIONS, HUBS, SAMPLE
 from .problem import MAX_INSTRUCTION_CHARACTERS, Problem
-from .prompts import ShowTests
+from .prompts import SOLUTION, ShowTests, question
 from .references import checked
 from .running import SPEC
 from .scoring import References, ScoringRules, score_rollout
@@ -122,6 +125,17 @@ class Code(Environment):
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         return await solve(task, run, self.config.mode, self.config.show_tests)
+
+    def harness_task(self, task: PublicTask, run: Rollout) -> HarnessTask:
+        async def program(workspace: Sandbox, words: str) -> dict[str, Any]:
+            try:
+                code = await workspace.read(SOLUTION, 4 * MAX_CODE_CHARACTERS)
+            except InputError:
+                return {"code": None, "text": words}
+            return {"code": code.decode("utf-8", "replace"), "text": words}
+
+        asked = question(task.public, "harness", self.config.show_tests)
+        return HarnessTask(instruction=asked, output=program)
 
     async def score(self, task: Task, result: Result) -> Score:
         rules = ScoringRules(partial_credit=self.config.partial_credit, fuzz=self.config.fuzz)

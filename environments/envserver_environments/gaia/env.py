@@ -27,19 +27,23 @@ from pydantic import Field, field_validator, model_validator
 from envserver import (
     ConfigError,
     Environment,
+    HarnessTask,
     InputError,
     KnownResult,
     Message,
     PublicTask,
     Result,
     Rollout,
+    Sandbox,
     Score,
     Service,
     Split,
     Task,
+    Tool,
 )
 
 from .agents import AgentOptions, Kind, solve
+from .agents.prompts import ANSWER_RULES, FINAL_ANSWER, question
 from .known import demonstrate, known_results
 from .loading import (
     DEFAULT_COPY,
@@ -198,10 +202,22 @@ class Gaia(Environment):
             verbosity=config.verbosity,
         )
         tools = list(document_tools(folder).values()) if config.documents else []
-        if config.web != "none":
-            tools += remote_tools(run.call_tool).values()
+        tools += self._web_tools(run)
         shown = PublicTask("task", {"question": task.public["question"], "files": names})
         return await solve(shown, run, rules, tools)
+
+    def harness_task(self, task: PublicTask, run: Rollout) -> HarnessTask:
+        async def answer(workspace: Sandbox, words: str) -> dict[str, Any]:
+            return {"answer": words or None, "state": "answered", "steps": []}
+
+        files = {file["name"]: base64.b64decode(file["data"]) for file in task.public["files"]}
+        shown = {"question": task.public["question"], "files": [*files]}
+        return HarnessTask(
+            instruction=f"{question(shown)}\n\n{ANSWER_RULES}\n\n{FINAL_ANSWER}",
+            files=files,
+            tools=self._web_tools(run) or None,
+            output=answer,
+        )
 
     def score(self, task: Task, result: Result) -> Score:
         return judge(task, result, self._terms())
@@ -250,6 +266,9 @@ class Gaia(Environment):
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         return Result(output={"answer": response, "state": "answered", "steps": []})
+
+    def _web_tools(self, run: Rollout) -> list[Tool]:
+        return [] if self.config.web == "none" else [*remote_tools(run.call_tool).values()]
 
     def _terms(self) -> Terms:
         config = self.config

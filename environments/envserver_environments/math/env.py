@@ -21,6 +21,7 @@ from pydantic import Field, field_validator
 
 from envserver import (
     Environment,
+    HarnessTask,
     InputError,
     KnownResult,
     Message,
@@ -39,6 +40,7 @@ from .demonstrations import demonstrate
 from .known import known_answers
 from .literals import is_number_literal
 from .loading import HUBS, SAMPLE
+from .prompts import BOXED, question
 from .scoring import ScoringRules, last_answer, score_rollout
 
 DataSetName = Literal[
@@ -98,6 +100,9 @@ class Math(Environment):
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         return await solve(task, run, self.config.mode, self.config.system_prompt)
+
+    def harness_task(self, task: PublicTask, run: Rollout) -> HarnessTask:
+        return HarnessTask(instruction=f"{question(task.public)}\n\n{BOXED}")
 
     def prepare_scoring(self) -> None:
         verification.prepare()

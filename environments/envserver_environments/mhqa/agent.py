@@ -23,12 +23,13 @@ from envserver_tools.loop import chat_with_tools
 from envserver_tools.protocol import parse_message, run_protocol
 from envserver_tools.visible import visible_text
 
-from envserver import Message, PublicTask, Reply, Rollout
+from envserver import HarnessTask, Message, PublicTask, Reply, Rollout, Sandbox
 
 from .extraction import extract_answer, has_tagged_answer
 from .prompts import (
     SUB_QUESTIONS_WANTED,
     answer_wanted,
+    harness_prompt,
     note_wanted,
     system_prompt,
     text_system_prompt,
@@ -61,13 +62,7 @@ class AgentOptions:
 
 async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str, Any]:
     """Runs one attempt at `task`."""
-    shelf = Shelf(
-        search_of(task, run, rules.scope),
-        run,
-        top_k=rules.top_k,
-        max_searches=rules.max_searches,
-        evidence=task.public["data_set"] == "2wiki",
-    )
+    shelf = _shelf(task, run, rules)
     question = task.public["question"]
     match rules.mode:
         case "tools":
@@ -88,6 +83,27 @@ async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str
         "passages": shelf.keys(finish.get("supporting_facts")),
         "evidence": finish.get("evidence") or [],
     }
+
+
+def harness_task(task: PublicTask, run: Rollout, rules: AgentOptions) -> HarnessTask:
+    """Returns what another program gets for `task`: the question, and the search as tools."""
+
+    async def answered(workspace: Sandbox, words: str) -> dict[str, Any]:
+        return {"answer": None, "text": words, "facts": [], "passages": [], "evidence": []}
+
+    instruction = harness_prompt(task.public["question"], rules.unanswerable)
+    tools = _shelf(task, run, rules).look
+    return HarnessTask(instruction=instruction, tools=tools, output=answered)
+
+
+def _shelf(task: PublicTask, run: Rollout, rules: AgentOptions) -> Shelf:
+    return Shelf(
+        search_of(task, run, rules.scope),
+        run,
+        top_k=rules.top_k,
+        max_searches=rules.max_searches,
+        evidence=task.public["data_set"] == "2wiki",
+    )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from pydantic import Field, field_validator, model_validator
 from envserver import (
     ConfigError,
     Environment,
+    HarnessTask,
     InputError,
     KnownResult,
     Message,
@@ -42,7 +43,7 @@ from envserver import (
     Task,
 )
 
-from .agent import AgentOptions, Mode, solve
+from .agent import AgentOptions, Mode, harness_task, solve
 from .data_sets import DataSet, MultiHopQuestion, read_item, why_unusable
 from .demonstrations import demonstrate
 from .known import known_answers
@@ -118,8 +119,11 @@ class Mhqa(Environment):
         )
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+        return await solve(task, run, self._options(task))
+
+    def _options(self, task: PublicTask) -> AgentOptions:
         config = self.config
-        rules = AgentOptions(
+        return AgentOptions(
             mode=config.mode,
             # A person's own passages are searched, whatever the scope is.
             scope="question" if task.public["passages"] else config.scope,
@@ -127,7 +131,9 @@ class Mhqa(Environment):
             max_searches=config.max_searches,
             unanswerable=config.unanswerable,
         )
-        return await solve(task, run, rules)
+
+    def harness_task(self, task: PublicTask, run: Rollout) -> HarnessTask:
+        return harness_task(task, run, self._options(task))
 
     def score(self, task: Task, result: Result) -> Score:
         return score_rollout(task, result, self.config.support_weight)

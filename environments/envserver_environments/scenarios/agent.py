@@ -100,7 +100,7 @@ async def work(
                     record=done,
                     seed=public["seed"],
                 )
-            checks = [await _check(sandbox, one, done.answer) for one in _checks(public)]
+            checks = [await run_check(sandbox, one, done.answer) for one in checks_in(public)]
         except LimitReached as limit:
             done.note("error", f"limit: {limit.message}")
         except TimeoutError:
@@ -170,11 +170,12 @@ def counter(tokenizer: Any | None) -> Callable[[list[Message]], int]:
     return count
 
 
-def _checks(public: dict[str, Any]) -> list[Check]:
+def checks_in(public: dict[str, Any]) -> list[Check]:
+    """Returns the checks of a task."""
     return [Check.model_validate(one) for one in public["checks"]]
 
 
-async def _check(sandbox: Sandbox, check: Check, answer: str | None) -> dict[str, Any]:
+async def run_check(sandbox: Sandbox, check: Check, answer: str | None) -> dict[str, Any]:
     """Runs a check; returns `{"name", "passed", "said"}`."""
     for path, text in check.files.items():
         await sandbox.write(path, text.encode())

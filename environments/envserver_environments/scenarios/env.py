@@ -18,6 +18,7 @@ from pydantic import Field
 
 from envserver import (
     Environment,
+    HarnessTask,
     InputError,
     Message,
     PublicTask,
@@ -29,6 +30,7 @@ from envserver import (
 )
 
 from .agent import SPEC, counter, files_of, named, work
+from .foreign import checks_of_patch, harness_task
 from .loading import Scenario, read_scenario
 
 SAMPLE = Path(__file__).parent / "data"
@@ -99,11 +101,16 @@ class Scenarios(Environment):
             window=self._window(),
         )
 
-    def score(self, task: Task, result: Result) -> Score:
+    def harness_task(self, task: PublicTask, run: Rollout) -> HarnessTask:
+        return harness_task(task)
+
+    async def score(self, task: Task, result: Result) -> Score:
         if not task.public["checks"]:
             return Score(reward=None)
         output = result.output if isinstance(result.output, dict) else {}
-        checks = output.get("checks")
+        checks: Any = output.get("checks")
+        if "foreign_agent" in result.flags:
+            checks = await checks_of_patch(task.public, output, self.sandboxes)
         passed = [
             bool(check.get("passed"))
             for check in (checks if isinstance(checks, list) else ())

@@ -56,6 +56,15 @@ async def solve(
     return {"patch": patch.decode("utf-8", "replace"), "submitted": submitted, "reason": ""}
 
 
+async def patch_in(commit: str, sandbox: Sandbox, words: str) -> dict[str, Any]:
+    """Returns the output of a program that worked in the repository and has ended."""
+    try:
+        patch = await read_patch(sandbox, base=commit, max_bytes=MAX_PATCH_BYTES)
+    except ToolError as error:
+        return {"patch": "", "submitted": True, "reason": str(error)}
+    return {"patch": patch.decode("utf-8", "replace"), "submitted": True, "reason": ""}
+
+
 async def _prepared(
     public: dict[str, Any], run: Rollout, rules: AgentOptions
 ) -> tuple[SandboxSpec, str]:

@@ -8,6 +8,7 @@ Tasks: `public` holds the problem and where the repository is (`files`, `mirror`
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import importlib.util
 import json
@@ -29,6 +30,7 @@ from pydantic import Field
 from envserver import (
     ConfigError,
     Environment,
+    HarnessTask,
     InputError,
     KnownResult,
     Message,
@@ -42,7 +44,7 @@ from envserver import (
     Task,
 )
 
-from .agent import AgentKind, solve
+from .agent import AgentKind, patch_in, solve
 from .asking import Terminal, asked_task
 from .cheats import known_results, result_of
 from .demonstrations import demonstrate
@@ -50,7 +52,8 @@ from .grading import Container, Verdict, grade
 from .images import ImageFiles, ImageRules, Images, image_of
 from .loading import HUBS, read_row
 from .local_tasks import folder_rows, task_folders
-from .repositories import SPEC, base_tree, limits_of
+from .prompts import task_prompt
+from .repositories import SPEC, base_tree, limits_of, workspace
 from .rules import AgentOptions
 from .sample import hidden_tests, sample_tasks
 from .watching import CONFIRM
@@ -163,6 +166,19 @@ class Swe(Environment):
             keep_unfinished=bool(task.public.get("asked")),
         )
         return await solve(task, run, self.config.agent, rules)
+
+    async def harness_task(self, task: PublicTask, run: Rollout) -> HarnessTask:
+        if task.public.get("image"):
+            raise ConfigError(
+                "Repositories in images cannot be repaired by other programs (--agent).",
+                hint="Use rows with a mirror or an archive.",
+            )
+        spec, commit = await asyncio.to_thread(workspace, task.public, self.config.command_seconds)
+        return HarnessTask(
+            instruction=task_prompt(task.public["problem"]),
+            archive=spec.archive or b"",
+            output=functools.partial(patch_in, commit),
+        )
 
     async def score(self, task: Task, result: Result) -> Score:
         output = result.output if isinstance(result.output, dict) else {}

@@ -8,9 +8,12 @@ from typing import Any, Literal
 
 ShowTests = Literal["0", "1", "all"]
 
+SOLUTION = "solution.py"
+"""The file that another program writes that plays the agent."""
 _LAST_WORD = {
     "single": "Reply with one ```python block.",
     "tools": "Call submit with the whole program when it is done.",
+    "harness": f"Write the whole program into the file {SOLUTION} of the current folder.",
 }
 _PROGRAM = "The program must read standard input and print to standard output."
 _SHOWN_CHARACTERS = 1000

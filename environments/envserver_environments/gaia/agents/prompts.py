@@ -15,6 +15,9 @@ few words as possible, without articles and abbreviations (of cities, too), digi
 list with commas between its items, each of which follows these rules. What the task itself says \
 of the form goes before."""
 
+FINAL_ANSWER = "End your last message with a line of this form:\nFINAL ANSWER: ..."
+"""Told to other programs that play the agent."""
+
 _CODE = """\
 You solve a task by writing Python. In each turn say briefly what you want to do, then write one \
 block of code:

@@ -6,6 +6,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
+BOXED = "Put the final answer into \\boxed{...} in your last message."
+"""Told to other programs that play the agent."""
 _LETTER_RULE = "Answer with the letter of the right option."
 
 

@@ -34,6 +34,15 @@ def text_system_prompt(tools: Iterable[Tool], unanswerable: bool) -> str:
     return "\n\n".join([system_prompt("text", unanswerable), describe_tools(tools), FORMAT])
 
 
+def harness_prompt(question: str, unanswerable: bool) -> str:
+    """Returns the instruction of another program that plays the agent."""
+    answers = f"{_ANSWERS} {_UNANSWERABLE}" if unanswerable else _ANSWERS
+    return (
+        f"Question: {question}\n\nFind the answer with the tools search and read. {answers} End "
+        "your last message with a line of this form:\nAnswer: ..."
+    )
+
+
 def note_wanted(hop: int, sub_question: str, found: str) -> str:
     """Returns the request for a note on one sub-question."""
     return (

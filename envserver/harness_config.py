@@ -1,0 +1,45 @@
+"""`--agent.*`: the program that plays the agents of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, Field, model_validator
+
+from .curriculum_config import SECTION
+
+
+class HarnessConfig(BaseModel):
+    """The program that plays the agents, instead of the environment's own rollout."""
+
+    model_config = SECTION
+
+    name: str | None = None
+    """An installed program: claude-code, codex, opencode or mini-swe-agent (`envserver agents
+    list`); unset: the environment's own agent."""
+    command: str | None = None
+    """Command line of any other program; {instruction_file}, {instruction}, {base_url}, {api_key},
+    {model} and {mcp_url} are replaced, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY are set."""
+    url: str | None = None
+    """Address of an agent that lives elsewhere: it gets each task by POST, and answers with its
+    output."""
+    folder: Path | None = None
+    """Folder of a program of yours, shown to it as {folder}; for an installed program, the folder
+    of all installed ones."""
+    arguments: list[str] = []
+    """Further arguments of the program's command line."""
+    output_kb: int = Field(default=64, ge=1, le=1024)
+    """Kilobytes of what the program prints that are kept with the rollout: its beginning and its
+    end."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> HarnessConfig:
+        if sum(one is not None for one in (self.name, self.command, self.url)) > 1:
+            raise ValueError("give one of agent.name, agent.command and agent.url")
+        return self
+
+    @property
+    def is_set(self) -> bool:
+        """Returns whether a program plays the agents."""
+        return any(one is not None for one in (self.name, self.command, self.url))

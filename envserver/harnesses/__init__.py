@@ -1,0 +1,29 @@
+"""Programs of others that play the agents: how each is started, and how it is installed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from envserver_records.errors import NotFoundError
+
+from . import command
+from .launch import Harness
+
+HARNESSES: Final[dict[str, Harness]] = {}
+"""The programs that `envserver agents install` knows, by name."""
+
+
+def harness_of(name: str) -> Harness:
+    """Returns the harness of this name ("command": whatever the user names).
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    if name == command.COMMAND.name:
+        return command.COMMAND
+    if name in HARNESSES:
+        return HARNESSES[name]
+    raise NotFoundError(
+        f"There is no agent {name!r}.",
+        hint=f"Known: {', '.join(HARNESSES)}; --agent.command starts any other program.",
+    )

@@ -1,0 +1,246 @@
+"""Runs the program that plays the agent of an attempt (`--agent`), in a sandboxed worker.
+
+In: what the environment says it gets (`HarnessTask`). Out: the rollout's output, read from the
+workspace. How the program ended is judged by the proxy's record, never by its exit code: programs
+exit with 0 after an error. When this returns, nothing of it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from envserver_records.errors import AgentError, LimitReached
+from envserver_records.records import PublicTask
+
+from ..environment import Environment
+from ..harness_interface import HarnessSpec, HarnessTask
+from ..harnesses import harness_of
+from ..harnesses.launch import Launch, Session
+from .run import AttemptRun
+from .workspace import SANDBOX_WORK, Kept, OwnWorkspace, children, finished
+
+Ending = Literal["finished", "limit", "timed_out", "crashed", "not_started"]
+"""finished: it ended by itself; limit: the proxy had refused it a call for a limit; crashed: it
+ended although the model had called a tool; not_started: it ended without a call to the model."""
+
+_READING_SECONDS = 30.0
+"""Most seconds of a rollout that are kept for reading the output."""
+_READING_SHARE = 0.1
+_SAID = 2000
+_LOOK_SECONDS = 1.0
+_LOOKS = 2
+"""How often a final limit is seen before the program is ended; most end by themselves."""
+_FINAL_LIMITS = ("turns", "tokens", "time", "record")
+"""After "context" a program may go on with a shorter conversation."""
+
+
+class CallRecord(msgspec.Struct, frozen=True):
+    """What the proxy recorded of an attempt so far (GET record).
+
+    Args:
+        calls: number of calls to the model that were answered.
+        limit: the limit that it was refused for; None: none.
+        text: the model's last words in the main conversation.
+        pending: whether the model's last message there called tools.
+    """
+
+    calls: int
+    limit: str | None
+    text: str
+    pending: bool
+
+
+Record = Callable[[], Awaitable[CallRecord]]
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How a program ended.
+
+    Args:
+        status: its exit code, or minus the signal that ended it; None: it could not be started.
+    """
+
+    status: int | None
+    in_time: bool
+    seconds: float
+    said: str
+
+
+async def play(
+    environment: Environment[Any],
+    public: PublicTask,
+    spec: HarnessSpec,
+    run: AttemptRun,
+    record: Record,
+) -> Any:
+    """Runs the program on a task and returns its output.
+
+    Raises:
+        AgentError: it could not be started, or ended without asking the model.
+        LimitReached: its time was used up, or it crashed.
+    """
+    task = await harness_task(environment, public, run)
+    workspace = OwnWorkspace(*_folders())
+    await asyncio.to_thread(workspace.fill, task.archive, task.files)
+    async with _tools(task, run) as mcp_url:
+        launch = _launch(task, spec, run, workspace, mcp_url)
+        ended = await _run(launch, spec, workspace, run, record)
+    seen = await record()
+    ending = ending_of(ended.status, seen, in_time=ended.in_time)
+    _note(run, spec, ended, ending)
+    if ending == "not_started":
+        raise AgentError(
+            f"The agent {spec.name!r} ended without asking the model ({_status(ended.status)}): "
+            f"{ended.said[-_SAID:].strip()}",
+            hint="Does it ask the address that it is given?",
+        )
+    if ending == "timed_out":
+        raise LimitReached("The time of this rollout is used up.", limit="time")
+    if ending == "crashed":
+        raise LimitReached(
+            f"The agent {spec.name!r} crashed ({_status(ended.status)}).", limit="crash"
+        )
+    if task.output is None:
+        return seen.text
+    return await task.output(workspace, seen.text)
+
+
+def ending_of(status: int | None, seen: CallRecord, *, in_time: bool) -> Ending:
+    """Returns how a program ended, by what the proxy recorded."""
+    if seen.limit is not None:
+        return "limit"
+    if not in_time:
+        return "timed_out"
+    if not seen.calls:
+        return "not_started"
+    return "crashed" if seen.pending and status != 0 else "finished"
+
+
+async def harness_task(
+    environment: Environment[Any], public: PublicTask, run: AttemptRun
+) -> HarnessTask:
+    """Asks the environment what the program gets."""
+    task = environment.harness_task(public, run)
+    return await task if inspect.isawaitable(task) else task
+
+
+def _folders() -> tuple[Path, Path]:
+    """Returns the workspace and the program's HOME.
+
+    Where the worker has a file system of its own, the workspace is /work itself.
+    """
+    here = Path.cwd()
+    if str(here) == SANDBOX_WORK:
+        return here, Path("/tmp/agent")
+    return here / "work", here / "agent"
+
+
+def _launch(
+    task: HarnessTask, spec: HarnessSpec, run: AttemptRun, workspace: OwnWorkspace, mcp_url: str
+) -> Launch:
+    """Writes the files of the program's HOME, and returns how to start it."""
+    instruction_file = workspace.home / "instruction.md"
+    instruction_file.write_text(task.instruction)
+    launch = harness_of(spec.name).launch(
+        Session(
+            spec=spec,
+            home=workspace.home,
+            workspace=workspace.folder,
+            base_url=run.base_url,
+            api_key=run.api_key,
+            model=run.model,
+            instruction=task.instruction,
+            instruction_file=instruction_file,
+            mcp_url=mcp_url,
+            skills=task.skills,
+        )
+    )
+    for path, text in launch.files.items():
+        place = workspace.home / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    return launch
+
+
+async def _run(
+    launch: Launch,
+    spec: HarnessSpec,
+    workspace: OwnWorkspace,
+    run: AttemptRun,
+    record: Record,
+) -> _Ended:
+    # The model's programs find those of the system first, not those of the agent.
+    path = f"{os.environ.get('PATH', '/usr/bin:/bin')}:{spec.place}/bin"
+    began = time.monotonic()
+    left = run.seconds_left
+    seconds = left - min(_READING_SECONDS, left * _READING_SHARE)
+    kept = children()
+    outputs = [Kept(spec.output_bytes // 2), Kept(spec.output_bytes // 2)]
+    try:
+        program = await asyncio.create_subprocess_exec(
+            *launch.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=workspace.folder,
+            env={**os.environ, "PATH": path, **workspace.variables, **launch.env},
+            start_new_session=True,
+        )
+    except OSError as error:
+        return _Ended(None, True, 0.0, f"{launch.argv[0]}: {error.strerror}")
+    held_back = asyncio.create_task(_held_back(record, program))
+    try:
+        in_time = await finished(program, b"", outputs, seconds, kept)
+    finally:
+        held_back.cancel()
+    said = "\n".join(text for text in (one.text() for one in outputs) if text)
+    return _Ended(program.returncode, in_time, time.monotonic() - began, said)
+
+
+async def _held_back(record: Record, program: asyncio.subprocess.Process) -> None:
+    """Ends a program that goes on after the proxy has refused it a call for good.
+
+    The server would soon end the whole worker, and the output would be lost.
+    """
+    looks = 0
+    while looks < _LOOKS:
+        await asyncio.sleep(_LOOK_SECONDS)
+        looks = looks + 1 if (await record()).limit in _FINAL_LIMITS else 0
+    with suppress(ProcessLookupError):
+        program.kill()
+
+
+@asynccontextmanager
+async def _tools(task: HarnessTask, run: AttemptRun) -> AsyncIterator[str]:
+    if task.tools is None:
+        yield ""
+        return
+    async with run.serve_mcp(task.tools) as url:
+        yield url
+
+
+def _note(run: AttemptRun, spec: HarnessSpec, ended: _Ended, ending: Ending) -> None:
+    about = {
+        "ending": ending,
+        "status": ended.status,
+        "seconds": round(ended.seconds, 3),
+        "output": ended.said,
+    }
+    run.log_action("agent", spec.identity(), about)
+    run.log("agent_ended", agent=spec.name, ending=ending, status=ended.status)
+
+
+def _status(status: int | None) -> str:
+    if status is None:
+        return "it could not be started"
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,76 @@
+"""Programs of others play the agents: `--agent`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.process_tree import alive_with
+
+import envserver
+from envserver import ConfigError, NotFoundError, ProcessResult
+from envserver.workers.harness import CallRecord, Ending, ending_of
+
+SUPPORT = Path(__file__).parents[2] / "support"
+ERRAND = str(SUPPORT / "harness_env.py")
+TINY = {"command": "python3 {folder}/agent.py {instruction_file}", "folder": SUPPORT / "tiny_agent"}
+
+
+def played(*ways: str, seconds: float = 60.0) -> ProcessResult:
+    return envserver.process(
+        ERRAND,
+        model="sim",
+        env={"ways": list(ways), "group_size": 2, "worker_timeout": seconds},
+        sim={"solve_probability": 1.0, "latency_seconds": 0.0},
+        rollouts={"max_attempts": 1},
+        agent=TINY,
+    )
+
+
+def test_a_program_plays_the_agent_and_is_recorded() -> None:
+    (group,) = played("at once").groups
+    assert group.provenance["agent"] == {"name": "command", "command": TINY["command"]}
+    for trajectory in group.trajectories:
+        assert (trajectory.score.reward, trajectory.limit) == (1.0, None)
+        assert (trajectory.turns, len(trajectory.sequences)) == (3, 1)
+        assert trajectory.flags == ["foreign_agent"]
+        (step,) = trajectory.actions
+        assert step["input"] == group.provenance["agent"]
+        assert (step["output"]["ending"], step["output"]["status"]) == ("finished", 7)
+        assert "It is there." in step["output"]["output"]
+
+
+@pytest.mark.thorough
+def test_a_program_that_does_not_end_is_ended_and_one_that_asks_nothing_is_no_rollout() -> None:
+    result = played("slowly", "silently", seconds=6.0)
+    (group,) = result.groups
+    for trajectory in group.trajectories:
+        assert (trajectory.score.reward, trajectory.limit) == (0.0, "time")
+        assert trajectory.actions[0]["output"]["ending"] == "timed_out"
+    assert result.dropped == {"incomplete": 1}
+    assert "there is no ***" in str(result.messages), "its last words, without its key"
+    assert not alive_with("1234")
+
+
+def test_how_a_program_ended_is_judged_by_the_record_not_by_its_status() -> None:
+    def ending(
+        status: int | None, calls: int = 3, limit: str | None = None, **seen: bool
+    ) -> Ending:
+        record = CallRecord(calls, limit, "words", seen.get("pending", False))
+        return ending_of(status, record, in_time=seen.get("in_time", True))
+
+    assert ending(0) == ending(1) == "finished"
+    assert ending(0, limit="turns") == ending(1, limit="turns", pending=True) == "limit"
+    assert ending(-9, in_time=False) == "timed_out"
+    assert ending(0, calls=0) == ending(None, calls=0) == "not_started"
+    assert ending(-11, pending=True) == ending(1, pending=True) == "crashed"
+    assert ending(0, pending=True) == "finished", "its own limit of turns, perhaps"
+
+
+def test_what_cannot_be_played_is_told_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="'duel' cannot be played by other programs"):
+        envserver.process(str(SUPPORT / "duel.py"), model="sim", agent=TINY)
+    with pytest.raises(NotFoundError, match="There is no agent 'claud-code'"):
+        envserver.process("math", model="sim", agent={"name": "claud-code"})
+    with pytest.raises(ConfigError, match=r"one of agent\.name, agent\.command and agent\.url"):
+        envserver.process("math", model="sim", agent={**TINY, "name": "codex"})
