@@ -85,7 +85,11 @@ class HostedEnvironment(Environment):
         Raises:
             ConfigError: a setting is not allowed there.
         """
-        made = self._host.call(host.settings)
+        # An integration of a newer envserver may have settings that the description does not.
+        known = self.Config.model_fields
+        made = {
+            name: value for name, value in self._host.call(host.settings).items() if name in known
+        }
         checked = self.Config.model_validate(made | {"agents": {}})
         return self.config.model_copy(
             update={name: getattr(checked, name) for name in made if name != "agents"}

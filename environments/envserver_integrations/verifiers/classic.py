@@ -43,6 +43,8 @@ _RUN_CODE = (
     "verifiers.legacy.envs.integrations.openenv_env",
 )
 """Modules of classes that run programs of the model, or fetch what they run."""
+_OF_THE_MODEL = (vf.InvalidModelResponseError, vf.ToolParseError)
+"""Errors that are no failure: the model answered nothing, or called a tool with broken JSON."""
 _ALLOWED = ("verifiers.legacy.envs.experimental.gym_env",)
 
 
@@ -115,22 +117,23 @@ class ClassicEnvironment(VerifiersEnvironment):
             )
         _check_end(state)
         score = None
-        if not (self._is_apart or env.requires_group_rollouts):
+        if state["trajectory"] and not (self._is_apart or env.requires_group_rollouts):
             found = await score_one(env.rubric, state)
             score = [found.reward, found.components, found.metrics]
-            await env.rubric.cleanup(state)
+        await env.rubric.cleanup(state)
         return as_json(state), score
 
     async def score(self, task: Task, result: Result) -> Score:
         if self._env.requires_group_rollouts:
-            return Score(reward=0.0)  # `score_group` gives it
+            return Score(reward=self.config.limit_reward)  # `score_group` gives it
         output = result.output if isinstance(result.output, dict) else None
         if output is not None and output["score"] is not None:
             reward, components, metrics = output["score"]
             return Score(reward=reward, components=components, metrics=metrics)
-        if not self._is_apart and output is None:
+        state = self._state(task, result) if self._is_apart else None
+        if state is None or not state["trajectory"]:
             return self.unscored()
-        return await score_one(self._env.rubric, self._state(task, result))
+        return await score_one(self._env.rubric, state)
 
     async def score_group(
         self, task: Task, results: list[Result], scores: list[Score]
@@ -138,7 +141,9 @@ class ClassicEnvironment(VerifiersEnvironment):
         if not self._env.requires_group_rollouts:
             return scores
         states = [self._state(task, result) for result in results]
-        return await score_all(self._env.rubric, states)
+        spoken = [state for state in states if state["trajectory"]]
+        found = iter(await score_all(self._env.rubric, spoken) if spoken else ())
+        return [next(found) if state["trajectory"] else self.unscored() for state in states]
 
     def _state(self, task: Task, result: Result) -> Any:
         if isinstance(result.output, dict) and "state" in result.output:
@@ -204,7 +209,6 @@ def _loaded(name: str, arguments: dict[str, Any]) -> Any:
             f"verifiers:{name} cannot be loaded: {type(error).__name__}: {error}",
             hint="Its arguments are --env.args, as JSON.",
         ) from error
-    environment.env_id = environment.env_id or name
     for each in _environments(environment):
         for kind in type(each).__mro__:
             if kind.__module__.startswith(_RUN_CODE) and not kind.__module__.startswith(_ALLOWED):
@@ -213,6 +217,7 @@ def _loaded(name: str, arguments: dict[str, Any]) -> Any:
                     "of a third party; they do not run in a sandbox of envserver.",
                     hint="Give the model a sandboxed tool of envserver, see tools/README.md.",
                 )
+    environment.env_id = environment.env_id or name
     return environment
 
 
@@ -239,7 +244,8 @@ def _sampling(environment: Any) -> dict[str, Any]:
 def _check_end(state: Any) -> None:
     """
     Raises:
-        AgentError: the rollout failed, but not because a limit was reached.
+        AgentError: the rollout failed, but not because of the model: it reached no limit, and its
+            answers could be read.
     """
     error = state.get("error")
     if error is None:
@@ -251,6 +257,6 @@ def _check_end(state: Any) -> None:
         )
         cause = cause.__cause__
     text = " <- ".join(chain)
-    if not names_limit(text):
+    if not (isinstance(error, _OF_THE_MODEL) or names_limit(text)):
         raise AgentError(f"The rollout of verifiers failed: {text}") from error
     state["is_truncated"] = True

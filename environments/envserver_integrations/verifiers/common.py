@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from pydantic import Field
 
@@ -74,9 +75,12 @@ class VerifiersEnvironment(Environment):
 
 @contextmanager
 def kept_signals() -> Iterator[None]:
-    """Restores the process's signal handlers: verifiers replaces them with its own."""
+    """Keeps the process's signal handlers: verifiers replaces them with its own, which only the
+    main thread may do.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        with mock.patch.object(signal, "signal"):
+            yield
         return
     kept = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:

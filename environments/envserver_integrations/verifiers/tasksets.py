@@ -12,37 +12,17 @@ verifiers scores there.
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import replace
-from inspect import getattr_static
+from collections.abc import Iterator, Mapping
 from statistics import fmean
-from types import SimpleNamespace
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
 
 import verifiers.v1 as vf
-from verifiers.v1.agent import Agents
-from verifiers.v1.clients import ModelContext
-from verifiers.v1.configs.agent import AgentConfig, WireAgentConfig
-from verifiers.v1.configs.client import EvalClientConfig
+from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.envs.single_agent import SingleAgentEnv
-from verifiers.v1.state import State, state_cls
-from verifiers.v1.task import Task as TheirTask
-from verifiers.v1.task import TaskData, WireTaskData
-from verifiers.v1.taskset import Taskset
+from verifiers.v1.state import state_cls
+from verifiers.v1.task import WireTaskData
 from verifiers.v1.trace import Trace
-from verifiers.v1.types import SamplingConfig
-from verifiers.v1.utils.generic import concrete_type
-from verifiers.v1.utils.loaders import (
-    default_harness_id,
-    environment_class,
-)
-from verifiers.v1.utils.loaders import (
-    taskset_class as their_taskset,
-)
+from verifiers.v1.utils.loaders import taskset_class as find_taskset
 
 from envserver import (
     AgentError,
@@ -60,10 +40,16 @@ from envserver import (
 )
 
 from . import chat_harness
-from .common import VerifiersConfig, VerifiersEnvironment, names_limit, numbers
-
-_HARMLESS = (None, "null", chat_harness.HARNESS_ID)
-_WORKER_HOOKS = ("setup", "finalize", "stage_verifier", "runtime_env", "score", "toolsets")
+from .common import UNSCORED, VerifiersConfig, VerifiersEnvironment, names_limit, numbers
+from .taskset_agents import playing, roles_of
+from .taskset_loading import (
+    declared,
+    loaded,
+    refuse_own_harness,
+    refuse_programs,
+    scores_apart,
+    trained_roles,
+)
 
 
 class TasksetEnvironment(VerifiersEnvironment):
@@ -72,16 +58,20 @@ class TasksetEnvironment(VerifiersEnvironment):
     class Config(VerifiersConfig):
         options: dict[str, Any] = {}
         """Other settings of its environment, as JSON: '{"rounds": 3}'."""
+        allow_programs: bool = False
+        """Let its rewards and hooks run programs on this machine, without a sandbox."""
 
     def __init__(self, config: Environment.Config | None = None) -> None:
         super().__init__(config)
         chat_harness.register()
-        self._env = _loaded(self.package, self.config)
-        self._roles = list(_roles(type(self._env.config)))
-        self._is_apart = _scores_apart(self._env)
+        self._env = loaded(self.package, self.config)
+        if not self.config.allow_programs:
+            refuse_programs(self.package, type(self._env.taskset).task_type())
+        self._roles = list(roles_of(type(self._env.config)))
+        self._is_apart = scores_apart(self._env)
         self._task_kind = type(self._env.taskset).task_type()
         if self._is_alone:
-            self.weighted(hook._vf_weight for hook in _declared(self._task_kind, "reward"))
+            self.weighted(hook._vf_weight for hook in declared(self._task_kind, "reward"))
         self._done: asyncio.Event | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -93,7 +83,7 @@ class TasksetEnvironment(VerifiersEnvironment):
         """Returns the roles of its environment; one agent alone has no name."""
         if self._is_alone:
             return {}
-        trained = _trained_roles(self._env)
+        trained = trained_roles(self._env)
         return {role: AgentRole(trained=trained[role]) for role in self._roles}
 
     def tasks(self, split: Split) -> Iterator[Task]:
@@ -110,7 +100,9 @@ class TasksetEnvironment(VerifiersEnvironment):
                     hint="Use a task set that only chats or has tools of its own.",
                 )
             whole = task.data.model_dump(mode="json")
-            shown = {name: value for name, value in whole.items() if name in TaskData.model_fields}
+            shown = {
+                name: value for name, value in whole.items() if name in vf.TaskData.model_fields
+            }
             yield Task(str(number), shown if self._is_apart else whole, whole)
 
     async def setup(self) -> None:
@@ -156,26 +148,16 @@ class TasksetEnvironment(VerifiersEnvironment):
 
     async def _played(self, data: Mapping[str, Any], run: Rollout) -> list[dict[str, Any]]:
         """Returns the traces of an episode."""
-        # verifiers reads a key from the variable that a client names; rollouts run side by side.
-        # Programs of its runtime do not inherit variables with API_KEY in their names.
-        variable = f"ENVSERVER_API_KEY_{run.api_key[-12:]}"
-        os.environ[variable] = run.api_key
-        _playing.set(_Playing(run, variable))
-        _reach_directly(run.base_url)
-        try:
-            client = _client(run.base_url, variable)
-            context = ModelContext(model=run.model, client=client, sampling=SamplingConfig())
+        with playing(run) as context:
             slot = self._env.slots(self._task(data))[0]
             episode = await self._env.run_slot(slot, context)
-        finally:
-            os.environ.pop(variable, None)
         self._check_end(episode)
         return [self._trace_as_json(trace) for trace in episode.traces]
 
     def _task(self, data: Mapping[str, Any]) -> Any:
         config = self._env.taskset.config.task
         if self._is_apart:
-            return TheirTask(TaskData.model_validate(data), config)
+            return vf.Task(vf.TaskData.model_validate(data), config)
         return self._task_kind(self._task_kind.data_type().model_validate(data), config)
 
     def _check_end(self, episode: Any) -> None:
@@ -207,15 +189,8 @@ class TasksetEnvironment(VerifiersEnvironment):
             return self.unscored()
         traces = result.output["traces"]
         if self._is_apart:
-            traces = [await self._scored(task, trace["record"]) for trace in traces]
-        if self._is_alone:
-            (trace,) = traces
-            if trace["reward"] is None:
-                return self.unscored()
-            return Score(
-                reward=trace["reward"], components=trace["rewards"], metrics=trace["metrics"]
-            )
-        return self._score_of_roles(traces)
+            traces = [{**trace, **await self._scored(task, trace["record"])} for trace in traces]
+        return self._score_of(traces)
 
     async def _scored(self, task: Task, record: dict[str, Any]) -> dict[str, Any]:
         """Returns what the task's rewards and metrics say of a trace."""
@@ -227,8 +202,8 @@ class TasksetEnvironment(VerifiersEnvironment):
         await kind(data, self._env.taskset.config.task).score(trace)
         return _scored(trace)
 
-    def _score_of_roles(self, traces: list[dict[str, Any]]) -> Score:
-        """Each role's reward is the mean of those of its traces; with none, as of a limit."""
+    def _score_of(self, traces: list[dict[str, Any]]) -> Score:
+        """Each agent's reward is the mean of those of its traces; without one, as of a limit."""
         score = Score()
         for role in self._roles:
             own = [trace for trace in traces if trace["agent"] == role]
@@ -237,23 +212,18 @@ class TasksetEnvironment(VerifiersEnvironment):
             for part, name in ((score.components, "rewards"), (score.metrics, "metrics")):
                 for each in {each for trace in own for each in trace[name]}:
                     held = [trace[name][each] for trace in own if each in trace[name]]
-                    part[f"{role}.{each}"] = fmean(held)
+                    part[each if self._is_alone else f"{role}.{each}"] = fmean(held)
+            if not paid:
+                score.metrics[UNSCORED if self._is_alone else f"{role}.{UNSCORED}"] = 1.0
+        if self._is_alone:
+            (score.reward,) = score.rewards.values()
+            score.rewards = {}
         return score
 
     def demonstration(self, task: Task) -> list[Message] | None:
         """Returns the answer of the task, if it has one."""
         answer = task.hidden.get("answer")
         return [{"role": "assistant", "content": str(answer)}] if answer is not None else None
-
-
-class _Playing(NamedTuple):
-    """The rollout that an episode belongs to, and the variable that holds its key."""
-
-    run: Rollout
-    variable: str
-
-
-_playing: ContextVar[_Playing | None] = ContextVar("playing", default=None)
 
 
 def _scored(trace: Any) -> dict[str, Any]:
@@ -266,14 +236,6 @@ def _scored(trace: Any) -> dict[str, Any]:
     }
 
 
-def _reach_directly(url: str) -> None:
-    """Keeps verifiers' clients from asking for `url` through a proxy."""
-    host = urlsplit(url).hostname or ""
-    kept = [each for each in os.environ.get("NO_PROXY", "").split(",") if each]
-    if host not in kept:
-        os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join([*kept, host, "127.0.0.1"])
-
-
 def taskset_class(name: str) -> type[Environment]:
     """Returns the class of a package.
 
@@ -282,7 +244,7 @@ def taskset_class(name: str) -> type[Environment]:
         ConfigError: it offers no task set.
     """
     try:
-        kind = their_taskset(name)
+        kind = find_taskset(name)
     except ModuleNotFoundError as error:
         raise NotFoundError(
             f"verifiers:{name}: {error}",
@@ -293,140 +255,7 @@ def taskset_class(name: str) -> type[Environment]:
             f"verifiers:{name}: {error}",
             hint="A package with load_environment needs --with 'verifiers<0.4'.",
         ) from error
-    _refuse_own_harness(name)
+    refuse_own_harness(name)
     return type(
         "V1", (TasksetEnvironment,), {"name": name, "package": name, "__doc__": kind.__doc__}
     )
-
-
-def _refuse_own_harness(name: str) -> None:
-    own = default_harness_id(name)
-    if own != "bash":  # verifiers' default, in whose place ours plays
-        raise ConfigError(
-            f"verifiers:{name} brings a harness of its own, which runs a program.",
-            hint="envserver plays task sets with a chat loop; agents that are programs: --agent.",
-        )
-
-
-def _loaded(name: str, own: Any) -> Any:
-    """Makes its environment, with our harness for each role.
-
-    Raises:
-        ConfigError: a setting is wrong, or a role needs a program.
-    """
-    try:
-        kind = environment_class(name)
-        config = concrete_type(kind, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
-        seat = {
-            "runtime": {"type": "subprocess"},
-            "harness": {"id": chat_harness.HARNESS_ID},
-            "max_turns": own.max_turns,
-            "model": None,
-            "client": None,
-        }
-        settings = dict(own.options)
-        for role, default in _roles(config).items():
-            _refuse_program(name, role, default)
-            settings[role] = {**settings.get(role, {}), **seat}
-        settings["taskset"] = {**own.args, "id": name}
-        settings["interception"] = {"type": "server"}
-        return _played_by_us(kind)(config.model_validate(settings))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"verifiers:{name} cannot be loaded: {type(error).__name__}: {error}",
-            hint="Settings of its task set are --env.args, as JSON.",
-        ) from error
-
-
-def _refuse_program(name: str, role: str, default: Any) -> None:
-    pinned = default.harness.id if default.harness is not None else None
-    if pinned not in _HARMLESS:
-        raise ConfigError(
-            f"verifiers:{name}: its agent {role!r} is the harness {pinned!r}, which runs programs "
-            "of the model on this machine.",
-            hint="envserver plays task sets with a chat loop; agents that are programs: --agent.",
-        )
-
-
-def _roles(config: Any) -> dict[str, Any]:
-    """Returns the agents that an EnvConfig class declares, by name."""
-    return {
-        name: field.default
-        for name, field in config.model_fields.items()
-        if isinstance(field.default, AgentConfig)
-    }
-
-
-def _played_by_us(kind: Any) -> Any:
-    """Returns its class with one change: each agent asks the endpoint of its rollout.
-
-    `setup` is the hook that sees an episode's agents before they play.
-    """
-
-    async def setup(self: Any, agents: Any) -> None:
-        await kind.setup(self, agents)
-        playing = _playing.get()
-        if playing is None:
-            return
-        for role in _roles(type(self.config)):
-            agent = getattr(agents, role)
-            run = playing.run
-            url = run.base_url if kind is SingleAgentEnv else run.base_url_of(role)
-            client = _client(url, playing.variable)
-            agent.ctx = replace(agent.ctx, model=run.model, client=client)
-            # A server for each rollout: a shared one keeps a client for each that it ever served.
-            agent.interception = None
-
-    return type(kind.__name__, (kind,), {"setup": setup, "__module__": kind.__module__})
-
-
-def _client(url: str, variable: str) -> Any:
-    return EvalClientConfig(base_url=url, api_key_var=variable)
-
-
-def _trained_roles(env: Any) -> dict[str, bool]:
-    """Returns whether its `setup` leaves each role trainable."""
-    seats = Agents(env.config, lambda name, spec: SimpleNamespace(trainable=True, config=spec))
-    _in_a_thread(lambda: asyncio.run(env.setup(seats)))
-    return {role: bool(getattr(seats, role).trainable) for role in _roles(type(env.config))}
-
-
-def _in_a_thread(function: Callable[[], None]) -> None:
-    """Runs a function where no event loop runs yet; raises what it raises."""
-    raised: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            function()
-        except Exception as error:  # noqa: BLE001 - raised below
-            raised.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    if raised:
-        raise ConfigError(f"Its setup failed: {raised[0]}") from raised[0]
-
-
-def _scores_apart(env: Any) -> bool:
-    """Returns whether a scorer process can score: nothing that plays is the package's own."""
-    kind = type(env.taskset).task_type()
-    alone = type(env).__mro__[1] is SingleAgentEnv
-    changed = any(
-        getattr_static(kind, name) is not getattr_static(TheirTask, name) for name in _WORKER_HOOKS
-    )
-    config = env.taskset.config
-    shares = getattr_static(type(env.taskset), "toolsets") is not Taskset.__dict__["toolsets"]
-    hooks = [function for attr in ("metric", "reward") for function in _declared(kind, attr)]
-    needs_runtime = any("runtime" in function.__code__.co_varnames for function in hooks)
-    plays = any(_declared(kind, attr) for attr in ("stop", "intercept")) or config.task.stops
-    return bool(
-        alone and state_cls(kind) is State and not (changed or shares or needs_runtime or plays)
-    )
-
-
-def _declared(kind: Any, attr: str) -> list[Any]:
-    held = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
-    return [value for value in held.values() if callable(value) and hasattr(value, attr)]

@@ -1,5 +1,7 @@
 """Classic, single turn: a sum per row, a rubric of a reward and a metric."""
 
+import re
+
 import verifiers as vf
 from datasets import Dataset
 
@@ -7,6 +9,11 @@ from datasets import Dataset
 def exact(completion, answer):
     """1 for the answer alone."""
     return float(completion[-1]["content"].strip() == answer)
+
+
+def contains(completion, answer):
+    """1 for an answer with the right number in it: a start from which a small model learns."""
+    return float(answer in re.findall(r"\d+", completion[-1]["content"]))
 
 
 def raises(completion, answer):
@@ -26,8 +33,9 @@ def words(completion):
 
 
 def load_environment(count=8, scored_by="exact"):
-    """Returns the environment; `scored_by`: exact, raises or best_of_group."""
-    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(count)]
+    """Returns the environment; `scored_by`: exact, contains, raises or best_of_group."""
+    sums = [divmod(number, 10) for number in range(count)]
+    rows = [{"question": f"What is {a}+{b}?", "answer": str(a + b)} for a, b in sums]
     rubric = vf.Rubric(funcs=[globals()[scored_by]], weights=[0.5])
     rubric.add_metric(words)
     return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=rubric)
