@@ -91,6 +91,7 @@ COMMANDS = {
     "lm-eval": _other("lm_eval_command", "run tasks of lm-evaluation-harness on a model"),
     "serve": Command("serve", "run an environment and serve its groups to trainers over HTTP"),
     "sft-gen": Command("sft_command", "write the best rollouts as rows for supervised training"),
+    "top": _other("top_command", "show what a running server does"),
     "run-api": _other("run_api", "serve trainers and environments that run elsewhere"),
     "join": Command("join", "run an environment here for a server elsewhere"),
     "run": Command(

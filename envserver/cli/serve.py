@@ -11,6 +11,7 @@ from ..running.serving import serving
 from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console
+from .live_overview import shown
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
@@ -42,7 +43,8 @@ async def serve(members: Members, console: Console) -> int:
     async with serving(members) as server:
         _say(console, f"Trainers: {server.url}")
         _say(console, f"Model endpoint for other environments: {server.model_url}")
-        served = await server.run(SignalStop(console.print), console.print)
+        async with shown(console, server.numbers):
+            served = await server.run(SignalStop(console.print), console.print)
     if served.audit:
         _say(console, served.audit)
     if served.judge:

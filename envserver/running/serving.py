@@ -16,6 +16,7 @@ from ..api.app import create_api
 from ..config import MixSettings, SamplingConfig
 from ..environment import Environment
 from ..rollouts.agents import check_sampling, temperatures
+from ..telemetry.history import Name, numbers_of
 from .bootstrap import BootstrapServer, bootstrap_server
 from .hosting import Hosted, Members, hosted, loaded_parts
 from .judging import judge_line
@@ -59,6 +60,10 @@ class Serving:
         self._settings = settings
         self._server = server
         self._host = host
+
+    async def numbers(self) -> dict[Name, float]:
+        """Returns the numbers of now that `/v1/series` shows."""
+        return numbers_of(await self._server.metrics.families())
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
         """Makes groups until asked to stop, or until all wanted groups are made and delivered.

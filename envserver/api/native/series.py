@@ -13,9 +13,7 @@ from ...telemetry.history import curves
 from ..recording import Recorder
 from .answers import answers, json_answer
 
-_HOUR: Final = 3600.0
 _MOST_POINTS: Final = 2000
-_Time = Annotated[float | None, Query(ge=0, le=1e11, description="seconds since 1970")]
 
 
 class SeriesAnswer(BaseModel):
@@ -35,17 +33,23 @@ def add_series_routes(router: APIRouter, recorder: Recorder) -> None:
         names: Annotated[
             str, Query(max_length=4096, description="names of samples, by commas; empty: all")
         ] = "",
-        start: _Time = None,
-        end: _Time = None,
+        start: Annotated[
+            float,
+            Query(ge=-1e11, le=1e11, description="seconds since 1970; negative: before `end`"),
+        ] = -3600,
+        end: Annotated[
+            float | None,
+            Query(ge=0, le=1e11, description="seconds since 1970; unset: now"),
+        ] = None,
         points: Annotated[
             int, Query(ge=1, le=_MOST_POINTS, description="maximum number of times")
         ] = 300,
     ) -> Response:
         """Returns some numbers of `/metrics` over time: each ten seconds of the last two hours,
-        each minute of the last thirty days. Without `start`, the hour before `end`; without `end`,
-        until now.
+        each minute of the last thirty days. Without parameters, all numbers of the last hour.
         """
         last = time.time() if end is None else end
-        rows = await recorder.between(last - _HOUR if start is None else start, last, points)
+        first = start if start >= 0 else last + start
+        rows = await recorder.between(first, last, points)
         wanted = frozenset(filter(None, (name.strip() for name in names.split(","))))
         return json_answer(curves(rows, points, wanted))

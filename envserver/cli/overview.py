@@ -1,0 +1,171 @@
+"""What a server does, as tables for a terminal: `envserver serve` and `envserver top` show it.
+
+In: rows of its numbers (`telemetry.history`), oldest first. Out: tables, or one line. Rates and
+rewards are those of the last minute, or of the rows that there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from ..telemetry.history import Name, Row
+
+WINDOW: Final = 60.0
+"""Seconds of a rate."""
+_BREAKER: Final = {0: "", 1: "on trial", 2: "set aside"}
+
+
+class Overview:
+    """The figures of a server, computed from its rows.
+
+    Args:
+        rows: of at least one sample, oldest first; a counter that fell began again.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        end, self._now = rows[-1]
+        start, self._before = next(row for row in rows if row[0] >= end - WINDOW)
+        self.seconds = end - start
+
+    def tables(self) -> RenderableType:
+        """Returns the tables of environments, trainers, engines and failures that have a row."""
+        parts = [self._environments(), self._trainers(), self._engines(), self._failures()]
+        troubles = [f"[red]{escape(one)}[/]" for one in self._troubles()]
+        return Group(self.headline(), *troubles, *(one for one in parts if one.row_count))
+
+    def headline(self) -> str:
+        """Returns the policy version, the speed and what waits, as a line."""
+        version = self._now.get(Name("envserver_policy_version", ()), -1)
+        groups = self._rate("envserver_groups_delivered_total") * 60
+        waiting = self._sum("envserver_groups", state="queued")
+        leased = self._sum("envserver_groups", state="leased")
+        tokens = self._rate("envserver_tokens_total", kind="completion")
+        policy = "no policy version yet" if version < 0 else f"policy version {version:g}"
+        return (
+            f"{policy} · {groups:.1f} groups/min · {tokens:,.0f} tokens/s · "
+            f"{waiting:g} waiting, {leased:g} leased"
+        )
+
+    def line(self) -> str:
+        """Returns the headline and the mean rewards, for output that is no terminal."""
+        rewards = [f"{name} {_reward(self._mean(name, agent))}" for name, agent in self._agents()]
+        return " · ".join([self.headline(), *rewards, *self._troubles()])
+
+    def _environments(self) -> Table:
+        table = _table("environment", "agent", "reward", "groups/min", "rollouts/min", "lost")
+        table.add_column("running", justify="right")
+        table.add_column("dropped", justify="right")
+        for environment, agent in self._agents():
+            of = {"environment": environment}
+            ended = self._rate("envserver_rollouts_total", **of) * 60
+            lost = self._rate("envserver_rollouts_total", end="lost", **of) * 60
+            table.add_row(
+                escape(environment),
+                escape(agent),
+                _reward(self._mean(environment, agent)),
+                f"{self._rate('envserver_groups_delivered_total', **of) * 60:.1f}",
+                f"{ended:.1f}",
+                f"{lost / ended:.1%}" if lost else "",
+                f"{self._sum('envserver_rollouts_running', **of):g}",
+                f"{self._sum('envserver_groups_dropped_total', **of):g}",
+            )
+        return table
+
+    def _trainers(self) -> Table:
+        table = _table("run", "waiting or leased")
+        for name, value in self._values("envserver_queue_depth", "run"):
+            table.add_row(escape(name), f"{value:g}")
+        return table
+
+    def _engines(self) -> Table:
+        table = _table("replica", "calls", "at most", "waiting", "")
+        for name, calls in self._values("envserver_replica_calls", "replica"):
+            limit, waiting, breaker = (
+                self._sum(f"envserver_replica_{what}", replica=name)
+                for what in ("limit", "waiting", "breaker")
+            )
+            said = _BREAKER.get(int(breaker), "")
+            table.add_row(escape(name), f"{calls:g}", f"{limit:g}", f"{waiting:g}", said)
+        return table
+
+    def _failures(self) -> Table:
+        table = _table("failed attempts", "per minute", "all")
+        for kind, count in self._values("envserver_failed_attempts_total", "kind"):
+            rate = self._rate("envserver_failed_attempts_total", kind=kind) * 60
+            if count:
+                table.add_row(escape(kind), f"{rate:.1f}", f"{count:g}")
+        return table
+
+    def _troubles(self) -> Iterator[str]:
+        for part, ready in self._values("envserver_part_ready", "part"):
+            if not ready:
+                yield f"{part} does not work"
+        if self._sum("envserver_paused"):
+            yield "model calls are paused"
+
+    def _agents(self) -> list[tuple[str, str]]:
+        """The environments with their agents ("" where there is one)."""
+        environments = dict.fromkeys(
+            dict(one.labels)["environment"]
+            for name in ("envserver_rollouts_running", "envserver_rollouts_total")
+            for one in self._now
+            if one.name == name
+        )
+        rewarded = [dict(one.labels) for one in self._now if one.name == "envserver_reward_count"]
+        agents = {
+            name: [one["agent"] for one in rewarded if one["environment"] == name] or [""]
+            for name in environments
+        }
+        return sorted((name, agent) for name, listed in agents.items() for agent in listed)
+
+    def _mean(self, environment: str, agent: str) -> float | None:
+        """The mean reward in the window; of all groups where the window has none."""
+        labels = {"environment": environment, "agent": agent}
+        names = ("envserver_reward_sum", "envserver_reward_count")
+        rewards, count = (self._grown(name, **labels) for name in names)
+        if not count:
+            rewards, count = (self._sum(name, **labels) for name in names)
+        return rewards / count if count else None
+
+    def _values(self, name: str, label: str) -> list[tuple[str, float]]:
+        found: dict[str, float] = {}
+        for one, value in self._now.items():
+            if one.name == name:
+                of = dict(one.labels)[label]
+                found[of] = found.get(of, 0.0) + value
+        return sorted(found.items())
+
+    def _sum(self, name: str, **labels: str) -> float:
+        return sum(value for one, value in self._now.items() if _is(one, name, labels))
+
+    def _grown(self, name: str, **labels: str) -> float:
+        found = [one for one in self._now if _is(one, name, labels)]
+        return sum(_growth(self._before.get(one, 0.0), self._now[one]) for one in found)
+
+    def _rate(self, name: str, **labels: str) -> float:
+        return self._grown(name, **labels) / self.seconds if self.seconds else 0.0
+
+
+def _growth(before: float, now: float) -> float:
+    return now - before if now >= before else now
+
+
+def _is(one: Name, name: str, labels: dict[str, str]) -> bool:
+    return one.name == name and labels.items() <= dict(one.labels).items()
+
+
+def _reward(mean: float | None) -> str:
+    return "-" if mean is None else f"{mean:.3f}"
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="left" if name in ("agent", "") else "right")
+    return table

@@ -1,0 +1,68 @@
+"""`envserver top`: what a running server does, as tables that are renewed."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import httpx
+from envserver_records.errors import ConflictError, NotFoundError
+from rich.live import Live
+
+from ..telemetry.history import Name, Row
+from .console import Console
+from .overview import WINDOW, Overview
+from .specs.top_command import COMMAND
+
+_SECONDS = 20.0
+_POINTS = 100
+
+
+def run(argv: list[str]) -> int:
+    """Shows the tables until Ctrl-C, or once.
+
+    Raises:
+        NotFoundError: no server answers, or it has no curves.
+        ConflictError: it refuses.
+    """
+    settings = COMMAND.read(argv)
+    token = os.environ.get("ENVSERVER_TOKEN")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    console = Console()
+    with httpx.Client(base_url=settings.url, timeout=_SECONDS, headers=headers) as http:
+        shown = Overview(_rows(http, settings.url)).tables()
+        if settings.once:
+            console.print(shown)
+            return 0
+        with Live(shown, console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(settings.seconds)
+                live.update(Overview(_rows(http, settings.url)).tables(), refresh=True)
+
+
+def _rows(http: httpx.Client, url: str) -> list[Row]:
+    try:
+        answer = http.get("/v1/series", params={"start": -WINDOW - 15, "points": _POINTS})
+    except httpx.TransportError as error:
+        raise NotFoundError(
+            f"No server answers at {url}: {error or type(error).__name__}."
+        ) from error
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        raise NotFoundError(f"{url} has no curves.", hint="Is it an envserver of this version?")
+    if not answer.is_success:
+        raise ConflictError(
+            f"{url} answered with HTTP {answer.status_code}: {answer.text[:300]}",
+            hint="ENVSERVER_TOKEN holds the token." if answer.status_code in (401, 403) else "",
+        )
+    found = answer.json()
+    names = [
+        (Name(one["name"], tuple(sorted(one["labels"].items()))), one["values"])
+        for one in found["series"]
+    ]
+    rows: list[Row] = [
+        (at, {name: values[place] for name, values in names if values[place] is not None})
+        for place, at in enumerate(found["times"])
+    ]
+    if not rows:
+        raise ConflictError(f"{url} has no numbers of the last minute yet.", hint="Ask again.")
+    return rows

@@ -1,0 +1,89 @@
+"""What a server does, on a terminal: `envserver top`, and the tables of `serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from prometheus_client.core import Metric
+from support.api import running_api
+
+from envserver.api.metrics import Metrics
+from envserver.cli import main
+from envserver.cli.console import Console
+from envserver.cli.overview import Overview
+from envserver.telemetry.families import gauge
+from envserver.telemetry.history import Name, Row
+
+
+def name(sample: str, **labels: str) -> Name:
+    return Name(f"envserver_{sample}", tuple(sorted(labels.items())))
+
+
+MATH = {"environment": "math"}
+
+
+def row(at: float, delivered: float, rewards: float, lost: float, scored: float) -> Row:
+    agent = MATH | {"agent": ""}
+    return at, {
+        name("policy_version"): 3,
+        name("groups_delivered_total", **MATH): delivered,
+        name("reward_sum", **agent): rewards,
+        name("reward_count", **agent): delivered * 4,
+        name("rollouts_total", end="lost", **MATH): lost,
+        name("rollouts_total", end="scored", **MATH): scored,
+        name("groups", state="queued"): 7,
+        name("queue_depth", run="[red]my-run"): 7,
+        name("failed_attempts_total", kind="engine_timeout", **MATH): lost,
+        name("part_ready", part="disk"): 0,
+        name("replica_calls", replica="a"): 2,
+        name("replica_breaker", replica="a"): 2,
+    }
+
+
+def shown(rows: list[Row]) -> dict[str, list[str]]:
+    out = io.StringIO()
+    Console(file=out, width=150).print(Overview(rows).tables())
+    return {line.split()[0]: line.split() for line in out.getvalue().splitlines()}
+
+
+def test_rates_and_rewards_are_those_of_the_last_minute() -> None:
+    before, begin = row(0, 90, 0, 0, 0), row(100, 100, 200, 2, 400)
+    found = shown([before, begin, row(130, 110, 230, 4, 438)])
+    # ten groups, forty rewards that sum to 30, two of forty rollouts lost, in half a minute
+    assert found["math"] == ["math", "0.750", "20.0", "80.0", "5.0%", "0", "0"]
+    assert found["policy"][:6] == ["policy", "version", "3", "·", "20.0", "groups/min"]
+    assert found["[red]my-run"][-1] == "7"
+    assert found["engine_timeout"][1:] == ["4.0", "4"]
+    assert found["disk"] == ["disk", "does", "not", "work"]
+    assert found["a"][-2:] == ["set", "aside"]
+
+
+def test_a_server_that_began_again_counts_from_zero() -> None:
+    found = shown([row(100, 100, 200, 2, 400), row(130, 5, 20, 0, 20)])
+    assert found["math"][1:4] == ["1.000", "10.0", "40.0"]
+    alone = Overview([row(100, 100, 200, 2, 400)])
+    assert "0.0 groups/min" in alone.line() and "math 0.500" in alone.line()
+
+
+async def test_top_shows_a_server_and_says_why_it_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def families() -> Iterable[Metric]:
+        running = gauge("envserver_rollouts_running", "", ("environment",), [(("math",), 3.0)])
+        return [running]
+
+    metrics = Metrics()
+    metrics.add(families)
+    async with running_api(tmp_path / "s.db", metrics=metrics) as api:
+        assert await asyncio.to_thread(main, ["top", api.url, "--once"]) == 0
+        found = capsys.readouterr().out
+        assert "no policy version yet" in found and "math" in found
+    async with running_api(tmp_path / "s.db") as api:
+        assert await asyncio.to_thread(main, ["top", api.url, "--once"]) == 2
+        assert "has no curves" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["top", api.url, "--once"]) == 2
+    assert "No server answers" in capsys.readouterr().err
