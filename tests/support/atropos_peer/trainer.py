@@ -1,11 +1,13 @@
 """The loop of atroposlib's example trainer without its model: `python trainer.py URL BATCH STEPS`.
 
 Registers, then asks for data until that many lists of batches were there, all with its own code;
-only torch's tensors are NumPy arrays here. Prints one JSON object with what it trained on.
+only torch's tensors are NumPy arrays here. Prints one JSON object with what it trained on; with
+`--groups` behind the others also the groups as they came.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import sys
@@ -36,11 +38,24 @@ stand_in("example_trainer", __path__=package.submodule_search_locations)
 stand_in("example_trainer.config", TrainingConfig=types.SimpleNamespace)
 stand_in("torch", Tensor=Tensor, tensor=lambda values: np.asarray(values).view(Tensor))
 
+from example_trainer import data  # noqa: E402
 from example_trainer.api import check_atropos_api, register_trainer  # noqa: E402
-from example_trainer.data import get_data  # noqa: E402
+
+arrived: list[Any] = []
+_get_batch = data.get_batch
 
 
-def main(url: str, batch_size: int, steps: int) -> None:
+def listening(**options: Any) -> Any:
+    """Its own function for a batch, which is kept."""
+    answer = _get_batch(**options)
+    arrived.extend(copy.deepcopy(answer["batch"] or []))  # it scales the scores in place
+    return answer
+
+
+data.get_batch = listening
+
+
+def main(url: str, batch_size: int, steps: int, groups: bool) -> None:
     """Trains on nothing, `steps` times."""
     config = types.SimpleNamespace(
         atropos_url=url,
@@ -58,7 +73,7 @@ def main(url: str, batch_size: int, steps: int) -> None:
     batches = rows = trained = 0
     learned: list[float] = []
     for _ in range(steps):
-        for columns in get_data(batch_size, 2048, url)[0]:
+        for columns in data.get_data(batch_size, 2048, url)[0]:
             # A trajectory with several rows makes more than one tensor of `batch_size` rows.
             for tokens, labels, advantages, _, logprobs in zip(*columns, strict=True):
                 batches += 1
@@ -69,8 +84,11 @@ def main(url: str, batch_size: int, steps: int) -> None:
                 learned += np.asarray(advantages).ravel().tolist()
                 assert (tokens[:, 1:][trains[:, :-1]] == labels[:, :-1][trains[:, :-1]]).all()
                 assert ((logprobs <= 0) == trains).all()
-    told = {"batches": batches, "rows": rows, "trained": trained, "spread": float(np.std(learned))}
+    told: dict[str, Any] = {"batches": batches, "rows": rows, "trained": trained}
+    told["spread"] = float(np.std(learned))
+    if groups:
+        told["groups"] = arrived
     sys.stdout.write(json.dumps(told) + "\n")
 
 
-main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "--groups" in sys.argv)
