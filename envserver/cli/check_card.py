@@ -8,12 +8,14 @@ from ..rollouts.check_report import EnvironmentReport, Kind, Played
 from ..running.check_plays import DEMONSTRATION, SPOILED
 from ..running.tally import counted
 
+_NAMES = {DEMONSTRATION: "demonstrations", SPOILED: "spoiled demonstrations"}
+
 
 def card(report: EnvironmentReport) -> str:
     """Returns the card: a table for the README of the environment."""
     lines = ["| checked | found |", "|---|---|"]
     lines += [f"| {name} | {_cell(text)} |" for name, text in _rows(report)]
-    if cheats := [one for one in report.plays if one.way not in (DEMONSTRATION, SPOILED)]:
+    if cheats := [one for one in report.plays if one.cheat]:
         lines += ["", "| the model only says | tasks solved | mean reward |", "|---|---|---|"]
         lines += [
             f"| {one.way} | {one.solved} of {len(one.rewards)} | {number(one.mean)} |"
@@ -35,10 +37,11 @@ def _rows(report: EnvironmentReport) -> Iterator[tuple[str, str]]:
         "wrong, absurd and cheating results",
         _as_expected([kind for kind in report.kinds if kind not in right]),
     )
+    if not report.demonstrations_solve:
+        yield "a game", "demonstrations are fair play, which may lose, and a cheat may win"
     for one in report.plays:
-        if one.way in (DEMONSTRATION, SPOILED):
-            name = "demonstrations" if one.way == DEMONSTRATION else "spoiled demonstrations"
-            yield f"{name}, played", _distribution(one)
+        if not one.cheat:
+            yield f"{_NAMES.get(one.way, one.way)}, played", _distribution(one)
     if report.scoring is not None:
         yield (
             "a score takes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 from .command_line import program
@@ -24,7 +25,7 @@ def run(argv: list[str]) -> int:
         f"{folder} is an environment: {KINDS[settings.kind].about}.",
         *(f"  {path}" for path in written),
         "Try next:",
-        f"  pip install -e {folder}",
+        f"  pip install -e {shlex.quote(f'{folder}[test]')}",
         f"  {program()} check {settings.name}",
         f"  {program()} process --env {settings.name} --model sim",
         f"  pytest {folder}",

@@ -6,6 +6,7 @@ their names; most come in the form of such an output, for that is what a scorer 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ question: "Final answer: yes" would be right for some."""
 MAY_RAISE = ("wrong type", "odd message")
 """Outputs that no real agent leaves; a scorer may raise on them, as that gives no reward."""
 
+_SHORT = 64
+"""Characters of a text that may be an answer by itself."""
 _CHOICES = ("options", "choices", "candidates", "labels")
 """Names of such lists in the public part of tasks."""
 _WRONG_TYPES: tuple[Any, ...] = (0, True, -1.5, [], [None], {}, [[["x"]]], {"": {"": [None, 1]}})
@@ -56,7 +59,10 @@ def absurd_results(public: dict[str, Any], outputs: list[Any]) -> Iterator[Known
         yield KnownResult(name, Result(output=text))
         for form in forms:
             yield KnownResult(name, Result(output=dict.fromkeys(form, text)))
+    said = {word for text in strings_in(outputs) if len(text) <= _SHORT for word in _words(text)}
     for value in _WRONG_TYPES:
+        if str(value).lower() in said:
+            continue  # 0 is no wrong answer where "0" is right
         yield KnownResult("wrong type", Result(output=value))
         for form in forms:
             yield KnownResult("wrong type", Result(output=dict.fromkeys(form, value)))
@@ -64,6 +70,10 @@ def absurd_results(public: dict[str, Any], outputs: list[Any]) -> Iterator[Known
         yield KnownResult("odd message", Result(messages=[message]))
     question = {"role": "user", "content": echo}
     yield KnownResult("question repeated", Result(messages=[question, {**question, **_SAYS}]))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"-?\w+(?:\.\w+)*", text.lower())
 
 
 _SAYS = {"role": "assistant"}

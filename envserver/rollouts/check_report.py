@@ -97,6 +97,7 @@ class EnvironmentReport(msgspec.Struct, kw_only=True):
         reward_range: lowest and highest reward that the environment declares, and the least of a
             solved task; None for an infinite end.
         scoring: None if nothing was scored.
+        demonstrations_solve: as in Environment.
     """
 
     environment: str
@@ -109,6 +110,7 @@ class EnvironmentReport(msgspec.Struct, kw_only=True):
     plays: list[Played] = msgspec.field(default_factory=list)
     reward_range: tuple[float | None, float | None, float] = (0.0, 1.0, 1.0)
     scoring: ScoringCost | None = None
+    demonstrations_solve: bool = True
 
     @property
     def ok(self) -> bool:

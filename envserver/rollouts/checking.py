@@ -121,6 +121,7 @@ async def check(
         problems=problems,
         plays=played.plays,
         reward_range=_shown_range(environment),
+        demonstrations_solve=environment.demonstrations_solve,
     )
 
 

@@ -282,16 +282,6 @@ def test_a_failed_check_shows_where(zoo: Path) -> None:
     assert "Checks FAILED" in ran.stdout
 
 
-@pytest.mark.thorough
-def test_math_passes(tmp_path: Path) -> None:
-    ran = check("--env", "math", "--json", folder=tmp_path)
-    found = json.loads(ran.stdout)
-    assert ran.returncode == 0, (wrong_kinds(found), found["problems"])
-    kinds = {kind["name"]: kind for kind in found["kinds"]}
-    assert found["tasks"] == kinds["gold, by finish"]["count"] == 48
-    assert {"unevaluated expression", "every option", "gold, only thought"} <= kinds.keys()
-
-
 def test_a_card_names_what_was_found_in_one_table() -> None:
     report = EnvironmentReport(
         environment="sums",
@@ -307,6 +297,7 @@ def test_a_card_names_what_was_found_in_one_table() -> None:
             Played(way="refusal", cheat=True, rewards=[0.0]),
         ],
         reward_range=(0.0, None, 1.0),
+        demonstrations_solve=False,
     )  # fmt: skip
     assert card(report).splitlines() == [
         "| checked | found |",
@@ -316,6 +307,7 @@ def test_a_card_names_what_was_found_in_one_table() -> None:
         "| rewards | 0 to no limit, a task is solved at 1 |",
         "| right results | 3 of 3 as expected |",
         "| wrong, absurd and cheating results | none known |",
+        "| a game | demonstrations are fair play, which may lose, and a cheat may win |",
         "| demonstrations, played | 1 of 3 solve their task, mean reward 0.75, 2.0 turns; "
         "1 failure |",
         "| problem | A cheat \\| solves |",
@@ -337,6 +329,15 @@ def test_absurd_results_come_in_the_form_of_right_ones() -> None:
         if one.name == "every choice"
     ]
     assert all_at_once == "a, b"
+
+
+def test_a_wrong_type_that_reads_like_a_right_answer_is_left_out() -> None:
+    def wrong(output: Any) -> list[Any]:
+        made = absurd_results({"question": "1 - 1?"}, [output])
+        return [one.result.output for one in made if one.name == "wrong type"]
+
+    assert 0 in wrong("It is 5.") and 0 not in wrong("It is 0.") and -1.5 not in wrong("x = -1.5")
+    assert {"answer": 0} in wrong({"answer": "5"}) and {"answer": 0} not in wrong({"answer": "0"})
 
 
 def test_short_hidden_words_may_stand_in_the_question() -> None:

@@ -37,7 +37,7 @@ def test_every_kind_is_an_environment_with_tasks(tmp_path: Path, kind: str) -> N
 def test_the_command_makes_a_package_that_check_finds_sound(tmp_path: Path) -> None:
     ran = envserver("init", "my-world", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert "pip install -e my-world" in ran.stdout
+    assert "pip install -e 'my-world[test]'" in ran.stdout
     ran = envserver("check", "my-world/my_world", folder=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     with pytest.raises(ConflictError, match="my-world exists"):
