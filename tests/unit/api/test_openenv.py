@@ -13,6 +13,7 @@ import httpx
 import pytest
 from support.commands import Running, free_port, running, until
 from support.openenv import demonstrated, socket
+from support.openenv_server import call, played, transcript
 
 from envserver import Environment
 from envserver.api import create_token
@@ -193,3 +194,12 @@ async def test_the_demonstrations_of_our_environments_solve_them(name: str, tmp_
                 assert all(turn["reward"] is None for turn in turns)
                 if environment.demonstrations_solve:
                     assert last["reward"] == environment.reward_range[1]
+
+
+@pytest.mark.thorough
+async def test_a_server_of_ours_is_an_environment_of_ours(url: str, tmp_path: Path) -> None:
+    opening = "How long is 'the'?"
+    script = transcript(tmp_path / "t.json", opening, call("measure", word="the"), "3")
+    result = await played(f"{url}/openenv/lengths", script, reset={"task_id": "the"})
+    scores = [one.score.reward for one in result.groups[0].trajectories]
+    assert scores == [0.75, 0.75]

@@ -2,19 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.commands import free_port, running
+import httpx
+import pytest
+from support.commands import free_port, running, until
 from support.openenv import action_of
+from support.openenv_server import OPENING, call, played, transcript
 
 from envserver import Environment
 from envserver.registry import find
 
 PEER = Path(__file__).parents[1] / "support" / "openenv_peer"
 SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def games(openenv_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of two environments on openenv's own server."""
+    port, folder = free_port(), tmp_path_factory.mktemp("games")
+    with (
+        (folder / "log").open("wb") as log,
+        subprocess.Popen([openenv_python, PEER / "games.py", str(port)], stderr=log) as server,
+    ):
+        url = f"http://127.0.0.1:{port}"
+        try:
+            until(lambda: healthy(f"{url}/desk"), SECONDS, (folder / "log").read_text)
+            yield url
+        finally:
+            server.terminate()
+
+
+def healthy(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health").status_code == 200
+    return False
+
+
+@pytest.mark.parametrize(
+    ("game", "opening", "answers", "rewards"),
+    [
+        # This one has a single session: the second rollout waits for it.
+        ("guess", OPENING, [call("act", guess=one) for one in ("x", 4, 7)], 1.1),
+        ("desk", "Use the tools.", [call("save", number=1), call("save", number=7)], 1.0),
+    ],
+)
+async def test_its_servers_are_environments(
+    games: str, tmp_path: Path, game: str, opening: str, answers: list[Any], rewards: float
+) -> None:
+    script = transcript(tmp_path / "t.json", opening, *answers)
+    result = await played(f"{games}/{game}", script)
+    scores = [one.score.reward for one in result.groups[0].trajectories]
+    assert scores == pytest.approx([rewards, rewards])
 
 
 def output(*words: object) -> str:
