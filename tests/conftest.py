@@ -41,6 +41,7 @@ _PEERS = {
     "atropos_python",
     "openenv_python",
     "games_python",
+    "inspect_python",
     "learn_python",
     "trainers_python",
     "verifiers_classic_python",
@@ -181,6 +182,12 @@ def verifiers_v1_python(request: pytest.FixtureRequest) -> Path:
 def games_python(request: pytest.FixtureRequest) -> Path:
     """The Python in which TextArena and Gymnasium are installed."""
     return _python_of(".venv-games", "make games-peer", request.config)
+
+
+@pytest.fixture(scope="session")
+def inspect_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which inspect-ai and inspect_evals are installed."""
+    return _python_of(".venv-inspect", "make inspect-peer", request.config)
 
 
 @pytest.fixture(scope="session")

@@ -147,12 +147,17 @@ class RolloutError(EnvserverError):
 
 class LimitReached(RolloutError):
     """`detail["limit"]` is turns, tokens, time, context (the model's window is full), record (its
-    requests hold too much memory) or refused (by a hook of the environment)."""
+    requests hold too much memory) or refused (by a hook of the environment).
+
+    An agent that has limits of its own raises it; `detail["output"]` is then what is scored as
+    `Result.output`."""
 
     kind, blame, outcome, status = "limit_reached", Blame.MODEL, Outcome.SCORE, 429
 
 
 class AgentError(RolloutError):
+    """`detail["output"]`, if an agent sets it, is scored if a limit turns out to be the cause."""
+
     kind, blame, outcome = "agent_error", Blame.ENVIRONMENT, Outcome.RETRY
 
 

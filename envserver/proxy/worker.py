@@ -59,7 +59,10 @@ class _Posted(msgspec.Struct):
 
 
 class _Result(msgspec.Struct, forbid_unknown_fields=True):
-    """Either an output (possibly null) or a failure. `changes`: how the output was cleaned."""
+    """An output (possibly null), or a failure, maybe with what the agent had until then.
+
+    `changes`: how the output was cleaned.
+    """
 
     output: Any = msgspec.UNSET
     changes: set[Change] = msgspec.field(default_factory=set)
@@ -109,7 +112,7 @@ def record_body(attempt: ProxyAttempt) -> dict[str, Any]:
 
 
 def take_result(attempt: ProxyAttempt, body: bytes) -> None:
-    """Handles `POST result`: sets the attempt's `output` and `metrics`, or its `failure`, once.
+    """Handles `POST result`: sets the attempt's `output`, `metrics` and `failure`, once.
 
     Raises:
         ConflictError: a result was posted before, or the attempt is sealed.
@@ -125,7 +128,7 @@ def take_result(attempt: ProxyAttempt, body: bytes) -> None:
     attempt.posted = True
     attempt.failure = failure
     attempt.metrics = _bounded_metrics(attempt, result.metrics)
-    if failure is None:
+    if result.output is not msgspec.UNSET:
         attempt.output, changes = clean(result.output)
         attempt.flags |= {_FLAGS[change] for change in changes | result.changes}
 
@@ -246,9 +249,9 @@ def _no_constant(name: str) -> NoReturn:
 
 def _failure(result: _Result) -> Failure | None:
     posted = result.failure
-    if (posted is None) == (result.output is msgspec.UNSET):
-        raise msgspec.ValidationError("either `output` or `failure` is needed")
     if posted is None:
+        if result.output is msgspec.UNSET:
+            raise msgspec.ValidationError("`output` or `failure` is needed")
         return None
     known = _FAILURES.get(posted.kind)
     if known is None:

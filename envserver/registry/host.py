@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 from envserver_records.errors import Blame, ConfigError, EnvserverError, Failure, Outcome
-from envserver_records.records import Split, Task
+from envserver_records.records import SandboxSpec, Split, Task
 
 from ..environment import Environment
 
@@ -61,6 +61,11 @@ def settings() -> dict[str, Any]:
     """Returns the environment's settings, JSON-like."""
     made: dict[str, Any] = _environment().config.model_dump(mode="json")
     return made
+
+
+def sandbox() -> SandboxSpec | None:
+    """Returns the sandbox that the environment declares with these settings."""
+    return _environment().sandbox
 
 
 def method(name: str, arguments: tuple[Any, ...]) -> Any:

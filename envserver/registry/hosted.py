@@ -75,6 +75,7 @@ class HostedEnvironment(Environment):
         arguments = (self.reference, self.config.model_dump(mode="json"))
         self._host = _Host(self.interpreter, arguments)
         self.config = self._completed_config()
+        self.sandbox = self._host.call(host.sandbox)  # it may depend on the settings
         self.hosted = HostedServices(self.interpreter, *arguments)
 
     def _completed_config(self) -> Any:

@@ -28,7 +28,7 @@ from envserver_records.cleaning import clean
 from envserver_records.errors import AgentError, LimitReached
 
 from ..environment import Environment, tools_of
-from .failures import failure_of
+from .failures import failure_of, output_of
 from .harness import CallRecord, play
 from .instances import Instances
 from .run import AttemptRun, Job
@@ -210,6 +210,9 @@ def _success(output: Any, run: AttemptRun) -> bytes:
 
 
 def _failure(error: BaseException, run: AttemptRun | None = None) -> bytes:
-    failure = failure_of(error, own_file=__file__)
-    metrics = run.metrics if run is not None else {}
-    return orjson.dumps({"failure": failure, "metrics": metrics}, default=repr)
+    body: dict[str, Any] = {"failure": failure_of(error, own_file=__file__)}
+    body["metrics"] = run.metrics if run is not None else {}
+    if (output := output_of(error)) is not None:
+        body["output"], changes = clean(output)
+        body["changes"] = sorted(changes)
+    return orjson.dumps(body, default=repr)

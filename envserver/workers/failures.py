@@ -25,6 +25,8 @@ from ..tools.bugs import place_of
 
 MAX_TRACEBACK_CHARACTERS = 8000
 MAX_MESSAGE_CHARACTERS = 2000
+OUTPUT = "output"
+"""The detail of an error that holds the agent's output until then."""
 
 _BUGS = (
     *(ConfigError, RewardError),
@@ -39,7 +41,8 @@ def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
         own_file: traceback entries of this file are left out at the top; they are not the agent's.
     """
     if isinstance(error, LimitReached | EngineError | SandboxError | ServiceError):
-        return {"kind": error.kind, "message": str(error), "detail": error.detail}
+        detail = {name: value for name, value in error.detail.items() if name != OUTPUT}
+        return {"kind": error.kind, "message": str(error), "detail": detail}
     ours = isinstance(error, AgentError | RewardError)
     message = str(error) if ours else f"{type(error).__name__}: {error}"
     return {
@@ -47,6 +50,13 @@ def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
         "message": _sendable(message[:MAX_MESSAGE_CHARACTERS]),
         "detail": {"traceback": _traceback(error, own_file), **bug_of(error)},
     }
+
+
+def output_of(error: BaseException) -> Any:
+    """Returns what the agent had when `error` ended it: `LimitReached(..., output=...)`, and
+    AgentError for a framework that hides which error it was. It is scored if a limit is the cause.
+    """
+    return error.detail.get(OUTPUT) if isinstance(error, LimitReached | AgentError) else None
 
 
 def bug_of(error: BaseException) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import orjson
 import pytest
-from envserver_records.errors import EngineGarbage, Outcome
+from envserver_records.errors import EngineGarbage, LimitReached, Outcome
 from support.fake_vllm import ids_of, logprob
 from support.proxy_house import (
     ASK,
@@ -27,6 +27,8 @@ from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy
 from envserver.proxy.guest import generate_answer
+from envserver.rollouts import ending_limit
+from envserver.workers.attempt import _failure
 
 
 @pytest.fixture
@@ -162,6 +164,16 @@ async def test_a_posted_failure_means_what_its_kind_means(
     assert attempt.failure.detail == {"limit": "time"}
 
 
+async def test_a_failure_may_come_with_what_the_agent_had_until_then(home: House) -> None:
+    attempt, _ = home.open()
+    error = LimitReached("20 messages", limit="turns", output={"answer": "4\ud800"})
+    body = orjson.loads(_failure(error))
+    assert (await home.post(attempt.key, "result", body))[0] == 204
+    assert attempt.failure is not None and attempt.failure.detail == {"limit": "turns"}
+    assert attempt.output == {"answer": "4\ufffd"} and "result_text_replaced" in attempt.flags
+    assert ending_limit(attempt) == "turns"
+
+
 async def test_what_a_worker_tells_holds_its_key_no_more(home: House) -> None:
     attempt, _ = home.open()
     url = f"{home.url}/r/{attempt.key}/v1"
@@ -201,7 +213,6 @@ async def test_a_deep_result_is_cut_so_that_it_can_be_scored(home: House) -> Non
     [
         {},
         {"outputs": 1},
-        {"output": 1, "failure": {"kind": "agent_error", "message": "m"}},
         {"output": 1, "metrics": {"a": "b"}},
         {"failure": {"kind": "made_up", "message": "m"}},
         {"failure": {"kind": "store_error", "message": "m"}},

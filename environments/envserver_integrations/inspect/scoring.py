@@ -1,0 +1,180 @@
+"""Inspect's scorers: in the rollout, or in envserver's scorer process.
+
+`State` is what a solver leaves, as JSON: a worker sends it, a scorer makes Inspect's TaskState of
+it. `run_scorers` calls the task's scorers with one, wherever it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from inspect_ai import Task, score_async
+from inspect_ai.dataset import Sample
+from inspect_ai.log import EvalConfig, EvalDataset, EvalLog, EvalSample, EvalSpec
+from inspect_ai.model import (
+    ChatMessage,
+    GenerateConfig,
+    ModelAPI,
+    ModelOutput,
+    get_model,
+    messages_from_openai,
+    messages_to_openai,
+    modelapi,
+)
+from inspect_ai.scorer import Score, Scorer, Target, scorer
+from inspect_ai.scorer._scorer import unique_scorer_name
+from inspect_ai.solver import TaskState
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+from envserver import ConfigError, Judge, Message, Result
+
+NAME = "envserver-judge/judge"
+"""The judge as a model of Inspect."""
+
+
+class State(BaseModel):
+    """What a solver left of a sample; JSON-like by `model_dump`.
+
+    Args:
+        store: the sample's store.
+        marked: the choices that the model chose and where they stood: [correct, original position].
+        metadata: entries that the solver added or changed.
+    """
+
+    messages: list[ChatMessage]
+    output: ModelOutput
+    store: dict[str, Any] = {}
+    marked: list[tuple[bool | None, int]] = []
+    metadata: dict[str, Any] = {}
+
+
+def state_of(state: TaskState, before: Mapping[str, Any]) -> State:
+    """Returns a solver's state as JSON.
+
+    Args:
+        before: the sample's metadata.
+    """
+    changed = {name: value for name, value in state.metadata.items() if before.get(name) != value}
+    return State(
+        messages=list(state.messages),
+        output=state.output,
+        store=to_jsonable_python(dict(state.store.items()), fallback=str),
+        marked=[(one.correct, one.original_position) for one in state.choices],
+        metadata=to_jsonable_python(changed, fallback=str),
+    )
+
+
+async def state_of_result(result: Result) -> State | None:
+    """Returns the state of a rollout whose solver left none: a limit cut it off, or it is a bare
+    text; None: there is nothing to score."""
+    messages: list[Message] = list(result.messages)
+    if isinstance(result.output, str) and not messages:
+        messages = [{"role": "assistant", "content": result.output}]
+    if not messages or messages[-1].get("role") != "assistant":
+        return None
+    made = await messages_from_openai(messages)
+    return State(messages=made, output=ModelOutput.from_message(made[-1]))
+
+
+def named_scorers(task: Task) -> dict[str, Scorer]:
+    """Returns the task's scorers by name; of two with the same name the second is NAME1."""
+    named: dict[str, Scorer] = {}
+    for one in task.scorer or []:
+        named[unique_scorer_name(one, list(named))] = one
+    return named
+
+
+async def score_state(
+    task: Task, sample: Sample, hidden: Mapping[str, Any], state: State, judge: Judge
+) -> dict[str, Any]:
+    """Runs the task's scorers outside of the rollout; the models that they ask are the judge.
+
+    Returns:
+        The value of each scorer by name.
+    """
+    values: dict[str, Any] = {}
+
+    @scorer(metrics=[])  # type: ignore[untyped-decorator, unused-ignore]
+    def all_scorers() -> Scorer:
+        async def score(rebuilt: TaskState, target: Target) -> Score:
+            _mark(rebuilt, state)
+            for name, one in named_scorers(task).items():
+                made: Score | None = await one(rebuilt, target)
+                values[name] = None if made is None else made.value
+            return Score(value=0)
+
+        return score
+
+    model = get_model(NAME, memoize=False, config=GenerateConfig(max_retries=0), judge=judge)
+    log = EvalLog(
+        eval=EvalSpec(
+            created=datetime.now(UTC).isoformat(),
+            task=task.name,
+            dataset=EvalDataset(),
+            model=NAME,
+            config=EvalConfig(),
+        ),
+        samples=[
+            EvalSample(
+                id=sample.id,
+                epoch=1,
+                input=sample.input,
+                choices=sample.choices,
+                target=hidden["target"],
+                messages=state.messages,
+                output=state.output,
+                metadata={**hidden["metadata"], **state.metadata},
+                store=state.store,
+            )
+        ],
+    )
+    roles = dict.fromkeys([*(task.model_roles or {}), "grader"], model)
+    await score_async(
+        log, [all_scorers()], model=model, model_roles=roles, action="overwrite", display="none"
+    )
+    return values
+
+
+def _mark(rebuilt: TaskState, state: State) -> None:
+    """Marks and orders the choices as the solver left them."""
+    choices = rebuilt.choices
+    if len(state.marked) != len(choices):
+        return
+    choices._choices = [choices[position] for _, position in state.marked]
+    for choice, (correct, position) in zip(choices, state.marked, strict=True):
+        choice.correct, choice.original_position = correct, position
+
+
+class JudgeAPI(ModelAPI):  # type: ignore[misc] # Inspect is not installed here
+    """The model of `--judge.*`, for scorers that ask one."""
+
+    def __init__(self, model_name: str, judge: Judge, **options: Any) -> None:
+        super().__init__(model_name, **options)
+        self.judge = judge
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[Any], tool_choice: Any, config: GenerateConfig
+    ) -> ModelOutput:
+        """Asks the judge.
+
+        Raises:
+            ConfigError: the scorer offers tools, or no judge is set.
+            JudgeError: the judge gave no answer.
+        """
+        if tools:
+            raise ConfigError(
+                "A scorer of this task gives tools to its model, which a judge cannot use.",
+                hint="--env.scoring rollout",
+            )
+        sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+        sampling = {name: value for name, value in sampling.items() if value is not None}
+        reply = await self.judge.chat(await messages_to_openai(input), **sampling)
+        return ModelOutput.from_content(reply.model, reply.content)
+
+
+@modelapi(name="envserver-judge")  # type: ignore[untyped-decorator]
+def judge_api() -> type[ModelAPI]:
+    return JudgeAPI

@@ -1,0 +1,169 @@
+"""Inspect tasks as environments, with the real inspect-ai (`make inspect-peer`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import envserver, read_jsonl
+from support.own_interpreter import install_in
+
+TASKS = Path(__file__).parents[1] / "support" / "inspect_tasks" / "tasks.py"
+NAMES = ("questions", "tools", "files", "unscorable", "told")
+EVALUATION = "inspect:inspect_evals/agent_threat_bench_memory_poison"
+ADD = {"name": "add", "arguments": '{"x": 1, "y": 1}'}
+WRITE = {"name": "bash", "arguments": '{"command": "cat state.txt; pwd; echo 42 > answer.txt"}'}
+
+
+@pytest.fixture(scope="module")
+def home(inspect_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Installed: the tasks of tests/support/inspect_tasks, and one of inspect_evals."""
+    place = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(place))
+        references = [f"inspect:{TASKS}@{name}" for name in NAMES]
+        install_in(inspect_python, "inspect", [*references, EVALUATION])
+    return place
+
+
+@pytest.fixture
+def folder(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(home))
+    return tmp_path
+
+
+def script(folder: Path, question: str, *turns: str | dict[str, str]) -> Path:
+    """Writes what the simulated engine says: texts, and calls of tools."""
+    messages: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns):
+        if isinstance(turn, str):
+            messages.append({"role": "assistant", "content": turn})
+            continue
+        call = {"id": f"c{number}", "type": "function", "function": turn}
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": ""},
+        ]
+    path = folder / "script.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": question}, *messages]}))
+    return path
+
+
+def process(folder: Path, task: str, *words: object) -> list[dict[str, Any]]:
+    """Returns the groups of one `process` of two rollouts."""
+    reference = task if ":" in task else f"inspect:{TASKS}@{task}"
+    done = envserver(
+        *("process", "--env", reference, "--model", "sim", "--out", "rows.jsonl"),
+        *("--env.group_size", 2, "--env.total_steps", 1, *words),
+        folder=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_jsonl(folder / "rows.jsonl")
+
+
+def test_questions_are_scored_by_weighted_scorers_outside_of_the_worker(folder: Path) -> None:
+    weights = '{"includes": 1, "graded_parts/short": 1}'
+    (group,) = process(folder, "questions", "--env.weights", weights, "--sim.solve_probability", 1)
+    assert group["scores"] == [0.75, 0.75]
+    for rollout in group["envserver"]["rollouts"]:
+        assert rollout["components"] == {
+            "includes": 1.0,
+            "graded_parts/right": 1.0,
+            "graded_parts/short": 0.5,
+            "graded_parts/unit": 1.0,
+        }
+        assert "target" not in json.dumps(rollout["output"]) and not rollout["output"]["values"]
+    (prompt, answer) = group["messages"][0]
+    assert prompt["content"].endswith(("Count apples.", "Count pears."))  # metadata of the sample
+    assert answer["role"] == "assistant"
+    assert_exact(group)
+
+
+def assert_exact(group: dict[str, Any]) -> None:
+    """One row for each rollout, whose trained tokens have logprobs."""
+    assert [one["rows"] for one in group["envserver"]["rollouts"]] == [[0], [1]]
+    for one in group["envserver"]["rollouts"]:
+        assert one["flags"] == [] and one["row_flags"] == [[]]
+    for tokens, mask, logprobs in zip(
+        group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+    ):
+        trained = [place for place, token in enumerate(mask) if token != -100]
+        assert trained and [mask[place] for place in trained] == [
+            tokens[place] for place in trained
+        ]
+        assert all(logprobs[place] < 0 for place in trained)
+
+
+def test_a_tool_runs_and_our_limit_is_scored(folder: Path) -> None:
+    said = script(folder, "What is 1 + 1?", ADD, "It is 2.")
+    (group,) = process(folder, "tools", "--sim.transcript", said)
+    assert group["scores"] == [1.0, 1.0]
+    assert [one["role"] for one in group["messages"][0]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert group["messages"][0][2]["content"] == "2"
+    assert_exact(group)
+    limited = process(
+        folder, "tools", "--sim.transcript", said, "--env.max_turns", 1, "--overwrite"
+    )
+    assert limited[0]["scores"] == [0.0, 0.0]
+    assert {one["limit"] for one in limited[0]["envserver"]["rollouts"]} == {"turns"}
+
+
+def test_a_sandbox_task_runs_in_our_sandbox_and_is_scored_there(folder: Path) -> None:
+    said = script(folder, "Write 42 into answer.txt.", WRITE, "Done.")
+    (group,) = process(folder, "files", "--sim.transcript", said)
+    assert group["scores"] == [1.0, 1.0]
+    assert group["messages"][0][2]["content"] == "ready\n/work\n"
+    assert_exact(group)
+    for rollout in group["envserver"]["rollouts"]:
+        assert rollout["usage"]["sandbox"]["executions"] > 0
+    # The limit of the task ends it after the tool has run; then it is scored.
+    limited = process(
+        *(folder, "files", "--sim.transcript", said, "--overwrite"),
+        *("--env.args", '{"message_limit": 2}'),
+    )
+    assert limited[0]["scores"] == [1.0, 1.0]
+    assert {one["turns"] for one in limited[0]["envserver"]["rollouts"]} == {1}
+    assert {one["limit"] for one in limited[0]["envserver"]["rollouts"]} == {"turns"}
+
+
+def test_what_cannot_be_run_or_scored_is_said_and_never_a_reward(folder: Path) -> None:
+    def refused(task: str, *words: object) -> str:
+        done = envserver(
+            *("process", "--env", f"inspect:{TASKS}@{task}", "--model", "sim", *words),
+            *("--env.total_steps", 1, "--env.group_size", 2, "--rollouts.max_attempts", 1),
+            *("--out", "none.jsonl", "--overwrite"),
+            folder=folder,
+        )
+        assert done.returncode != 0
+        assert not (folder / "none.jsonl").exists() or not read_jsonl(folder / "none.jsonl")
+        return done.stdout + done.stderr
+
+    assert "the grader's library is missing" in refused("unscorable")
+    assert "--env.scoring rollout" in refused("told")
+    assert "--env.weights must name scorers" in refused("questions")
+    assert "kind 'k8s'" in refused("files", "--env.args", '{"kind": "k8s"}')
+
+
+def test_check_and_evaluate(folder: Path) -> None:
+    reference = f"inspect:{TASKS}@tools"
+    checked = envserver("check", "--env", reference, "--plays", 1, folder=folder)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    done = envserver(
+        *("evaluate", "--env", reference, "--model", "sim", "--env.group_size", 2),
+        *("--out", "report", "--sim.solve_probability", 1),
+        folder=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((folder / "report" / "report.json").read_text())
+
+
+def test_a_task_of_inspect_evals_runs(folder: Path) -> None:
+    (group,) = process(folder, EVALUATION)
+    assert len(group["scores"]) == 2
