@@ -13,6 +13,7 @@ from pathlib import Path
 from envserver_records.errors import Failure
 
 from ..export.unified import write_json
+from ..registry.interpreters import become, interpreter_of
 from ..running.asking import Answered, ask, asking
 from ..running.debugging import EnvironmentRaised
 from ..telemetry.printable import printable
@@ -41,6 +42,9 @@ def run(argv: list[str]) -> int:
 
     if settings.watch:
         return watch(_once(argv), line, console)
+    if settings.debug and (python := interpreter_of(line.reference)) is not None:
+        sys.stderr.flush()
+        become(python, ["run", *argv])
     configure_logs("warning" if settings.debug else settings.log_level, settings.log_format)
     person = Person(console).answer if settings.interactive else None
     try:

@@ -111,7 +111,7 @@ class HostedEnvironment(Environment):
         """Raises ConfigError: rollouts run in workers, which have the class itself."""
         raise ConfigError(
             f"{self.name!r} has an interpreter of its own and cannot run in this process.",
-            hint=f"Debug it with {self.interpreter.executable}.",
+            hint="Debug one task: envserver run --env NAME --task ID --debug",
         )
 
     def score(self, task: Task, result: Result) -> Score:

@@ -14,7 +14,7 @@ from functools import partial
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from .installed import Interpreter, usable_interpreter, with_own_interpreter
 
@@ -45,6 +45,17 @@ def variables(server: Mapping[str, str]) -> dict[str, str]:
         for name, value in server.items()
         if not name.startswith(SETTINGS) and name not in PYTHON_VARIABLES
     }
+
+
+def become(python: Interpreter, argv: list[str]) -> NoReturn:
+    """Replaces this process by `envserver` with `argv` in the interpreter `python`, at the same
+    terminal: there the environment is one of its own."""
+    program = (
+        f"import sys; sys.path[:] = {python.search_path!r}; "
+        f"from envserver.cli import main; sys.exit(main({argv!r}))"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in PYTHON_VARIABLES}
+    os.execve(python.executable, [python.executable, "-P", "-c", program], kept)
 
 
 class InterpreterContext(SpawnContext):

@@ -127,6 +127,7 @@ def test_a_package_with_conflicting_dependencies_runs_beside_math(tmp_path: Path
 
 SERVED = """
     async def rollout(self, task, run):
+        print("rollout in", sys.prefix)
         reply = await run.chat([{"role": "user", "content": "?"}])
         told = [await run.call_tool("double", {"of": 4}), await run.call_tool("answer", {})]
         return {"text": reply.content, "told": told, "pid": os.getpid()}
@@ -154,7 +155,7 @@ SERVED = """
 
 @pytest.mark.thorough
 def test_services_tools_and_hooks_run_in_an_own_interpreter(tmp_path: Path) -> None:
-    code = PLAIN.replace("import itertools", "import itertools, os", 1)
+    code = PLAIN.replace("import itertools", "import itertools, os, sys", 1)
     imports = "from contextlib import asynccontextmanager\nfrom envserver import Caller, tool\n"
     code = code.replace("    def score_group", SERVED + "\n    def score_group", 1)
     path = sums(tmp_path, code=imports + code)
@@ -165,6 +166,10 @@ def test_services_tools_and_hooks_run_in_an_own_interpreter(tmp_path: Path) -> N
     rollouts = [one for group in groups for one in group["rollouts"]]
     assert [one["reward"] for one in rollouts] == [1.0] * 4
     assert all(one["hooks"][0]["reason"] == "the question" for one in rollouts)
+    # Under the debugger all runs in that interpreter, so that prints are shown.
+    words = ["run", "--env", "sums", "--task", "sum-1", "--model", "sim", "--debug"]
+    shown = run(*words, folder=tmp_path)
+    assert f"rollout in {tmp_path}" in shown and "my-sums/venv" in shown
 
 
 @pytest.mark.thorough
