@@ -24,7 +24,7 @@ from support.judging import JudgeEngine, judge_engine
 from envserver import ConfigError, JudgeError, Result, ScorerError, Task
 from envserver.judge_config import JudgeConfig
 from envserver.judges.server import JudgeServer
-from envserver.rollouts.scoring import ScorerPool
+from envserver.rollouts.scoring import ScorerPool, _Timer
 from envserver.running.judging import JudgeNumbers, judge_line, judge_of
 
 KEY = "sk-judge-7d1f0c"
@@ -357,3 +357,12 @@ def test_a_server_shows_what_its_judge_costs(tmp_path: Path) -> None:
             server.send(signal.SIGINT)
             assert server.end() == 0
             assert "Judge: " in server.output() and "USD" in server.output()
+
+
+async def test_a_judge_may_be_asked_after_its_score_was_given_up() -> None:
+    timer = _Timer(60)
+    async with timer.running:
+        with timer.stopped():
+            pass
+    with timer.stopped():  # it raised, in the judge's server
+        pass
