@@ -25,12 +25,21 @@ RESOURCES = {
 
 
 def download_program() -> str:
-    """Returns a program that downloads the lists into the virtual environment that runs it."""
+    """Returns a program that downloads the lists that are missing into the virtual environment
+    that runs it."""
     return f"""
 import nltk, os, sys
 place = os.path.join(sys.prefix, "nltk_data")
-failed = [one for one in {list(RESOURCES)} if not nltk.download(one, place, quiet=True)]
-sys.exit(f"NLTK cannot download {{failed}}." if failed else 0)
+def there(path):
+    try:
+        return bool(nltk.data.find(path))
+    except LookupError:
+        return False
+missing = [
+    name for name, path in {RESOURCES}.items()
+    if not there(path) and not there(path + ".zip") and not nltk.download(name, place, quiet=True)
+]
+sys.exit(f"NLTK cannot download {{missing}}." if missing else 0)
 """
 
 
