@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from support.commands import free_port, running, until
+from support.foreign_trainers import alone
 from support.openenv import action_of
 from support.openenv_server import OPENING, call, played, transcript
 
@@ -19,7 +20,7 @@ from envserver import Environment
 from envserver.registry import find
 
 PEER = Path(__file__).parents[1] / "support" / "openenv_peer"
-SECONDS = 120
+SECONDS = 600
 
 
 @pytest.fixture(scope="module")
@@ -62,33 +63,80 @@ async def test_its_servers_are_environments(
 
 
 def output(*words: object) -> str:
+    """What a program of `.venv-openenv` or `.venv-learn` prints."""
+    command = list(map(str, words))
     done = subprocess.run(
-        list(map(str, words)), capture_output=True, text=True, timeout=SECONDS, check=False
+        command, capture_output=True, text=True, timeout=SECONDS, check=False, env=alone()
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def test_its_tool_accepts_our_environments_and_its_clients_play_them(
-    openenv_python: Path, tmp_path: Path
-) -> None:
-    port = free_port()
+@pytest.fixture(scope="module")
+def ours(openenv_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address below which our environments are OpenEnv servers."""
+    port, folder = free_port(), tmp_path_factory.mktemp("ours")
     words = ("--model", "sim", "--port", port, "--rollouts.max_queued_groups", 0)
+    with running("serve", "--env", "math,kuhn", *words, folder=folder) as server:
+        server.wait_for("Trainers: ")
+        yield f"http://127.0.0.1:{port}/openenv"
+
+
+@pytest.fixture
+def task() -> tuple[str, Any]:
+    """A task of math, and the turns that solve it."""
     environment: Environment = find("math")(find("math").Config())
     task = next(environment.tasks("train"))
-    turns: Any = environment.demonstration(task)
-    actions = [{"task_id": task.id}, *map(action_of, turns)]
-    with running("serve", "--env", "math,kuhn", *words, folder=tmp_path) as server:
-        server.wait_for("Trainers: ")
-        for name in ("math", "kuhn"):
-            place = f"http://127.0.0.1:{port}/openenv/{name}"
-            report = output(
-                openenv_python.with_name("openenv"), "validate", "--url", place, "--json"
-            )
-            assert json.loads(report)["passed"], report
-        place = f"http://127.0.0.1:{port}/openenv/math"
-        played = json.loads(output(openenv_python, PEER / "play.py", place, json.dumps(actions)))
-    for *results, state in played:
+    return task.id, environment.demonstration(task)
+
+
+def test_its_tool_accepts_our_environments(ours: str, openenv_python: Path) -> None:
+    program = openenv_python.with_name("openenv")
+    for name in ("math", "kuhn"):
+        report = output(program, "validate", "--url", f"{ours}/{name}", "--json")
+        assert json.loads(report)["passed"], report
+
+
+def test_its_clients_play_our_environments(
+    ours: str, openenv_python: Path, task: tuple[str, Any]
+) -> None:
+    task_id, turns = task
+    actions = json.dumps([{"task_id": task_id}, *map(action_of, turns)])
+    for *results, state in json.loads(
+        output(openenv_python, PEER / "play.py", f"{ours}/math", actions)
+    ):
         assert [result["done"] for result in results] == [False] * len(turns) + [True]
         assert results[-1]["reward"] == 1.0
         assert state["step_count"] == len(turns)
+
+
+def test_its_harness_as_trl_drives_it_plays_our_environments(
+    ours: str, openenv_python: Path, task: tuple[str, Any]
+) -> None:
+    task_id, turns = task
+    said = [
+        (
+            one.get("content") or "",
+            [
+                (call["function"]["name"], json.loads(call["function"]["arguments"]))
+                for call in one.get("tool_calls") or ()
+            ],
+        )
+        for one in turns
+    ]
+    words = (json.dumps({"task_id": task_id}), json.dumps(said))
+    ended = output(openenv_python, PEER / "harness.py", f"{ours}/math", *words)
+    assert json.loads(ended) == {"done": True, "reward": 1.0}
+
+
+@pytest.mark.slow
+def test_trls_own_loop_plays_our_environments(
+    ours: str, openenv_python: Path, learn_python: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    output(learn_python, PEER.parent / "tiny_model.py", model)
+    packages = next(openenv_python.parent.parent.glob("lib/python3.*/site-packages"))
+    words = (packages, f"{ours}/math", model, tmp_path / "out")
+    said = output(learn_python, PEER / "trl_loop.py", *words)
+    assert said.count("EPISODE True 0.0") == 4
+    assert "rewards/Desk/mean" in said
