@@ -47,7 +47,6 @@ def loaded(name: str, own: Any) -> Any:
         seat = {
             "runtime": {"type": "subprocess"},
             "harness": {"id": chat_harness.HARNESS_ID},
-            "max_turns": own.max_turns,
             "model": None,
             "client": None,
             "retries": {"max_retries": 0, "rules": []},  # whole attempts: those are ours
@@ -55,7 +54,8 @@ def loaded(name: str, own: Any) -> Any:
         settings = dict(own.options)
         for role, default in roles_of(config).items():
             _refuse_program(name, role, default)
-            settings[role] = {**settings.get(role, {}), **seat}
+            turns = min(own.max_turns, default.max_turns or own.max_turns)
+            settings[role] = {**settings.get(role, {}), **seat, "max_turns": turns}
         settings["taskset"] = {**own.args, "id": name}
         settings |= {"interception": {"type": "server"}, "retries": seat["retries"]}
         return played_by_us(kind)(config.model_validate(settings))

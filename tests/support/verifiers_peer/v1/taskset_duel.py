@@ -28,7 +28,7 @@ class Duel(vf.Taskset[DuelTask]):
 class DuelConfig(vf.EnvConfig):
     """The players, and who greets them."""
 
-    player0: vf.AgentConfig = vf.AgentConfig()
+    player0: vf.AgentConfig = vf.AgentConfig(max_turns=1)  # is not asked twice
     player1: vf.AgentConfig = vf.AgentConfig()
     host: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"})
 
