@@ -76,6 +76,12 @@ _ENV = {
     "remove": _other("env_command", "remove an installed package", "run_remove", "REMOVE"),
     "push": _other("env_command", "share a project on the hub", "run_push", "PUSH"),
 }
+_AGENTS = {
+    "install": _other(
+        "agents_command", "install a coding agent for --agent", "run_install", "INSTALL"
+    ),
+    "list": _other("agents_command", "list the agents that are known", "run_list", "LIST"),
+}
 _TOKEN = {
     "create": _other("token_command", "make a token for a role; print it", "run_create", "CREATE"),
     "list": _other("token_command", "list tokens: name, role, expiry", "run_list", "LIST"),
@@ -110,6 +116,7 @@ COMMANDS = {
     "check": Command("check_command", "check that an environment's rewards cannot be cheated"),
     "models": Command("", "start a model, make a tiny one, probe an engine", False, words=_MODELS),
     "env": Command("", "install and share packages of environments", False, words=_ENV),
+    "agents": Command("", "install agents of others", False, words=_AGENTS),
     "token": Command("", "create, list and revoke access tokens", False, words=_TOKEN),
     "doctor": _other("doctor_command", "show what this machine can do, sandboxes first"),
     "list": _other("list_command", "list the installed environments", spec=""),

@@ -16,6 +16,8 @@ import orjson
 from rich.table import Table
 
 from ..config import SandboxConfig
+from ..harnesses import HARNESSES
+from ..harnesses.installing import agents_folder, version_in
 from ..sandbox.probe import ProbeReport
 from ..sandbox.selection import ORDER
 from ..sandbox.service import probe
@@ -84,7 +86,15 @@ def machine_facts() -> list[Fact]:
         Fact("memory", _memory()),
         Fact("cgroups", _cgroups()),
         Fact("open files", f"{soft:,} of {hard:,}", few),
+        Fact("agents", _agents() or "none (envserver agents install NAME)"),
     ]
+
+
+def _agents() -> str:
+    """Returns the installed programs that may play agents."""
+    folder = agents_folder()
+    versions = {name: version_in(folder / name) for name in HARNESSES}
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
 
 def _git_version() -> str:

@@ -7,9 +7,15 @@ from typing import Final
 from envserver_records.errors import NotFoundError
 
 from . import command
+from .claude_code import CLAUDE_CODE
+from .codex import CODEX
 from .launch import Harness
+from .mini_swe_agent import MINI_SWE_AGENT
+from .opencode import OPENCODE
 
-HARNESSES: Final[dict[str, Harness]] = {}
+HARNESSES: Final[dict[str, Harness]] = {
+    one.name: one for one in (CLAUDE_CODE, CODEX, OPENCODE, MINI_SWE_AGENT)
+}
 """The programs that `envserver agents install` knows, by name."""
 
 

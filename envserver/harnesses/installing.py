@@ -41,7 +41,7 @@ def installed_place(harness: Harness, folder: Path | None = None) -> Path:
         NotFoundError: it is not installed.
     """
     place = agents_folder(folder) / harness.name
-    if not (place / _MANIFEST).is_file():
+    if not version_in(place):
         raise NotFoundError(
             f"The agent {harness.name!r} is not installed in {place.parent}.",
             hint=f"envserver agents install {harness.name}",
@@ -49,9 +49,12 @@ def installed_place(harness: Harness, folder: Path | None = None) -> Path:
     return place
 
 
-def installed_version(harness: Harness, place: Path) -> str:
-    """Returns the version in `place`."""
-    return str(json.loads((place / _MANIFEST).read_text())["version"])
+def version_in(place: Path) -> str:
+    """Returns the version of the program in a folder; "" if there is none."""
+    try:
+        return str(json.loads((place / _MANIFEST).read_text())["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def install(harness: Harness, folder: Path | None = None, version: str = "") -> Path:
@@ -61,16 +64,18 @@ def install(harness: Harness, folder: Path | None = None, version: str = "") -> 
         version: unset: the one that is tested with this version of envserver.
 
     Raises:
+        NotFoundError: it is no program that we know.
         ConfigError: something is missing for it, or the installation failed.
     """
     package = harness.package
-    assert package is not None
+    if package is None:
+        raise NotFoundError(f"{harness.name!r} is not a program that can be installed.")
     version = version or package.version
     place = agents_folder(folder) / harness.name
     fresh = place.with_name(f".{harness.name}-{os.getpid()}")
     shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
     try:
+        fresh.mkdir(parents=True)
         if package.registry == "npm":
             _install_npm(package, version, fresh)
         else:

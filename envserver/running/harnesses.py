@@ -12,7 +12,7 @@ from ..environment import Environment, Isolation
 from ..harness_config import HarnessConfig
 from ..harness_interface import HarnessSpec
 from ..harnesses import harness_of
-from ..harnesses.installing import installed_place, installed_version
+from ..harnesses.installing import installed_place, version_in
 from ..sandbox.outer import PLACE
 from ..sandbox.service import SandboxService
 from ..sandbox.wire import NAMESPACE_BACKENDS
@@ -84,7 +84,7 @@ def chosen_harness(config: HarnessConfig, service: SandboxService | None) -> Cho
     place = installed_place(harness, config.folder)
     spec = HarnessSpec(
         name=harness.name,
-        version=installed_version(harness, place),
+        version=version_in(place),
         place=_seen_at(str(place), service),
         arguments=arguments,
         output_bytes=output_bytes,

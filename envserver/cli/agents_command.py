@@ -1,0 +1,45 @@
+"""`envserver agents WORD`: installs and lists programs that play agents (`--agent NAME`)."""
+
+from __future__ import annotations
+
+import sys
+
+from envserver_records.errors import UsageError
+
+from ..harnesses import HARNESSES, harness_of
+from ..harnesses.installing import agents_folder, install, version_in
+from .specs.agents_command import INSTALL, LIST
+
+
+def run_install(argv: list[str]) -> int:
+    """Installs programs; prints the folder of each.
+
+    Raises:
+        NotFoundError: there is no such program.
+        ConfigError: Node.js or npm is missing or too old, or the installation failed.
+    """
+    settings = INSTALL.read(argv)
+    chosen = [harness_of(name) for name in settings.names]
+    if settings.version and len(chosen) > 1:
+        raise UsageError("--version is for a single agent.")
+    for harness in chosen:
+        print(f"Installing {harness.name} ...", file=sys.stderr)
+        print(install(harness, settings.folder, settings.version))
+    return 0
+
+
+def run_list(argv: list[str]) -> int:
+    """Prints a table of the programs, installed or not."""
+    settings = LIST.read(argv)
+    folder = agents_folder(settings.folder)
+    rows = [("AGENT", "INSTALLED", "TESTED", "PACKAGE")]
+    for harness in HARNESSES.values():
+        package = harness.package
+        assert package is not None
+        installed = version_in(folder / harness.name) or "-"
+        origin = f"{package.registry}:{package.name}"
+        rows.append((harness.name, installed, package.version, origin))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    return 0

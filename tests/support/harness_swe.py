@@ -1,0 +1,67 @@
+"""`swe`, `code` and `scenarios` for programs of others: the simulated engine calls their shell.
+
+`--env.shell NAME:ARGUMENT` names the tool, such as `Bash:command`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from envserver_environments.code.env import Code
+from envserver_environments.scenarios.env import Scenarios
+from envserver_environments.swe.bash_agent import SUBMIT
+from envserver_environments.swe.env import Swe
+
+_BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+
+
+def calls(commands: list[str], shell: str, last: str) -> list[dict[str, Any]]:
+    """Returns assistant messages that run commands, one a turn, and then say `last`."""
+    name, _, argument = shell.partition(":")
+    messages: list[dict[str, Any]] = []
+    for command in commands:
+        words = {argument: command}
+        if name in ("Bash", "bash"):
+            words["description"] = "Does it"
+        function = {"name": name, "arguments": json.dumps(words)}
+        call = {"id": f"call_{len(messages)}", "type": "function", "function": function}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    return [*messages, {"role": "assistant", "content": last}]
+
+
+class Repairs(Swe):
+    exact_demonstrations = True
+
+    class Config(Swe.Config):
+        shell: str = "Bash:command"
+
+    def demonstration(self, task):
+        texts = [str(one["content"]).replace(SUBMIT, "ok") for one in super().demonstration(task)]
+        commands = [block for text in texts for block in _BLOCK.findall(text)]
+        return calls(["ls", "git log --oneline", "pwd", *commands], self.config.shell, "Repaired.")
+
+
+class Programs(Code):
+    exact_demonstrations = True
+
+    class Config(Code.Config):
+        shell: str = "Bash:command"
+        max_turns: int = 20
+
+    def demonstration(self, task):
+        written = f"cat > solution.py <<'EOF'\n{task.hidden['code']}\nEOF"
+        commands = ["ls", "pwd", written, "python3 -m py_compile solution.py", "cat solution.py"]
+        return calls(commands, self.config.shell, "Written.")
+
+
+class Errands(Scenarios):
+    exact_demonstrations = True
+
+    class Config(Scenarios.Config):
+        shell: str = "Bash:command"
+        commands: list[str] = []
+
+    def demonstration(self, task):
+        return calls(self.config.commands, self.config.shell, "Done.")
