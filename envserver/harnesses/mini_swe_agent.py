@@ -14,7 +14,7 @@ import json, sys
 from pathlib import Path
 
 import yaml
-from minisweagent.agents.default import DefaultAgent
+from minisweagent.agents.default import AgentConfig, DefaultAgent
 from minisweagent.config import builtin_config_dir
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
@@ -28,7 +28,7 @@ environment = (config.get("environment") or {}) | {"cwd": about["workspace"]}
 environment.pop("environment_class", None)
 agent = {
     key: value for key, value in (config.get("agent") or {}).items()
-    if key in DefaultAgent.__init__.__globals__["AgentConfig"].model_fields
+    if key in AgentConfig.model_fields
 }
 agent |= {"step_limit": 0, "cost_limit": 0}
 done = DefaultAgent(LitellmModel(**model), LocalEnvironment(**environment), **agent).run(

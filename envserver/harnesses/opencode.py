@@ -45,6 +45,9 @@ def _launch(session: Session) -> Launch:
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
             "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+            # Both wait for ever where files cannot be watched.
+            "OPENCODE_DISABLE_FFF": "1",
+            "OPENCODE_EXPERIMENTAL_DISABLE_FILEWATCHER": "1",
         },
         files={
             ".config/opencode/opencode.json": json.dumps(config),

@@ -17,7 +17,7 @@ from ..sandbox.outer import PLACE
 from ..sandbox.service import SandboxService
 from ..sandbox.wire import NAMESPACE_BACKENDS
 
-_ADDRESS_SPACE_MB: Final = 1 << 20
+_RESERVED_MB: Final = 1 << 20
 """Engines of JavaScript reserve up to hundreds of GB that they never use."""
 
 
@@ -34,7 +34,7 @@ class ChosenHarness:
 
     def sandbox(self) -> dict[str, Any]:
         """Returns what its workers' sandbox has besides the usual."""
-        return {"shown": self.folder, "address_space_mb": _ADDRESS_SPACE_MB}
+        return {"shown": self.folder, "reserved_mb": _RESERVED_MB}
 
 
 def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:

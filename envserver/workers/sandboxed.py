@@ -33,6 +33,7 @@ from .worker_main import WorkerSpec, worker_main
 LOOK_SECONDS = 0.1
 """Seconds between two samples of a worker's memory."""
 _MB = 2**20
+_SPARE_ADDRESS_SPACE_MB = 8192
 _OPEN_FILES = 512
 """Per process. Each connection to the proxy also takes a descriptor of the server."""
 _HEARD = {
@@ -52,8 +53,8 @@ class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
         memory_mb: limit of a worker with all that it starts.
         disk_mb, inodes: limits of what it may write.
         processes: limit of processes and threads.
-        address_space_mb: address space of a process beyond its memory; programs of JavaScript
-            reserve much more than they use.
+        reserved_mb: memory that a process may reserve beyond what it uses, as engines of
+            JavaScript do.
         shown: folder of this machine that its programs see, read-only, at `outer.PLACE`; with
             landlock at its own place. "": none.
         private: see `sandbox.hidden.hidden_paths`.
@@ -65,7 +66,7 @@ class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
     disk_mb: int
     inodes: int = 65536
     processes: int = 256
-    address_space_mb: int = 8192
+    reserved_mb: int = 0
     shown: str = ""
     private: list[str] = []
 
@@ -196,10 +197,10 @@ def _listen(port: int) -> socket.socket:
 
 
 def _bound(sandbox: WorkerSandbox) -> None:
-    memory = sandbox.memory_mb * _MB
+    memory, reserved = sandbox.memory_mb * _MB, sandbox.reserved_mb * _MB
     for name, most in (
-        (resource.RLIMIT_DATA, memory + memory // 4),
-        (resource.RLIMIT_AS, memory + sandbox.address_space_mb * _MB),
+        (resource.RLIMIT_DATA, memory + memory // 4 + reserved),
+        (resource.RLIMIT_AS, memory + _SPARE_ADDRESS_SPACE_MB * _MB + reserved),
         (resource.RLIMIT_FSIZE, sandbox.disk_mb * _MB),
         (resource.RLIMIT_NOFILE, _open_files()),
         (resource.RLIMIT_MEMLOCK, 0),

@@ -1,6 +1,5 @@
 """Claude Code and Codex list an environment's tools over MCP and call them; their model calls go
-through the proxy. `npm install @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0` in the
-folder `.agents`, or anywhere on PATH."""
+through the proxy. `make agents` installs them."""
 
 from __future__ import annotations
 

@@ -40,10 +40,11 @@ WRITES = {
 
 def program(name: str) -> str:
     """Returns the path of a program in `.agents` or on PATH; skips the test without it."""
-    folders = [*os.environ["PATH"].split(os.pathsep), str(ROOT / ".agents/node_modules/.bin")]
+    installed = map(str, (ROOT / ".agents").glob("*/node_modules/.bin"))
+    folders = [*os.environ["PATH"].split(os.pathsep), *installed]
     found = shutil.which(name, path=os.pathsep.join(folders))
     if found is None:
-        pytest.skip(f"{name} is missing: npm install --prefix .agents {PACKAGES[name]}")
+        pytest.skip(f"{name} is missing: make agents")
     return found
 
 

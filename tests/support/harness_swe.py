@@ -17,9 +17,11 @@ from envserver_environments.swe.env import Swe
 _BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 
 
-def calls(commands: list[str], shell: str, last: str) -> list[dict[str, Any]]:
+def calls(commands: list[str], config: Any, last: str) -> list[dict[str, Any]]:
     """Returns assistant messages that run commands, one a turn, and then say `last`."""
-    name, _, argument = shell.partition(":")
+    name, _, argument = config.shell.partition(":")
+    if config.ends_by_command:
+        commands = [*commands, f"echo {SUBMIT}"]
     messages: list[dict[str, Any]] = []
     for command in commands:
         words = {argument: command}
@@ -36,11 +38,12 @@ class Repairs(Swe):
 
     class Config(Swe.Config):
         shell: str = "Bash:command"
+        ends_by_command: bool = False
 
     def demonstration(self, task):
         texts = [str(one["content"]).replace(SUBMIT, "ok") for one in super().demonstration(task)]
         commands = [block for text in texts for block in _BLOCK.findall(text)]
-        return calls(["ls", "git log --oneline", "pwd", *commands], self.config.shell, "Repaired.")
+        return calls(["ls", "git log --oneline", "pwd", *commands], self.config, "Repaired.")
 
 
 class Programs(Code):
@@ -48,12 +51,13 @@ class Programs(Code):
 
     class Config(Code.Config):
         shell: str = "Bash:command"
+        ends_by_command: bool = False
         max_turns: int = 20
 
     def demonstration(self, task):
         written = f"cat > solution.py <<'EOF'\n{task.hidden['code']}\nEOF"
         commands = ["ls", "pwd", written, "python3 -m py_compile solution.py", "cat solution.py"]
-        return calls(commands, self.config.shell, "Written.")
+        return calls(commands, self.config, "Written.")
 
 
 class Errands(Scenarios):
@@ -61,7 +65,8 @@ class Errands(Scenarios):
 
     class Config(Scenarios.Config):
         shell: str = "Bash:command"
+        ends_by_command: bool = False
         commands: list[str] = []
 
     def demonstration(self, task):
-        return calls(self.config.commands, self.config.shell, "Done.")
+        return calls(self.config.commands, self.config, "Done.")

@@ -1,0 +1,95 @@
+"""Claude Code, Codex, OpenCode and mini-swe-agent play `swe`, `code` and `scenarios` (`--agent`):
+in the sandbox without a network, for at least five turns. `make agents` installs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.process_tree import alive_with
+
+import envserver
+from envserver import Trajectory
+from envserver.harnesses import HARNESSES
+from envserver.harnesses.installing import version_in
+
+pytestmark = pytest.mark.peer
+ROOT = Path(__file__).parents[2]
+AGENTS = ROOT / ".agents"
+TASKS = ROOT / "tests/support/harness_swe.py"
+SHELLS = {
+    "claude-code": "Bash:command",
+    "codex": "exec_command:cmd",
+    "opencode": "bash:command",
+    "mini-swe-agent": "bash:command",
+}
+SCENARIO = """\
+prompt: Write what can be reached into net.txt.
+files: {notes.txt: "Nothing yet."}
+checks: [{file: net.txt, equals: "nothing"}, {file: notes.txt, contains: "Nothing"}]
+"""
+LOOKS = (
+    "python3 -c \"import socket; socket.create_connection(('1.1.1.1', 443), 2)\" 2> why.txt"
+    " || echo nothing > net.txt"
+)
+
+
+def played(name: str, kind: str, group_size: int, **env: object) -> list[Trajectory]:
+    """Plays one task with a program; returns its rollouts."""
+    if not version_in(AGENTS / name):
+        pytest.skip(f"{name} is missing: make agents")
+    result = envserver.process(
+        f"{TASKS}:{kind}",
+        model="sim",
+        env={
+            "total_steps": 1,
+            "group_size": group_size,
+            "shell": SHELLS[name],
+            "ends_by_command": name == "mini-swe-agent",
+            "max_token_length": 100_000,
+            "worker_timeout": 600,
+            **env,
+        },
+        sim={"solve_probability": 1.0, "openers": False},
+        rollouts={"max_attempts": 1},
+        agent={"name": name, "folder": AGENTS},
+    )
+    (group,) = result.groups
+    assert group.provenance["agent"] == {"name": name, "version": version_in(AGENTS / name)}
+    return group.trajectories
+
+
+def check(trajectory: Trajectory, name: str) -> None:
+    """Checks that a rollout is right and in one row, and that it left nothing."""
+    (step,) = [one for one in trajectory.actions if one["tool"] == "agent"]
+    told = step["output"]
+    assert (told["ending"], trajectory.score.reward) == ("finished", 1.0), told
+    assert trajectory.turns >= 5
+    assert len(trajectory.sequences) == 1
+    assert "Authorization" not in told["output"]
+    place = f"/agent/node_modules/.bin/{name.removesuffix('-code')}"
+    assert not alive_with(place) and not alive_with("/agent/bin/python")
+
+
+@pytest.mark.parametrize("name", HARNESSES)
+def test_a_program_repairs_a_repository(name: str) -> None:
+    for trajectory in played(name, "Repairs", 1 if name == "opencode" else 2):
+        check(trajectory, name)
+        assert trajectory.output["patch"].startswith("diff --git")
+
+
+@pytest.mark.parametrize("name", ["claude-code", "codex"])
+def test_a_program_writes_a_function(name: str) -> None:
+    (trajectory,) = played(name, "Programs", 1)
+    check(trajectory, name)
+    assert "def " in trajectory.output["code"]
+
+
+@pytest.mark.parametrize("name", ["codex", "mini-swe-agent"])
+def test_a_program_works_in_a_folder_and_reaches_no_network(name: str, tmp_path: Path) -> None:
+    scenario = tmp_path / "reach.yaml"
+    scenario.write_text(SCENARIO)
+    commands = ["ls", "cat notes.txt", "id", LOOKS, "cat net.txt why.txt"]
+    (trajectory,) = played(name, "Errands", 1, scenario=[str(scenario)], commands=commands)
+    check(trajectory, name)
+    assert "unreachable" in str(trajectory.messages[-3:])
