@@ -3,10 +3,11 @@ in the sandbox without a network, for at least five turns. `make agents` install
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from support.process_tree import alive_with
+from support.process_tree import command, descendants
 
 import envserver
 from envserver import Trajectory
@@ -59,7 +60,7 @@ def played(name: str, kind: str, group_size: int, **env: object) -> list[Traject
     return group.trajectories
 
 
-def check(trajectory: Trajectory, name: str) -> None:
+def check(trajectory: Trajectory) -> None:
     """Checks that a rollout is right and in one row, and that it left nothing."""
     (step,) = [one for one in trajectory.actions if one["tool"] == "agent"]
     told = step["output"]
@@ -67,21 +68,20 @@ def check(trajectory: Trajectory, name: str) -> None:
     assert trajectory.turns >= 5
     assert len(trajectory.sequences) == 1
     assert "Authorization" not in told["output"]
-    place = f"/agent/node_modules/.bin/{name.removesuffix('-code')}"
-    assert not alive_with(place) and not alive_with("/agent/bin/python")
+    assert not [pid for pid in descendants(os.getpid()) if "/agent/" in command(pid)]
 
 
 @pytest.mark.parametrize("name", HARNESSES)
 def test_a_program_repairs_a_repository(name: str) -> None:
     for trajectory in played(name, "Repairs", 1 if name == "opencode" else 2):
-        check(trajectory, name)
+        check(trajectory)
         assert trajectory.output["patch"].startswith("diff --git")
 
 
 @pytest.mark.parametrize("name", ["claude-code", "codex"])
 def test_a_program_writes_a_function(name: str) -> None:
     (trajectory,) = played(name, "Programs", 1)
-    check(trajectory, name)
+    check(trajectory)
     assert "def " in trajectory.output["code"]
 
 
@@ -91,5 +91,5 @@ def test_a_program_works_in_a_folder_and_reaches_no_network(name: str, tmp_path:
     scenario.write_text(SCENARIO)
     commands = ["ls", "cat notes.txt", "id", LOOKS, "cat net.txt why.txt"]
     (trajectory,) = played(name, "Errands", 1, scenario=[str(scenario)], commands=commands)
-    check(trajectory, name)
+    check(trajectory)
     assert "unreachable" in str(trajectory.messages[-3:])
