@@ -26,6 +26,7 @@ from pydantic import Field
 from envserver import (
     ConfigError,
     Environment,
+    HarnessTask,
     InputError,
     LimitReached,
     Message,
@@ -135,6 +136,20 @@ class Harbor(Environment):
             with contextlib.suppress(LimitReached):  # what is there is judged
                 await chat_with_tools(run, history, tools)
             return await changes_in(sandbox, base)
+
+    def harness_task(self, task: PublicTask, run: Rollout) -> HarnessTask:
+        if task.public["image"]:
+            raise ConfigError(
+                "Tasks in images cannot be solved by other programs (--agent).",
+                hint="--env.images false runs tasks without an image, where they allow it.",
+            )
+        base = _unpacked(task.public["files"])
+
+        async def files(workspace: Sandbox, words: str) -> dict[str, Any]:
+            return await changes_in(workspace, base)
+
+        instruction = task.public["instruction"]
+        return HarnessTask(instruction=instruction, archive=tar_of(base), output=files)
 
     async def score(self, task: Task, result: Result) -> Score:
         base = await _base(task.public, self.sandboxes.open)

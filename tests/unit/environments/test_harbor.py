@@ -101,6 +101,31 @@ def test_tasks_are_played_in_the_sandbox_and_judged_by_their_tests(tmp_path: Pat
     assert solved.output["deleted"] == ["data/old.txt"]
 
 
+AGENT = """\
+import json, os, subprocess, urllib.request
+asked = {"model": "sim", "messages": [{"role": "user", "content": "How?"}]}
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode(), key)).read()
+subprocess.run("echo 6 > total.txt; rm data/old.txt", shell=True, check=True)
+"""
+
+
+def test_another_program_solves_a_task(tmp_path: Path) -> None:
+    test = PASSES.replace('&& [ "$GREETING" = hello ] && [ -f "$PLACE/note.txt" ]', "")
+    write(task(tmp_path / "tasks/sum", test=test), **{"../../agent/agent.py": AGENT})
+    made = envserver.process(
+        f"harbor:{tmp_path}/tasks",
+        model="sim",
+        env={"total_steps": 1, "group_size": 1, "images": False},
+        sim={"latency_seconds": 0},
+        agent={"command": "python3 {folder}/agent.py", "folder": tmp_path / "agent"},
+        rollouts={"max_attempts": 1},
+    )
+    (trajectory,) = made.groups[0].trajectories
+    assert (trajectory.score.reward, trajectory.flags) == (1.0, ["foreign_agent"])
+
+
 class Written:
     """Sandboxes in which the tests have written these files."""
 
