@@ -1,4 +1,7 @@
-"""Inspect tasks as environments, with the real inspect-ai (`make inspect-peer`)."""
+"""Inspect tasks as environments, with the real inspect-ai (`make inspect-peer`).
+
+Each command starts several processes of two CPU seconds of imports: the dearer half is slow.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from support.own_interpreter import install_in
 TASKS = Path(__file__).parents[1] / "support" / "inspect_tasks" / "tasks.py"
 NAMES = ("questions", "tools", "files", "unscorable", "told")
 EVALUATION = "inspect:inspect_evals/agent_threat_bench_memory_poison"
+ONE_PROCESS = ("--workers.processes", 1, "--rollouts.scorer_processes", 1)
+SECONDS = 300.0
 ADD = {"name": "add", "arguments": '{"x": 1, "y": 1}'}
 WRITE = {"name": "bash", "arguments": '{"command": "cat state.txt; pwd; echo 42 > answer.txt"}'}
 
@@ -56,8 +61,9 @@ def process(folder: Path, task: str, *words: object) -> list[dict[str, Any]]:
     reference = task if ":" in task else f"inspect:{TASKS}@{task}"
     done = envserver(
         *("process", "--env", reference, "--model", "sim", "--out", "rows.jsonl"),
-        *("--env.group_size", 2, "--env.total_steps", 1, *words),
+        *("--env.group_size", 2, "--env.total_steps", 1, *ONE_PROCESS, *words),
         folder=folder,
+        seconds=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return read_jsonl(folder / "rows.jsonl")
@@ -133,37 +139,56 @@ def test_a_sandbox_task_runs_in_our_sandbox_and_is_scored_there(folder: Path) ->
     assert {one["limit"] for one in limited[0]["envserver"]["rollouts"]} == {"turns"}
 
 
-def test_what_cannot_be_run_or_scored_is_said_and_never_a_reward(folder: Path) -> None:
-    def refused(task: str, *words: object) -> str:
-        done = envserver(
-            *("process", "--env", f"inspect:{TASKS}@{task}", "--model", "sim", *words),
-            *("--env.total_steps", 1, "--env.group_size", 2, "--rollouts.max_attempts", 1),
-            *("--out", "none.jsonl", "--overwrite"),
-            folder=folder,
-        )
-        assert done.returncode != 0
-        assert not (folder / "none.jsonl").exists() or not read_jsonl(folder / "none.jsonl")
-        return done.stdout + done.stderr
-
-    assert "the grader's library is missing" in refused("unscorable")
-    assert "--env.scoring rollout" in refused("told")
-    assert "--env.weights must name scorers" in refused("questions")
-    assert "kind 'k8s'" in refused("files", "--env.args", '{"kind": "k8s"}')
+def refused(folder: Path, task: str, *words: object) -> str:
+    """Returns what a `process` says that writes no group."""
+    done = envserver(
+        *("process", "--env", f"inspect:{TASKS}@{task}", "--model", "sim", *ONE_PROCESS, *words),
+        *("--env.total_steps", 1, "--env.group_size", 2, "--rollouts.max_attempts", 1),
+        *("--out", "none.jsonl", "--overwrite"),
+        folder=folder,
+        seconds=SECONDS,
+    )
+    assert done.returncode != 0
+    assert not (folder / "none.jsonl").exists() or not read_jsonl(folder / "none.jsonl")
+    return done.stdout + done.stderr
 
 
+def test_an_error_in_a_scorer_is_never_a_reward(folder: Path) -> None:
+    assert "the grader's library is missing" in refused(folder, "unscorable")
+
+
+@pytest.mark.slow
+def test_what_cannot_be_run_is_said(folder: Path) -> None:
+    assert "--env.scoring rollout" in refused(folder, "told")
+    assert "--env.weights must name scorers" in refused(folder, "questions")
+    assert "kind 'k8s'" in refused(folder, "files", "--env.args", '{"kind": "k8s"}')
+
+
+@pytest.mark.slow
+def test_a_solver_may_have_the_target_where_the_rollout_scores(folder: Path) -> None:
+    words = ("--env.scoring", "rollout", "--sim.solve_probability", 1)
+    (group,) = process(folder, "told", *words)
+    assert "(It is 2.)" in group["messages"][0][0]["content"]
+    assert group["scores"] == [1.0, 1.0]
+
+
+@pytest.mark.slow
 def test_check_and_evaluate(folder: Path) -> None:
     reference = f"inspect:{TASKS}@tools"
-    checked = envserver("check", "--env", reference, "--plays", 1, folder=folder)
+    words = ("check", "--env", reference, "--plays", 1)
+    checked = envserver(*words, folder=folder, seconds=SECONDS)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     done = envserver(
         *("evaluate", "--env", reference, "--model", "sim", "--env.group_size", 2),
         *("--out", "report", "--sim.solve_probability", 1),
         folder=folder,
+        seconds=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((folder / "report" / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_task_of_inspect_evals_runs(folder: Path) -> None:
     (group,) = process(folder, EVALUATION)
     assert len(group["scores"]) == 2
