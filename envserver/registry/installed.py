@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 from envserver_records.errors import ConfigError
 
+from .. import __version__
 from .description import Description
 
 RECORD = "installed.json"
@@ -61,6 +62,7 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
         source: what was given to `env install`.
         environments: its environments.
         interpreter: of its own virtual environment; None: it runs in envserver's.
+        envserver: the version that described its environments; "" in records of older ones.
     """
 
     package: str
@@ -68,6 +70,7 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     environments: list[Description]
     interpreter: Interpreter | None = None
+    envserver: str = __version__
 
     @property
     def folder(self) -> Path:
@@ -97,9 +100,18 @@ def usable_interpreter(one: Installed) -> Interpreter:
         raise ConfigError(
             f"{one.package} was installed for Python {python.version} in {python.executable}, "
             f"which is gone or cannot run with this Python {this_version()}.",
-            hint=f"envserver env install {one.source} --replace",
+            hint=_again(one),
+        )
+    if one.envserver != __version__:
+        _warn(
+            f"{one.package} was installed by envserver {one.envserver or 'of an older version'}; "
+            f"settings that changed since are not known. {_again(one)}"
         )
     return python
+
+
+def _again(one: Installed) -> str:
+    return f"envserver env install {one.source} --replace true"
 
 
 def home() -> Path:
@@ -140,7 +152,7 @@ def _installed() -> Iterator[Installed]:
     for path in home().glob(f"*/{RECORD}"):
         try:
             data: Any = json.loads(path.read_bytes())
-            yield msgspec.convert(data, Installed)
+            yield msgspec.convert({"envserver": "", **data}, Installed)
         except (OSError, ValueError) as error:  # being removed, or of another version
             _warn(f"{path} cannot be read: {error}. Install it again.")
 

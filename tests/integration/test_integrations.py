@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -102,8 +103,12 @@ def test_environments_of_a_framework_share_a_backend(tmp_path: Path, home: Path)
     assert done.returncode == 0, done.stderr
     (group,) = read_jsonl(tmp_path / "rows.jsonl")
     assert group["scores"] == [1.0, 1.0]
+    record = home / "little-gym" / "installed.json"
+    record.write_text(re.sub(r'"envserver": "[^"]+"', '"envserver": "0.0.1"', record.read_text()))
     mixed = ("--env", "math=1,gym:go=1", "--model", "sim", "--limit", "2", "--out", "mix.jsonl")
-    assert envserver("process", *mixed, *same, folder=tmp_path).returncode == 0
+    done = envserver("process", *mixed, *same, folder=tmp_path)
+    assert done.returncode == 0
+    assert "little-gym was installed by envserver 0.0.1" in done.stderr
 
     run("env", "remove", "gym:go", folder=tmp_path)
     assert "gym:go" not in run("env", "list", folder=tmp_path)
