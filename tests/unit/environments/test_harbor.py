@@ -111,6 +111,7 @@ subprocess.run("echo 6 > total.txt; rm data/old.txt", shell=True, check=True)
 """
 
 
+@pytest.mark.thorough
 def test_another_program_solves_a_task(tmp_path: Path) -> None:
     test = PASSES.replace('&& [ "$GREETING" = hello ] && [ -f "$PLACE/note.txt" ]', "")
     write(task(tmp_path / "tasks/sum", test=test), **{"../../agent/agent.py": AGENT})
