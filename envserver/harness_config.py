@@ -22,8 +22,8 @@ class HarnessConfig(BaseModel):
     {model} and {mcp_url} are replaced, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY are set."""
     url: str | None = None
-    """Address of an agent that lives elsewhere: it gets each task by POST, and answers with its
-    output."""
+    """Address of an agent that already runs on this machine: it gets each task by POST, and answers
+    with its output."""
     folder: Path | None = None
     """Folder of a program of yours, shown to it as {folder}; for an installed program, the folder
     of all installed ones."""

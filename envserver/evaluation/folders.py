@@ -53,6 +53,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         env, sampling: the settings that decide results.
+        agent: the program that played the agents (`--agent`); empty: the environment's own.
         baselines: names of the baselines that were run beside it.
         complete: whether all runs finished; `finished_at`: when (`time.time()`).
         simulated: whether the model was the simulated engine.
@@ -65,6 +66,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     seed: int
     simulated: bool
+    agent: dict[str, str] = {}
     baselines: list[str] = []
     complete: bool = False
     finished_at: float = 0.0
@@ -168,7 +170,12 @@ def _report(folder: Path, noted: RunFile, run: Evaluated, view: View) -> Report:
         simulated=run.simulated,
         created_at=run.finished_at,
         rules=rules,
-        settings={"environment": run.environment, "env": run.env, "sampling": run.sampling},
+        settings={
+            "environment": run.environment,
+            "env": run.env,
+            "sampling": run.sampling,
+            **({"agent": run.agent} if run.agent else {}),
+        },
         prices=prices,
         run=report_run(results, rules, prices),
         baselines={name: report_run(others, rules, prices) for name, others in baselines.items()},

@@ -193,7 +193,7 @@ def take_rewards(attempt: ProxyAttempt, body: bytes) -> None:
     """
     if attempt.sealed or attempt.posted:
         raise ended()
-    if attempt.spec.isolation == "sandboxed":
+    if attempt.spec.isolation == "sandboxed" or attempt.spec.harness is not None:
         raise ConflictError(NO_REWARDS)
     try:
         attempt.turn_rewards = _rewards.decode(_without_key(attempt, body))

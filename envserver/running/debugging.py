@@ -57,6 +57,11 @@ def debuggable(spec: RunSpec[S], *, here: bool = True) -> RunSpec[S]:
         ConfigError: it must not run in this process.
     """
     settings = spec.settings
+    if settings.agent.is_set:
+        raise ConfigError(
+            "--debug stops in the environment's own rollout, which --agent replaces.",
+            hint="Leave one of them out.",
+        )
     if here and spec.environment_class.isolation == "sandboxed" and not settings.without_walls:
         raise ConfigError(
             f"Agents of {spec.environment_class.name!r} execute the model's code in their own "

@@ -38,6 +38,7 @@ from .context import SharedEngine, shared_engine
 from .engines import SIMULATED
 from .evaluation_folder import claim, write_report, write_run_file, write_tasks
 from .group_run import GroupRun, Part, Show, show_nothing
+from .harnesses import identity_of
 from .judging import judge_line
 from .spec import RunSpec
 from .stopping import Stop
@@ -304,6 +305,7 @@ def _evaluated(environment: Environment, settings: MixSettings, baselines: list[
         environment=environment.name,
         env=config.model_dump(mode="json", exclude=_NO_MATTER),
         sampling=settings.sampling.model_dump(mode="json"),
+        agent=identity_of(settings.agent),
         split=config.split,
         group_size=config.group_size,
         seed=config.seed,

@@ -28,7 +28,7 @@ from ..evaluation.suite import Suite
 from ..evaluation.tables import markdown_of
 from ..export.unified import write_json
 
-_NAMES = ("env", "sampling")
+_NAMES = ("env", "sampling", "agent")
 
 
 def claim(folder: Path, wanted: RunFile, *, resume: bool, overwrite: bool) -> None:

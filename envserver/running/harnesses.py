@@ -52,7 +52,7 @@ def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
         )
     if config.name is not None:
         harness_of(config.name)
-    return "sandboxed"
+    return "dedicated" if config.url is not None else "sandboxed"
 
 
 def chosen_harness(config: HarnessConfig, service: SandboxService | None) -> ChosenHarness | None:
@@ -79,6 +79,8 @@ def chosen_harness(config: HarnessConfig, service: SandboxService | None) -> Cho
             output_bytes=output_bytes,
         )
         return ChosenHarness(spec, folder)
+    if config.url is not None:
+        return ChosenHarness(HarnessSpec(name="url", url=config.url))
     assert config.name is not None
     harness = harness_of(config.name)
     place = installed_place(harness, config.folder)
@@ -90,6 +92,16 @@ def chosen_harness(config: HarnessConfig, service: SandboxService | None) -> Cho
         output_bytes=output_bytes,
     )
     return ChosenHarness(spec, str(place))
+
+
+def identity_of(config: HarnessConfig) -> dict[str, str]:
+    """Returns what identifies the program in the record of an evaluation.
+
+    Raises:
+        NotFoundError: there is no such program, or it is not installed.
+    """
+    chosen = chosen_harness(config, None)
+    return {} if chosen is None else chosen.spec.identity()
 
 
 def _seen_at(folder: str, service: SandboxService | None) -> str:

@@ -28,8 +28,10 @@ from envserver_records.cleaning import clean
 from envserver_records.errors import AgentError, LimitReached
 
 from ..environment import Environment, tools_of
+from ..harness_interface import HarnessSpec
+from .elsewhere import asked_elsewhere
 from .failures import failure_of, output_of
-from .harness import CallRecord, play
+from .harness import CallRecord, harness_task, play
 from .instances import Instances
 from .run import AttemptRun, Job
 
@@ -138,13 +140,23 @@ class WorkerAttempt:
             _lead_out(run.egress_url)
         try:
             if job.harness is not None:
-                return await play(environment, job.task, job.harness, run, self._record)
+                return await self._played(environment, job, job.harness, run)
             if inspect.iscoroutinefunction(environment.rollout):
                 return await environment.rollout(job.task, run)
             returned = await self._in_thread(environment, job, run)
             return await returned if inspect.isawaitable(returned) else returned
         except (SystemExit, KeyboardInterrupt) as error:
             raise AgentError(f"The agent raised {type(error).__name__}({error}).") from error
+
+    async def _played(
+        self, environment: Environment[Any], job: Job, spec: HarnessSpec, run: AttemptRun
+    ) -> Any:
+        """Has another program play the agent, here or elsewhere."""
+        if not spec.url:
+            return await play(environment, job.task, spec, run, self._record)
+        task = await harness_task(environment, job.task, run)
+        http, sandbox = self._workshop.http, environment.sandbox
+        return await asked_elsewhere(task, job.task.id, spec, run, http, sandbox)
 
     async def _record(self) -> CallRecord:
         return msgspec.json.decode(await self._request("GET", "record"), type=CallRecord)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from envserver import Environment, HarnessTask, Score, Task
+from envserver import Environment, HarnessTask, SandboxSpec, Score, Task
 
 
 class Errand(Environment):
     """Write a word into a file."""
 
     exact_demonstrations = True
+    sandbox = SandboxSpec()
 
     class Config(Environment.Config):
         ways: list[str] = ["at once"]

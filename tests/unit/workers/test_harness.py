@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.process_tree import alive_with
@@ -16,14 +24,35 @@ ERRAND = str(SUPPORT / "harness_env.py")
 TINY = {"command": "python3 {folder}/agent.py {instruction_file}", "folder": SUPPORT / "tiny_agent"}
 
 
-def played(*ways: str, seconds: float = 60.0) -> ProcessResult:
+@contextmanager
+def posted_to(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[str]:
+    """Serves POSTs of JSON; yields the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            content = json.dumps(answer(body)).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/play"
+        server.shutdown()
+        thread.join()
+
+
+def played(*ways: str, seconds: float = 60.0, agent: dict[str, Any] | None = None) -> ProcessResult:
     return envserver.process(
         ERRAND,
         model="sim",
         env={"ways": list(ways), "group_size": 2, "worker_timeout": seconds},
         sim={"solve_probability": 1.0, "latency_seconds": 0.0},
         rollouts={"max_attempts": 1},
-        agent=TINY,
+        agent=agent or TINY,
     )
 
 
@@ -50,6 +79,26 @@ def test_a_program_that_does_not_end_is_ended_and_one_that_asks_nothing_is_no_ro
     assert result.dropped == {"incomplete": 1}
     assert "there is no ***" in str(result.messages), "its last words, without its key"
     assert not alive_with("1234")
+
+
+@pytest.mark.thorough
+def test_an_agent_elsewhere_gets_the_task_by_post_and_answers_with_its_files() -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        asked = {"model": body["model"], "messages": [{"role": "user", "content": "How?"}]}
+        url = f"{body['base_url']}/chat/completions"
+        with urllib.request.urlopen(
+            urllib.request.Request(url, json.dumps(asked).encode())
+        ) as said:
+            assert b"echo plum" in said.read()
+        assert base64.b64decode(body["files"]["given.txt"]) == b"given"
+        written = base64.b64encode(b"plum\n").decode()
+        return {"output": "It is there.", "files": {"answer.txt": written}}
+
+    with posted_to(answer) as url:
+        (group,) = played("at once", agent={"url": url}).groups
+    for trajectory in group.trajectories:
+        assert (trajectory.score.reward, trajectory.turns) == (1.0, 1)
+        assert len(trajectory.sequences) == 1
 
 
 def test_how_a_program_ended_is_judged_by_the_record_not_by_its_status() -> None:
