@@ -11,7 +11,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
     for path in ROOT.rglob("*.md")
-    if not {part for part in path.relative_to(ROOT).parts if part.startswith((".venv", "build"))}
+    if not {
+        part
+        for part in path.relative_to(ROOT).parts
+        if part.startswith((".venv", ".agents", "build"))
+    }
 )
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|md|yaml|toml))`")
