@@ -85,6 +85,15 @@ def test_a_program_writes_a_function(name: str) -> None:
     assert "def " in trajectory.output["code"]
 
 
+def test_a_program_searches_with_the_tools_of_an_environment_over_mcp() -> None:
+    (trajectory,) = played("codex", "Questions", 1, shell="mcp__env__search:query")
+    check(trajectory)
+    found = [str(one["content"]) for one in trajectory.messages if one["role"] == "tool"]
+    assert len(found) == 4
+    assert all("[p1]" in text for text in found)
+    assert trajectory.metrics["searches"] == 4
+
+
 @pytest.mark.parametrize("name", ["codex", "mini-swe-agent"])
 def test_a_program_works_in_a_folder_and_reaches_no_network(name: str, tmp_path: Path) -> None:
     scenario = tmp_path / "reach.yaml"

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from envserver_environments.code.env import Code
+from envserver_environments.mhqa.env import Mhqa
 from envserver_environments.scenarios.env import Scenarios
 from envserver_environments.swe.bash_agent import SUBMIT
 from envserver_environments.swe.env import Swe
@@ -58,6 +59,18 @@ class Programs(Code):
         written = f"cat > solution.py <<'EOF'\n{task.hidden['code']}\nEOF"
         commands = ["ls", "pwd", written, "python3 -m py_compile solution.py", "cat solution.py"]
         return calls(commands, self.config, "Written.")
+
+
+class Questions(Mhqa):
+    exact_demonstrations = True
+
+    class Config(Mhqa.Config):
+        shell: str = "mcp__env__search:query"
+        ends_by_command: bool = False
+
+    def demonstration(self, task):
+        queries = [task.public["question"]] * 4
+        return calls(queries, self.config, f"Answer: {task.hidden['golds'][0]}")
 
 
 class Errands(Scenarios):
