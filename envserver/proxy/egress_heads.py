@@ -147,6 +147,8 @@ def _head(first: bytes, headers: Headers, *, host: bytes = b"") -> bytes:
     """Returns a head without what is of one connection only."""
     named = b",".join(value for name, value in headers if name.lower() == b"connection")
     dropped = _OF_THE_CONNECTION | {one.strip().lower() for one in named.split(b",")}
+    # Without its length, a body would be read as the next request.
+    dropped -= {b"content-length"}
     kept = [(name, value) for name, value in headers if name.lower() not in dropped]
     if host:
         kept.insert(0, (b"Host", host))

@@ -139,7 +139,7 @@ def is_public(address: str) -> bool:
     if isinstance(known, ipaddress.IPv6Address):
         if known.ipv4_mapped is not None:
             known = known.ipv4_mapped
-        elif any(known in network for network in _TRANSLATED):
+        elif known.is_site_local or any(known in network for network in _TRANSLATED):
             return False
     return known.is_global and not (known.is_multicast or known.is_reserved)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 MOST_HELLO_BYTES = 1 << 16
 _HANDSHAKE, _CLIENT_HELLO, _SERVER_NAME, _HOST_NAME = 22, 1, 0, 0
+_MOST_RECORDS = 8
+"""A message in tiny records would be read again and again, for each of their bytes."""
 _BEFORE_SESSION = 2 + 32
 """Bytes of version and random."""
 
@@ -72,7 +74,7 @@ def _hello(first: bytes) -> bytes | None:
     """Returns the body of the ClientHello, which may come in several records."""
     message = b""
     at = 0
-    while True:
+    for _ in range(_MOST_RECORDS + 1):
         if message[:1] not in (b"", bytes([_CLIENT_HELLO])):
             raise NotTls("What comes is not a ClientHello.")
         if len(message) >= 4 and len(message) >= (end := 4 + int.from_bytes(message[1:4])):
@@ -88,3 +90,4 @@ def _hello(first: bytes) -> bytes | None:
             raise NotTls("A record is empty.")
         message += first[at + 5 : at + 5 + size]
         at += 5 + size
+    raise NotTls("A ClientHello is in too many records.")

@@ -266,6 +266,13 @@ def test_a_client_hello_is_read_in_pieces_or_refused(data: st.DataObject) -> Non
         server_name(spoiled)
 
 
+def test_a_client_hello_in_tiny_records_is_refused_early() -> None:
+    """It would be read again for each byte that comes, on the server's event loop."""
+    tiny = b"".join(b"\x16\x03\x01\0\x01" + HELLO[at : at + 1] for at in range(5, 20))
+    with pytest.raises(NotTls):
+        server_name(tiny)
+
+
 async def test_nothing_is_smuggled_behind_a_request() -> None:
     async with house() as made:
         attempt = made.open()
@@ -283,9 +290,16 @@ async def test_nothing_is_smuggled_behind_a_request() -> None:
             )
             assert b" 400 " in await reader.read(-1)
             writer.close()
+        length = b"Content-Length: %d\r\nConnection: content-length" % len(second)
+        reader, writer = await made.connect(
+            b"POST %b HTTP/1.1\r\n%b\r\n%b\r\n\r\n%b" % (where, key, length, second)
+        )
+        assert b" 200 " in await reader.read(-1)
+        writer.close()
         await until(lambda: not attempt.egress.running)
-    (head,) = made.outside.heads
-    assert b"other.test" not in head and made.outside.bodies == [b""]
+    head, of_body = made.outside.heads
+    assert b"other.test" not in head and made.outside.bodies == [b"", second]
+    assert b"Content-Length: %d\r\n" % len(second) in of_body  # else the body is a request
 
 
 async def test_environments_without_hosts_have_no_egress_proxy() -> None:
@@ -309,6 +323,7 @@ async def test_environments_without_hosts_have_no_egress_proxy() -> None:
         *("169.254.169.254", "100.64.0.1", "192.0.2.1", "224.0.0.1", "255.255.255.255"),
         *("::1", "::", "fe80::1", "fe80::1%eth0", "fd00::1", "ff02::1", "::ffff:127.0.0.1"),
         *("::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::1", "2001::1", "localhost", ""),
+        "fec0::1",
     ],
 )
 def test_private_addresses(address: str) -> None:
