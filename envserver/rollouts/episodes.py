@@ -189,6 +189,8 @@ class Episodes:
         self._index = index
         self._most = most
         self._open: set[Episode] = set()
+        self._beginning = 0
+        """Number of episodes whose task is being read."""
         self._next: Counter[tuple[str, str]] = Counter()
 
     async def __aenter__(self) -> Self:
@@ -239,11 +241,12 @@ class Episodes:
             EpisodesFull: as many are in progress as there may be.
             ConfigError: the tasks cannot be read; or rewards depend on token ids.
         """
-        if len(self._open) >= self._most:
+        taken = len(self._open) + self._beginning
+        if taken >= self._most:
             raise EpisodesFull(
-                f"{len(self._open)} episodes are in progress, as many as there may be.",
+                f"{taken} episodes are in progress, as many as there may be.",
                 hint="See --server.openenv_sessions.",
-                active_sessions=len(self._open),
+                active_sessions=taken,
                 max_sessions=self._most,
             )
         context = self._parts[name]
@@ -253,7 +256,11 @@ class Episodes:
             known = ", ".join(context.agents) or "none is declared"
             raise NotFoundError(f"There is no agent {agent[:80]!r} in {name!r}: {known}.")
         where = split or context.environment.config.split
-        task = await self._chosen(name, where, task_id, seed)
+        self._beginning += 1
+        try:
+            task = await self._chosen(name, where, task_id, seed)
+        finally:
+            self._beginning -= 1
         episode = Episode(context, self._engine, task, agent)
         self._open.add(episode)
         episode.work.add_done_callback(lambda _: self._open.discard(episode))

@@ -11,14 +11,17 @@ import inspect
 import re
 from typing import Any, Final
 
+import orjson
+from envserver_records.errors import EnvserverError, UsageError
 from fastapi import FastAPI, Request, WebSocket
+from starlette.responses import Response
 
 from ...environment import Environment
 from ...rollouts.episodes import Episodes
 from .. import problems
 from .models import Action, Answer, Observation, Reset, State, Step
 from .rpc import INVALID_REQUEST, answer_rpc, rpc_error
-from .session import Session
+from .session import Session, failure_text
 from .sockets import converse
 
 PREFIX: Final = "/openenv"
@@ -37,6 +40,7 @@ def mount_openenv(app: FastAPI, episodes: Episodes, idle_seconds: float) -> None
 def _application(episodes: Episodes, name: str, idle_seconds: float) -> FastAPI:
     app = FastAPI(title=name, version=_VERSION, docs_url=None, redoc_url=None)
     problems.install(app)
+    app.add_exception_handler(EnvserverError, _failed)
     metadata = {
         "name": name,
         "description": _description(episodes.environment(name)),
@@ -88,7 +92,7 @@ def _application(episodes: Episodes, name: str, idle_seconds: float) -> FastAPI:
     @app.post("/mcp")
     async def mcp(request: Request) -> dict[str, Any]:
         try:
-            return await answer_rpc(await request.json(), None)
+            return await answer_rpc(orjson.loads(await request.body()), None)
         except ValueError:
             return rpc_error(None, INVALID_REQUEST, "This is not JSON.")
 
@@ -97,6 +101,15 @@ def _application(episodes: Episodes, name: str, idle_seconds: float) -> FastAPI:
         await converse(websocket, Session(episodes, name), idle_seconds)
 
     return app
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answers an error; what failed in an episode is not told."""
+    assert isinstance(error, EnvserverError)
+    if isinstance(error, UsageError):
+        return await problems.on_ours(request, error)
+    message = failure_text(error)
+    return problems.error_answer(request.url.path, error.status, message, kind=error.kind)
 
 
 def _description(environment: Environment) -> str:

@@ -25,6 +25,8 @@ async def answer_rpc(request: Any, session: Session | None) -> dict[str, Any]:
     if not isinstance(request, dict) or request.get("jsonrpc") != "2.0":
         return rpc_error(None, INVALID_REQUEST, "This is no JSON-RPC 2.0 request.")
     number, method, params = request.get("id"), request.get("method"), request.get("params") or {}
+    if not isinstance(number, str | int | float | None):
+        return rpc_error(None, INVALID_REQUEST, "id must be a string or a number.")
     if not isinstance(params, dict):
         return rpc_error(number, _INVALID_PARAMS, "params must be an object.")
     if session is None:

@@ -10,7 +10,8 @@ import itertools
 from typing import Any, Final
 
 import orjson
-from envserver_records.errors import ConflictError, InputError
+import structlog
+from envserver_records.errors import ConflictError, EnvserverError, InputError
 from envserver_records.records import Message, text_of
 
 from ...models.played import Asked
@@ -20,6 +21,8 @@ from .models import Action, Answer, Observation, Outcome, Reset, State
 
 _MCP_FIELDS: Final = {"tool_name", "result", "error", "tools"}
 """Fields that only answers to `call_tool` and `list_tools` have."""
+
+_log = structlog.get_logger(__name__)
 
 
 class Session:
@@ -58,6 +61,7 @@ class Session:
 
         Raises:
             ConflictError: no episode is in progress.
+            InputError: the arguments of a call cannot be JSON.
             RolloutError: the rollout failed, or could not be scored.
         """
         if action.type == "list_tools":
@@ -146,7 +150,10 @@ class Session:
         for call in action.calls():
             arguments = call.arguments
             if not isinstance(arguments, str):
-                arguments = orjson.dumps(arguments).decode()
+                try:
+                    arguments = orjson.dumps(arguments).decode()
+                except TypeError as error:
+                    raise InputError(f"The arguments of {call.name[:80]!r}: {error}.") from None
             calls.append(
                 {
                     "id": call.id or f"call_{next(self._call_numbers)}",
@@ -155,6 +162,13 @@ class Session:
                 }
             )
         return {"role": "assistant", "content": action.message, "tool_calls": calls}
+
+
+def failure_text(error: EnvserverError) -> str:
+    """Returns what a client is told of an episode that failed, and logs the rest: what a scorer
+    raised may name the hidden answer."""
+    _log.warning("episode_failed", kind=error.kind, error=str(error))
+    return f"The episode failed through no fault of the model: {error.kind}."
 
 
 def _newest(messages: list[Message], seen: int) -> str:

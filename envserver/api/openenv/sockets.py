@@ -20,10 +20,12 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from ...rollouts.episodes import EpisodesFull
 from .models import Action, Answer, Reset
 from .rpc import answer_rpc
-from .session import Session
+from .session import Session, failure_text
 
 _MOST_AHEAD: Final = 16
 """Messages that a client may send before it has an answer; its protocol sends one."""
+_CLOSE_SECONDS: Final = 10.0
+"""For the end of a connection whose client may take nothing any more."""
 
 _log = structlog.get_logger(__name__)
 
@@ -43,8 +45,9 @@ async def converse(websocket: WebSocket, session: Session, idle_seconds: float) 
             task.cancel()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         await session.close()
-        with suppress(RuntimeError, WebSocketDisconnect):
-            await websocket.close()
+        with suppress(RuntimeError, WebSocketDisconnect, TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await websocket.close()
     for end in ends:
         if isinstance(end, Exception) and not isinstance(end, WebSocketDisconnect):
             raise end
@@ -71,7 +74,11 @@ async def _answer_all(
         answer = await _answered(text, session)
         if answer is None:
             return
-        await websocket.send_text(orjson.dumps(answer).decode())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(idle_seconds):
+                await websocket.send_text(orjson.dumps(answer).decode())
+                continue
+        return  # the client takes nothing any more
 
 
 async def _answered(text: str, session: Session) -> dict[str, Any] | None:
@@ -95,7 +102,7 @@ async def _answered(text: str, session: Session) -> dict[str, Any] | None:
             case "close":
                 return None
             case _:
-                return _error(f"Unknown message type: {kind!r}", "UNKNOWN_TYPE")
+                return _error(f"Unknown message type: {str(kind)[:80]!r}", "UNKNOWN_TYPE")
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         return _error("Invalid message", "VALIDATION_ERROR", errors=errors)
@@ -104,10 +111,7 @@ async def _answered(text: str, session: Session) -> dict[str, Any] | None:
     except UsageError as error:
         return _error(str(error), "EXECUTION_ERROR", kind=error.kind)
     except EnvserverError as error:
-        # What a scorer raised may name the hidden answer: it goes to the log only.
-        _log.warning("episode_failed", kind=error.kind, error=str(error))
-        message = f"The episode failed through no fault of the model: {error.kind}."
-        return _error(message, "EXECUTION_ERROR", kind=error.kind)
+        return _error(failure_text(error), "EXECUTION_ERROR", kind=error.kind)
     except Exception as error:  # noqa: BLE001 - logged; the session stays open
         _log.exception("session_failed")
         return _error(f"The server failed: {type(error).__name__}.", "EXECUTION_ERROR")

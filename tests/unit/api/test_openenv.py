@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import httpx
@@ -15,9 +17,11 @@ from support.commands import Running, free_port, running, until
 from support.openenv import demonstrated, socket
 from support.openenv_server import call, played, transcript
 
-from envserver import Environment
+from envserver import Environment, NotFoundError
 from envserver.api import create_token
+from envserver.models.played import PlayedEngine
 from envserver.registry import find
+from envserver.rollouts.episodes import Episodes, EpisodesFull
 
 LENGTHS = '''
 from envserver import Environment, Score, Task, tool
@@ -45,7 +49,7 @@ class Lengths(Environment):
 
     def score(self, task, result):
         if result.output == "break":
-            raise RuntimeError("the scorer is broken")
+            raise RuntimeError(f"the scorer is broken: {task.hidden}")
         return Score(reward=0.5 * float(f"hidden-{result.output}" == task.hidden["secret"]))
 
     def demonstration(self, task):
@@ -108,6 +112,14 @@ async def test_what_is_sent_wrongly_leaves_the_session_as_it_is(url: str) -> Non
         await session.connection.send_str("{")
         assert (await session.connection.receive_json())["data"]["code"] == "INVALID_JSON"
         assert await session.code("jump") == "UNKNOWN_TYPE"
+        deep: list[object] = []
+        for _ in range(300):
+            deep = [deep]
+        asked = await session.ask("mcp", {"jsonrpc": "2.0", "id": deep, "method": "tools/list"})
+        assert asked["data"]["error"]["code"] == -32600
+        wrong_call = {"type": "call_tool", "tool_name": "measure", "arguments": {"word": deep}}
+        answer = await session.ask("step", wrong_call)
+        assert answer["data"]["kind"] == "input"
         for wrong in (None, {"text": "1"}, {"type": "call_tool"}, {"message": 1}):
             assert await session.code("step", wrong) == "VALIDATION_ERROR"
         assert (await session.seen("step", {"message": "1"}))["reward"] == 0.75
@@ -140,6 +152,24 @@ async def test_episodes_are_bounded_and_closed_sessions_free_them(url: str) -> N
     until(lambda: open_episodes(url) == 0, 60, str)
 
 
+async def test_an_episode_whose_task_is_being_read_has_its_place() -> None:
+    class Slow:
+        async def find(self, split: str, ids: list[str]) -> list[Any]:
+            await asyncio.sleep(0)
+            raise NotFoundError("There is no such task.")
+
+    environment = SimpleNamespace(name="one", config=SimpleNamespace(split="train"))
+    scorer = SimpleNamespace(needs_token_ids=False)
+    part: Any = SimpleNamespace(environment=environment, scorer=scorer, agents={})
+    index: Any = Slow()
+    episodes = Episodes([part], PlayedEngine(), lambda name: index, 1)
+    begun = (episodes.begin("one", task_id="a") for _ in range(3))
+    errors = await asyncio.gather(*begun, return_exceptions=True)
+    assert [type(one) for one in errors] == [NotFoundError, EpisodesFull, EpisodesFull]
+    with pytest.raises(NotFoundError):  # its place is free again
+        await episodes.begin("one", task_id="a")
+
+
 def open_episodes(url: str) -> int:
     return int(httpx.get(f"{url}/v1/status").json()["server"]["open_episodes"])
 
@@ -153,6 +183,13 @@ def test_over_http_each_request_is_an_episode(url: str) -> None:
         assert http.post("/step", json={**wanted, "task_id": "nowhere"}).status_code == 404
         assert http.post("/step", json={"action": {"jump": 1}}).status_code == 422
         assert http.post("/mcp", json={}).json()["error"]["code"] == -32600
+        failed = http.post("/step", json={"task_id": "to", "action": {"message": "break"}})
+        assert failed.status_code == 500 and "hidden" not in failed.text
+        assert http.post("/mcp", content=r'{"jsonrpc": "2.0", "id": "\ud800"}').status_code == 200
+        half = r'{"task_id": "to", "action": {"tool_calls": [{"name": "x", "arguments": '
+        half += r'{"a": "\ud800"}}]}}'
+        head = {"content-type": "application/json"}
+        assert http.post("/step", content=half, headers=head).status_code == 422
         assert http.get("/state").json()["step_count"] == 0
         assert set(http.get("/openapi.json").json()["paths"]) >= {"/reset", "/step", "/state"}
 
