@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
+
+import orjson
 
 from envserver import Message, Reply, Rollout
 
@@ -87,8 +88,9 @@ class Player:
 
     async def _called(self, function: Mapping[str, Any]) -> str:
         try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
+            arguments = orjson.loads(function["arguments"] or "{}")
+            orjson.dumps(arguments)  # what is nested too deeply cannot be sent
+        except (ValueError, TypeError) as error:
             return f"Error: the arguments are not JSON: {error}"
         if not isinstance(arguments, dict):
             return "Error: the arguments must be a JSON object"

@@ -65,6 +65,22 @@ async def test_the_model_acts_by_tools_or_by_a_template(
     assert rewards == ([0.0, 0.0] if env else [1.0, 1.0])
 
 
+@pytest.mark.thorough
+async def test_arguments_that_cannot_be_sent_are_the_models_fault(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    answers = [call("save", number=one) for one in (deep, 2**70, 7)]
+    script = transcript(tmp_path / "t.json", BOARD, *answers)
+    async with openenv_server() as server:
+        result = await played(f"{server.url}/desk", script, reward="last", max_turns=3)
+    (group,) = result.groups
+    assert [one.score.reward for one in group.trajectories] == [1.0, 1.0]
+    told = [one["content"] for one in group.trajectories[0].messages if one["role"] == "tool"]
+    assert told[0].startswith("Error: the arguments are not JSON") and "Only 7" in told[1]
+    assert not group.failures
+
+
 @pytest.mark.parametrize("fault", ["gone", "garbage", "slow", "raises", "nan", "other"])
 async def test_a_failing_server_is_a_failure_of_ours(fault: str) -> None:
     timeouts = Timeouts(5, 0.2 if fault == "slow" else 30)
