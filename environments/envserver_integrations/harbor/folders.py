@@ -80,10 +80,14 @@ def read_task(folder: Path) -> HarborTask:
     for name in _NOT_HERE:
         if environment.get(name):
             raise InputError(f"{folder.name}: environment.{name} is not possible here.")
+    _check_links(folder)
     tests = _files(folder / "tests")
     if "test.sh" not in tests:
         raise InputError(f"{folder.name} has no tests/test.sh.")
-    image, workdir, tree, env, needs = _environment(folder / "environment", environment)
+    try:
+        image, workdir, tree, env, needs = _environment(folder / "environment", environment)
+    except (ValueError, OSError) as error:
+        raise InputError(f"The Dockerfile of {folder.name} cannot be read: {error}") from error
     moved = _Moved(workdir)
     return HarborTask(
         name=folder.name,
@@ -159,7 +163,7 @@ def _lines(dockerfile: Path) -> list[tuple[str, str]]:
 
 def _copied(tree: Tree, folder: Path, workdir: str, rest: str) -> str:
     """Adds what COPY copies to `tree`; returns why that is not possible, or ""."""
-    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    words = [*map(str, json.loads(rest))] if rest.startswith("[") else shlex.split(rest)
     if len(words) < 2 or any(word.startswith("--from") for word in words):
         return "its Dockerfile copies from another image"
     *sources, target = [word for word in words if not word.startswith("--")]
@@ -169,16 +173,31 @@ def _copied(tree: Tree, folder: Path, workdir: str, rest: str) -> str:
     below = place.relative_to(workdir)
     into = len(sources) > 1 or target.endswith(("/", ".")) or str(below) == "."
     for source in sources:
-        found = sorted(folder.glob(source.removeprefix("/").removeprefix("./") or "*"))
+        if ".." in PurePosixPath(source).parts:
+            return f"its Dockerfile copies {source}"
+        found = sorted(folder.glob(source.lstrip("/").removeprefix("./") or "*"))
         if source in (".", "./"):
             found = sorted(path for path in folder.iterdir() if path.name != "Dockerfile")
         for path in found:
+            if not (path.is_file() or path.is_dir()):
+                continue
             keep_name = path.is_file() or source in (".", "./")
             at = below / path.name if into and keep_name else below
             files = {"": path} if path.is_file() else {}
             named = _files(path) if path.is_dir() else {"": _entry(files[""])}
             tree.update({str(at / name): entry for name, entry in named.items()})
     return ""
+
+
+def _check_links(folder: Path) -> None:
+    """
+    Raises:
+        InputError: a link leads out of the folder: what is there would be shown to the model.
+    """
+    top = folder.resolve()
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(top):
+            raise InputError(f"{folder.name}: the link {path.relative_to(folder)} leads out of it.")
 
 
 def _files(folder: Path) -> Tree:

@@ -13,12 +13,20 @@ from typing import Any
 from envserver_environments.swe.trees import Entry, Tree, tar_of
 from msgspec import structs
 
-from envserver import ExecResult, InputError, Sandbox, Sandboxes, SandboxSpec, Score
+from envserver import ExecResult, InputError, Sandbox, SandboxError, Sandboxes, SandboxSpec, Score
 
 from .folders import LOGS, TESTS
 
 _REWARD = f"{LOGS}/verifier/reward"
 _MOST_BYTES = 1 << 20
+_LINK = """
+import json, os, sys
+
+for path, target in json.load(sys.stdin).items():
+    path = os.path.join("/work", path)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    os.symlink(target, path)
+"""
 
 
 async def grade(workspace: Tree, tests: Tree, sandboxes: Sandboxes, spec: SandboxSpec) -> Score:
@@ -32,8 +40,16 @@ async def grade(workspace: Tree, tests: Tree, sandboxes: Sandboxes, spec: Sandbo
     """
     placed = {f"{TESTS}/{path}": entry for path, entry in tests.items()}
     placed |= {f"{LOGS}/{name}/.keep": Entry(b"") for name in ("verifier", "agent", "artifacts")}
-    spec = structs.replace(spec, archive=tar_of({**workspace, **placed}))
+    # A sandbox unpacks no links that lead out of it, such as those of a virtual environment.
+    links = {path: one.data.decode() for path, one in workspace.items() if one.kind == "link"}
+    files = {path: entry for path, entry in workspace.items() if path not in links}
+    spec = structs.replace(spec, archive=tar_of({**files, **placed}))
     async with sandboxes.open(spec) as sandbox:
+        if links:
+            linked = await sandbox.run_python(_LINK, stdin=json.dumps(links).encode())
+            if not linked.ok:
+                said = linked.stderr[-300:].decode("utf-8", "replace")
+                raise SandboxError(f"The workspace's links cannot be made: {said}")
         ran = await sandbox.exec(["bash", f"/work/{TESTS}/test.sh"])
         for ending, read in ((".json", _of_json), (".txt", _of_text)):
             try:

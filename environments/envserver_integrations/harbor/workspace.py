@@ -39,8 +39,11 @@ for folder, folders, files in os.walk("."):
         if os.path.islink(path):
             digest = "link " + os.readlink(path)
         elif os.path.isfile(path):
-            with open(path, "rb") as file:
-                digest = hashlib.sha256(file.read()).hexdigest()
+            try:
+                with open(path, "rb") as file:
+                    digest = hashlib.sha256(file.read()).hexdigest()
+            except PermissionError:  # the agent took the rights away
+                continue
             digest += " x" if os.stat(path).st_mode & 0o100 else ""
         else:
             continue
@@ -50,6 +53,7 @@ for folder, folders, files in os.walk("."):
 os.mkdir(place)
 with tarfile.open(place + "/changes", "w:gz") as tar:
     for path in sorted(changed):
+        tar.inodes.clear()  # two names of one file are two files
         tar.add(path, recursive=False)
 print(json.dumps(sorted(set(base) - seen)))
 """

@@ -40,6 +40,11 @@ else
   echo 0 > /logs/verifier/reward.txt
 fi
 """
+UNTIDY = """\
+ln -s /usr/bin/env way_out
+echo note > first.txt && ln first.txt second.txt
+echo gone > secret.txt && chmod 000 secret.txt
+"""
 SOLVES = """\
 ls /tests /logs 2> /dev/null
 awk '{ sum += $1 } END { print sum }' /app/numbers.txt > /app/total.txt
@@ -77,11 +82,13 @@ def test_tasks_are_played_in_the_sandbox_and_judged_by_their_tests(tmp_path: Pat
     task(tmp_path / "missing", test="exit 3")
     task(tmp_path / "named", test='echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json')
     task(tmp_path / "solved")
+    tests_links = "if [ -x way_out ] && [ -f second.txt ]; then\n  " + PASSES + "fi"
+    task(tmp_path / "untidy", test=tests_links, solve=UNTIDY + SOLVES)
     task(tmp_path / "wrong", solve=SOLVES.replace("print sum", "print sum + 1"))
     made = envserver.process(
         f"harbor:{tmp_path}",
         model="sim",
-        env={"total_steps": 3, "group_size": 1, "images": False},
+        env={"total_steps": 4, "group_size": 1, "images": False},
         sim={"solve_probability": 1.0, "openers": False, "latency_seconds": 0},
         rollouts={"max_attempts": 1},
         workers={"processes": 1},
@@ -91,6 +98,7 @@ def test_tasks_are_played_in_the_sandbox_and_judged_by_their_tests(tmp_path: Pat
     assert {name: one.score.reward for name, one in played.items()} == {
         "named": 0.5,
         "solved": 1.0,
+        "untidy": 1.0,
         "wrong": 0.0,
     }
     assert played["named"].score.components == {"a": 1.0, "b": 0.0}
@@ -204,6 +212,9 @@ def test_an_output_that_is_no_workspace_is_known(output: Any) -> None:
         ({"environment/Dockerfile": "FROM x\nRUN make"}, "needs an image: its Dockerfile has RUN"),
         ({"environment/Dockerfile": "FROM x\nCOPY a /etc/a"}, "copies to /etc/a"),
         ({"environment/Dockerfile": "FROM x\nCOPY --from=b a ."}, "copies from another image"),
+        ({"environment/Dockerfile": "FROM x\nCOPY ../../../secret ."}, "copies ../../../secret"),
+        ({"environment/Dockerfile": "FROM x\nCOPY 'a b"}, "Dockerfile of bad cannot be read"),
+        ({"environment/Dockerfile": "FROM x\nCOPY [1"}, "Dockerfile of bad cannot be read"),
         ({"environment/Dockerfile": "FROM x\nWORKDIR /"}, "its working directory is /"),
         ({"tests/test.sh": "apt-get update"}, r"its tests need a network \(apt-get\)"),
         ({"task.toml": '[verifier]\nenvironment_mode = "separate"'}, "another container"),
@@ -232,6 +243,16 @@ def test_images_are_named_by_tasks_or_by_a_template(tmp_path: Path) -> None:
     assert only.public["image"] == "registry/sum:1"
     both = environment(environment.Config(image_name="tb/{name}")).tasks("train")
     assert [one.public["image"] for one in both] == ["tb/other", "registry/sum:1"]
+
+
+def test_nothing_outside_of_a_task_is_read(tmp_path: Path) -> None:
+    folder = task(tmp_path / "tasks/one")
+    (tmp_path / "secret").write_text("secret")
+    (folder / "environment/data/inside").symlink_to("note.txt")
+    assert read_task(folder).tree["data/inside"].data == b"note"
+    (folder / "environment/data/link").symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError, match="data/link leads out"):
+        read_task(folder)
 
 
 def test_a_folder_without_tests_is_refused(tmp_path: Path) -> None:
