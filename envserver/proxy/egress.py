@@ -38,6 +38,8 @@ _MOST_ADDRESSES = 3
 """Addresses of one host that are tried."""
 _MOST_REFUSED = 100
 """Refused requests of one attempt that are recorded; all are counted."""
+_MOST_REFUSED_CONNECTIONS = 1000
+"""Connections of one sandbox beyond its requests: then its programs cannot connect any more."""
 _MOST_PATH = 500
 _MOST_METHOD = 20
 _SETTLE_SECONDS = 5.0
@@ -118,13 +120,22 @@ class Egress:
     ) -> asyncio.AbstractServer:
         """Serves the programs of a sandbox of `attempt`, until the returned server is closed.
 
-        They need no key, and must not have it: with it they could call the model.
+        They need no key, and must not have it: with it they could call the model. After many
+        connections without a request, it ends early: a program could connect without end.
         """
+        left = self._max_requests + _MOST_REFUSED_CONNECTIONS
 
         async def find(key: str) -> ProxyAttempt:
             return attempt
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                server.close()
+                writer.close()
+                attempt.in_flight.refused("connections")
+                return
             connection = _OfSandbox(writer)
             attempt.in_flight.claim(connection, is_short=False)
             try:
@@ -132,7 +143,8 @@ class Egress:
             finally:
                 attempt.in_flight.connections.discard(connection)
 
-        return await asyncio.start_server(serve, sock=listener, limit=MOST_HEAD_BYTES)
+        server = await asyncio.start_server(serve, sock=listener, limit=MOST_HEAD_BYTES)
+        return server
 
     async def settle(self, attempt: ProxyAttempt) -> None:
         """Waits, for a bounded time, until the connections of a sealed attempt have ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from support.waiting import until
 from envserver import ConfigError, OpenAIConfig
 from envserver.api.proxy_server import ProxyServer, serve_proxy
 from envserver.models import OpenAIEngine
-from envserver.proxy import Proxy, ProxyAttempt
+from envserver.proxy import Proxy, ProxyAttempt, egress
 from envserver.proxy.egress import Egress
 from envserver.proxy.egress_heads import BadHead, asks_a_proxy, read_answer, read_request
 from envserver.proxy.egress_rules import EgressRefused, EgressRules, is_public
@@ -238,6 +239,24 @@ async def test_connections_end_with_their_attempt() -> None:
         writer.close()
         answer = await made.fetch(attempt.key, f"http://api.test:{made.outside.port}/")
         assert answer.status_code == 407
+
+
+async def test_a_sandbox_cannot_connect_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(egress, "_MOST_REFUSED_CONNECTIONS", 2)
+    async with house(max_requests=1) as made:
+        attempt = made.open()
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        server = await made.egress.serve_sandbox(listener, attempt)
+        for answer in (b" 400 ", b" 400 ", b" 400 ", b""):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"?\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert answer in await reader.read(-1)
+            writer.close()
+        assert not server.is_serving() and "over_bound" in attempt.flags
+        with pytest.raises(ConnectionError):
+            await asyncio.open_connection("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(
