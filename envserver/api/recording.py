@@ -67,7 +67,7 @@ class Recorder:
         Args:
             points: number of rows that are wanted; of long spans every n-th minute is read.
         """
-        recent = self._history.between(start, end)
+        recent = await asyncio.to_thread(self._history.between, start, end)
         # The first row in memory is its minute's in the store, too.
         last = min(end, self._history.begins - 60)
         start = max(start, self._clock() - 60 * _MINUTES)

@@ -33,14 +33,16 @@ async def shown(console: Console, numbers: Callable[[], Awaitable[Numbers]]) -> 
 
     async def tables() -> None:
         while True:
-            live.update((await look()).tables(), refresh=True)
+            # Of many environments, this takes long: not on the event loop.
+            live.update(await asyncio.to_thread((await look()).tables), refresh=True)
             await asyncio.sleep(_TABLE_SECONDS)
 
     async def lines() -> None:
         while True:
             await look()
             await asyncio.sleep(_LINE_SECONDS)
-            console.print((await look()).line(), highlight=False, markup=False, soft_wrap=True)
+            line = await asyncio.to_thread((await look()).line)
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     task = asyncio.create_task(tables() if console.is_terminal else lines(), name="overview")
     if console.is_terminal:

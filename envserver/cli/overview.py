@@ -17,6 +17,8 @@ from ..telemetry.history import Name, Row
 
 WINDOW: Final = 60.0
 """Seconds of a rate."""
+_MOST_ROWS: Final = 50
+"""Environments and agents that are shown; anybody who joins may name new ones."""
 _BREAKER: Final = {0: "", 1: "on trial", 2: "set aside"}
 
 
@@ -31,11 +33,14 @@ class Overview:
         end, self._now = rows[-1]
         start, self._before = next(row for row in rows if row[0] >= end - WINDOW)
         self.seconds = end - start
+        self._named: dict[str, list[tuple[Name, dict[str, str], float]]] = {}
+        for one, value in self._now.items():
+            self._named.setdefault(one.name, []).append((one, dict(one.labels), value))
 
     def tables(self) -> RenderableType:
         """Returns the tables of environments, trainers, engines and failures that have a row."""
         parts = [self._environments(), self._trainers(), self._engines(), self._failures()]
-        troubles = [f"[red]{escape(one)}[/]" for one in self._troubles()]
+        troubles = [f"[red]{escape(_plain(one))}[/]" for one in self._troubles()]
         return Group(self.headline(), *troubles, *(one for one in parts if one.row_count))
 
     def headline(self) -> str:
@@ -53,20 +58,22 @@ class Overview:
 
     def line(self) -> str:
         """Returns the headline and the mean rewards, for output that is no terminal."""
-        rewards = [f"{name} {_reward(self._mean(name, agent))}" for name, agent in self._agents()]
+        agents = self._agents()[:_MOST_ROWS]
+        rewards = [f"{_plain(name)} {_reward(self._mean(name, agent))}" for name, agent in agents]
         return " · ".join([self.headline(), *rewards, *self._troubles()])
 
     def _environments(self) -> Table:
         table = _table("environment", "agent", "reward", "groups/min", "rollouts/min", "lost")
         table.add_column("running", justify="right")
         table.add_column("dropped", justify="right")
-        for environment, agent in self._agents():
+        agents = self._agents()
+        for environment, agent in agents[:_MOST_ROWS]:
             of = {"environment": environment}
             ended = self._rate("envserver_rollouts_total", **of) * 60
             lost = self._rate("envserver_rollouts_total", end="lost", **of) * 60
             table.add_row(
-                escape(environment),
-                escape(agent),
+                escape(_plain(environment)),
+                escape(_plain(agent)),
                 _reward(self._mean(environment, agent)),
                 f"{self._rate('envserver_groups_delivered_total', **of) * 60:.1f}",
                 f"{ended:.1f}",
@@ -74,12 +81,14 @@ class Overview:
                 f"{self._sum('envserver_rollouts_running', **of):g}",
                 f"{self._sum('envserver_groups_dropped_total', **of):g}",
             )
+        if len(agents) > _MOST_ROWS:
+            table.add_row(f"and {len(agents) - _MOST_ROWS} more")
         return table
 
     def _trainers(self) -> Table:
         table = _table("run", "waiting or leased")
         for name, value in self._values("envserver_queue_depth", "run"):
-            table.add_row(escape(name), f"{value:g}")
+            table.add_row(escape(_plain(name)), f"{value:g}")
         return table
 
     def _engines(self) -> Table:
@@ -90,7 +99,7 @@ class Overview:
                 for what in ("limit", "waiting", "breaker")
             )
             said = _BREAKER.get(int(breaker), "")
-            table.add_row(escape(name), f"{calls:g}", f"{limit:g}", f"{waiting:g}", said)
+            table.add_row(escape(_plain(name)), f"{calls:g}", f"{limit:g}", f"{waiting:g}", said)
         return table
 
     def _failures(self) -> Table:
@@ -98,7 +107,7 @@ class Overview:
         for kind, count in self._values("envserver_failed_attempts_total", "kind"):
             rate = self._rate("envserver_failed_attempts_total", kind=kind) * 60
             if count:
-                table.add_row(escape(kind), f"{rate:.1f}", f"{count:g}")
+                table.add_row(escape(_plain(kind)), f"{rate:.1f}", f"{count:g}")
         return table
 
     def _troubles(self) -> Iterator[str]:
@@ -111,17 +120,14 @@ class Overview:
     def _agents(self) -> list[tuple[str, str]]:
         """The environments with their agents ("" where there is one)."""
         environments = dict.fromkeys(
-            dict(one.labels)["environment"]
+            labels["environment"]
             for name in ("envserver_rollouts_running", "envserver_rollouts_total")
-            for one in self._now
-            if one.name == name
+            for _, labels, _ in self._named.get(name, ())
         )
-        rewarded = [dict(one.labels) for one in self._now if one.name == "envserver_reward_count"]
-        agents = {
-            name: [one["agent"] for one in rewarded if one["environment"] == name] or [""]
-            for name in environments
-        }
-        return sorted((name, agent) for name, listed in agents.items() for agent in listed)
+        agents: dict[str, list[str]] = {}
+        for _, labels, _ in self._named.get("envserver_reward_count", ()):
+            agents.setdefault(labels["environment"], []).append(labels["agent"])
+        return sorted((name, one) for name in environments for one in agents.get(name, [""]))
 
     def _mean(self, environment: str, agent: str) -> float | None:
         """The mean reward in the window; of all groups where the window has none."""
@@ -134,18 +140,20 @@ class Overview:
 
     def _values(self, name: str, label: str) -> list[tuple[str, float]]:
         found: dict[str, float] = {}
-        for one, value in self._now.items():
-            if one.name == name:
-                of = dict(one.labels)[label]
-                found[of] = found.get(of, 0.0) + value
+        for _, labels, value in self._named.get(name, ()):
+            found[labels[label]] = found.get(labels[label], 0.0) + value
         return sorted(found.items())
 
     def _sum(self, name: str, **labels: str) -> float:
-        return sum(value for one, value in self._now.items() if _is(one, name, labels))
+        named = self._named.get(name, ())
+        return sum(value for _, of, value in named if labels.items() <= of.items())
 
     def _grown(self, name: str, **labels: str) -> float:
-        found = [one for one in self._now if _is(one, name, labels)]
-        return sum(_growth(self._before.get(one, 0.0), self._now[one]) for one in found)
+        return sum(
+            _growth(self._before.get(one, 0.0), value)
+            for one, of, value in self._named.get(name, ())
+            if labels.items() <= of.items()
+        )
 
     def _rate(self, name: str, **labels: str) -> float:
         return self._grown(name, **labels) / self.seconds if self.seconds else 0.0
@@ -155,8 +163,9 @@ def _growth(before: float, now: float) -> float:
     return now - before if now >= before else now
 
 
-def _is(one: Name, name: str, labels: dict[str, str]) -> bool:
-    return one.name == name and labels.items() <= dict(one.labels).items()
+def _plain(text: str) -> str:
+    """Returns a name without what would move a terminal's cursor, or worse."""
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _reward(mean: float | None) -> str:

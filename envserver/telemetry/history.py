@@ -97,11 +97,11 @@ class History:
         return self._rows[0][0] if self._rows else math.inf
 
     def between(self, start: float, end: float) -> list[Row]:
-        """Returns the rows from `start` to `end`, both included."""
-        names = list(self._columns)
+        """Returns the rows from `start` to `end`, both included; from any thread."""
+        rows, names = list(self._rows), list(self._columns)  # first the rows: names only grow
         return [
             (at, {names[column]: float(row[column]) for column in np.flatnonzero(~np.isnan(row))})
-            for at, row in self._rows
+            for at, row in rows
             if start <= at <= end
         ]
 

@@ -69,6 +69,16 @@ def test_a_server_that_began_again_counts_from_zero() -> None:
     assert "0.0 groups/min" in alone.line() and "math 0.500" in alone.line()
 
 
+def test_names_that_others_gave_move_no_cursor_and_are_not_all_shown() -> None:
+    names = ["\x1b]0;title\x07\x9b2J[red]a", *(f"z{index}" for index in range(70))]
+    rows = [(1.0, {name("rollouts_running", environment=one): 1.0 for one in names})]
+    out = io.StringIO()
+    Console(file=out, width=150).print(Overview(rows).tables())
+    assert "?]0;title??2J[red]a" in out.getvalue() and "and 21 more" in out.getvalue()
+    assert "?]0;title??2J[red]a -" in Overview(rows).line()
+    assert not set("\x1b\x07\x9b") & set(out.getvalue() + Overview(rows).line())
+
+
 async def test_top_shows_a_server_and_says_why_it_cannot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
