@@ -23,6 +23,7 @@ the longest row."""
 
 _facts = group_facts.c
 _SPREAD: Final = _facts.reward_max - _facts.reward_min
+_MOST_NUMBER: Final = 2**63
 _KEYS: Final[dict[str, tuple[ColumnElement[Any] | None, bool]]] = {
     "newest": (None, True),
     "oldest": (None, False),
@@ -166,7 +167,8 @@ def _read(cursor: str, order: str, count: int) -> list[float]:
         made = msgspec.json.decode(base64.urlsafe_b64decode(cursor), type=_Cursor)
     except (binascii.Error, ValueError):
         made = _Cursor("", [])
-    if made.order != order or len(made.values) != count:
+    of_order = made.order == order and len(made.values) == count
+    if not (of_order and 0 <= made.values[-1] < _MOST_NUMBER):
         raise InputError(
             f"The cursor {cursor[:80]!r} does not belong to the order {order!r}.",
             place="query.cursor",

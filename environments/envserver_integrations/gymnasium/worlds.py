@@ -93,7 +93,7 @@ def action(space: Any, said: str, names: Sequence[str]) -> Any:
     else:
         try:
             found = _converted(space, json.loads(said))
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise BadAction(f"That is not an action in JSON: {str(error)[:200]}") from error
     if not space.contains(found):
         raise BadAction("That is not one of the possible actions.")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from envserver_integrations.answers import Answer, action_of
 from envserver_integrations.gymnasium import INTEGRATION
-from envserver_integrations.gymnasium.worlds import plain
+from envserver_integrations.gymnasium.worlds import BadAction, action, plain
 
 THOUGHT = (
     "<think>[left] or [right]?</think>\nI take the [left] door.\nNo: [right] <answer> up </answer>"
@@ -34,6 +34,12 @@ def test_colours_of_a_terminal_become_tags() -> None:
     assert plain("\x1b[41mS\x1b[0mF\n\x1b[34;1mR\x1b[0m| \n") == (
         "<on-red>S</on-red>F\n<blue>R</blue>| "
     )
+
+
+@pytest.mark.parametrize("said", ["[" * 100_000, "9" * 5000, "left"])
+def test_an_answer_that_is_not_json_is_no_action(said: str) -> None:
+    with pytest.raises(BadAction, match="not an action in JSON"):
+        action(object(), said, ())
 
 
 def test_a_module_beside_the_user_is_named_by_its_path(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import tempfile
 from collections.abc import Iterable
@@ -147,6 +148,7 @@ async def test_groups_that_arrive_between_two_pages_move_nothing(where: str) -> 
         await store.put([group("best", facts=facts_of_rewards([1.0], None))])
         rest = await store.list_groups(GroupQuery(order="best"), page.cursor, 10)
         assert names([*page.groups, *rest.groups]) == ["g3", "g2", "g1", "g0"]
-        for cursor in (page.cursor, "no cursor", "W10="):
+        large = base64.urlsafe_b64encode(b'["newest",[1e19]]').decode()
+        for cursor in (page.cursor, "no cursor", "W10=", large):
             with pytest.raises(InputError, match="does not belong to the order 'newest'"):
                 await store.list_groups(GroupQuery(order="newest"), cursor, 1)
