@@ -10,11 +10,13 @@ from envserver_records.errors import EnvserverError, UsageError
 from ..environment import Environment
 from ..registry import builtin_names, entry_point_names, find
 from ..registry.installed import with_own_interpreter
+from ..registry.integrated import integration, integration_points
 
 HELP = """Usage: envserver list
 
 Shows every environment that --env can name: its name, its isolation, where it comes from and the
-first line of its docstring. A path/to/file.py[:Class] or a folder can be named too."""
+first line of its docstring; then the schemes of other frameworks (SCHEME:NAME). A
+path/to/file.py[:Class] or a folder can be named too."""
 
 
 def run(argv: list[str]) -> int:
@@ -46,6 +48,16 @@ def _rows() -> Iterator[tuple[str, str, str, str]]:
     for name, (package, _) in sorted(with_own_interpreter().items()):
         if name not in entry_point_names():
             yield _row(name, f"{package.package} (own venv)")
+    for scheme, point in sorted(integration_points().items()):
+        origin = point.dist.name if point.dist else point.value
+        yield (f"{scheme}:NAME", "", origin, _what(scheme))
+
+
+def _what(scheme: str) -> str:
+    try:
+        return integration(scheme).what
+    except EnvserverError as error:
+        return f"cannot be loaded: {error}"
 
 
 def _row(name: str, origin: str) -> tuple[str, str, str, str]:

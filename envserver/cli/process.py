@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,9 +12,11 @@ from shlex import quote
 from textwrap import shorten
 
 from envserver_records.records import Group
+from pydantic import SecretStr
+from pydantic_core import to_jsonable_python
 from rich.table import Table
 
-from ..config import OpenAIConfig, Settings
+from ..config import EnvironmentConfig, OpenAIConfig, Settings
 from ..running.engines import SIMULATED
 from ..running.group_run import Give, GroupRun
 from ..running.judging import judge_line
@@ -32,6 +36,7 @@ from .signals import SignalStop
 from .specs.process import COMMAND
 
 _DONE = {"train": "trained", "mask": "affected calls masked", "drop": "not fit for RL"}
+_SECRET = re.compile("token|key|secret|password")
 LONGEST_WORDS = 200
 """Maximum length of a failure message on the terminal; the failures file has the full text."""
 
@@ -162,7 +167,8 @@ def suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) 
         exact: the engine returned token ids.
     """
     yield f"head -c 600 {quote(os.fspath(path))}"
-    envserver, environment = program(), f"--env {quote(reference)}"
+    envserver = program()
+    environment = " ".join([f"--env {quote(reference)}", *_as_set(settings)])
     if settings.model != SIMULATED:
         if exact:
             urls = quote(",".join(settings.openai.base_urls))
@@ -175,3 +181,20 @@ def suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) 
     url = OpenAIConfig().base_urls[0]
     yield (f"{envserver} process {environment} --openai.base_url {url}{replaced}   # a real engine")
     yield f"{envserver} serve {environment} --model sim   # for a trainer"
+
+
+def _as_set(settings: Settings) -> Iterator[str]:
+    """Yields the flags of what was set of the environment's own settings and of the agent.
+
+    Secrets are left out.
+    """
+    for section, model in (("env", settings.env), ("agent", settings.agent)):
+        own = model.model_fields_set - EnvironmentConfig.model_fields.keys()
+        for name in type(model).model_fields:
+            value = getattr(model, name)
+            # An environment in another interpreter has its secrets as text.
+            if name not in own or isinstance(value, SecretStr) or _SECRET.search(name):
+                continue
+            plain = to_jsonable_python(value)
+            text = plain if isinstance(plain, str) else json.dumps(plain)
+            yield f"--{section}.{name} {quote(text)}"

@@ -89,13 +89,19 @@ def find(reference: str) -> type[Environment]:
         from .hosted import hosted_class
 
         return hosted_class(*one)
-    names = known_names()
-    near = difflib.get_close_matches(reference, names, n=1)
-    raise NotFoundError(
+    raise _not_found(reference)
+
+
+def _not_found(reference: str) -> NotFoundError:
+    """Names the nearest environment, or scheme of another framework."""
+    start, colon, rest = reference.partition(":")
+    schemes = sorted(integrated.integration_points())
+    names = schemes if colon else known_names()
+    near = difflib.get_close_matches(start if colon else reference, names, n=1)
+    known = [*known_names(), *(f"{one}:NAME" for one in schemes), "a .py file", "a folder"]
+    return NotFoundError(
         f"There is no environment {reference!r}.",
-        hint=f"Did you mean {near[0]!r}?"
-        if near
-        else f"Known: {', '.join([*names, 'a .py file', 'a folder'])}.",
+        hint=f"Did you mean {near[0] + colon + rest!r}?" if near else f"Known: {', '.join(known)}.",
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Union, cast
 
 import msgspec
-from envserver_records.errors import ConfigError
+from envserver_records.errors import ConfigError, UsageError
 from envserver_records.records import SandboxSpec
 from pydantic import BaseModel, Field, TypeAdapter, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
@@ -182,6 +182,8 @@ def _annotation(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> An
 def main(out: str, *references: str) -> None:
     """Writes the descriptions of environments, as Python's JSON, to the file `out`.
 
+    Exits with the message of a usage error.
+
     Args:
         references: as `--env` takes them.
     """
@@ -189,7 +191,10 @@ def main(out: str, *references: str) -> None:
 
     from . import find
 
-    made: list[Any] = [msgspec.to_builtins(describe(name, find(name))) for name in references]
+    try:
+        made: list[Any] = [msgspec.to_builtins(describe(name, find(name))) for name in references]
+    except UsageError as error:
+        sys.exit(str(error))  # says it all without a traceback
     Path(out).write_text(json.dumps(made))
 
 

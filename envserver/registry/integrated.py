@@ -73,13 +73,22 @@ def integrated_class(scheme: str, rest: str) -> type[Environment]:
 
         return hosted_class(*own)
     if one.module and importlib.util.find_spec(one.module) is None:
-        raise NotFoundError(
-            f"{scheme}:{rest} needs the package {one.module!r}, which is not installed here.",
-            hint=f"envserver env install {scheme}:{rest}"
-            if one.backend is not None
-            else f"pip install {one.module}",
-        )
+        raise _not_installed(scheme, rest, one)
     return one.environment(reference.partition(":")[2])
+
+
+def _not_installed(scheme: str, rest: str, one: Integration) -> NotFoundError:
+    if one.backend is None:
+        text = f"{scheme}:{rest} needs the package {one.module!r}, which is not installed here."
+        return NotFoundError(text, hint=f"pip install {one.module}")
+    beside = [name for name in with_own_interpreter() if name.startswith(f"{scheme}:")]
+    text = (
+        f"{scheme}:{rest} is not installed; others of {scheme} are, so it takes seconds."
+        if beside
+        else f"{scheme}:{rest} needs the package {one.module!r}, which is not installed here."
+    )
+    hint = f"envserver env install {scheme}:{rest} (--with PACKAGE, if it is in one of its own)"
+    return NotFoundError(text, hint=hint)
 
 
 def _runs_in(one: Installed) -> bool:

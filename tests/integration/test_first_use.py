@@ -42,13 +42,19 @@ def written(folder: Path, code: str) -> Path:
 
 
 def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
-    ran = envserver("process", "--env", written(tmp_path, WHOLE), "--model", "sim", folder=tmp_path)
+    config = "class Config(Environment.Config):\n        tries: int = 1\n        key: str = ''\n\n"
+    code = WHOLE.replace("    def tasks", f"    {config}    def tasks", 1)
+    own = ("--env.tries", "2", "--env.key", "hush", "--agent.output_kb", "32", "--model", "sim")
+    ran = envserver("process", "--env", written(tmp_path, code), *own, folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "1 group in data/echo.jsonl" in ran.stderr
     shown = ran.stderr.partition("Try next:\n")[2].splitlines()
     look, real, serve = (line.partition(" # ")[0] for line in shown)
     assert "echo of mine.py" in real
     assert "echo of mine.py" in serve
+    assert "--env.tries 2 --agent.output_kb 32" in real
+    assert "--env.tries 2 --agent.output_kb 32" in serve
+    assert "hush" not in ran.stderr
     for command in (look, f"{real} --help", f"{serve} --help"):
         done = subprocess.run(
             command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False

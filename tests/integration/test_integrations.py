@@ -81,6 +81,8 @@ def test_without_its_framework_a_scheme_says_how_to_install_it(tmp_path: Path) -
     said = refused("process", "--env", "gym:hanoi", "--model", "sim", folder=tmp_path)
     assert "gym:hanoi needs the package 'little_gym'" in said
     assert "envserver env install gym:hanoi" in said
+    assert "Did you mean 'gym:go'?" in refused("process", "--env", "gim:go", folder=tmp_path)
+    assert "gym:NAME" in (listed := run("list", folder=tmp_path)) and "games of a gym" in listed
 
 
 @pytest.mark.thorough
@@ -90,8 +92,11 @@ def test_environments_of_a_framework_share_a_backend(tmp_path: Path, home: Path)
         wheel(tmp_path, "little-gym", code, version=f"{version}.0")
     extra = wheel(tmp_path, "hanoi", {"hanoi.py": ""})
     assert run("env", "install", "gym:hanoi", "--with", extra, folder=tmp_path) == "gym:hanoi\n"
+    said = refused("process", "--env", "gym:go", "--model", "sim", folder=tmp_path)
+    assert "gym:go is not installed; others of gym are" in said
     assert "gym:go" in run("env", "install", "gym:go", folder=tmp_path)
-    assert "no such game" in refused("env", "install", "gym:missing", folder=tmp_path)
+    said = refused("env", "install", "gym:missing", folder=tmp_path)
+    assert "no such game" in said and "Error" not in said and "File" not in said
     assert "installed already" in refused("env", "install", "gym:go", folder=tmp_path)
     assert "little-gym  2.0" in run("env", "list", folder=tmp_path)
     site = next((home / "little-gym" / "venv").glob("lib/python*/site-packages"))
