@@ -25,7 +25,7 @@ MOST_CHANGED = 5 << 20
 _MOST_UNPACKED = 128 << 20
 _PIECE = 900_000
 _CHANGES = """
-import hashlib, json, os, shutil, sys, tarfile
+import errno, hashlib, json, os, shutil, sys, tarfile
 
 base, place, top = json.load(sys.stdin), sys.argv[1], "/work"
 os.chdir(top)
@@ -50,11 +50,17 @@ for folder, folders, files in os.walk("."):
         seen.add(path)
         if base.get(path) != digest:
             changed.append(path)
-os.mkdir(place)
-with tarfile.open(place + "/changes", "w:gz") as tar:
-    for path in sorted(changed):
-        tar.inodes.clear()  # two names of one file are two files
-        tar.add(path, recursive=False)
+try:
+    os.mkdir(place)
+    with tarfile.open(place + "/changes", "w:gz") as tar:
+        for path in sorted(changed):
+            tar.inodes.clear()  # two names of one file are two files
+            tar.add(path, recursive=False)
+except OSError as error:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise
+    print(json.dumps({"too_large": sum(os.lstat(path).st_size for path in changed)}))
+    sys.exit()  # the agent has filled the disk
 print(json.dumps(sorted(set(base) - seen)))
 """
 
@@ -71,12 +77,15 @@ async def changes_in(sandbox: Sandbox, base: Tree) -> dict[str, Any]:
     if not ran.ok:
         said = ran.stderr[-300:].decode("utf-8", "replace")
         raise SandboxError(f"The workspace could not be read: {said}")
+    deleted = json.loads(ran.stdout)
+    if isinstance(deleted, dict):
+        return deleted
     data = await sandbox.read(f"{PLACE}/changes", MOST_CHANGED + 1)
     if len(data) > MOST_CHANGED:
         return {"too_large": len(data)}
     text = base64.b64encode(data).decode()
     pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
-    return {"deleted": json.loads(ran.stdout), "changed": pieces}
+    return {"deleted": deleted, "changed": pieces}
 
 
 def changed(base: Tree, output: Any) -> Tree | None:

@@ -109,6 +109,20 @@ def test_tasks_are_played_in_the_sandbox_and_judged_by_their_tests(tmp_path: Pat
     assert solved.output["deleted"] == ["data/old.txt"]
 
 
+@pytest.mark.thorough
+def test_a_full_disk_is_the_agents_fault(tmp_path: Path) -> None:
+    task(tmp_path / "full", solve="seq 1 50000 | xargs touch")
+    made = envserver.process(
+        f"harbor:{tmp_path}",
+        model="sim",
+        env={"total_steps": 1, "group_size": 1, "images": False},
+        sim={"solve_probability": 1.0, "openers": False, "latency_seconds": 0},
+        rollouts={"max_attempts": 1},
+    )
+    (trajectory,) = made.groups[0].trajectories
+    assert trajectory.score.reward == 0.0 and "too_large" in trajectory.output
+
+
 AGENT = """\
 import json, os, subprocess, urllib.request
 asked = {"model": "sim", "messages": [{"role": "user", "content": "How?"}]}
