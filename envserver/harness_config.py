@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from .curriculum_config import SECTION
 
@@ -38,6 +39,16 @@ class HarnessConfig(BaseModel):
         if sum(one is not None for one in (self.name, self.command, self.url)) > 1:
             raise ValueError("give one of agent.name, agent.command and agent.url")
         return self
+
+    @field_validator("command")
+    @classmethod
+    def _has_words(cls, command: str | None) -> str | None:
+        try:
+            if command is not None and not shlex.split(command):
+                raise ValueError("is empty")
+        except ValueError as error:
+            raise ValueError(f"is not a command line: {error}") from None
+        return command
 
     @property
     def is_set(self) -> bool:

@@ -121,5 +121,8 @@ def test_what_cannot_be_played_is_told_at_the_start() -> None:
         envserver.process(str(SUPPORT / "duel.py"), model="sim", agent=TINY)
     with pytest.raises(NotFoundError, match="There is no agent 'claud-code'"):
         envserver.process("math", model="sim", agent={"name": "claud-code"})
+    for command in ("", "agent 'task"):
+        with pytest.raises(ConfigError, match="is not a command line"):
+            played(agent={"command": command})
     with pytest.raises(ConfigError, match=r"one of agent\.name, agent\.command and agent\.url"):
         envserver.process("math", model="sim", agent={**TINY, "name": "codex"})
