@@ -9,8 +9,15 @@ from support import cards
 from support.commands import envserver
 
 
-@pytest.mark.thorough  # a minute and a half of CPU, most of it programs in sandboxes
-@pytest.mark.parametrize("name", cards.SHIPPED)
+CHEAP = ("math", "mhqa", "kuhn", "twenty_questions")
+"""Those whose check takes seconds; what runs programs takes minutes."""
+CASES = [
+    pytest.param(name, marks=pytest.mark.thorough if name in CHEAP else pytest.mark.slow)
+    for name in cards.SHIPPED
+]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_the_card_is_what_check_finds(name: str, tmp_path: Path) -> None:
     ran = envserver("check", name, "--card", folder=tmp_path, seconds=900)
     assert ran.returncode == 0, ran.stdout + ran.stderr
