@@ -8,7 +8,6 @@ import pytest
 from support import cards
 from support.commands import envserver
 
-
 CHEAP = ("math", "mhqa", "kuhn", "twenty_questions")
 """Those whose check takes seconds; what runs programs takes minutes."""
 CASES = [
