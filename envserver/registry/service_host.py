@@ -168,8 +168,7 @@ class _Host:
         try:
             while (request := await receive(reader)) is not None:
                 if request.what == "cancel":
-                    if task := self._running.get(request.number):
-                        task.cancel()
+                    self._cancel(request.number)
                     continue
                 task = asyncio.create_task(self._respond(request))
                 self._running[request.number] = task
@@ -180,6 +179,15 @@ class _Host:
             await asyncio.gather(*running, return_exceptions=True)
             for number in list(self._states):
                 await self.close_state(number, number)
+
+    def _cancel(self, number: int) -> None:
+        """Ends a request; leaves the state that it has made if its answer crossed the cancel."""
+        if task := self._running.get(number):
+            task.cancel()
+        elif number in self._states:
+            leaving = asyncio.create_task(self.close_state(number, number))
+            self._running[number] = leaving
+            leaving.add_done_callback(lambda _: self._running.pop(number, None))
 
     async def _respond(self, request: Request) -> None:
         try:

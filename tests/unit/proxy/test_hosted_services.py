@@ -9,15 +9,18 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.waiting import until
 from test_services import Desk, desk
 
-from envserver import ConfigError, InputError, ServiceError, Task
+from envserver import ConfigError, InputError, ServiceError, Services, Task
 from envserver.hook_interface import HookBug, ModelCall
 from envserver.registry.hosted_services import HostedServices
 from envserver.registry.installed import Interpreter
+from envserver.registry.service_host import Request, _Host, send
 from envserver.service_interface import Caller
 
 CODE = '''
@@ -205,3 +208,27 @@ async def test_what_cannot_be_started_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="None"):
         async with hosted(tmp_path, "None").running():
             pass
+
+
+async def test_a_state_whose_answer_crosses_its_cancel_is_left() -> None:
+    left = asyncio.Event()
+
+    @asynccontextmanager
+    async def state(task: Task) -> AsyncIterator[str]:
+        yield "state"
+        left.set()
+
+    sent: list[bytes] = []
+    writer: Any = SimpleNamespace(write=sent.append)
+    nothing: Any = None
+    host = _Host(nothing, Services({}, state=state), writer)
+    reader = asyncio.StreamReader()
+    running = asyncio.create_task(host.run(reader))
+    asked: Any = SimpleNamespace(write=reader.feed_data)
+    send(asked, Request(1, "open_state", (Task("one", {}),)))
+    while not sent:
+        await asyncio.sleep(0)
+    send(asked, Request(1, "cancel"))
+    await asyncio.wait_for(left.wait(), 60)
+    reader.feed_eof()
+    await running
