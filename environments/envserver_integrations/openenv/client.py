@@ -174,8 +174,10 @@ async def action_schema(
         async with asyncio.timeout(timeouts.answer), http.get(f"{url}/schema") as answer:
             answer.raise_for_status()
             found = json.loads(await answer.text())
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+    except (aiohttp.ClientResponseError, ValueError) as error:
         raise ServiceError(f"The OpenEnv server has no schema at {shown(url)}.") from error
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise ServiceError(f"The OpenEnv server does not answer at {shown(url)}.") from error
     schema = found.get("action") if isinstance(found, dict) else None
     if not isinstance(schema, dict):
         raise ServiceError(f"The OpenEnv server's schema at {shown(url)} has no action.")

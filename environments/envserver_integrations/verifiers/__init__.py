@@ -7,6 +7,8 @@ dependencies of the two exclude each other.
 
 from __future__ import annotations
 
+import os
+import threading
 from importlib.metadata import version
 
 from envserver import Environment, Integration
@@ -20,6 +22,7 @@ def environment(name: str) -> type[Environment]:
     Raises:
         ConfigError, NotFoundError: it cannot be imported, or is of the other generation.
     """
+    _without_progress_bars()
     if is_classic(version("verifiers")):
         from .classic import classic_class
 
@@ -27,6 +30,18 @@ def environment(name: str) -> type[Environment]:
     from .tasksets import taskset_class
 
     return taskset_class(name)
+
+
+def _without_progress_bars() -> None:
+    """Keeps the bars of packages that map their data set out of workers' output.
+
+    tqdm would also start a thread, and make a semaphore that outlives a killed worker.
+    """
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0
+    tqdm.set_lock(threading.RLock())
 
 
 INTEGRATION = Integration(

@@ -114,11 +114,13 @@ async def test_what_the_server_refuses_is_the_models_affair() -> None:
 async def test_a_server_that_is_not_there(tmp_path: Path) -> None:
     async with openenv_server() as server, aiohttp.ClientSession() as http:
         assert "guess" in (await action_schema(http, f"{server.url}/guess", QUICK))["properties"]
+        with pytest.raises(ServiceError, match="no schema"):
+            await action_schema(http, f"{server.url}/nothing", QUICK)
     async with aiohttp.ClientSession() as http:
         with pytest.raises(ServiceError, match="does not answer"):
             async with session(http, server.url, QUICK, blames_model=False):
                 pass
-        with pytest.raises(ServiceError, match="no schema"):
+        with pytest.raises(ServiceError, match="does not answer"):
             await action_schema(http, f"{server.url}/guess", QUICK)
 
 
