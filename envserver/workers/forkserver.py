@@ -393,12 +393,23 @@ def _preload(references: list[str]) -> None:
     for environment in classes:
         if environment.isolation != "pooled":
             _import_all(environment)
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:
+    if threads := _threads():
         sys.stderr.write(
-            f"{', '.join(references)}: importing started {threads - 1} threads, which do not exist "
-            "in workers. Start threads in setup() instead.\n"
+            f"{', '.join(references)}: importing started {len(threads)} threads "
+            f"({', '.join(sorted(set(threads)))}), which do not exist in workers. Start threads in "
+            "setup() instead.\n"
         )
+
+
+def _threads() -> list[str]:
+    """Returns the names of this process's other threads, as the kernel knows them.
+
+    An allocator's own thread does not count: it knows of forks.
+    """
+    tasks = Path("/proc/self/task").iterdir()
+    others = (task for task in tasks if task.name != str(os.getpid()))
+    names = ((task / "comm").read_text().strip() for task in others)
+    return [name for name in names if not name.startswith("jemalloc")]
 
 
 def _import_all(environment: type[Environment]) -> None:
