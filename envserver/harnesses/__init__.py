@@ -18,6 +18,12 @@ HARNESSES: Final[dict[str, Harness]] = {
 }
 """The programs that `envserver agents install` knows, by name."""
 
+_ELSEWHERE: Final = {
+    "smolagents": "smolagents is a library, and the own agent of gaia: --env gaia --env.agent code "
+    "(or tools). For an environment of yours: envserver init NAME --kind smolagents."
+}
+"""How to get agents that --agent does not start, by name."""
+
 
 def harness_of(name: str) -> Harness:
     """Returns the harness of this name ("command": whatever the user names).
@@ -31,5 +37,7 @@ def harness_of(name: str) -> Harness:
         return HARNESSES[name]
     raise NotFoundError(
         f"There is no agent {name!r}.",
-        hint=f"Known: {', '.join(HARNESSES)}; --agent.command starts any other program.",
+        hint=_ELSEWHERE.get(
+            name, f"Known: {', '.join(HARNESSES)}; --agent.command starts any other program."
+        ),
     )

@@ -121,6 +121,9 @@ def test_what_cannot_be_played_is_told_at_the_start() -> None:
         envserver.process(str(SUPPORT / "duel.py"), model="sim", agent=TINY)
     with pytest.raises(NotFoundError, match="There is no agent 'claud-code'"):
         envserver.process("math", model="sim", agent={"name": "claud-code"})
+    with pytest.raises(NotFoundError, match="There is no agent 'smolagents'") as refused:
+        envserver.process("swe", model="sim", agent={"name": "smolagents"})
+    assert "--env gaia --env.agent code" in (refused.value.hint or "")
     for command in ("", "agent 'task"):
         with pytest.raises(ConfigError, match="is not a command line"):
             played(agent={"command": command})
