@@ -1,0 +1,106 @@
+"""Environments whose tasks or servers are container images, on a real Docker or Podman."""
+
+from __future__ import annotations
+
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from support.containers import image_of_real_engine
+from support.openenv_server import OPENING, played, transcript
+
+import envserver
+from envserver.sandbox import find_engine, service
+
+pytestmark = pytest.mark.thorough
+
+SERVER = Path(__file__).parents[1] / "support" / "openenv_in_an_image.py"
+TOML = '[environment]\ndocker_image = "{image}"\n[verifier]\nenv = {{ WANTED = "6" }}\n'
+TESTS = """\
+cd /app
+if [ "$(cat total.txt)" = "$WANTED" ] && [ -x run.sh ] && [ "$(./run.sh)" = ran ] \\
+    && [ ! -e old.txt ]; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi
+"""
+SOLVES = """\
+ls /tests /app 2>&1
+test -e /.dockerenv || test -e /run/.containerenv && echo in a container
+cd /app && awk '{ sum += $1 } END { print sum }' numbers.txt > total.txt && rm old.txt
+"""
+Build = Callable[..., str]
+
+
+def engine_output(*words: str | Path) -> str:
+    program = find_engine(image_of_real_engine()).program
+    done = subprocess.run([program, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    """Builds images on the engine's image with Python, and removes them."""
+    base = image_of_real_engine()
+    with ExitStack() as made:
+
+        def of(lines: str, **files: str) -> str:
+            folder, name = tmp_path / "image", f"envserver-test-{uuid.uuid4().hex}"
+            folder.mkdir()
+            for file, text in {"Dockerfile": f"FROM {base}\n{lines}", **files}.items():
+                path = folder / file.replace("_", ".")
+                path.write_text(text)
+                path.chmod(0o755)
+            engine_output("build", "--tag", name, folder)
+            made.callback(engine_output, "rmi", "--force", name)
+            return name
+
+        yield of
+
+
+def test_a_task_of_harbor_is_played_and_judged_in_its_image(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_held", {})
+    files = {"numbers_txt": "1\n2\n3\n", "old_txt": "old", "run_sh": "#!/bin/sh\necho ran\n"}
+    image = build("COPY *.txt run.sh /app/\n", **files)
+    task = tmp_path / "tasks/sum"
+    for name, text in {
+        "task.toml": TOML.format(image=image),
+        "instruction.md": "Write the sum of /app/numbers.txt into /app/total.txt.",
+        "tests/test.sh": TESTS,
+        "solution/solve.sh": SOLVES,
+    }.items():
+        (task / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / name).write_text(text)
+    made = envserver.process(
+        f"harbor:{task.parent}",
+        model="sim",
+        env={"total_steps": 1, "group_size": 2, "ensure_scores_are_not_same": False},
+        sim={"solve_probability": 1.0, "openers": False, "latency_seconds": 0},
+        sandbox={"backend": "docker", "docker_image": image_of_real_engine()},
+        workers={"processes": 1},
+    )
+    (group,) = made.groups
+    assert [one.score.reward for one in group.trajectories] == [1.0, 1.0]
+    for one in group.trajectories:
+        assert one.output["deleted"] == ["old.txt"]
+        (seen,) = (message["content"] for message in one.messages if message["role"] == "tool")
+        assert "in a container" in seen and "test.sh" not in seen
+
+
+async def test_the_server_of_an_openenv_image_is_started_and_ended(
+    build: Build, tmp_path: Path
+) -> None:
+    lines = 'COPY server.py /server.py\nCMD ["python3", "/server.py"]\n'
+    image = build(lines, server_py=SERVER.read_text())
+    script = transcript(tmp_path / "t.json", OPENING, "4", "7")
+    result = await played(f"docker://{image}", script)
+    (group,) = result.groups
+    assert [one.score.reward for one in group.trajectories] == pytest.approx([1.1, 1.1])
+    assert not engine_output("ps", "--all", "--quiet", "--filter", f"ancestor={image}")
