@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.commands import envserver, read_jsonl
+from support.containers import image_of_real_engine
 from support.own_interpreter import install_in
 
 TASKS = Path(__file__).parents[1] / "support" / "inspect_tasks" / "tasks.py"
@@ -137,6 +138,24 @@ def test_a_sandbox_task_runs_in_our_sandbox_and_is_scored_there(folder: Path) ->
     assert limited[0]["scores"] == [1.0, 1.0]
     assert {one["turns"] for one in limited[0]["envserver"]["rollouts"]} == {1}
     assert {one["limit"] for one in limited[0]["envserver"]["rollouts"]} == {"turns"}
+
+
+@pytest.mark.slow
+def test_a_docker_sandbox_is_a_container_of_its_image(folder: Path) -> None:
+    image = image_of_real_engine()
+    command = "cat state.txt; ls -d /.dockerenv /run/.containerenv; pwd; echo 42 > answer.txt"
+    call = {"name": "bash", "arguments": json.dumps({"command": command})}
+    (group,) = process(
+        *(folder, "files", "--env.args", '{"kind": "docker"}', "--env.image", image),
+        *("--sandbox.backend", "docker", "--sandbox.docker_image", image),
+        *("--sim.transcript", script(folder, "Write 42 into answer.txt.", call, "Done.")),
+    )
+    assert group["scores"] == [1.0, 1.0]
+    for messages in group["messages"]:
+        told = messages[2]["content"]
+        assert "ready" in told and "/work" in told
+        assert "/.dockerenv\n" in told or "/run/.containerenv\n" in told
+    assert_exact(group)
 
 
 def refused(folder: Path, task: str, *words: object) -> str:
