@@ -1,4 +1,4 @@
-"""Claude Code, Codex, OpenCode and mini-swe-agent play `swe`, `code` and `scenarios` (`--agent`):
+"""Claude Code, Codex, OpenCode and mini-swe-agent play our environments (`--agent`):
 in the sandbox without a network, for at least five turns. `make agents` installs them."""
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ prompt: Write what can be reached into net.txt.
 files: {notes.txt: "Nothing yet."}
 checks: [{file: net.txt, equals: "nothing"}, {file: notes.txt, contains: "Nothing"}]
 """
+TASK_FOLDER = {
+    "task.toml": "[environment]\ncpus = 1\n",
+    "instruction.md": "Write the sum of /app/numbers.txt into /app/total.txt.",
+    "environment/Dockerfile": "FROM python:3.12-slim\nWORKDIR /app\nCOPY numbers.txt /app/\n",
+    "environment/numbers.txt": "1\n2\n3\n",
+    "tests/test.sh": 'test "$(cat total.txt)" = 6; echo $((1 - $?)) > /logs/verifier/reward.txt',
+    "solution/solve.sh": "awk '{ sum += $1 } END { print sum }' numbers.txt > /app/total.txt",
+}
 LOOKS = (
     "python3 -c \"import socket; socket.create_connection(('1.1.1.1', 443), 2)\" 2> why.txt"
     " || echo nothing > net.txt"
@@ -85,6 +93,21 @@ def test_a_program_writes_a_function(name: str) -> None:
     assert "def " in trajectory.output["code"]
 
 
+def test_a_program_answers_a_question_with_a_file() -> None:
+    (trajectory,) = played("claude-code", "Assistance", 1, max_turns=30)
+    check(trajectory)
+    assert trajectory.output["answer"].startswith("FINAL ANSWER: ")
+
+
+def test_a_program_solves_a_task_folder_of_harbor(tmp_path: Path) -> None:
+    for path, text in TASK_FOLDER.items():
+        file = tmp_path / "sums" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (trajectory,) = played("codex", "Folders", 1, images=False, tasks_folder=str(tmp_path))
+    check(trajectory)
+
+
 def test_a_program_searches_with_the_tools_of_an_environment_over_mcp() -> None:
     (trajectory,) = played("codex", "Questions", 1, shell="mcp__env__search:query")
     check(trajectory)
@@ -94,7 +117,7 @@ def test_a_program_searches_with_the_tools_of_an_environment_over_mcp() -> None:
     assert trajectory.metrics["searches"] == 4
 
 
-@pytest.mark.parametrize("name", ["codex", "mini-swe-agent"])
+@pytest.mark.parametrize("name", ["claude-code", "codex", "mini-swe-agent"])
 def test_a_program_works_in_a_folder_and_reaches_no_network(name: str, tmp_path: Path) -> None:
     scenario = tmp_path / "reach.yaml"
     scenario.write_text(SCENARIO)

@@ -1,4 +1,4 @@
-"""`swe`, `code` and `scenarios` for programs of others: the simulated engine calls their shell.
+"""Environments for programs of others: the simulated engine calls their shell.
 
 `--env.shell NAME:ARGUMENT` names the tool, such as `Bash:command`.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 from envserver_environments.code.env import Code
+from envserver_environments.gaia.env import Gaia
 from envserver_environments.mhqa.env import Mhqa
 from envserver_environments.scenarios.env import Scenarios
 from envserver_environments.swe.bash_agent import SUBMIT
 from envserver_environments.swe.env import Swe
+from envserver_integrations.harbor.env import Harbor
 
 _BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 
@@ -21,7 +24,8 @@ _BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 def calls(commands: list[str], config: Any, last: str) -> list[dict[str, Any]]:
     """Returns assistant messages that run commands, one a turn, and then say `last`."""
     name, _, argument = config.shell.partition(":")
-    if config.ends_by_command:
+    ends = config.ends_by_command
+    if ends:
         commands = [*commands, f"echo {SUBMIT}"]
     messages: list[dict[str, Any]] = []
     for command in commands:
@@ -31,6 +35,9 @@ def calls(commands: list[str], config: Any, last: str) -> list[dict[str, Any]]:
         function = {"name": name, "arguments": json.dumps(words)}
         call = {"id": f"call_{len(messages)}", "type": "function", "function": function}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    if ends:
+        messages[-1]["content"] = last
+        return messages
     return [*messages, {"role": "assistant", "content": last}]
 
 
@@ -83,3 +90,33 @@ class Errands(Scenarios):
 
     def demonstration(self, task):
         return calls(self.config.commands, self.config, "Done.")
+
+
+class Assistance(Gaia):
+    exact_demonstrations = True
+
+    class Config(Gaia.Config):
+        shell: str = "Bash:command"
+        ends_by_command: bool = False
+
+    def demonstration(self, task):
+        worked = f"python3 - <<'EOF'\n{task.hidden['solution']}\nprint(answer)\nEOF"
+        commands = ["ls", "pwd", "wc -c attachment*", worked]
+        return calls(commands, self.config, f"FINAL ANSWER: {task.hidden['answer']}")
+
+
+class Folders(Harbor):
+    exact_demonstrations = True
+
+    class Config(Harbor.Config):
+        shell: str = "Bash:command"
+        ends_by_command: bool = False
+        tasks_folder: Path = Path()
+
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.folder = self.config.tasks_folder
+
+    def demonstration(self, task):
+        commands = ["ls", "pwd", "id", task.hidden["solution"], "ls"]
+        return calls(commands, self.config, "It is done.")
