@@ -104,3 +104,13 @@ async def test_the_server_of_an_openenv_image_is_started_and_ended(
     (group,) = result.groups
     assert [one.score.reward for one in group.trajectories] == pytest.approx([1.1, 1.1])
     assert not engine_output("ps", "--all", "--quiet", "--filter", f"ancestor={image}")
+
+
+async def test_an_openenv_image_whose_server_ends_is_told_with_its_last_output(
+    build: Build, tmp_path: Path
+) -> None:
+    image = build('CMD ["python3", "-c", "raise SystemExit(\'no configuration\')"]\n')
+    script = transcript(tmp_path / "t.json", OPENING, "4")
+    with pytest.raises(envserver.ConfigError, match="has ended: no configuration"):
+        await played(f"docker://{image}", script)
+    assert not engine_output("ps", "--all", "--quiet", "--filter", f"ancestor={image}")

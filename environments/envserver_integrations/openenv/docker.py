@@ -33,44 +33,30 @@ async def started(address: str) -> AsyncIterator[str]:
             hint="Start the server elsewhere: --env openenv:http://host:8000.",
         )
     image = address.removeprefix(_SCHEME)
-    words = ("run", "--detach", "--rm", "--publish", f"127.0.0.1::{_PORT}", image)
+    words = ("run", "--detach", "--publish", f"127.0.0.1::{_PORT}", image)
     container = (await _output(program, *words)).strip()
     try:
-        place = (await _output(program, "port", container, _PORT)).split()[0]
-        url = f"http://{place}"
-        await _healthy(url)
+        url = await _healthy(program, container)
         yield url
     finally:
-        await _output(program, "rm", "--force", container)
+        await _output(program, "rm", "--force", "--volumes", container)
 
 
-async def _output(*words: str) -> str:
-    """
-    Raises:
-        ConfigError: the program fails.
-    """
-    process = await asyncio.create_subprocess_exec(
-        *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await process.communicate()
-    if process.returncode != 0:
-        raise ConfigError(f"{' '.join(words[:2])} failed: {err.decode(errors='replace')[-500:]}")
-    return out.decode()
-
-
-async def _healthy(url: str) -> None:
-    """Waits until the server answers.
+async def _healthy(program: str, container: str) -> str:
+    """Waits until the container's server answers; returns its address.
 
     Raises:
-        ConfigError: it does not within two minutes.
+        ConfigError: it does not within two minutes, or the container ends before.
     """
     try:
         async with asyncio.timeout(_START_SECONDS), aiohttp.ClientSession() as http:
             while True:
+                await _check_runs(program, container)
+                place = (await _output(program, "port", container, _PORT)).split()[0]
                 try:
-                    async with http.get(f"{url}/health") as answer:
+                    async with http.get(f"http://{place}/health") as answer:
                         if answer.status == 200:
-                            return
+                            return f"http://{place}"
                 except aiohttp.ClientError:
                     pass
                 await asyncio.sleep(0.2)
@@ -78,3 +64,36 @@ async def _healthy(url: str) -> None:
         raise ConfigError(
             f"The container's server did not answer in {_START_SECONDS:g} s."
         ) from error
+
+
+async def _check_runs(program: str, container: str) -> None:
+    """
+    Raises:
+        ConfigError: the container has ended; the message has its last output.
+    """
+    words = ("inspect", "--format", "{{.State.Running}}", container)
+    if (await _output(program, *words)).strip() == "true":
+        return
+    _, out, err = await _run(program, "logs", "--tail", "20", container)
+    said = (err or out)[-500:].strip()
+    raise ConfigError(f"The container of the OpenEnv server has ended: {said}")
+
+
+async def _output(*words: str) -> str:
+    """
+    Raises:
+        ConfigError: the program fails.
+    """
+    code, out, err = await _run(*words)
+    if code != 0:
+        raise ConfigError(f"{' '.join(words[:2])} failed: {err[-500:]}")
+    return out
+
+
+async def _run(*words: str) -> tuple[int | None, str, str]:
+    """Returns a program's exit status, standard output and standard error."""
+    process = await asyncio.create_subprocess_exec(
+        *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
