@@ -226,7 +226,10 @@ def _build_root(root: str, visible: Sequence[str], contents: Mapping[str, str], 
 def _show(root: str, path: str) -> None:
     """Shows `path` of the host at the same place below `root`, read-only."""
     target = root + path
-    mode = os.lstat(path).st_mode
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:  # removed since the places were listed
+        return
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(target) or (os.path.exists(target) and not stat.S_ISDIR(mode)):
         return

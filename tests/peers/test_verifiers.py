@@ -16,7 +16,14 @@ from support.commands import envserver, read_jsonl
 from support.learning import learning, mean, tiny_model
 from support.verifiers_peer import install, refusal
 
-ONE_PROCESS = ("--workers.processes", "1", "--env.ensure_scores_are_not_same", "false")
+ONE_PROCESS = (
+    "--workers.processes",
+    "1",
+    "--workers.heartbeat_seconds",
+    "30",
+    "--env.ensure_scores_are_not_same",
+    "false",
+)
 CLASSIC = ("classic_sums", "classic_shop", "classic_guess")
 SERVED = """
 environment: verifiers:classic_sums
@@ -76,7 +83,7 @@ def test_both_generations_beside_math(home: Path, tmp_path: Path) -> None:
         "math",
         "classic_sums",
         "taskset_duel",
-    }
+    }, done.stdout + done.stderr
     assert not any(group["envserver"]["failures"] for group in groups)
     # Only calls whose tokens are the engine's own become rows.
     assert all(one["rows"] for one in rollouts_of(groups))

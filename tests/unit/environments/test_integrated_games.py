@@ -1,5 +1,5 @@
 """What the integrations of games read from answers and make of pictures; the games themselves are
-played in tests/peers/test_games.py."""
+played in tests/peers/test_games_peer.py."""
 
 from __future__ import annotations
 
