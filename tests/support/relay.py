@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -17,6 +17,8 @@ from support.beside import beside
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _GENERATE = "/inference/v1/generate"
 _SAMPLES = (_CHAT, _COMPLETIONS, _GENERATE)
+Held = Callable[[dict[str, Any]], None]
+"""Changes what is asked of the engine before it gets it."""
 _TEMPERATURE = 1.0
 """Of what rollouts ask here; what is asked at another one only finds out what the engine can do."""
 
@@ -43,13 +45,15 @@ class Relay(list[Echo]):
 
     Args:
         at_once: requests that are forwarded at the same time.
+        hold: is called with each request for a sample.
     """
 
-    def __init__(self, engine_url: str, at_once: int) -> None:
+    def __init__(self, engine_url: str, at_once: int, hold: Held | None) -> None:
         super().__init__()
         self.url = ""
         self._engine_url = engine_url
         self._turns = asyncio.Semaphore(at_once)
+        self._hold = hold
 
     async def serve(self, started: threading.Event, ended: asyncio.Event) -> None:
         app = web.Application(client_max_size=2**26)
@@ -72,6 +76,10 @@ class Relay(list[Echo]):
 
     async def _forwarded(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
+        if self._hold is not None and request.path in _SAMPLES:
+            asked = orjson.loads(body)
+            self._hold(asked)
+            body = orjson.dumps(asked)
         headers = {"content-type": "application/json"}
         heard = bytearray()
         async with (
@@ -135,12 +143,14 @@ def _logprobs(choice: dict[str, Any]) -> list[float]:
 
 
 @contextlib.contextmanager
-def relay(engine_url: str, *, at_once: int = 10_000) -> Iterator[tuple[str, Relay]]:
+def relay(
+    engine_url: str, *, at_once: int = 10_000, hold: Held | None = None
+) -> Iterator[tuple[str, Relay]]:
     """Forwards to `engine_url` (without /v1); yields the relay's address and the growing list.
 
     Answers that stream are put together from their chunks as they stand, without any of our code.
     It runs in a thread of its own, so that it serves tests that block.
     """
-    made = Relay(engine_url, at_once)
+    made = Relay(engine_url, at_once, hold)
     with beside(made.serve):
         yield made.url, made

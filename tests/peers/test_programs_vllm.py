@@ -1,0 +1,214 @@
+"""Coding programs and environments of verifiers on a real vLLM: each conversation is one row of the
+tokens that the engine sampled, and the engine gives them the same logprobs again.
+
+The random model calls tools because a relay between our proxy and the engine says what it is to
+say; neither program nor proxy knows, and its logprobs stay its own. `make agents` and `make
+verifiers-peer` install what plays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.commands import envserver, read_jsonl
+from support.relay import Held, Relay, relay
+from support.verifiers_peer import install
+from support.vllm_server import VllmServer, running_vllm
+
+from envserver.harnesses.installing import version_in
+
+pytestmark = pytest.mark.vllm
+
+TESTS = Path(__file__).parents[1]
+AGENTS = TESTS.parent / ".agents"
+CONTEXT = 65_536
+LONG = (
+    *("--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(CONTEXT)),
+    *("--hf-overrides", json.dumps({"max_position_embeddings": CONTEXT})),
+    *("--logits-processors", "support.forced_text:ForcedText"),
+)
+"""A program's first prompt has up to 20,000 of the tiny model's tokens."""
+WORDS = "~~~ ~~~~"
+"""Of the model's own choice, see support/forced_text.py."""
+START_OF_TURN = 1
+"""Id of <|im_start|> in the tiny model's tokenizer."""
+WORST = 1e-4
+"""Nats, as `verify` takes it; beyond some hundred tokens vLLM adds up in different orders."""
+
+
+def calls(name: str, **arguments: str) -> str:
+    """Returns some words and a call of a tool."""
+    function = json.dumps({"name": name, "arguments": arguments})
+    return f"{WORDS}\n<tool_call>{function}</tool_call>"
+
+
+ECHO = "echo ~~~~"
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+BASH = calls("bash", command=ECHO)
+PROGRAMS = {
+    "mini-swe-agent": [BASH, BASH, calls("bash", command=SUBMIT)],
+    "claude-code": [*[calls("Bash", command=ECHO, description=WORDS)] * 2, WORDS],
+    "codex": [*[calls("exec_command", cmd=ECHO)] * 2, WORDS],
+    "opencode": [*[calls("bash", command=ECHO, description=WORDS)] * 2, WORDS],
+}
+"""What the model says to each, turn by turn."""
+
+
+def saying(texts: list[str]) -> Held:
+    """Has the model say at each turn its text: the next after the turns that its prompt has."""
+
+    def hold(asked: dict[str, Any]) -> None:
+        if "messages" in asked:
+            turn = sum(one["role"] == "assistant" for one in asked["messages"])
+        else:
+            turn = earlier_turns(asked.get("token_ids") or asked["prompt"])
+        if "sampling_params" in asked:
+            asked["sampling_params"]["extra_args"] = {"said": texts[turn]}
+        else:
+            asked["vllm_xargs"] = {"said": texts[turn]}
+
+    return hold
+
+
+def earlier_turns(ids: list[int]) -> int:
+    """Counts how often the header with which a prompt ends stands before it."""
+    starts = [at for at, token in enumerate(ids) if token == START_OF_TURN]
+    header = ids[starts[-1] :]
+    return sum(ids[at : at + len(header)] == header for at in starts[:-1])
+
+
+@pytest.fixture(scope="module")
+def engine(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(TESTS))
+        with running_vllm(vllm_python, tmp_path_factory.mktemp("long"), more=LONG) as server:
+            yield server
+
+
+def played(
+    engine: VllmServer, folder: Path, texts: list[str], rollouts: int, *words: object
+) -> tuple[list[dict[str, Any]], Relay]:
+    """Returns the groups that `process` makes before the engine, and what the engine said."""
+    with relay(engine.root_url, hold=saying(texts)) as (url, echoes):
+        ran = envserver(
+            "process", "--openai.base_url", url, "--openai.model_name", engine.model,
+            "--sampling.max_tokens", 200, "--env.group_size", rollouts, "--env.total_steps", 1,
+            "--env.ensure_scores_are_not_same", "false", "--env.max_token_length", CONTEXT,
+            "--workers.processes", 1, "--rollouts.max_attempts", 1,
+            "--out", "out.jsonl", *words, folder=folder, seconds=600,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return list(read_jsonl(folder / "out.jsonl")), echoes
+
+
+def assert_exact(
+    engine: VllmServer, folder: Path, groups: list[dict[str, Any]], echoes: Relay
+) -> str:
+    """Checks every row against what the engine said, and against what it says when asked again.
+
+    Returns what was measured.
+    """
+    assert delivered(groups) == Counter(
+        (token, float(np.float32(logprob)))
+        for echo in echoes
+        for token, logprob in zip(echo.completion_ids, echo.logprobs, strict=True)
+    )
+    rows = [tokens for group in groups for tokens in group["tokens"]]
+    for echo in echoes:  # each prompt is the row that it became, up to there
+        seen = echo.prompt_ids + echo.completion_ids
+        assert any(tokens[: len(seen)] == seen for tokens in rows)
+    ran = envserver(
+        "verify", "out.jsonl", "--openai.base_url", engine.base_url,
+        "--openai.model_name", engine.model, "--tolerance", WORST, "--json",
+        folder=folder, seconds=600,
+    )  # fmt: skip
+    report = json.loads(ran.stdout)
+    assert (ran.returncode, report["findings"]) == (0, []), ran.stdout + ran.stderr
+    told = report["compared"]
+    assert (told["rows"], told["tokens"]) == (len(rows), sum(delivered(groups).values()))
+    return (
+        f"{told['rows']} rows of {max(map(len, rows)):,} tokens, {told['tokens']} sampled: "
+        f"{told['tokens_exactly_equal']} logprobs equal, worst {told['largest_difference']:.2g}"
+    )
+
+
+def delivered(groups: list[dict[str, Any]]) -> Counter[tuple[float, float]]:
+    """Every trained token with its logprob."""
+    return Counter(
+        (token, float(np.float32(logprob)))
+        for group in groups
+        for tokens, masks, logprobs in zip(
+            group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+        )
+        for token, mask, logprob in zip(tokens, masks, logprobs, strict=True)
+        if mask != -100
+    )
+
+
+def ends(groups: list[dict[str, Any]]) -> list[tuple[int, int, str | None]]:
+    """Returns the rows, turns and limit of each rollout."""
+    rollouts = [one for group in groups for one in group["envserver"]["rollouts"]]
+    return [(len(one["rows"]), one["turns"], one["limit"]) for one in rollouts]
+
+
+def program(name: str) -> tuple[object, ...]:
+    """Returns the words with which a program plays; skips the test without it."""
+    if not version_in(AGENTS / name):
+        pytest.skip(f"{name} is missing: make agents")
+    return ("--env", "math", "--agent", name, "--agent.folder", AGENTS)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_plays_in_one_exact_row(
+    engine: VllmServer, tmp_path: Path, name: str, tell: Callable[[str], None]
+) -> None:
+    rollouts = 2 if name == "mini-swe-agent" else 1  # the others cost more
+    groups, echoes = played(engine, tmp_path, PROGRAMS[name], rollouts, *program(name))
+    assert ends(groups) == [(1, len(PROGRAMS[name]), None)] * rollouts
+    tell(f"{name}: {assert_exact(engine, tmp_path, groups, echoes)}")
+
+
+def test_an_answer_that_a_program_forgets_is_a_row_of_its_own(
+    engine: VllmServer, tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    """mini-swe-agent complains of an answer without a call, but keeps only its complaint; after the
+    third it gives up."""
+    name = "mini-swe-agent"
+    groups, echoes = played(engine, tmp_path, [BASH, WORDS], 1, *program(name))
+    assert ends(groups) == [(3, 4, None)]
+    tell(f"{name}, malformed: {assert_exact(engine, tmp_path, groups, echoes)}")
+
+
+@pytest.fixture(scope="module")
+def home(
+    verifiers_classic_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """The environments of verifiers are installed."""
+    folder = tmp_path_factory.mktemp("home")
+    install(verifiers_classic_python, "classic", list(VERIFIERS), folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_DATA_HOME", str(folder))
+        yield
+
+
+VERIFIERS = {
+    "classic_guess": [WORDS] * 3,
+    "classic_shop": [calls("price", item="pear"), "10"],
+}
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_an_environment_of_verifiers_is_one_exact_row(
+    engine: VllmServer, tmp_path: Path, name: str, tell: Callable[[str], None]
+) -> None:
+    texts = VERIFIERS[name]
+    groups, echoes = played(engine, tmp_path, texts, 2, "--env", f"verifiers:{name}")
+    assert ends(groups) == [(1, len(texts), None)] * 2
+    tell(f"verifiers, {name}: {assert_exact(engine, tmp_path, groups, echoes)}")
