@@ -14,7 +14,7 @@
 # make soak        an hour of full load: nothing grows
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
 # make trainers    verl and SkyRL in .venv-trainers, for the tests of their adapters
-# make agents      Claude Code, Codex, OpenCode and mini-swe-agent in .agents, for the tests with them (1.3 GB)
+# make agents      Claude Code, Codex, OpenCode, mini-swe-agent, smolagents in .agents, for the tests with them (1.3 GB)
 # make games-peer  TextArena and Gymnasium in .venv-games, for the tests of their integrations
 # make peers       all of the above that tests run beside us, but agents; make -j4 peers installs side by side
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
@@ -182,7 +182,7 @@ inspect-peer: .venv-inspect/.installed
 	.venv-inspect/bin/pip install --quiet --disable-pip-version-check inspect-ai==0.3.285 inspect_evals==0.26.0
 	@touch $@
 
-AGENTS := claude-code codex opencode mini-swe-agent
+AGENTS := claude-code codex opencode mini-swe-agent smolagents
 agents: $(AGENTS:%=.agents/%/agent.json)
 
 .agents/%/agent.json: | .venv/.installed

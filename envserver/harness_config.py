@@ -16,8 +16,8 @@ class HarnessConfig(BaseModel):
     model_config = SECTION
 
     name: str | None = None
-    """An installed program: claude-code, codex, opencode or mini-swe-agent (`envserver agents
-    list`); unset: the environment's own agent."""
+    """An installed program: claude-code, codex, opencode, mini-swe-agent or smolagents (`envserver
+    agents list`); unset: the environment's own agent."""
     command: str | None = None
     """Command line of any other program; {instruction_file}, {instruction}, {base_url}, {api_key},
     {model} and {mcp_url} are replaced, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and

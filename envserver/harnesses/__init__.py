@@ -12,17 +12,12 @@ from .codex import CODEX
 from .launch import Harness
 from .mini_swe_agent import MINI_SWE_AGENT
 from .opencode import OPENCODE
+from .smolagents import SMOLAGENTS
 
 HARNESSES: Final[dict[str, Harness]] = {
-    one.name: one for one in (CLAUDE_CODE, CODEX, OPENCODE, MINI_SWE_AGENT)
+    one.name: one for one in (CLAUDE_CODE, CODEX, OPENCODE, MINI_SWE_AGENT, SMOLAGENTS)
 }
 """The programs that `envserver agents install` knows, by name."""
-
-_ELSEWHERE: Final = {
-    "smolagents": "smolagents is a library, and the own agent of gaia: --env gaia --env.agent code "
-    "(or tools). For an environment of yours: envserver init NAME --kind smolagents."
-}
-"""How to get agents that --agent does not start, by name."""
 
 
 def harness_of(name: str) -> Harness:
@@ -37,7 +32,5 @@ def harness_of(name: str) -> Harness:
         return HARNESSES[name]
     raise NotFoundError(
         f"There is no agent {name!r}.",
-        hint=_ELSEWHERE.get(
-            name, f"Known: {', '.join(HARNESSES)}; --agent.command starts any other program."
-        ),
+        hint=f"Known: {', '.join(HARNESSES)}; --agent.command starts any other program.",
     )

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from ..harness_interface import HarnessSpec
+
+WORDS_FILE: Final = "words.txt"
+"""File of HOME for a program's last words, if they are not the model's last message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +52,14 @@ class Launch:
         argv: its command line; a program without a slash is looked for in PATH.
         env: variables besides PATH, HOME and the like.
         files: files of its HOME, by path.
+        words_file: file of its HOME for its last words; without one they are the model's last
+            message.
     """
 
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    words_file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

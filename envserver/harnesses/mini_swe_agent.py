@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from .launch import Harness, Launch, Package, Session
+from .launch import WORDS_FILE, Harness, Launch, Package, Session
 
 _PROGRAM = """\
 import json, sys
@@ -35,6 +35,7 @@ done = DefaultAgent(LitellmModel(**model), LocalEnvironment(**environment), **ag
     about["instruction"]
 )
 print(json.dumps(done, default=str))
+Path(about["words_file"]).write_text(done.get("submission") or "")
 """
 
 
@@ -49,6 +50,7 @@ def _launch(session: Session) -> Launch:
         },
         "workspace": str(session.workspace),
         "instruction": session.instruction,
+        "words_file": str(session.home / WORDS_FILE),
     }
     return Launch(
         argv=[
@@ -64,6 +66,7 @@ def _launch(session: Session) -> Launch:
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         },
         files={"mini.py": _PROGRAM, "mini.json": json.dumps(about)},
+        words_file=WORDS_FILE,
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from envserver_records.errors import AgentError, LimitReached
+from envserver_records.errors import AgentError, InputError, LimitReached
 from envserver_records.records import PublicTask
 
 from ..environment import Environment
@@ -36,6 +36,7 @@ _READING_SECONDS = 30.0
 """Most seconds of a rollout that are kept for reading the output."""
 _READING_SHARE = 0.1
 _SAID = 2000
+_MOST_WORDS = 1 << 20
 _LOOK_SECONDS = 1.0
 _LOOKS = 2
 """How often a final limit is seen before the program is ended; most end by themselves."""
@@ -110,9 +111,8 @@ async def play(
         raise LimitReached(
             f"The agent {spec.name!r} crashed ({_status(ended.status)}).", limit="crash"
         )
-    if task.output is None:
-        return seen.text
-    return await task.output(workspace, seen.text)
+    words = await _words(launch, workspace) or seen.text
+    return words if task.output is None else await task.output(workspace, words)
 
 
 def ending_of(status: int | None, seen: CallRecord, *, in_time: bool) -> Ending:
@@ -170,6 +170,17 @@ def _launch(
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
     return launch
+
+
+async def _words(launch: Launch, workspace: OwnWorkspace) -> str:
+    """Returns what the program wrote as its last words; "" if it wrote none."""
+    if not launch.words_file:
+        return ""
+    try:
+        words = await workspace.read(str(workspace.home / launch.words_file), _MOST_WORDS)
+    except InputError:
+        return ""
+    return words.decode("utf-8", "replace").strip()
 
 
 async def _run(

@@ -1,4 +1,4 @@
-"""Claude Code, Codex, OpenCode and mini-swe-agent play our environments (`--agent`):
+"""Claude Code, Codex, OpenCode, mini-swe-agent and smolagents play our environments (`--agent`):
 in the sandbox without a network, for at least five turns. `make agents` installs them."""
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ SHELLS = {
     "codex": "exec_command:cmd",
     "opencode": "bash:command",
     "mini-swe-agent": "bash:command",
+    "smolagents": "code:bash",
 }
 SCENARIO = """\
 prompt: Write what can be reached into net.txt.

@@ -24,6 +24,11 @@ _BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 def calls(commands: list[str], config: Any, last: str) -> list[dict[str, Any]]:
     """Returns assistant messages that run commands, one a turn, and then say `last`."""
     name, _, argument = config.shell.partition(":")
+    if name == "code":  # smolagents
+        codes = [f"print(bash({command!r}))" for command in commands]
+        codes.append(f"final_answer({last!r})")
+        texts = [f"Thought: It is next.\n<code>\n{code}\n</code>" for code in codes]
+        return [{"role": "assistant", "content": text} for text in texts]
     ends = config.ends_by_command
     if ends:
         commands = [*commands, f"echo {SUBMIT}"]

@@ -57,6 +57,15 @@ def test_those_that_know_skills_and_mcp_get_them(name: str) -> None:
     assert ("--bare" in launch.argv) is False
 
 
+@pytest.mark.parametrize("name", ["mini-swe-agent", "smolagents"])
+def test_programs_that_end_by_a_call_write_their_last_words_where_they_are_read(name: str) -> None:
+    launch = launched(name)
+    (told,) = [json.loads(text) for path, text in launch.files.items() if path.endswith(".json")]
+    assert told["words_file"] == f"/tmp/agent/{launch.words_file}"
+    (program,) = [text for path, text in launch.files.items() if path.endswith(".py")]
+    compile(program, name, "exec")
+
+
 def test_codex_reads_its_configuration_as_it_is_meant() -> None:
     config = tomllib.loads(launched("codex").files[".codex/config.toml"])
     assert config["model"] == 'a "model"'
