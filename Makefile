@@ -16,7 +16,7 @@
 # make trainers    verl and SkyRL in .venv-trainers, for the tests of their adapters
 # make agents      Claude Code, Codex, OpenCode, mini-swe-agent, smolagents in .agents, for the tests with them (1.3 GB)
 # make games-peer  TextArena and Gymnasium in .venv-games, for the tests of their integrations
-# make peers       all of the above that tests run beside us, but agents; make -j4 peers installs side by side
+# make peers       what tests run beside us, all but agents; make -j4 peers installs side by side
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make docs        the documentation as a site in build/site; fails on a broken link (needs network once)
 # make cards       the score cards in the READMEs of the shipped environments anew
