@@ -23,8 +23,13 @@ class HarnessConfig(BaseModel):
     {model} and {mcp_url} are replaced, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY are set."""
     url: str | None = None
-    """Address of an agent that already runs on this machine: it gets each task by POST, and answers
-    with its output."""
+    """Address of an agent that already runs: it gets each task by POST, and answers with its
+    output."""
+    base_url: str | None = None
+    """With agent.url, where the agent reaches agent.port of this machine (the end of a tunnel):
+    http://127.0.0.1:9200; unset: it is on this machine."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Loopback port at which agents ask the model, for a tunnel; 0: any."""
     folder: Path | None = None
     """Folder of a program of yours, shown to it as {folder}; for an installed program, the folder
     of all installed ones."""
@@ -38,6 +43,8 @@ class HarnessConfig(BaseModel):
     def _is_one(self) -> HarnessConfig:
         if sum(one is not None for one in (self.name, self.command, self.url)) > 1:
             raise ValueError("give one of agent.name, agent.command and agent.url")
+        if self.base_url is not None and not (self.url and self.port):
+            raise ValueError("agent.base_url needs agent.url and agent.port")
         return self
 
     @field_validator("command")

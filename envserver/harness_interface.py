@@ -53,6 +53,7 @@ class HarnessSpec(msgspec.Struct, frozen=True, kw_only=True):
         place: the folder of the installed program, as agents see it.
         command: the command line, for "command".
         url: its address, for "url".
+        base_url: where it reaches the proxy, for "url"; "": at the proxy's own address.
         arguments: further arguments of its command line.
         output_bytes: how much of what it prints is kept.
     """
@@ -62,6 +63,7 @@ class HarnessSpec(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""
     command: str = ""
     url: str = ""
+    base_url: str = ""
     arguments: list[str] = []
     output_bytes: int = 64 * 1024
 

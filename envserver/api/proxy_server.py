@@ -160,10 +160,13 @@ class ProxyServer:
         await self._running.close()
 
 
-async def serve_proxy(proxy: Proxy, http: HttpBounds | None = None) -> ProxyServer:
-    """Serves `proxy` on a free port of the loopback address; raises like `serve_api`.
+async def serve_proxy(
+    proxy: Proxy, http: HttpBounds | None = None, *, port: int = 0
+) -> ProxyServer:
+    """Serves `proxy` on a port of the loopback address; raises like `serve_api`.
 
     Args:
+        port: 0: a free one.
         http: sizes and times of requests; default: those of `ServerConfig`.
     """
     descriptors = raise_open_files()
@@ -178,5 +181,7 @@ async def serve_proxy(proxy: Proxy, http: HttpBounds | None = None) -> ProxyServ
     of_all = partial(kind, bounds=dataclasses.replace(bounds, max_connections=descriptors))
     least = min(_WITHOUT_KEY, descriptors // 16)
     shared = _Listener(proxy, _WITHOUT_KEY, least, few_from, is_shared=True)
-    running = await serve_api(proxy.asgi(), "127.0.0.1", 0, http=partial(of_all, listener=shared))
+    running = await serve_api(
+        proxy.asgi(), "127.0.0.1", port, http=partial(of_all, listener=shared)
+    )
     return ProxyServer(running, proxy, of_all, few_from)

@@ -183,7 +183,7 @@ async def rollout_context(
             bounds=AttemptBounds.of(settings.workers),
         )
         stack.push_async_callback(proxy.services.close)
-        server = await serve_proxy(proxy)
+        server = await serve_proxy(proxy, port=settings.agent.port)
         stack.push_async_callback(server.close)
         scorer = ScorerPool(
             reference,

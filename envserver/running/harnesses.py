@@ -80,7 +80,9 @@ def chosen_harness(config: HarnessConfig, service: SandboxService | None) -> Cho
         )
         return ChosenHarness(spec, folder)
     if config.url is not None:
-        return ChosenHarness(HarnessSpec(name="url", url=config.url))
+        return ChosenHarness(
+            HarnessSpec(name="url", url=config.url, base_url=config.base_url or "")
+        )
     assert config.name is not None
     harness = harness_of(config.name)
     place = installed_place(harness, config.folder)

@@ -13,6 +13,7 @@ import base64
 import binascii
 from contextlib import AsyncExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -51,7 +52,7 @@ async def asked_elsewhere(
     body = {
         "task": task_id,
         "instruction": task.instruction,
-        "base_url": run.base_url,
+        "base_url": _reached_at(spec.base_url, run.base_url),
         "api_key": run.api_key,
         "model": run.model,
         "seconds": run.seconds_left,
@@ -72,6 +73,11 @@ async def asked_elsewhere(
         for path, text in answer.files.items():
             await workspace.write(path, _decoded(path, text))
         return await task.output(workspace, answer.output)
+
+
+def _reached_at(end: str, base_url: str) -> str:
+    """Returns `base_url` as an agent sees it at the end of a tunnel; "": there is none."""
+    return f"{end.rstrip('/')}{urlsplit(base_url).path}" if end else base_url
 
 
 async def _post(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -113,9 +114,15 @@ def test_the_last_words_of_a_program_that_submits_are_those_that_it_wrote(tmp_pa
 
 
 @pytest.mark.thorough
-def test_an_agent_elsewhere_gets_the_task_by_post_and_answers_with_its_files() -> None:
+@pytest.mark.parametrize("is_far", [False, True])
+def test_an_agent_elsewhere_gets_the_task_by_post_and_answers_with_its_files(is_far: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    tunnel = {"port": port, "base_url": f"http://localhost:{port}/"} if is_far else {}
+
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         asked = {"model": body["model"], "messages": [{"role": "user", "content": "How?"}]}
+        assert body["base_url"].startswith(f"http://localhost:{port}/r/") == is_far
         url = f"{body['base_url']}/chat/completions"
         with urllib.request.urlopen(
             urllib.request.Request(url, json.dumps(asked).encode())
@@ -126,7 +133,7 @@ def test_an_agent_elsewhere_gets_the_task_by_post_and_answers_with_its_files() -
         return {"output": "It is there.", "files": {"answer.txt": written}}
 
     with posted_to(answer) as url:
-        (group,) = played("at once", agent={"url": url}).groups
+        (group,) = played("at once", agent={"url": url, **tunnel}).groups
     for trajectory in group.trajectories:
         assert (trajectory.score.reward, trajectory.turns) == (1.0, 1)
         assert len(trajectory.sequences) == 1
@@ -157,3 +164,5 @@ def test_what_cannot_be_played_is_told_at_the_start() -> None:
             played(agent={"command": command})
     with pytest.raises(ConfigError, match=r"one of agent\.name, agent\.command and agent\.url"):
         envserver.process("math", model="sim", agent={**TINY, "name": "codex"})
+    with pytest.raises(ConfigError, match=r"agent\.base_url needs agent\.url and agent\.port"):
+        envserver.process("math", model="sim", agent={**TINY, "base_url": "http://a"})
