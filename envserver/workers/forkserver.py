@@ -169,7 +169,7 @@ class Forkserver:
                 seconds = LOOK_SECONDS if watching else LOOK_ROUND_SECONDS
                 for key, _ in self._selector.select(seconds):
                     key.data()
-                self._look_at_memory()
+                self._look_at_workers()
                 self._reap()
                 self._kill_orphans()
         finally:
@@ -293,13 +293,15 @@ class Forkserver:
         except ConnectionError:
             self._stopping = True
 
-    def _look_at_memory(self) -> None:
-        """Ends every worker that exceeds its memory limit."""
+    def _look_at_workers(self) -> None:
+        """Ends every worker that exceeds its memory limit; tells what output was dropped."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
         for pid, worker in self._workers.items():
+            # What was dropped while the server was busy, if no line has told it since.
+            self._pass_on(worker, [], worker.lines.take_dropped(now))
             trouble = worker.watch.trouble() if worker.watch is not None else ""
             if trouble:
                 words = f"The worker {trouble}.\n"
