@@ -35,7 +35,8 @@ def add_rollout_routes(router: APIRouter, store: GroupStore) -> None:
         its rows but their tokens (`/tokens` has those). Nothing is leased or consumed.
         """
         group, rollout = await _read(store, group_id, number)
-        return json_answer(await asyncio.to_thread(_shown, group, rollout, number))
+        # A long rollout takes longer to write as JSON than the event loop may wait.
+        return await asyncio.to_thread(lambda: json_answer(_shown(group, rollout, number)))
 
     @router.get(
         "/v1/groups/{group_id:path}/rollouts/{number}/tokens",
