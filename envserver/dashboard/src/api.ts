@@ -1,0 +1,99 @@
+// Reads JSON of /v1. Addresses are relative: the page works behind any path prefix.
+
+import { useEffect, useState } from "preact/hooks";
+
+/** A failure that the server told, or that kept us from hearing it. `status` 0: no answer came. */
+export class Problem extends Error {
+  constructor(
+    readonly status: number,
+    message: string,
+    readonly hint = "",
+  ) {
+    super(message);
+  }
+}
+
+/** Called when the server asks for a login; the shell shows the login page. */
+let onLogin = () => {};
+export function whenLoginIsNeeded(call: () => void): void {
+  onLogin = call;
+}
+
+/** GETs JSON. Throws a Problem. */
+export async function get<T>(path: string, signal?: AbortSignal): Promise<T> {
+  return (await answer(path, { signal: signal ?? null })) as T;
+}
+
+/** POSTs or DELETEs. Only the session is ever changed by this page. */
+export async function send<T>(method: "POST" | "DELETE", path: string, body?: unknown): Promise<T> {
+  const init: RequestInit = { method };
+  if (body !== undefined) {
+    init.body = JSON.stringify(body);
+    init.headers = { "Content-Type": "application/json" };
+  }
+  return (await answer(path, init)) as T;
+}
+
+async function answer(path: string, init: RequestInit): Promise<unknown> {
+  let response: Response;
+  try {
+    response = await fetch(path, init);
+  } catch (error) {
+    if (init.signal?.aborted) throw error;
+    throw new Problem(0, "The server does not answer.", "This page tries again by itself.");
+  }
+  if (response.status === 401 && init.method === undefined) onLogin();
+  const text = await response.text();
+  let body: any = null;
+  try {
+    body = text ? JSON.parse(text) : null;
+  } catch {
+    throw new Problem(response.status, "The answer is not JSON; is another server at this address?");
+  }
+  if (!response.ok) {
+    throw new Problem(response.status, body?.detail ?? body?.message ?? response.statusText, body?.hint ?? "");
+  }
+  return body;
+}
+
+export interface Loaded<T> {
+  data: T | null;
+  problem: Problem | null;
+  /** Reads again; what is shown stays until the answer is there. */
+  again: () => void;
+}
+
+/** Reads `path` when it changes, and every `seconds` (0: once). null: reads nothing. */
+export function useGet<T>(path: string | null, seconds = 0): Loaded<T> {
+  const [state, set] = useState<{ path: string | null; data: T | null; problem: Problem | null }>({
+    path: null,
+    data: null,
+    problem: null,
+  });
+  const [turn, setTurn] = useState(0);
+  useEffect(() => {
+    if (path === null) return;
+    const stop = new AbortController();
+    let timer = 0;
+    const read = async () => {
+      try {
+        const data = await get<T>(path, stop.signal);
+        set({ path, data, problem: null });
+      } catch (error) {
+        if (stop.signal.aborted) return;
+        const problem = error instanceof Problem ? error : new Problem(0, String(error));
+        set((old) => ({ path, data: old.path === path ? old.data : null, problem }));
+        if (problem.status === 0 || problem.status === 503) timer = setTimeout(read, 2000);
+        return;
+      }
+      if (seconds > 0) timer = setTimeout(read, seconds * 1000);
+    };
+    void read();
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+    };
+  }, [path, seconds, turn]);
+  const fresh = state.path === path;
+  return { data: fresh ? state.data : null, problem: fresh ? state.problem : null, again: () => setTurn((n) => n + 1) };
+}

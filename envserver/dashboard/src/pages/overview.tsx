@@ -1,0 +1,3 @@
+export function Overview() {
+  return <p class="dim">Nothing here yet.</p>;
+}
