@@ -393,6 +393,7 @@ def test_a_flag_that_does_not_exist_leaves_an_old_file_alone(tmp_path: Path) -> 
     assert (tmp_path / "out.jsonl").read_text() == "old\n"
 
 
+@pytest.mark.thorough  # waits for an engine that is not there
 def test_overwrite_keeps_the_old_file_until_the_first_group(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("old\n")

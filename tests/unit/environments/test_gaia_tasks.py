@@ -405,6 +405,7 @@ def test_a_model_that_is_right_gets_everything_by_each_agent(agent: str, tmp_pat
     assert [group["scores"] for group in groups] == [[1.0]] * 30
 
 
+@pytest.mark.thorough  # every check, in sandboxes
 def test_every_known_result_is_scored_as_it_should_be(tmp_path: Path) -> None:
     ran = envserver("check", "--env", "gaia", folder=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
