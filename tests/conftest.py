@@ -72,6 +72,8 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("thorough")
         if _PEERS & set(getattr(item, "fixturenames", ())):
             item.add_marker("peer")
     turns = _turns(dict.fromkeys(_group(item.nodeid) for item in items))
