@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from .. import __version__
 from ..config import RetentionConfig, ServerConfig
+from ..dashboard import Dashboard
 from ..formats.atropos import ScoreRange
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
@@ -146,6 +147,7 @@ def create_api(
             policy,
             settings=settings,
             joined=lambda: count_runners(runners),
+            present=present,
             filters=FilterWarnings(store, policy, present),
             status=status,
             orders=orders,
@@ -167,6 +169,7 @@ def create_api(
     if settings.tokens_file is not None:
         tokens = AccessTokens(settings.tokens_file)
         app.add_middleware(Access, tokens=tokens, settings=settings)
+    app.add_middleware(Dashboard)
     app.add_middleware(KnownPages, origins=settings.allowed_origins)
     if settings.tokens_file is None:
         app.add_middleware(KnownNames, names=settings.allowed_hosts)

@@ -1,8 +1,8 @@
 """The bootstrap server: answers at the port before the API is ready, and while it shuts down.
 
-While the server starts, health routes answer and all other requests get 503. When the server
-shuts down, waiting requests (long polls, streams) see a disconnected client, so that they finish
-at once and in order.
+While the server starts, health routes answer, browsers get the page, and all other requests get
+503. When the server shuts down, waiting requests (long polls, streams) see a disconnected client,
+so that they finish at once and in order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
+from ..dashboard import Dashboard
 from . import problems
 from .health import Health, health_routes
 from .lifespan import SERVER_ENDS, Lifespan
@@ -115,7 +116,7 @@ class _Visit:
         await self._send_message(message)
 
 
-def _early(health: Health) -> FastAPI:
+def _early(health: Health) -> ASGIApp:
     app = FastAPI(openapi_url=None)
     app.include_router(health_routes(health))
 
@@ -126,4 +127,4 @@ def _early(health: Health) -> FastAPI:
         await answer(scope, receive, send)
 
     app.mount("/", too_early)
-    return app
+    return Dashboard(app)  # the page says that the server starts, and goes on by itself

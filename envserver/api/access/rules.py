@@ -66,6 +66,7 @@ RULES: Final = (
     # Operators and tools
     Rule("GET", "/v1/status", READERS),
     Rule("GET", "/v1/series", READERS),
+    Rule("GET", "/v1/source", READERS),
     Rule("GET", "/v1/groups", READERS),
     Rule("GET", "/v1/groups/{group_id:path}/rollouts/{number}", READERS),
     Rule("GET", "/v1/groups/{group_id:path}/rollouts/{number}/tokens", READERS),

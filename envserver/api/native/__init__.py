@@ -27,6 +27,7 @@ from .policy import PolicyVersion, add_policy_routes
 from .rollouts import add_rollout_routes
 from .runs import add_run_routes
 from .series import add_series_routes
+from .source import add_source_routes
 from .status import add_status_routes
 from .streams import Streams
 from .waiting import Leasing
@@ -41,6 +42,7 @@ def native_routes(
     *,
     settings: ServerConfig,
     joined: Callable[[], dict[str, int]],
+    present: Callable[[], set[str]],
     filters: FilterWarnings,
     status: Callable[[], dict[str, Any]] | None,
     orders: Orders | None,
@@ -49,6 +51,7 @@ def native_routes(
     """Returns all native routes.
 
     Args:
+        present: returns the names of all environments.
         orders: None if the server has no environment that can make rollouts on demand.
         recorder: None if the server counts nothing.
     """
@@ -69,6 +72,7 @@ def native_routes(
     add_estimate_routes(router, store)
     add_policy_routes(router, policy)
     add_status_routes(router, store, atropos, policy, joined, status)
+    add_source_routes(router, present, makes_rollouts=orders is not None)
     if recorder is not None:
         add_series_routes(router, recorder)
     if orders is not None:
