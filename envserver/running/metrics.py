@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from statistics import pstdev
 from typing import Final
 
 from envserver_records.scores import Score
@@ -24,6 +25,7 @@ from ..rollouts.events import (
     RolloutScored,
 )
 from ..rollouts.group import RolloutContext
+from ..rollouts.rewards import all_equal
 from ..rollouts.task_stream import TaskStream
 from ..store import GroupStore, Lease
 from ..store.states import GroupState
@@ -31,6 +33,8 @@ from ..telemetry.families import by_key, counter, gauge, histogram, single
 from ..telemetry.numbers import OTHER, SECONDS, Counts, Distribution, Labelled
 
 _REWARDS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(11))
+_DEVIATIONS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(6))
+_TURNS: Final = (1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 32.0, 64.0, 128.0)
 _VERSIONS: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 _MOST_RUNS: Final = 100
 """Maximum number of runs shown by name; the rest are summed as `other`."""
@@ -48,11 +52,14 @@ class RolloutNumbers:
         self._failures = Counts()
         self._rewards = Labelled(_REWARDS)
         self._points = Counts()
+        self._deviations = Labelled(_DEVIATIONS)
         self._seconds = Labelled(SECONDS)
+        self._turns = Labelled(_TURNS)
         self._tokens = Counts()
         self._costs = Counts()
         self._delivered = Counts()
         self._dropped = Counts()
+        self._equal = Counts()
         self._flags = Counts()
         self._untrained = Counts()
 
@@ -71,10 +78,16 @@ class RolloutNumbers:
                 self._ends.add((environment, "stale" if kind == "stale" else "lost"))
         elif isinstance(event, GroupDelivered):
             self._delivered.add((environment,))
-            for trajectory in event.group.trajectories:
+            trajectories = event.group.trajectories
+            for trajectory in trajectories:
                 self._rewarded(environment, trajectory.score)
+            rewards = [one.score.reward for one in trajectories if one.score.reward is not None]
+            if len(rewards) > 1:
+                self._deviations.add((environment,), pstdev(rewards))
+                self._equal.add((environment,), all_equal(trajectories))
         elif isinstance(event, GroupDropped):
             self._dropped.add((environment, event.reason))
+            self._equal.add((environment,), event.reason == "zero_variance")
 
     def _scored(self, environment: str, event: RolloutScored) -> None:
         end = f"limit_{event.limit}" if event.limit else "scored"
@@ -82,6 +95,7 @@ class RolloutNumbers:
         self._tokens.add((environment, "prompt"), event.prompt_tokens)
         self._tokens.add((environment, "completion"), event.completion_tokens)
         self._seconds.add((environment,), event.seconds)
+        self._turns.add((environment,), event.turns)
         cost = event.usage.cost if event.usage is not None else None
         if cost is not None and cost.models:
             self._costs.add((environment, cost.currency), sum(cost.models.values()))
@@ -114,7 +128,16 @@ class RolloutNumbers:
                 "envserver_reward_points", "Sum of the positive, or of the negative, rewards in "
                 "delivered groups", (*of, "agent", "sign"), self._points,
             ),
+            histogram(
+                "envserver_group_deviation", "Standard deviation of the rewards of a delivered "
+                "group", of, self._deviations,
+            ),
+            counter(
+                "envserver_groups_equal", "Groups, delivered or not, whose rewards are all equal",
+                of, self._equal,
+            ),
             histogram("envserver_rollout_seconds", "From start to result", of, self._seconds),
+            histogram("envserver_rollout_turns", "Turns of a scored rollout", of, self._turns),
             counter("envserver_tokens", "Tokens of scored rollouts", (*of, "kind"), self._tokens),
             counter(
                 "envserver_tokens_cost", "Cost of the tokens of scored rollouts",

@@ -21,6 +21,8 @@ KEPT: Final = frozenset(
     f"envserver_{name}"
     for name in (
         *("rollouts_total", "failed_attempts_total", "reward_sum", "reward_count"),
+        *("group_deviation_sum", "group_deviation_count", "groups_equal_total"),
+        *("rollout_turns_sum", "rollout_turns_count"),
         *("rollout_seconds_sum", "rollout_seconds_count", "tokens_total", "tokens_cost_total"),
         *("flags_total", "untrained_share", "groups_delivered_total", "groups_dropped_total"),
         *("tasks_solved_share", "policy_version", "engine_seconds_sum", "engine_seconds_count"),
