@@ -25,9 +25,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..formats.atropos import group_to_atropos
-from ..store import GroupRow, GroupStore, Lease
+from ..store import GroupRow, Lease
 from ..store.compression import RAW, ZSTD, decode
 from ..store.damage import DamagedBodies, decode_all
+from ..store.interface import ReadGroups
 from .cache import Cache
 from .transfer import accepts
 
@@ -103,7 +104,7 @@ class GroupEncoder:
             in JSON.
     """
 
-    def __init__(self, store: GroupStore, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, store: ReadGroups, most_bytes: int = _MOST_BYTES) -> None:
         self._store = store
         self._stored = Cache(self._read, lambda body: len(body.data), most_bytes)
         self._json = Cache(self._encode, len, most_bytes)

@@ -237,11 +237,8 @@ class ManageRuns(Protocol):
         """Sets the value of `key`. Raises InputError if it is not JSON-like."""
 
 
-class LookUp(Protocol):
-    """Reads groups, leases, estimates and counts, and waits for changes. Changes nothing."""
-
-    name: str
-    """The store's location, without its password."""
+class ReadGroups(Protocol):
+    """Reads groups: all that the routes for inspection need, also of files (`viewing`)."""
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
         """Returns the bodies of these groups, in order.
@@ -261,11 +258,18 @@ class LookUp(Protocol):
             NotFoundError: a group does not exist or is no longer kept.
         """
 
+    async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
+        """Returns a page of kept groups; see `GroupLookups`."""
+
+
+class LookUp(ReadGroups, Protocol):
+    """Reads groups, leases, estimates and counts, and waits for changes. Changes nothing."""
+
+    name: str
+    """The store's location, without its password."""
+
     async def pending(self) -> list[GroupRow]:
         """Returns the queued and buffered groups of the shared queue, oldest first."""
-
-    async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
-        """Returns a page of kept groups; see `DatabaseLookups`."""
 
     async def damaged(self, limit: int) -> list[DamagedGroup]:
         """Returns up to `limit` groups whose bodies are damaged, latest found first."""

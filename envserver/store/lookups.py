@@ -39,20 +39,12 @@ class LeaseFacts(msgspec.Struct, frozen=True):
     group_ids: list[str]
 
 
-class DatabaseLookups(ABC):
-    """The read-only part of a store that queries the database."""
-
-    _writer: Writer
-    _clock: Callable[[], float]
+class GroupLookups(ABC):
+    """Reads groups from a database with the tables of a store."""
 
     @abstractmethod
     def _reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
         """Opens a connection that sees what is durable."""
-
-    async def pending(self) -> list[GroupRow]:
-        """Returns queued and buffered groups, oldest first."""
-        async with self._reading() as connection:
-            return await groups.pending(connection)
 
     async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
         """Returns a page of kept groups; see `listing.page_of`.
@@ -62,6 +54,36 @@ class DatabaseLookups(ABC):
         """
         async with self._reading() as connection:
             return await page_of(connection, query, cursor, limit)
+
+    async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
+        """Returns these groups without their bodies, in order, each once.
+
+        Raises:
+            NotFoundError: a group does not exist or is no longer kept.
+        """
+        async with self._reading() as connection:
+            return await groups.rows_of(connection, group_ids)
+
+    async def stored_bodies(self, group_ids: Sequence[str]) -> list[tuple[int, bytes]]:
+        """Returns these groups' bodies as `compression.encode` made them, in order.
+
+        Raises:
+            NotFoundError: a group does not exist or is no longer kept.
+        """
+        async with self._reading() as connection:
+            return await groups.stored_bodies(connection, group_ids)
+
+
+class DatabaseLookups(GroupLookups):
+    """The read-only part of a store that queries the database."""
+
+    _writer: Writer
+    _clock: Callable[[], float]
+
+    async def pending(self) -> list[GroupRow]:
+        """Returns queued and buffered groups, oldest first."""
+        async with self._reading() as connection:
+            return await groups.pending(connection)
 
     async def most_waiting_bytes(self) -> int:
         """Returns the size of the bodies that wait, or are leased, in the largest queue from which
@@ -77,15 +99,6 @@ class DatabaseLookups(ABC):
         """Returns up to `limit` groups whose bodies are damaged, latest found first."""
         async with self._reading() as connection:
             return await list_damaged(connection, limit)
-
-    async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
-        """Returns these groups without their bodies, in order, each once.
-
-        Raises:
-            NotFoundError: a group does not exist or is no longer kept.
-        """
-        async with self._reading() as connection:
-            return await groups.rows_of(connection, group_ids)
 
     async def existing(self, group_ids: Sequence[str]) -> set[str]:
         """Returns those of these ids that were ever stored, delivered or not."""
@@ -173,15 +186,6 @@ class DatabaseLookups(ABC):
         is_open = leases.c.state == literal_column("'open'")
         async with self._reading() as connection:
             return await facts_where(connection, is_open & (leases.c.run == run))
-
-    async def stored_bodies(self, group_ids: Sequence[str]) -> list[tuple[int, bytes]]:
-        """Returns these groups' bodies as `compression.encode` made them, in order.
-
-        Raises:
-            NotFoundError: a group does not exist or is no longer kept.
-        """
-        async with self._reading() as connection:
-            return await groups.stored_bodies(connection, group_ids)
 
 
 async def facts_where(

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...store import GroupStore
+from ...store.interface import ReadGroups
 from ...store.listing import ListedGroup
 from ..leasing import GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
@@ -18,7 +18,7 @@ from .models import GroupsAnswer, LeasedGroup
 from .searching import GroupSearch
 
 
-def add_group_routes(router: APIRouter, store: GroupStore, encoder: GroupEncoder) -> None:
+def add_group_routes(router: APIRouter, store: ReadGroups, encoder: GroupEncoder) -> None:
     @router.get("/v1/groups", responses=answers(GroupsAnswer, 422, what="A page of groups."))
     async def list_groups(wanted: Annotated[GroupSearch, Query()]) -> Response:
         """Lists groups by what is known of them: filtered, sorted, page by page; without parameters

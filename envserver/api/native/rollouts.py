@@ -15,7 +15,7 @@ from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
 from ...formats.token_texts import token_texts
-from ...store import GroupStore
+from ...store.interface import ReadGroups
 from .answers import answers, json_answer
 from .models import RolloutAnswer, TokensAnswer
 
@@ -25,7 +25,7 @@ _MOST_ROLLOUTS: Final = 2**31 - 1
 _Number = Annotated[int, Path(ge=0, le=_MOST_ROLLOUTS, description="position in the group, from 0")]
 
 
-def add_rollout_routes(router: APIRouter, store: GroupStore) -> None:
+def add_rollout_routes(router: APIRouter, store: ReadGroups) -> None:
     @router.get(
         "/v1/groups/{group_id:path}/rollouts/{number}",
         responses=answers(RolloutAnswer, 404, 409, 422, what="The rollout."),
@@ -62,7 +62,7 @@ def add_rollout_routes(router: APIRouter, store: GroupStore) -> None:
         return json_answer(await asyncio.to_thread(_columns, tokens, group.model, start, count))
 
 
-async def _read(store: GroupStore, group_id: str, number: int) -> tuple[Group, Trajectory]:
+async def _read(store: ReadGroups, group_id: str, number: int) -> tuple[Group, Trajectory]:
     (stored,) = await store.rows([group_id])
     if stored.format != "group":
         raise ConflictError(
