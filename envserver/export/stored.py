@@ -200,6 +200,12 @@ def domain_of(env: str) -> str:
     return name if name[:1].isalpha() else f"env_{name}".rstrip("_")
 
 
+def names_of_foreign(env_id: Any, group_id: Any, place: str) -> tuple[str, str]:
+    """Returns the environment's name and the id of a group that only has Atropos's keys."""
+    here = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2])
+    return str(env_id or "atropos"), str(group_id or here)
+
+
 class _Rollout(msgspec.Struct):
     rollout_id: str
     rows: list[int]
@@ -262,9 +268,7 @@ def _adopted(line: Json, facts: _Line, place: str) -> Json:
     """Adds to a group that only has Atropos's keys a rollout for each row, with what can be
     known.
     """
-    name = str(line.get("env_id") or "atropos")
-    here = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2])
-    group_id = str(line.get("group_id") or here)
+    name, group_id = names_of_foreign(line.get("env_id"), line.get("group_id"), place)
     rollouts = [
         {"rollout_id": f"{group_id}-{row}", "rows": [row], "reward": score, "turns": 1}
         for row, score in enumerate(facts.scores)

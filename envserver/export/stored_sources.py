@@ -33,7 +33,7 @@ def open_source(source: str, on_bytes: OnBytes | None = None) -> Iterator[RawGro
         from .stored_server import of_server
 
         return of_server(source)
-    if source.startswith(DATABASES) or _is_sqlite(Path(source)):
+    if source.startswith(DATABASES) or is_sqlite(Path(source)):
         from .stored_database import of_database
 
         return of_database(source)
@@ -46,12 +46,13 @@ def size_of(sources: Sequence[str]) -> int | None:
     """Returns the bytes of all `sources` on disk; None where one has no size."""
     if any(one == "-" or one.startswith((*SERVERS, *DATABASES)) for one in sources):
         return None
-    if any(_is_sqlite(Path(one)) for one in sources):
+    if any(is_sqlite(Path(one)) for one in sources):
         return None
     return sum(path.stat().st_size for one in sources for path in files_of(one))
 
 
-def _is_sqlite(path: Path) -> bool:
+def is_sqlite(path: Path) -> bool:
+    """Returns whether `path` is a database of SQLite."""
     try:
         if not path.is_file():
             return False

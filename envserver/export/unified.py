@@ -15,22 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import orjson
 from envserver_records.files import replace_file, storing
 from envserver_records.records import (
-    Conversation,
     Message,
     Result,
-    Score,
     Sequence,
     Trajectory,
-    Usage,
     text_of,
 )
 
 from ..environment import answer_text
 from .stored import StoredRollout
+from .stored_group import trajectory_of
 
 SCHEMA_VERSION = 1
 DOMAINS = ("swe", "math", "code", "video", "mhqa", "tau", "router", "gaia")
@@ -183,48 +180,7 @@ def unified_of(
 
 
 def _trajectory(rollout: StoredRollout) -> Trajectory:
-    usage = msgspec.convert({**rollout.usage}, Usage, strict=False)
-    none = np.full(0, -1, np.int32)
-    return Trajectory(
-        rollout_id=rollout.rollout_id,
-        attempt=rollout.attempt,
-        task_id=rollout.task_id,
-        env=rollout.domain,
-        sequences=[
-            Sequence(
-                tokens=row.tokens,
-                mask=row.mask,
-                logprobs=row.logprobs,
-                calls=none,
-                versions=none,
-                path=[],
-                agent=row.agent,
-                flags=row.flags,
-            )
-            for row in rollout.rows
-        ],
-        messages=rollout.messages,
-        tools=rollout.tools,
-        output=rollout.output,
-        score=Score(
-            reward=rollout.reward,
-            components=rollout.components,
-            metrics=rollout.metrics,
-            rewards=rollout.rewards,
-            turns=rollout.turn_rewards,
-        ),
-        finish_reason=rollout.finish_reason,
-        truncated=rollout.truncated,
-        limit=rollout.limit,
-        turns=rollout.turns,
-        usage=usage,
-        hooks=rollout.hooks,
-        egress=rollout.egress,
-        flags=rollout.flags,
-        metrics=rollout.agent_metrics,
-        actions=rollout.actions or [],
-        others=[msgspec.convert(other, Conversation) for other in rollout.others],
-    )
+    return msgspec.structs.replace(trajectory_of(rollout), env=rollout.domain)
 
 
 def _present(**values: Any) -> Json:

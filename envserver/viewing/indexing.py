@@ -1,0 +1,251 @@
+"""Builds the index in a process of its own, and goes on while the files grow.
+
+    python -m envserver.viewing.indexing
+
+In: a `Request` as the first line of standard input, which stays open as long as somebody looks.
+Out: the index, and after each step a `Progress` as a line on standard output. What holds: one
+process at a time writes an index; another that looks at the same waits for its turn and reports
+what the first one did.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import select
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from envserver_records.errors import EnvserverError, InputError, NotFoundError
+
+from .index_file import FileState, Index, may_continue, state_of
+from .scanning import Documents, FileScan
+from .sources import Viewed, ViewedFile
+
+_COMMIT_SECONDS: Final = 0.3
+_POLL_SECONDS: Final = 0.5
+_MOST_PROBLEMS: Final = 1000
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What to index, and where the index is to be."""
+
+    viewed: Viewed
+    index: str
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the index is.
+
+    Args:
+        bytes, total_bytes: read so far, and all there are, as they are on disk.
+        done: whether everything that is there now was read.
+        problems: number of lines that are not groups; `first_problems`: what they are.
+        resets: how often the index was made anew because a file was replaced.
+        error: why it cannot go on; "": it does.
+    """
+
+    groups: int = 0
+    bytes: int = 0
+    total_bytes: int = 0
+    done: bool = False
+    problems: int = 0
+    first_problems: list[str] = []
+    resets: int = 0
+    error: str = ""
+
+
+def main() -> None:
+    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
+    try:
+        with _locked(Path(request.index)):
+            Indexer(request.viewed, Path(request.index)).run()
+    except (EnvserverError, OSError, sqlite3.Error) as error:
+        _tell(Progress(error=str(error)))
+        sys.exit(1)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Waits until no other process writes the index; ends this one if nobody looks any more."""
+    with path.open("ab") as file:  # never closed before the end: SQLite's locks would go with it
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                _tell_of_other(path)
+                if _is_over(_POLL_SECONDS):
+                    return
+        yield
+
+
+def _tell_of_other(path: Path) -> None:
+    """Reports the index that another process writes."""
+    try:
+        with sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=5) as sql:
+            (groups,) = sql.execute("SELECT count(*) FROM groups").fetchone()
+            states = [row[0] for row in sql.execute("SELECT state FROM files")]
+        sql.close()
+    except sqlite3.Error:
+        return  # it is just being made
+    read = [msgspec.json.decode(one, type=FileState) for one in states]
+    total = sum(max(0, one.size) for one in read)
+    known = sum(min(one.offset, max(0, one.size)) for one in read)
+    _tell(Progress(groups=groups, bytes=known, total_bytes=total, done=known == total))
+
+
+class Indexer:
+    """Writes one index."""
+
+    def __init__(self, viewed: Viewed, path: Path) -> None:
+        self._viewed = viewed
+        self._index = Index(path)
+        self._resets = 0
+        self._seen: dict[str, tuple[int, int, int]] = {}
+        """Inode, size and time of each file when it was last read to its end."""
+        self._read: dict[str, int] = {}
+        self._total = 0
+        self._committed = 0.0
+
+    def run(self) -> None:
+        """Indexes until nobody looks any more."""
+        self._pass()
+        self._tell(done=True)
+        while True:
+            with suppress(NotFoundError):  # what was removed meanwhile stays to be seen
+                if self._pass():
+                    self._tell(done=True)
+            if _is_over(_POLL_SECONDS):
+                self._index.close()
+                return
+
+    def _pass(self) -> bool:
+        """Reads everything that is new; returns whether there was anything."""
+        files = self._viewed.files()
+        known = self._index.files()
+        if self._were_replaced(files, known):
+            self._index.clear()
+            self._seen.clear()
+            self._read.clear()
+            self._resets += 1
+            known = {}
+        stats = {one.path: _stat(one.path) for one in files}
+        self._total = sum(size for _, size, _ in stats.values())
+        if not self._seen:
+            self._read = {path: min(at.offset, max(0, at.size)) for path, (_, at) in known.items()}
+            self._tell()  # what is known from before can be shown
+        new = [one for one in files if self._seen.get(one.path) != stats[one.path]]
+        documents = Documents()
+        run = ""
+        for one in new:
+            if one.run != run:
+                self._add(_number(known, one), run, documents)
+                run = one.run
+            self._read_file(one, known, documents)
+            self._seen[one.path] = stats[one.path]
+        if new:
+            self._add(_number(known, new[-1]), run, documents)
+            self._index.commit()
+        return bool(new)
+
+    def _were_replaced(
+        self, files: list[ViewedFile], known: dict[str, tuple[int, FileState]]
+    ) -> bool:
+        """Returns whether something that is indexed is gone or has become something else."""
+        paths = {one.path for one in files}
+        return any(
+            path not in paths
+            or (self._seen.get(path) != _stat(path) and not may_continue(Path(path), state))
+            for path, (_, state) in known.items()
+        )
+
+    def _read_file(
+        self, one: ViewedFile, known: dict[str, tuple[int, FileState]], documents: Documents
+    ) -> None:
+        path = Path(one.path)
+        number = _number(known, one)
+        before = known.get(one.path, (number, FileState()))[1]
+        known[one.path] = (number, before)
+        scan = FileScan(path, before.offset, before.line)
+        if before.offset and (scan.is_compressed or scan.is_document):
+            return  # it was read to its end, and does not grow
+        names = (one.run, one.part, one.baseline)
+        for found in scan.found(documents):
+            if isinstance(found, InputError):
+                self._index.add_problem(found.message)
+            else:
+                self._index.add(number, one.run, [found])
+            self._read[one.path] = scan.disk_bytes
+            is_due = time.monotonic() - self._committed > _COMMIT_SECONDS
+            if is_due and not documents.are_waiting:
+                # Half a compressed file cannot be gone on with: then the index is made anew.
+                state = FileState() if scan.is_compressed else _state(scan)
+                self._index.put_file(number, one.path, names, state)
+                self._index.commit()
+                self._tell()
+        if not scan.is_document:
+            self._add(number, one.run, documents)
+        self._read[one.path] = scan.disk_bytes
+        self._index.put_file(number, one.path, names, _state(scan))
+
+    def _add(self, number: int, run: str, documents: Documents) -> None:
+        """Adds the documents that wait as a group."""
+        for found in documents.flush():
+            if isinstance(found, InputError):
+                self._index.add_problem(found.message)
+            else:
+                self._index.add(number, run, [found])
+
+    def _tell(self, *, done: bool = False) -> None:
+        self._committed = time.monotonic()
+        count, first = self._index.problems()
+        progress = Progress(
+            groups=self._index.next_seq - 1,
+            bytes=self._total if done else sum(self._read.values()),
+            total_bytes=self._total,
+            done=done,
+            problems=count,
+            first_problems=first,
+            resets=self._resets,
+        )
+        _tell(progress)
+
+
+def _number(known: dict[str, tuple[int, FileState]], one: ViewedFile) -> int:
+    return known[one.path][0] if one.path in known else len(known)
+
+
+def _state(scan: FileScan) -> FileState:
+    try:
+        return state_of(scan.path, scan.offset, scan.line)
+    except OSError:
+        return FileState()
+
+
+def _stat(path: str) -> tuple[int, int, int]:
+    try:
+        facts = Path(path).stat()
+    except OSError:
+        return 0, 0, 0
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def _tell(progress: Progress) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(progress) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _is_over(seconds: float) -> bool:
+    """Waits; returns whether nobody looks any more."""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return bool(ready)
+
+
+if __name__ == "__main__":
+    main()
