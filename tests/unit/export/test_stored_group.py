@@ -1,0 +1,71 @@
+"""A line of JSONL is the same group again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from envserver_records.errors import InputError
+from envserver_records.records import Conversation, Group
+from envserver_records.scores import RewardRange, TurnReward
+from msgspec import to_builtins
+from msgspec.structs import replace
+from support.api import native_group, sequence
+
+from envserver.export import group_line
+from envserver.export.stored import group_of
+from envserver.export.stored_group import group_record
+
+SAID = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+
+
+def read_again(group: Group, **facts: Any) -> Group:
+    line = orjson.loads(
+        group_line(group, include_messages=True, score_range="unit", include_actions=True)
+    )
+    for rollout in line["envserver"]["rollouts"]:
+        rollout.update(facts)
+    return group_record(group_of(line, "line 1"))
+
+
+def test_it_differs_only_in_what_lines_lack() -> None:
+    facts: dict[str, Any] = {"trained": True, "model": "m", "turns": 1, "completion_tokens": 3}
+    other = Conversation(agent="critic", messages=SAID, tools=[], **facts)
+    rows = [sequence(), replace(sequence(), agent="critic", flags=["mixed_versions"])]
+    rollout = native_group(
+        "g",
+        sequences=rows,
+        others=[other],
+        actions=[{"step": 1, "tool": "reason", "input": {}, "output": "4"}],
+        metrics={"steps": 2.0},
+        turn_rewards=[TurnReward(0, 0.5)],
+        flags=["truncated"],
+        limit="turns",
+    ).trajectories[0]
+    group = replace(
+        native_group("g"),
+        trajectories=[rollout, replace(rollout, sequences=[], rollout_id="text-only")],
+        reward_range=RewardRange(-1.0, 2.0),
+        lost={"engine": 1},
+        asked=3,
+    )
+    again = read_again(group)
+    for ours, theirs in zip(group.trajectories, again.trajectories, strict=True):
+        for before, after in zip(ours.sequences, theirs.sequences, strict=True):
+            for name in ("tokens", "mask", "logprobs", "versions"):
+                assert np.array_equal(getattr(before, name), getattr(after, name)), name
+            assert (after.agent, after.flags) == (before.agent, before.flags)
+            assert set(after.calls) == {-1}
+    assert plain(again) == plain(group)
+
+
+def plain(group: Group) -> Any:
+    rollouts = [replace(one, sequences=[]) for one in group.trajectories]
+    return to_builtins(replace(group, trajectories=rollouts), enc_hook=str)
+
+
+def test_a_wrong_value_is_told_with_its_place() -> None:
+    with pytest.raises(InputError, match="line 1 is not a group"):
+        read_again(native_group("g"), usage={"seconds": "long"})
