@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, BrowserContext, Page, Playwright, Route, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, sync_playwright
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "envserver" / "dashboard"
@@ -33,21 +33,10 @@ _FLAGS = (
 )
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _RULES = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice")
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'"
-)
 _NOT_YET = re.compile(
     r"status of 404 .*/v1/(source|session|events|failures|alarms|engines|rollouts|runs)"
 )
 """Routes that the page asks for and the server is still to get."""
-_TYPES = {
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".svg": "image/svg+xml",
-}
 
 
 def missing() -> str:
@@ -101,8 +90,6 @@ class Visitor:
             "addEventListener('securitypolicyviolation', (e) => console.error("
             "`CSP: ${e.violatedDirective} ${e.blockedURI} ${e.sourceFile}:${e.lineNumber}`))"
         )
-        if not serves_page():
-            context.route(_is_of_the_page, _answer_from_static)
         context.on("page", self._watch)
         self._contexts.append(context)
         return context
@@ -156,23 +143,6 @@ class Visitor:
         )
         page.on("pageerror", lambda error: self._faults.append(f"uncaught: {error}"))
         page.on("request", lambda one: requested(one.url, one.is_navigation_request()))
-
-
-def serves_page() -> bool:
-    """Whether the server has a route for the page."""
-    return (DASHBOARD / "__init__.py").exists()
-
-
-def _is_of_the_page(url: str) -> bool:
-    path = urlsplit(url).path
-    return path == "/" or path.startswith("/ui/")
-
-
-def _answer_from_static(route: Route) -> None:
-    path = urlsplit(route.request.url).path
-    file = STATIC / (path.lstrip("/") or "index.html")
-    headers = {"content-security-policy": _POLICY, "content-type": _TYPES[file.suffix]}
-    route.fulfill(body=file.read_bytes(), headers=headers)
 
 
 def axe(page: Page) -> None:

@@ -84,6 +84,7 @@ export function useGet<T>(path: string | null, seconds = 0): Loaded<T> {
         const problem = error instanceof Problem ? error : new Problem(0, String(error));
         set((old) => ({ path, data: old.path === path ? old.data : null, problem }));
         if (problem.status === 0 || problem.status === 503) timer = setTimeout(read, 2000);
+        else if (seconds > 0) timer = setTimeout(read, seconds * 1000);
         return;
       }
       if (seconds > 0) timer = setTimeout(read, seconds * 1000);

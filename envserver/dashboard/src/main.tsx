@@ -1,45 +1,46 @@
-import { render } from "preact";
+import { render, type JSX } from "preact";
+import { useEffect } from "preact/hooks";
 import { useGet } from "./api";
-import { link, usePlace } from "./router";
+import { start } from "./live";
 import { Overview } from "./pages/overview";
+import { Alarms, useAlarms } from "./parts/alarms";
+import { Gone, Header } from "./parts/header";
+import { usePlace } from "./router";
+import { type Source, SourceContext } from "./source";
 import "./style.css";
 
-/** What is looked at: a server, or something on a disk. See GET /v1/source. */
-interface Source {
-  kind: string;
-  title: string;
-  live: boolean;
-  parts: string[];
-  version: string;
-  replay_source: string | null;
-}
-
-/** Pages by the first part of their path, in the order of the menu. "" is the overview. */
-const PAGES: Record<string, { part: string; title: string; page: () => preact.JSX.Element }> = {
+/** Pages by the first part of their path, in the order of the menu. "" is the overview. `part`: the
+ * page is there where GET /v1/source has it among its parts. */
+const PAGES: Record<string, { part: string; title: string; page: () => JSX.Element }> = {
   "": { part: "overview", title: "Overview", page: Overview },
 };
 
 function Shell() {
   const { path } = usePlace();
-  const source = useGet<Source>("v1/source");
+  const source = useGet<Source>("v1/source").data;
+  const alarms = useAlarms(source?.parts.includes("alarms") ?? false);
   const first = path[0] ?? "";
-  const Page = PAGES[first]?.page;
+  const shown = PAGES[first];
+  const entries = Object.entries(PAGES)
+    .filter(([, { part }]) => source?.parts.includes(part) ?? true)
+    .map(([name, { title }]) => ({ name, title }));
+  useEffect(() => {
+    if (source?.live) start();
+  }, [source?.live]);
+  const count = alarms.length ? `(${alarms.length}) ` : "";
+  const title = `${count}${shown?.title ?? "envserver"} · ${source?.title ?? "envserver"}`;
+  useEffect(() => {
+    document.title = title;
+  }, [title]);
   return (
-    <>
-      <header>
-        <h1>envserver</h1>
-        <nav aria-label="Pages">
-          {Object.entries(PAGES)
-            .filter(([, { part }]) => source.data?.parts.includes(part) ?? true)
-            .map(([name, { title }]) => (
-              <a key={name} href={link(name ? [name] : [])} aria-current={name === first ? "page" : undefined}>
-                {title}
-              </a>
-            ))}
-        </nav>
-      </header>
-      <main>{Page ? <Page /> : <p>There is no such page.</p>}</main>
-    </>
+    <SourceContext.Provider value={source}>
+      <Header entries={entries} first={first} />
+      <main>
+        <Gone />
+        <Alarms alarms={alarms} />
+        {shown ? <shown.page /> : <p>There is no such page.</p>}
+      </main>
+    </SourceContext.Provider>
   );
 }
 

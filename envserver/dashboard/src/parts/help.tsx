@@ -1,0 +1,70 @@
+// The dialog of "?": the keys that act now, and those of all other pages.
+
+import { useEffect, useRef, useState } from "preact/hooks";
+import { shownKeys, useKeys } from "./keys";
+
+const NAMES: Record<string, string> = { ArrowDown: "↓", ArrowUp: "↑", ArrowLeft: "←", ArrowRight: "→", Escape: "Esc" };
+
+/** What other pages have, said shortly: keys act only where they are shown. */
+const ELSEWHERE: [string, [string, string][]][] = [
+  ["Overview", [["1 … 5", "15 minutes, 1 hour, 2 hours, 24 hours, 30 days"], ["v", "reward over time, or over policy versions"]]],
+  ["Lists", [["j k", "next, previous row"], ["Enter", "open"], ["/", "search"]]],
+  ["A group, a rollout", [["[ ]", "previous, next within the filter"], ["t", "conversation, tokens"], ["c", "compare"]]],
+];
+
+export function Help() {
+  const [isOpen, open] = useState(false);
+  const dialog = useRef<HTMLDialogElement>(null);
+  useKeys("Everywhere", [{ key: "?", text: "this help", run: () => open(true) }]);
+  useEffect(() => {
+    if (isOpen) dialog.current?.showModal();
+  }, [isOpen]);
+  return (
+    <>
+      <button type="button" onClick={() => open(true)} title="Keys (?)" aria-label="Help: keys">
+        ?
+      </button>
+      {isOpen && (
+        <dialog ref={dialog} aria-labelledby="help-title" onClose={() => open(false)}>
+          <Keys />
+          <form method="dialog">
+            <button type="submit">Close</button>
+          </form>
+        </dialog>
+      )}
+    </>
+  );
+}
+
+function Keys() {
+  const here = shownKeys().map(({ title, keys }): [string, [string, string][]] => [title, keys.map(({ key, text }) => [key, text])]);
+  return (
+    <>
+      <h2 id="help-title">Keys</h2>
+      <h3>Now</h3>
+      <Table sections={here} />
+      <h3>On all pages</h3>
+      <Table sections={ELSEWHERE} />
+    </>
+  );
+}
+
+function Table({ sections }: { sections: [string, [string, string][]][] }) {
+  return (
+    <table class="keys">
+      <tbody>
+        {sections.flatMap(([title, keys]) =>
+          keys.map(([key, text], row) => (
+            <tr key={`${title} ${key}`}>
+              <th scope="row">{row === 0 ? title : ""}</th>
+              <td>
+                {key.split(" ").map((one) => (one === "…" ? " … " : <kbd key={one}>{NAMES[one] ?? one}</kbd>))}
+              </td>
+              <td>{text}</td>
+            </tr>
+          )),
+        )}
+      </tbody>
+    </table>
+  );
+}
