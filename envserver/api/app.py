@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
@@ -28,6 +29,8 @@ from ..store.demand import Demand
 from . import document, problems
 from .access.middleware import Access, KnownNames
 from .access.pages import KnownPages
+from .access.quotas import Strangers
+from .access.sessions import Sessions, session_key
 from .access.tokens import AccessTokens
 from .atropos.routes import atropos_posts, atropos_routes
 from .atropos.service import AtroposService
@@ -35,6 +38,7 @@ from .direct import DirectPosts
 from .health import Health, health_routes, store_probe
 from .metrics import CountedRequests, Metrics, metric_routes
 from .native import FilterWarnings, PolicyVersion, native_routes
+from .native.session import Logins
 from .openenv import mount_openenv
 from .queue_limit import QueueLimit
 from .recording import Recorder
@@ -48,6 +52,8 @@ from .weights import weight_routes
 log = structlog.get_logger(__name__)
 
 _EXPIRY_SECONDS: Final = 0.5
+_SMALL_BODIES: Final = {"/v1/session": 4096}
+"""Bytes of bodies that anybody may send, by path."""
 
 
 def create_api(
@@ -106,6 +112,7 @@ def create_api(
         version=lambda: policy.version,
     )
 
+    logins = _logins(settings.tokens_file) if settings.tokens_file is not None else None
     recorder = Recorder(metrics, store) if metrics is not None else None
 
     def present() -> set[str]:
@@ -152,6 +159,7 @@ def create_api(
             status=status,
             orders=orders,
             recorder=recorder,
+            logins=logins,
         )
     )
     app.include_router(health_routes(health or _store_only(store)))
@@ -164,14 +172,19 @@ def create_api(
         app.include_router(weight_routes(gate, policy, runners))
     posts = wire_posts | limit.limited(runner_posts(runners, settings.max_body_bytes))
     app.add_middleware(DirectPosts, endpoints=posts)
-    app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes, smaller=_SMALL_BODIES)
     app.add_middleware(CompressedAnswers)
-    if settings.tokens_file is not None:
-        tokens = AccessTokens(settings.tokens_file)
-        app.add_middleware(Access, tokens=tokens, settings=settings)
+    if logins is not None:
+        app.add_middleware(
+            Access,
+            tokens=logins.tokens,
+            sessions=logins.sessions,
+            strangers=logins.strangers,
+            quota=settings.quota,
+        )
     app.add_middleware(Dashboard)
     app.add_middleware(KnownPages, origins=settings.allowed_origins)
-    if settings.tokens_file is None:
+    if logins is None:
         app.add_middleware(KnownNames, names=settings.allowed_hosts)
     if metrics is not None:
         app.add_middleware(CountedRequests, requests=metrics.requests)
@@ -190,6 +203,16 @@ async def _expire_leases(store: GroupStore, atropos: AtroposService) -> None:
         if expired:
             log.warning("leases_expired", leases=expired)
             atropos.store_changed()
+
+
+def _logins(tokens_file: Path) -> Logins:
+    """Reads the access tokens and the key of the page's logins.
+
+    Raises:
+        ConfigError: a file cannot be read, is malformed, or there is no token.
+    """
+    tokens = AccessTokens(tokens_file)
+    return Logins(tokens, Sessions(tokens, session_key(tokens_file)), Strangers())
 
 
 def _store_only(store: GroupStore) -> Health:

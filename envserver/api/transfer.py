@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Mapping
 from typing import Final
 
 from envserver_records.errors import EnvserverError, TooLargeError, UsageError
@@ -83,11 +84,16 @@ def _too_large(most: int) -> TooLargeError:
 
 
 class RequestBodies:
-    """Reads each request's body whole, refuses one that is too large, and decompresses gzip."""
+    """Reads each request's body whole, refuses one that is too large, and decompresses gzip.
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    Args:
+        smaller: limits of some paths, instead of `max_body_bytes`.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, smaller: Mapping[str, int]) -> None:
         self._app = app
         self._most = max_body_bytes
+        self._smaller = smaller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
@@ -95,7 +101,8 @@ class RequestBodies:
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._read(headers, receive)
+            most = self._smaller.get(scope["path"], self._most)
+            body = await self._read(headers, receive, most)
         except EnvserverError as error:
             await _refuse(error, scope, receive, send)
             return
@@ -103,10 +110,10 @@ class RequestBodies:
             _make_plain(scope, len(body))
             await self._app(scope, _replay(body, receive), send)
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+    async def _read(self, headers: Headers, receive: Receive, most: int) -> bytes | None:
         """Returns the body; None if the client has disconnected."""
-        if header_number(headers.get("content-length", "")) > self._most:
-            raise _too_large(self._most)
+        if header_number(headers.get("content-length", "")) > most:
+            raise _too_large(most)
         chunks: list[bytes] = []
         size = 0
         more = True
@@ -117,13 +124,13 @@ class RequestBodies:
             chunk = message.get("body", b"")
             chunks.append(chunk)
             size += len(chunk)
-            if size > self._most:
-                raise _too_large(self._most)
+            if size > most:
+                raise _too_large(most)
             more = message.get("more_body", False)
         body = b"".join(chunks)
         if body and "gzip" in headers.get("content-encoding", "").lower():
-            little = _inflate_little(body, min(_MOST_AT_ONCE, self._most))
-            return little or await asyncio.to_thread(inflate, body, self._most)
+            little = _inflate_little(body, min(_MOST_AT_ONCE, most))
+            return little or await asyncio.to_thread(inflate, body, most)
         return body
 
 

@@ -19,10 +19,11 @@ import structlog
 from envserver_records.errors import UsageError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...config import ServerConfig, is_loopback
+from ...config import Quota, is_loopback
 from ..problems import error_answer
 from .quotas import Strangers, TooManyRequests, Usage, Usages
 from .rules import Rule, rules_of
+from .sessions import Sessions, counts
 from .tokens import AccessTokens, Token
 
 log = structlog.get_logger(__name__)
@@ -50,17 +51,22 @@ class Access:
     """Lets only authorized requests through.
 
     Args:
-        settings: must name a `tokens_file`.
-
-    Raises:
-        ConfigError: the file does not exist, is malformed, or contains no token.
+        quota: of tokens without one of their own.
     """
 
-    def __init__(self, app: ASGIApp, tokens: AccessTokens, settings: ServerConfig) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        tokens: AccessTokens,
+        sessions: Sessions,
+        strangers: Strangers,
+        quota: Quota,
+    ) -> None:
         self._app = app
         self._tokens = tokens
-        self._usages = Usages(settings.quota)
-        self._strangers = Strangers()
+        self._sessions = sessions
+        self._strangers = strangers
+        self._usages = Usages(quota)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -74,7 +80,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         try:
-            token = self._admitted(scope)
+            token = self._admitted(scope, rule)
             _check_role(token, rule, known=bool(rules))
             usage = self._usages.of(token.id, token.quota)
             is_stream = rule is not None and rule.is_stream
@@ -86,9 +92,11 @@ class Access:
         with _counted(usage, is_stream), structlog.contextvars.bound_contextvars(client=token.name):
             await self._app(scope, passing.receive, passing.send)
 
-    def _admitted(self, scope: Scope) -> Token:
+    def _admitted(self, scope: Scope, rule: Rule | None) -> Token:
         sent = _bearer(scope)
         token = self._tokens.find(sent) if sent else None
+        if not sent and counts(scope, rule):
+            token = self._sessions.reader(scope)
         if token is None:
             address = (scope.get("client") or ("",))[0]
             self._strangers.failed(address)

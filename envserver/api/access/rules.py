@@ -21,6 +21,8 @@ TRAINER: Final[Roles] = frozenset({"trainer"})
 ENVIRONMENT: Final[Roles] = frozenset({"environment"})
 READERS: Final[Roles] = frozenset({"reader", "trainer"})
 EVERYBODY: Final[Roles] = frozenset({"reader", "trainer", "environment"})
+READABLE: Final[Roles] = READERS | {"admin"}
+"""Roles that may do what a reader may."""
 
 
 class Rule(NamedTuple):
@@ -44,6 +46,9 @@ RULES: Final = (
     Rule("GET", "/readyz", EVERYBODY),
     Rule("GET", "/metrics", READERS),
     Rule("GET", "/openapi.json", EVERYBODY),
+    Rule("GET", "/v1/session", None),
+    Rule("POST", "/v1/session", None),
+    Rule("DELETE", "/v1/session", None),
     Rule("GET", "/docs", EVERYBODY),
     # Trainers
     Rule("POST", "/v1/runs", TRAINER),

@@ -188,15 +188,16 @@ class AccessTokens:
         same = hmac.compare_digest(_hashed(text), token.sha256 if token else _NO_HASH)
         return token if token and same and not token.has_expired(self._now()) else None
 
+    def by_id(self, token_id: str) -> Token | None:
+        """Returns the entry with this id; None if it is unknown, expired or revoked."""
+        self._refresh()
+        known = self._tokens.get(token_id)
+        return None if known is None or known.has_expired(self._now()) else known
+
     def is_valid(self, token: Token) -> bool:
         """Returns whether a token found earlier is still valid."""
-        self._refresh()
-        known = self._tokens.get(token.id)
-        return (
-            known is not None
-            and known.sha256 == token.sha256
-            and not known.has_expired(self._now())
-        )
+        known = self.by_id(token.id)
+        return known is not None and known.sha256 == token.sha256
 
     def _refresh(self) -> None:
         seen = _state_of(self._path)

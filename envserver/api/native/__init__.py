@@ -27,6 +27,7 @@ from .policy import PolicyVersion, add_policy_routes
 from .rollouts import add_rollout_routes
 from .runs import add_run_routes
 from .series import add_series_routes
+from .session import Logins, add_session_routes
 from .source import add_source_routes
 from .status import add_status_routes
 from .streams import Streams
@@ -47,6 +48,7 @@ def native_routes(
     status: Callable[[], dict[str, Any]] | None,
     orders: Orders | None,
     recorder: Recorder | None,
+    logins: Logins | None,
 ) -> APIRouter:
     """Returns all native routes.
 
@@ -54,6 +56,7 @@ def native_routes(
         present: returns the names of all environments.
         orders: None if the server has no environment that can make rollouts on demand.
         recorder: None if the server counts nothing.
+        logins: None if no access tokens are required.
     """
     router = APIRouter(tags=["native"])
     encoder = GroupEncoder(store)
@@ -72,6 +75,7 @@ def native_routes(
     add_estimate_routes(router, store)
     add_policy_routes(router, policy)
     add_status_routes(router, store, atropos, policy, joined, status)
+    add_session_routes(router, logins)
     add_source_routes(router, present, makes_rollouts=orders is not None)
     if recorder is not None:
         add_series_routes(router, recorder)

@@ -200,6 +200,8 @@ async def test_each_role_may_do_its_own_and_nothing_else(
             for role in ROLES:
                 answer = await ask(api, tokens[role], rule.method, place)
                 allowed = rule.roles is None or role == "admin" or role in rule.roles
+                if rule.path == "/v1/session":  # for browsers: test_sessions.py
+                    continue
                 assert (answer.status_code != 403) == allowed, (role, rule)
                 if not allowed:
                     told = answer.json()

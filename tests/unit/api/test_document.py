@@ -70,6 +70,8 @@ async def test_the_document_has_the_errors_of_every_route(tmp_path: Path) -> Non
     for one in sent:
         operation = paths[unquote(one.request.url.path)][one.request.method.lower()]
         answer = operation["responses"][str(one.status_code)]
+        if one.status_code == 204:
+            continue
         kind = one.headers["content-type"].partition(";")[0]
         assert kind in answer["content"], (one.request.url, one.status_code)
     for path, operations in paths.items():

@@ -1,0 +1,129 @@
+"""/v1/session: the login of the page."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+from envserver_records.errors import UsageError
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..access.middleware import Forbidden, Unauthorized
+from ..access.quotas import Strangers
+from ..access.sessions import Sessions, is_own_page, may_read
+from ..access.tokens import AccessTokens, Token
+from ..bodies import read_body, request_body
+from .answers import answers, json_answer
+from .models import Body
+
+log = structlog.get_logger(__name__)
+
+_NO_STORE: Final = {"cache-control": "no-store"}
+
+
+class SessionRequest(Body):
+    """A login."""
+
+    token: str = Field(max_length=512)
+    """An access token whose role may read: reader, trainer or admin."""
+
+
+class SessionAnswer(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    needs_login: bool
+    """Whether this client must log in, or send an access token, to read anything."""
+    role: str | None
+    """What this client may do; null: it is not logged in, or everybody may do everything."""
+    name: str | None
+    """Name of its access token."""
+
+
+_LOGIN: Final = TypeAdapter(SessionRequest)
+
+
+class NotJson(UsageError):
+    kind, status = "not_json", 415
+
+
+class Logins:
+    """What the routes need where access tokens are required."""
+
+    def __init__(self, tokens: AccessTokens, sessions: Sessions, strangers: Strangers) -> None:
+        self.tokens = tokens
+        self.sessions = sessions
+        self.strangers = strangers
+
+    def log_in(self, text: str, address: str) -> Token:
+        """Returns the entry of the token that a person logs in with.
+
+        Raises:
+            Unauthorized: it is not valid.
+            TooManyRequests: there were too many wrong ones from this address.
+            Forbidden: its role may not read.
+        """
+        token = self.tokens.find(text.strip())
+        if token is None:
+            self.strangers.failed(address)
+            raise Unauthorized("This access token is not valid.")
+        if not may_read(token):
+            raise Forbidden(
+                f"A token of the role {token.role} may not read.",
+                hint="envserver token create --role reader --name NAME",
+            )
+        log.info("login", client=token.name, address=address)
+        return token
+
+
+def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
+    """Adds the routes; `logins` is None where no tokens are required."""
+
+    @router.get("/v1/session", responses=answers(SessionAnswer, what="Who asks."))
+    async def get_session(request: Request) -> Response:
+        """Returns whether this client must log in, and as whom it is logged in."""
+        if logins is None:
+            return _answer(None, needs_login=False)
+        token = logins.sessions.reader(request.scope)
+        return _answer(token, needs_login=token is None)
+
+    @router.post(
+        "/v1/session",
+        responses=answers(SessionAnswer, 415, body=True, what="Logged in."),
+        openapi_extra=request_body(SessionRequest),
+    )
+    async def log_in(request: Request) -> Response:
+        """Logs the page in: sets a cookie with which it reads, and nothing else. Only for a page
+        of this server; programs send their access token with each request.
+        """
+        if logins is None:
+            return _answer(None, needs_login=False)
+        if not is_own_page(request.scope):
+            raise Forbidden(
+                "Only a page of this server can log in.",
+                hint="Browsers tell where a request comes from over HTTPS and to this machine "
+                "only: use HTTPS, or an SSH tunnel.",
+            )
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise NotJson("A login is JSON.")
+        wanted = await read_body(request, _LOGIN)
+        token = logins.log_in(wanted.token, request.client.host if request.client else "")
+        answer = _answer(token.model_copy(update={"role": "reader"}), needs_login=False)
+        answer.headers["set-cookie"] = logins.sessions.cookie(token, request.scope)
+        return answer
+
+    @router.delete("/v1/session", status_code=204, responses=answers(status=204))
+    async def log_out(request: Request) -> Response:
+        """Logs the page out: its browser forgets the cookie."""
+        headers = dict(_NO_STORE)
+        if logins is not None:
+            headers["set-cookie"] = logins.sessions.no_cookie(request.scope)
+        return Response(status_code=204, headers=headers)
+
+
+def _answer(token: Token | None, *, needs_login: bool) -> Response:
+    role, name = (token.role, token.name) if token is not None else (None, None)
+    body = {"needs_login": needs_login, "role": role, "name": name}
+    return json_answer(body, headers=dict(_NO_STORE))

@@ -1,0 +1,301 @@
+"""Logins of the page: what its cookie may do, over real HTTP, and what it may not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http.cookies import SimpleCookie
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from envserver_records.errors import ConfigError
+from support.api import Api, running_api
+
+from envserver.api import create_token
+from envserver.api.access import sessions as module
+from envserver.api.access.rules import RULES
+from envserver.api.access.sessions import Sessions, session_key
+from envserver.api.access.tokens import AccessTokens, read_tokens, revoke_token
+from envserver.api.metrics import Metrics
+
+OWN = {"sec-fetch-site": "same-origin"}
+HTTPS = {"x-forwarded-proto": "https"}
+"""A proxy on this machine says that the browser uses HTTPS."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tokens.yaml"
+
+
+@pytest.fixture
+def tokens(path: Path) -> dict[str, str]:
+    roles = ("reader", "trainer", "environment", "admin")
+    return {role: create_token(path, role, role)[0] for role in roles}
+
+
+@asynccontextmanager
+async def guarded(path: Path) -> AsyncIterator[Api]:
+    place = path.with_name("store.db")
+    async with running_api(place, server={"tokens_file": path}, metrics=Metrics()) as api:
+        yield api
+
+
+async def log_in(api: Api, token: str, **headers: str) -> httpx.Response:
+    more = {key.replace("_", "-"): value for key, value in headers.items()}
+    api.http.cookies.clear()
+    answer = await api.http.post("/v1/session", json={"token": token}, headers=OWN | more)
+    api.http.cookies.clear()  # each test sends cookies itself
+    return answer
+
+
+def cookie_of(answer: httpx.Response) -> str:
+    """The `name=value` that a browser sends back."""
+    assert answer.status_code == 200, answer.text
+    return answer.headers["set-cookie"].partition(";")[0]
+
+
+async def status_of(api: Api, cookie: str, path: str = "/v1/status", **headers: str) -> int:
+    more = OWN | {"cookie": cookie} | {k.replace("_", "-"): v for k, v in headers.items()}
+    return (await api.http.get(path, headers=more)).status_code
+
+
+async def test_a_login_reads_until_it_is_ended(path: Path, tokens: dict[str, str]) -> None:
+    async with guarded(path) as api:
+        assert (await api.get("/v1/session")) == {"needs_login": True, "role": None, "name": None}
+        answer = await log_in(api, f" {tokens['trainer']}\n")
+        me = {"needs_login": False, "role": "reader", "name": "trainer"}
+        assert answer.json() == me
+        attributes = answer.headers["set-cookie"].split("; ")[1:]
+        assert attributes == ["Path=/", "Max-Age=43200", "HttpOnly", "SameSite=Strict"]
+        cookie = cookie_of(answer)
+        assert tokens["trainer"] not in cookie
+        assert await api.get("/v1/session", headers=OWN | {"cookie": cookie}) == me
+        for place in ("/v1/status", "/v1/groups", "/v1/source", "/openapi.json"):
+            assert await status_of(api, cookie, place) == 200, place
+        gone = await api.http.delete("/v1/session", headers=OWN)
+        assert gone.status_code == 204
+        name = cookie.partition("=")[0]
+        assert gone.headers["set-cookie"].startswith(f"{name}=; Path=/; Max-Age=0;")
+
+
+async def test_where_no_tokens_are_required_there_is_no_login(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "s.db") as api:
+        nobody = {"needs_login": False, "role": None, "name": None}
+        assert await api.get("/v1/session") == nobody
+        answer = await log_in(api, "anything")
+        assert answer.json() == nobody
+        assert "set-cookie" not in answer.headers
+
+
+async def test_the_cookie_of_any_token_only_reads(path: Path, tokens: dict[str, str]) -> None:
+    async with guarded(path) as api:
+        cookie = cookie_of(await log_in(api, tokens["admin"]))
+        allowed = set()
+        for rule in RULES:
+            place = rule.path.replace("{run}", "r").replace("{group_id:path}", "g")
+            place = place.replace("{number}", "0").replace("{env_id}", "e").replace("{env}", "e")
+            headers = OWN | {"cookie": cookie}
+            answer = await api.http.request(rule.method, place, headers=headers)
+            if answer.status_code not in (401, 429):
+                allowed.add((rule.method, rule.path))
+        reading = {
+            (rule.method, rule.path)
+            for rule in RULES
+            if rule.method == "GET" and rule.path.startswith("/v1/") and not rule.is_change
+            if rule.roles is not None and "reader" in rule.roles
+        }
+        free = {(rule.method, rule.path) for rule in RULES if rule.roles is None}
+        assert allowed == reading | free | {("GET", "/openapi.json")}
+        assert {("GET", "/v1/groups"), ("GET", "/v1/status")} <= reading
+
+
+async def test_the_cookie_counts_only_for_pages_of_this_origin(
+    path: Path, tokens: dict[str, str]
+) -> None:
+    async with guarded(path) as api:
+        cookie = cookie_of(await log_in(api, tokens["reader"]))
+        for site in ("same-site", "cross-site", "none", "", "same-origin, none"):
+            assert await status_of(api, cookie, sec_fetch_site=site) == 401, site
+        plain = await api.http.get("/v1/status", headers={"cookie": cookie})
+        assert plain.status_code == 401
+        twice = [("cookie", cookie), ("sec-fetch-site", "cross-site"), *OWN.items()]
+        assert (await api.http.get("/v1/status", headers=twice)).status_code == 401
+        # Other pages do not read an answer: there are no CORS headers, with or without a cookie.
+        for place in ("/v1/status", "/latest_example", "/info", "/"):
+            headers = {"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-site"}
+            answer = await api.http.get(place, headers=headers | {"cookie": cookie})
+            assert answer.status_code == 401
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+async def test_only_our_own_page_logs_in(path: Path, tokens: dict[str, str]) -> None:
+    good = {"token": tokens["reader"]}
+    async with guarded(path) as api:
+        for headers in (
+            {},
+            {"sec-fetch-site": "same-site"},
+            {"sec-fetch-site": "cross-site"},
+            {"sec-fetch-site": "none"},
+            OWN | {"origin": "http://evil.example"},
+            OWN | {"origin": "http://127.0.0.1:1"},  # another port of this machine
+            OWN | {"origin": "null"},
+        ):
+            answer = await api.http.post("/v1/session", json=good, headers=headers)
+            assert answer.status_code == 403, headers
+            assert "set-cookie" not in answer.headers
+        own = OWN | {"origin": api.url}
+        form = {"content-type": "text/plain"}
+        answer = await api.http.post("/v1/session", content=b'{"token": "x"}', headers=own | form)
+        assert answer.status_code == 415
+        large = {"token": "x", "more": "y" * 5000}
+        assert (await api.http.post("/v1/session", json=large, headers=own)).status_code == 413
+        for wrong in ({}, {"token": 1}, {"token": "x" * 513}, {"token": "x", "role": "admin"}, []):
+            answer = await api.http.post("/v1/session", json=wrong, headers=own)
+            assert answer.status_code == 422
+        assert (await api.http.post("/v1/session", json=good, headers=own)).status_code == 200
+        assert (
+            await api.http.delete("/v1/session", headers={"origin": "http://x"})
+        ).status_code == 403
+
+
+async def test_a_login_adds_no_rights(path: Path, tokens: dict[str, str]) -> None:
+    async with guarded(path) as api:
+        answer = await log_in(api, tokens["environment"])
+        assert answer.status_code == 403
+        assert "set-cookie" not in answer.headers
+        cookie = cookie_of(await log_in(api, tokens["trainer"]))
+        assert await status_of(api, cookie) == 200
+        tree = yaml.safe_load(path.read_text())
+        for entry in tree["tokens"]:
+            entry["role"] = "environment"  # by hand, while the login lasts
+        path.write_text(yaml.safe_dump(tree))
+        assert await status_of(api, cookie) == 401
+
+
+async def test_a_login_ends_with_its_token(path: Path, tokens: dict[str, str]) -> None:
+    async with guarded(path) as api:
+        cookie = cookie_of(await log_in(api, tokens["reader"]))
+        (entry,) = [one for one in read_tokens(path) if one.name == "reader"]
+        revoke_token(path, "reader")
+        assert await status_of(api, cookie) == 401
+        create_token(path, "reader", "reader")
+        assert await status_of(api, cookie) == 401
+        tree = yaml.safe_load(path.read_text())
+        tree["tokens"][-1]["id"] = entry.id  # another token under the same id
+        path.write_text(yaml.safe_dump(tree))
+        assert await status_of(api, cookie) == 401
+
+
+async def test_a_login_survives_a_restart_and_not_another_key(
+    path: Path, tokens: dict[str, str]
+) -> None:
+    async with guarded(path) as api:
+        cookie = cookie_of(await log_in(api, tokens["reader"]))
+    async with guarded(path) as api:
+        assert await status_of(api, cookie) == 200
+    key = path.with_name("tokens.yaml.session-key")
+    assert key.stat().st_mode & 0o777 == 0o600
+    key.unlink()
+    async with guarded(path) as api:
+        assert await status_of(api, cookie) == 401
+        other = cookie_of(await log_in(api, tokens["reader"]))
+        # Two servers of one host have cookies of different names.
+        assert other.partition("=")[0] != cookie.partition("=")[0]
+        assert await status_of(api, f"{cookie}; {other}") == 200
+
+
+async def test_forged_and_planted_cookies(path: Path, tokens: dict[str, str]) -> None:
+    async with guarded(path) as api:
+        cookie = cookie_of(await log_in(api, tokens["reader"]))
+        name, _, value = cookie.partition("=")
+        token_id, end, signature = value.split(".")
+        other = next(one.id for one in read_tokens(path) if one.role == "admin")
+        for wrong in (
+            "",
+            "..",
+            f"{token_id}.{end}.",
+            f"{token_id}.{int(end) + 1}.{signature}",
+            f"{other}.{end}.{signature}",
+            f"{token_id}.{end}.{signature[:-1]}",
+            f"{token_id}.{end}.{'0' * 64}",
+            f"{token_id}.{signature}",
+            f"{token_id}..{end}.{signature}",
+            "é.1.é",
+            tokens["reader"],
+            "x" * 5000,
+        ):
+            header = f"{name}={wrong}".encode("latin-1", "replace")
+            headers = [*OWN.items(), ("cookie", header)]
+            answer = await api.http.get("/v1/status", headers=headers)
+            assert answer.status_code in (401, 429), wrong
+        # A page of another port cannot lock its reader out with a cookie of the same name.
+        assert await status_of(api, f"{name}=junk; {cookie}") == 200
+        # A bearer token counts alone: a wrong one is not helped by a cookie.
+        assert await status_of(api, cookie, authorization="Bearer x") in (401, 429)
+
+
+async def test_under_https_the_cookie_is_of_this_host_alone(
+    path: Path, tokens: dict[str, str]
+) -> None:
+    async with guarded(path) as api:
+        answer = await log_in(api, tokens["reader"], x_forwarded_proto="https")
+        secure = cookie_of(answer)
+        assert secure.startswith("__Host-envserver_")
+        assert answer.headers["set-cookie"].endswith("; Secure")
+        assert await status_of(api, secure, x_forwarded_proto="https") == 200
+        # One that a subdomain, or a page without HTTPS, may have set does not count.
+        planted = secure.removeprefix("__Host-")
+        assert await status_of(api, planted, x_forwarded_proto="https") == 401
+        assert await status_of(api, secure) == 401
+
+
+async def test_wrong_tokens_are_limited_and_the_right_one_is_not(
+    path: Path, tokens: dict[str, str]
+) -> None:
+    async with guarded(path) as api:
+        seen = [(await log_in(api, "evs_wrong")).status_code for _ in range(25)]
+        assert seen[:20] == [401] * 20
+        assert 429 in seen[20:]
+        assert (await log_in(api, tokens["reader"])).status_code == 200
+
+
+def test_a_login_ends_after_twelve_hours(path: Path, tokens: dict[str, str]) -> None:
+    now = [1000.0]
+    known = AccessTokens(path)
+    sessions = Sessions(known, b"k" * 32, now=lambda: now[0])
+    scope = {"type": "http", "scheme": "http", "headers": [(b"sec-fetch-site", b"same-origin")]}
+    token = known.find(tokens["reader"])
+    assert token is not None
+    made = SimpleCookie(sessions.cookie(token, scope))
+    (morsel,) = made.values()
+    scope["headers"] = [*scope["headers"], (b"cookie", f"{morsel.key}={morsel.value}".encode())]
+    now[0] += 12 * 3600 - 1
+    assert sessions.reader(scope) is not None
+    now[0] += 1
+    assert sessions.reader(scope) is None
+
+
+def test_the_key_is_made_once_and_is_nobody_elses(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = session_key(path)
+    assert len(key) == 32 and session_key(path) == key
+    file = path.with_name("tokens.yaml.session-key")
+    assert list(path.parent.iterdir()) == [file]
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="other users"):
+        session_key(path)
+    file.chmod(0o600)
+    file.write_text("short")
+    with pytest.raises(ConfigError, match="damaged"):
+        session_key(path)
+    file.unlink()
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Read-only")
+
+    monkeypatch.setattr(module.os, "open", refuse)
+    assert session_key(path) != session_key(path)  # a mounted secret: logins end with the server
