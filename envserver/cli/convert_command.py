@@ -27,6 +27,7 @@ def run(argv: list[str]) -> int:
             settings.sources,
             settings.out,
             domain=settings.domain,
+            tokens=settings.tokens,
             failed=_failed,
             on_progress=on_progress,
         )

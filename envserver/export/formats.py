@@ -114,6 +114,7 @@ FORMATS = {
     "traces": ".traces_format:Traces",
     "parquet": ".parquet:Parquet",
     "html": ".html:Html",
+    "inspect": ".inspect_format:Inspect",
 }
 """`module:factory` by name; a factory takes Options."""
 

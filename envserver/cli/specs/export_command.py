@@ -23,7 +23,8 @@ class ExportSettings(Section):
     file or postgresql:// URL), or a running server. Can be given as the first arguments."""
     to: str
     """The output format: atropos (groups), messages (chats for SFT), unified (readable records),
-    dpo (pairs), traces, parquet (typed columns) or html (pages)."""
+    dpo (pairs), traces, parquet (typed columns), html (pages) or inspect (logs that Inspect View
+    opens; with the extra `inspect`)."""
     out: Path
     """Output folder; or a file if the name ends in .jsonl or in an extension of the format."""
     where: str | None = None
@@ -46,7 +47,7 @@ class ExportSettings(Section):
     shard_rows: int = Field(default=50_000, ge=1)
     """Maximum number of rows in a shard (part-00000.jsonl, ...)."""
     tokens: bool = False
-    """Include the training rows in unified records."""
+    """Include the training rows in unified records and in logs of Inspect."""
     jsonl: bool = False
     """Write unified records and traces as lines of shards instead of one file each."""
     label: str = "auto"

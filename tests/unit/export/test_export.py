@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import hashlib
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -401,3 +402,12 @@ def test_thirteen_words_in_a_row_are_always_found(
     piece = [*around, *forbidden[start : start + 13], *around]
     assert known.is_in(", ".join(piece))
     assert not known.is_in(" ".join(f"{one}0" for one in piece))
+
+
+@pytest.mark.skipif(find_spec("inspect_ai") is not None, reason="inspect_ai is installed")
+def test_logs_of_inspect_need_its_library(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(source, "--to", "inspect", "--out", tmp_path / "logs") == 2
+    assert "[inspect]" in capsys.readouterr().err
+    assert not (tmp_path / "logs").exists()

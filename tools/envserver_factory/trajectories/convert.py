@@ -1,10 +1,10 @@
 """Converts files of trajectories in any known form to unified trajectories.
 
 In: JSON or JSONL documents, each one of: a unified trajectory; a trace of the text protocol
-(`traces`); a group of `envserver process`; a foreign trajectory (`convert_foreign`). Out: for each
-trajectory OUT/DOMAIN/TASK_ID.json, or a line of OUT where that is a .jsonl file. What holds: every
-written trajectory is valid (`problems_of`), task ids are unique, and each skipped document is
-reported with its place and the reason.
+(`traces`); a group of `envserver process`; a foreign trajectory (`convert_foreign`); and samples of
+Inspect's logs (`inspect_logs`). Out: for each trajectory OUT/DOMAIN/TASK_ID.json, or a line of OUT
+where that is a .jsonl file. What holds: every written trajectory is valid (`problems_of`), task ids
+are unique, and each skipped document is reported with its place and the reason.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def convert(
     out: Path,
     *,
     domain: str | None = None,
+    tokens: bool = False,
     failed: Failed = lambda place, reason: None,
     on_progress: OnProgress = lambda count, size: None,
 ) -> Report:
@@ -64,6 +65,7 @@ def convert(
         sources: files, folders and globs.
         out: a folder, or a .jsonl file, which is written atomically.
         domain: domain of foreign trajectories; unset: as they state, else their folder's name.
+        tokens: include the training rows of groups, and of logs of Inspect that have them.
         failed: called for each skipped document; the others are still written.
 
     Raises:
@@ -74,7 +76,7 @@ def convert(
     if domain is not None and domain not in DOMAINS:
         raise ConfigError(f"There is no domain {domain!r}.", hint=f"One of {', '.join(DOMAINS)}.")
     report = Report()
-    converter = Converter(domain)
+    converter = Converter(domain, tokens=tokens)
     size = 0
     with _sink(out) as sink:
         for document in documents(files_of(sources)):
@@ -96,12 +98,12 @@ class Converter:
     """Converts documents to unified trajectories and keeps ids unique.
 
     Args:
-        domain: see `convert`.
+        domain, tokens: see `convert`.
     """
 
-    def __init__(self, domain: str | None = None) -> None:
+    def __init__(self, domain: str | None = None, *, tokens: bool = False) -> None:
         self._domain = domain
-        self._groups = Unified(Options(jsonl=True))
+        self._groups = Unified(Options(jsonl=True, tokens=tokens))
         self._seen: dict[bytes, str] = {}
 
     def trajectories(self, document: Document) -> list[Json]:

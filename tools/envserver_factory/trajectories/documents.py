@@ -1,4 +1,5 @@
-"""Reads trajectories from files: one document for each `.json` file, one for each line of `.jsonl`.
+"""Reads trajectories from files: one document for each `.json` file, one for each line of `.jsonl`,
+one for each sample of a log of Inspect.
 
 In: files, folders (recursively) and globs. Out: each document with its place, one at a time, files
 in the order of their paths; an unreadable document comes with the reason. Files that describe a
@@ -10,41 +11,21 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from envserver_records.errors import EnvserverError, InputError, NotFoundError
 
 from envserver.export.stored_files import opened
 
+from .document import Document as Document
+from .inspect_logs import inspect_documents, is_inspect_log
+
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst")
+INSPECT = ".eval"
 MAX_BYTES = 256 << 20
 """Maximum size of one document."""
 _ABOUT_A_FOLDER = ("MANIFEST.json", "SUMMARY.json", "summary.json")
-
-
-@dataclass(frozen=True)
-class Document:
-    """A document, or why it cannot be read.
-
-    Args:
-        line: line number from 1, in a file of lines.
-        value: the JSON value, None where it cannot be read.
-        problem: why it cannot be read.
-        bytes: its size.
-    """
-
-    path: Path
-    line: int | None
-    value: Any
-    problem: str | None
-    bytes: int
-
-    @property
-    def place(self) -> str:
-        """Returns its place for people: `file.json`, or `file.jsonl, line 7`."""
-        return str(self.path) if self.line is None else f"{self.path}, line {self.line}"
 
 
 def files_of(sources: Sequence[str]) -> list[Path]:
@@ -58,7 +39,7 @@ def files_of(sources: Sequence[str]) -> list[Path]:
         files = list(_files(source))
         if not files:
             raise NotFoundError(
-                f"{source!r} names no .json or .jsonl file.",
+                f"{source!r} names no .json, .jsonl or .eval file.",
                 hint="Give files, folders, or globs in quotes.",
             )
         found |= {str(path): path for path in files}
@@ -68,7 +49,14 @@ def files_of(sources: Sequence[str]) -> list[Path]:
 def documents(files: Iterable[Path]) -> Iterator[Document]:
     """Yields the documents in `files`, one at a time."""
     for path in files:
-        yield from _lines(path) if path.name.endswith(LINES) else [_whole(path)]
+        if path.name.endswith(LINES):
+            yield from _lines(path)
+        elif path.suffix == INSPECT:
+            yield from inspect_documents(path)
+        else:
+            document = _whole(path)
+            is_log = is_inspect_log(document.value)
+            yield from inspect_documents(path) if is_log else [document]
 
 
 def objects(sources: Sequence[str]) -> Iterator[Document]:
@@ -103,7 +91,7 @@ def _files(source: str) -> Iterator[Path]:
 def _is_document(path: Path) -> bool:
     if any(part.startswith(".") for part in path.parts) or path.name in _ABOUT_A_FOLDER:
         return False
-    return path.name.endswith((".json", *LINES)) and ".failures.jsonl" not in path.name
+    return path.name.endswith((".json", INSPECT, *LINES)) and ".failures.jsonl" not in path.name
 
 
 def _whole(path: Path) -> Document:

@@ -1,0 +1,277 @@
+"""One stored rollout as a sample of Inspect, with a model event for each of its turns. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from envserver_records.records import Message, Result, text_of
+
+from ..environment import answer_text
+from .inspect_messages import arguments_of, calls_of, inspect_message
+from .stored import StoredGroup, StoredRollout
+
+Json = dict[str, Any]
+
+_STOPS: Final = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
+_LIMITS: Final = {"turns": "turn", "tokens": "token", "time": "time", "context": "context"}
+REWARD: Final = "reward"
+"""Name of the score that is a rollout's reward."""
+LOST: Final = "lost"
+"""Key of the metadata of a lost rollout: the kind of its failure."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample and what a log's header needs.
+
+    Args:
+        sample: the `inspect_ai.log.EvalSample`; its epoch is not final.
+        task, model: name the log.
+        began, ended: seconds since 1970.
+    """
+
+    sample: Any
+    task: str
+    model: str
+    began: float
+    ended: float
+
+
+def sample_of(rollout: StoredRollout, store: Json) -> Sample:
+    """Returns a rollout as a sample whose store is `store`."""
+    from inspect_ai.log import EvalSample
+
+    began = rollout.created_at - _seconds(rollout)
+    messages = [
+        inspect_message(message, f"{rollout.rollout_id}-{number}")
+        for number, message in enumerate(rollout.messages)
+    ]
+    scores = _scores(rollout)
+    answered = [one for one in messages if one.role == "assistant"]
+    sample = EvalSample(
+        id=rollout.task_id,
+        epoch=1,
+        uuid=rollout.rollout_id,
+        input=_question(rollout.messages) or rollout.task_id,
+        target="",
+        messages=messages,
+        output=_output(rollout.model, answered[-1], rollout) if answered else _no_output(rollout),
+        scores=scores,
+        metadata=_metadata(rollout),
+        store=store,
+        events=list(_events(rollout, messages, scores, _moment(began))),
+        model_usage={rollout.model or "unknown": _usage(rollout)},
+        started_at=_moment(began).isoformat(),
+        completed_at=_moment(rollout.created_at).isoformat(),
+        total_time=_seconds(rollout),
+        limit=_limit(rollout),
+        turn_count=rollout.turns,
+    )
+    ended = rollout.created_at
+    return Sample(sample, rollout.env, rollout.model or "unknown", began, ended)
+
+
+def lost_sample(group: StoredGroup, sibling: StoredRollout, kind: str) -> Sample:
+    """Returns the sample of a rollout that failed for good: an error, nothing else.
+
+    Args:
+        sibling: another rollout of the group.
+        kind: the kind of its last failure.
+    """
+    from inspect_ai.log import EvalError, EvalSample
+
+    said = [str(one.get("message", "")) for one in group.failures if one.get("kind") == kind]
+    words = f"{kind}: {said[-1]}" if said else kind
+    sample = EvalSample(
+        id=sibling.task_id,
+        epoch=1,
+        input=_question(sibling.messages) or sibling.task_id,
+        target="",
+        metadata={"group_id": sibling.group_id, LOST: kind},
+        error=EvalError(message=words, traceback=words, traceback_ansi=words),
+    )
+    began = sibling.created_at
+    return Sample(sample, sibling.env, sibling.model or "unknown", began, began)
+
+
+def _question(messages: list[Message]) -> str:
+    return next((text_of(one) for one in messages if one.get("role") == "user"), "")
+
+
+def _scores(rollout: StoredRollout) -> Json:
+    from inspect_ai.scorer import Score
+
+    scores: Json = {}
+    if rollout.reward is not None and math.isfinite(rollout.reward):
+        answer = answer_text(Result(output=rollout.output, messages=rollout.messages))
+        scores[REWARD] = Score(
+            value=rollout.reward, answer=answer or None, metadata=rollout.metrics or None
+        )
+    agents = {f"{REWARD}/{agent}": value for agent, value in rollout.rewards.items()}
+    for name, value in {**rollout.components, **agents}.items():
+        if math.isfinite(value):
+            scores.setdefault(name, Score(value=value))
+    return scores
+
+
+def _metadata(rollout: StoredRollout) -> Json:
+    names = (
+        *("group_id", "rollout_id", "attempt", "policy_version", "split", "turns", "flags"),
+        *("limit", "truncated", "finish_reason", "agent_metrics", "turn_rewards"),
+    )
+    found = {name: msgspec.to_builtins(getattr(rollout, name)) for name in names}
+    found |= {"tokens": rollout.length, "sampled_tokens": rollout.sampled}
+    versions = {span[0] for row in rollout.rows for span in row.versions if span[0] >= 0}
+    return {**found, "versions": sorted(versions)} if versions else found
+
+
+def _limit(rollout: StoredRollout) -> Any:
+    from inspect_ai.log import EvalSampleLimit
+
+    if rollout.limit is None:
+        return None
+    reached: dict[str, float] = {
+        "turns": rollout.turns,
+        "tokens": rollout.sampled,
+        "time": _seconds(rollout),
+        "context": rollout.length,
+    }
+    return EvalSampleLimit(
+        type=_LIMITS.get(rollout.limit, "custom"),
+        limit=reached.get(rollout.limit, 0),
+        reason=rollout.limit,
+    )
+
+
+def _events(
+    rollout: StoredRollout, messages: list[Any], scores: Json, moment: datetime
+) -> Iterator[Any]:
+    """Yields the events of each agent; with several, each has a span of its own.
+
+    Times of single calls are not stored with a conversation: all events begin with the rollout.
+    """
+    from inspect_ai.event import ScoreEvent, SpanBeginEvent, SpanEndEvent
+
+    main = next((row.agent for row in rollout.rows if row.agent), None) if rollout.others else None
+    agents = [(main, rollout.model, rollout.messages, messages, rollout.tools)]
+    for number, other in enumerate(rollout.others):
+        said = other.get("messages") or []
+        prefix = f"{rollout.rollout_id}-{number}"
+        theirs = [inspect_message(one, f"{prefix}-{place}") for place, one in enumerate(said)]
+        model = other.get("model") or rollout.model
+        agents.append((other.get("agent"), model, said, theirs, other.get("tools") or []))
+    shared = {"timestamp": moment, "working_start": 0.0}
+    for place, (agent, model, said, theirs, tools) in enumerate(agents):
+        span = f"{rollout.rollout_id}-agent-{place}" if rollout.others else None
+        name = agent or "main"
+        if span:
+            yield SpanBeginEvent(id=span, span_id=span, type="agent", name=name, **shared)
+        yield from _conversation(
+            rollout, model, said, theirs, tools, {**shared, "span_id": span}, agent
+        )
+        if span:
+            yield SpanEndEvent(id=span, span_id=span, **shared)
+    for name, score in scores.items():
+        yield ScoreEvent(score=score, scorer=name, **shared)
+
+
+def _conversation(
+    rollout: StoredRollout,
+    model: str,
+    said: list[Message],
+    messages: list[Any],
+    tools: list[Json],
+    shared: Json,
+    agent: str | None,
+) -> Iterator[Any]:
+    from inspect_ai.event import ModelEvent, ToolEvent
+    from inspect_ai.model import GenerateConfig
+
+    offered = list(_tools(tools))
+    results = {one.get("tool_call_id"): place for place, one in enumerate(said)}
+    results.pop(None, None)
+    for place, (message, made) in enumerate(zip(said, messages, strict=True)):
+        if made.role != "assistant":
+            continue
+        is_last = place == len(said) - 1
+        yield ModelEvent(
+            model=model or "unknown",
+            role=agent,
+            input=messages[:place],
+            tools=offered,
+            tool_choice="auto",
+            config=GenerateConfig(),
+            output=_output(model, made, rollout if is_last else None),
+            **shared,
+        )
+        for call, theirs in zip(calls_of(message), made.tool_calls or (), strict=True):
+            name, arguments, _ = arguments_of(call)
+            found = results.get(call.get("id"))
+            yield ToolEvent(
+                id=theirs.id,
+                function=name,
+                arguments=arguments,
+                result="" if found is None else text_of(said[found]),
+                message_id=None if found is None else messages[found].id,
+                **shared,
+            )
+
+
+def _tools(tools: list[Json]) -> Iterator[Any]:
+    from inspect_ai.tool import ToolInfo
+    from pydantic import ValidationError
+
+    for tool in tools:
+        function = tool.get("function")
+        function = function if isinstance(function, dict) else tool
+        name, description = str(function.get("name")), str(function.get("description") or "")
+        try:
+            yield ToolInfo.model_validate(
+                {
+                    "name": name,
+                    "description": description,
+                    "parameters": function.get("parameters") or {},
+                }
+            )
+        except ValidationError:  # a schema that Inspect does not know: the store has it whole
+            yield ToolInfo(name=name, description=description)
+
+
+def _output(model: str, message: Any, last: StoredRollout | None) -> Any:
+    """Returns the output of one turn; `last`: the rollout, at its last turn."""
+    from inspect_ai.model import ChatCompletionChoice, ModelOutput
+
+    stop = "tool_calls" if message.tool_calls else "stop"
+    if last is not None:
+        stop = _STOPS.get(last.finish_reason or "", "unknown")
+    choice = ChatCompletionChoice(message=message, stop_reason=stop)
+    return ModelOutput(model=model or "unknown", choices=[choice])
+
+
+def _no_output(rollout: StoredRollout) -> Any:
+    from inspect_ai.model import ModelOutput
+
+    return ModelOutput(model=rollout.model or "unknown")
+
+
+def _usage(rollout: StoredRollout) -> Any:
+    from inspect_ai.model import ModelUsage
+
+    told = int(rollout.usage.get("completion_tokens") or rollout.sampled)
+    seen = int(rollout.usage.get("prompt_tokens") or 0)
+    return ModelUsage(input_tokens=seen, output_tokens=told, total_tokens=seen + told)
+
+
+def _seconds(rollout: StoredRollout) -> float:
+    seconds = rollout.usage.get("seconds") or 0.0
+    return float(seconds) if np.isfinite(seconds) else 0.0
+
+
+def _moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(max(seconds, 0.0), UTC)

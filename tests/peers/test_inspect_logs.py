@@ -1,0 +1,282 @@
+"""`export --to inspect` and `convert`, judged by the real inspect-ai (`make inspect-peer`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envserver_records.errors import Failure
+from envserver_records.records import Group, Score, Trajectory
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from playwright.sync_api import expect
+from support.browsers import Visitor, missing, running_chromium
+from support.commands import envserver
+from support.extent import examples
+from support.inspect_logs import (
+    MESSAGES,
+    envserver_beside_inspect,
+    inspect_view,
+    paths,
+    read_by_inspect,
+    write_by_inspect,
+)
+from support.trajectories import trajectories, trajectory
+
+from envserver.export.jsonl import group_line
+
+HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m"
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "search", "arguments": '{"query":"tea"}'},
+}
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "You help."},
+    {"role": "user", "content": f"Where is the tea? {HOSTILE}"},
+    {"role": "assistant", "content": "", "reasoning_content": "I search.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "On the shelf."},
+    {"role": "assistant", "content": "It is on the shelf."},
+]
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+CALLS = st.lists(
+    st.builds(
+        lambda text: {**CALL, "function": {"name": "f", "arguments": text}},
+        st.sampled_from(['{"x": 1}', '{"x":1}', "[1]", "{", ""]),
+    ),
+    max_size=2,
+)
+PARTS = st.lists(
+    st.one_of(
+        st.builds(lambda text: {"type": "text", "text": text}, TEXTS),
+        st.just({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}),
+        st.just({"type": "video", "at": 1.5}),
+    ),
+    max_size=3,
+)
+MESSAGE = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "critic"]),
+        "content": st.one_of(TEXTS, st.none(), PARTS),
+    },
+    optional={
+        "reasoning_content": TEXTS,
+        "tool_calls": CALLS,
+        "tool_call_id": TEXTS,
+        "name": TEXTS,
+        "weight": st.integers(0, 1),
+    },
+)
+
+
+def stored(folder: Path, *groups: Group) -> Path:
+    path = folder / "groups.jsonl"
+    lines = [group_line(group, include_messages=True, score_range="env") for group in groups]
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+def group(number: int, *members: Trajectory, **facts: Any) -> Group:
+    return Group(
+        **(
+            {
+                "group_id": f"g-{number}",
+                "index": number,
+                "env": "math",
+                "task_id": f"t-{number}",
+                "split": "train",
+                "trajectories": list(members),
+                "model": "tiny",
+                "created_at": 1_700_000_000.0 + number,
+                "asked": len(members),
+            }
+            | facts
+        )
+    )
+
+
+def there_and_back(python: Path, path: Path, *words: str) -> tuple[Any, Any]:
+    """Returns the rollouts of a file, and those of its Inspect log: unified, by task id."""
+    folder = path.parent
+    done = envserver(
+        *("export", path, "--to", "unified", "--out", "direct.jsonl", "--overwrite", *words),
+        folder=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    for argv in (
+        ("export", path, "--to", "inspect", "--out", "logs", "--overwrite", *words),
+        ("convert", "logs", "--out", "back.jsonl", *words),
+    ):
+        done = envserver_beside_inspect(python, *argv, folder=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return by_id(folder / "direct.jsonl"), by_id(folder / "back.jsonl")
+
+
+def by_id(path: Path) -> dict[str, Any]:
+    return {one["task_id"]: one for one in map(json.loads, path.read_text().splitlines())}
+
+
+def test_a_log_says_in_inspect_what_the_rollout_was(inspect_python: Path, tmp_path: Path) -> None:
+    lost = Failure(kind="engine_error", blame="engine", outcome="retry", message="It was away.")
+    right = trajectory("g-1-r0", messages=TALK, tools=[TOOL], turns=2, score=Score(reward=1.0))
+    cut = trajectory("g-1-r1", limit="turns", truncated=True, score=Score(reward=0.5))
+    again = trajectory("g-2-r0", score=Score(reward=0.0, components={"form": 0.25}))
+    path = stored(
+        tmp_path,
+        group(1, right, cut, asked=3, lost={"engine_error": 1}, failures=[lost]),
+        group(2, again, task_id="t-1"),
+    )
+    direct, back = there_and_back(inspect_python, path)
+    assert direct == back
+    assert len(back) == 3
+
+    (log,) = read_by_inspect(inspect_python, tmp_path / "logs")
+    assert (log["status"], log["eval"]["task"], log["eval"]["model"]) == ("success", "math", "tiny")
+    means = {one["name"]: one["metrics"]["mean"]["value"] for one in log["results"]["scores"]}
+    assert means == {"reward": 0.5, "form": 0.25}
+    samples = sorted(log["samples"], key=lambda one: one["epoch"])
+    assert [(one["id"], one["epoch"]) for one in samples] == [
+        ("t-1", place) for place in range(1, 5)
+    ]
+    first, second, missing_one, last = samples
+    assert first["input"] == TALK[1]["content"]
+    assert [one["role"] for one in first["messages"]] == [one["role"] for one in TALK]
+    assert [one["event"] for one in first["events"]] == ["model", "tool", "model", "score"]
+    asked, tool = first["events"][:2]
+    assert asked["output"]["choices"][0]["message"]["tool_calls"][0]["arguments"] == {
+        "query": "tea"
+    }
+    assert (tool["function"], tool["result"]) == ("search", "On the shelf.")
+    assert first["scores"]["reward"]["value"] == 1.0
+    assert second["limit"]["type"] == "turn"
+    assert missing_one["error"]["message"] == "engine_error: It was away."
+    assert last["metadata"]["group_id"] == "g-2"
+
+
+@settings(max_examples=2, suppress_health_check=list(HealthCheck))
+@given(members=st.lists(trajectories(), min_size=4, max_size=10))
+def test_rollouts_of_all_shapes_come_back(
+    inspect_python: Path, tmp_path_factory: pytest.TempPathFactory, members: list[Trajectory]
+) -> None:
+    folder = tmp_path_factory.mktemp("logs")
+    named = [
+        group(place, trajectory_named(one, f"g-{place}-r0")) for place, one in enumerate(members)
+    ]
+    direct, back = there_and_back(inspect_python, stored(folder, *named), "--tokens")
+    assert direct == back and len(back) == len(members)
+
+
+def trajectory_named(one: Trajectory, rollout_id: str) -> Trajectory:
+    one.rollout_id = rollout_id
+    return one
+
+
+@pytest.fixture(scope="module")
+def converter(inspect_python: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that turns each line, a message, into Inspect's form and back."""
+    with subprocess.Popen(
+        [inspect_python, "-c", MESSAGES, *paths()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
+@given(message=MESSAGE)
+def test_every_message_comes_back(
+    converter: subprocess.Popen[str], message: dict[str, Any]
+) -> None:
+    assert converter.stdin is not None and converter.stdout is not None
+    converter.stdin.write(json.dumps(message) + "\n")
+    converter.stdin.flush()
+    assert json.loads(converter.stdout.readline()) == message
+
+
+def test_logs_of_others_and_broken_ones(inspect_python: Path, tmp_path: Path) -> None:
+    sample = {
+        "id": "capital-1",
+        "epoch": 1,
+        "input": "The capital of France?",
+        "target": "Paris",
+        "messages": [
+            {"role": "user", "content": "The capital of France?"},
+            {"role": "assistant", "content": "Paris."},
+        ],
+        "output": {
+            "model": "m",
+            "choices": [{"message": {"role": "assistant", "content": "Paris."}}],
+        },
+        "scores": {"match": {"value": "C"}},
+    }
+    broken = {**sample, "id": "capital-2", "store": {"envserver": {"tokens": []}}}
+    spec = {
+        "created": "2026-01-01T00:00:00+00:00",
+        "task": "capitals",
+        "dataset": {},
+        "model": "m",
+        "config": {},
+    }
+    log = {"status": "success", "eval": spec, "samples": [sample, broken]}
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    write_by_inspect(inspect_python, log, folder / "a.eval", folder / "b.json")
+    (folder / "c.eval").write_bytes((folder / "a.eval").read_bytes()[:900])
+    (folder / "d.eval").write_text("no log")
+
+    def convert(*names: str) -> subprocess.CompletedProcess[str]:
+        words = ("convert", *(folder / name for name in names), "--domain", "mhqa")
+        return envserver_beside_inspect(
+            inspect_python, *words, "--out", f"{names[0]}.jsonl", folder=tmp_path
+        )
+
+    for name in ("a.eval", "b.json"):
+        done = convert(name)
+        assert done.returncode == 1
+        assert f"{folder / name}, sample capital-2, epoch 1: its store is not" in done.stdout
+        ((task_id, document),) = by_id(tmp_path / f"{name}.jsonl").items()
+        assert task_id == "mhqa-capital-1"
+        assert document["question"] == sample["input"]
+        assert (document["final_answer"], document["metadata"]["reward"]) == ("Paris.", 1.0)
+        assert document["metadata"]["sequences"][0]["messages"] == sample["messages"]
+    done = convert("c.eval", "d.eval")
+    assert done.returncode == 1
+    for line, name in zip(done.stdout.splitlines(), ("c.eval", "d.eval"), strict=True):
+        assert line.startswith(f"{folder / name}: no log of Inspect: ")
+
+
+@pytest.mark.thorough
+def test_inspect_view_shows_rows_a_conversation_and_the_score(
+    inspect_python: Path, tmp_path: Path
+) -> None:
+    if (what := missing()) and what != "The built page":
+        pytest.skip(f"{what} is missing: run `make browser`")
+    rollouts = [
+        trajectory(f"g-1-r{n}", messages=TALK, tools=[TOOL], score=Score(reward=n / 4))
+        for n in range(3)
+    ]
+    path = stored(tmp_path, group(1, *rollouts))
+    done = envserver_beside_inspect(
+        inspect_python, "export", path, "--to", "inspect", "--out", "logs", folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    with inspect_view(inspect_python, tmp_path / "logs") as url, running_chromium() as browser:
+        visitor = Visitor(browser, "inspect-view")
+        page = visitor.page(url)
+        page.get_by_text("math").first.click()
+        row = page.get_by_text("Where is the tea?")
+        expect(row).to_have_count(3)
+        expect(page.get_by_text("0.5", exact=True)).to_be_visible()  # the reward of the last
+        visitor.shot(page, "inspect-view-rows")
+        row.first.click()
+        expect(page.get_by_text("It is on the shelf.").first).to_be_visible()
+        visitor.shot(page, "inspect-view-sample")
+        assert not [one for one in visitor.finish() if "another host" in one]
