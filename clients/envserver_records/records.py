@@ -22,6 +22,7 @@ from .sampling import LogprobsKind, SamplingSpan
 from .scores import UNIT_RANGE, RewardRange, TurnReward
 from .scores import Score as Score
 from .splits import Split as Split
+from .timings import FailedAttempt, Printed, Timing
 
 Message = dict[str, Any]
 """A chat message in OpenAI's format."""
@@ -401,6 +402,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     that of `messages` and `tools`. `calls` and `service_calls`: see `tokens.keep_calls`.
     `turn_rewards` (also in `score`) and `agent_calls`: see Result; for scoring it again. `hooks`:
     what hooks of the environment changed and refused. `egress`: requests to hosts outside.
+    `started_at`: `time.time()` at the start of this attempt (0: unknown); `timings`: what it waited
+    for, in order of start; `attempts`: the ones that failed before; `printed`: its last lines.
     """
 
     rollout_id: str
@@ -427,6 +430,10 @@ class Trajectory(msgspec.Struct, kw_only=True):
     agent_calls: dict[str, list[int]] = msgspec.field(default_factory=dict)
     hooks: list[HookEvent] = msgspec.field(default_factory=list)
     egress: list[EgressRequest] = msgspec.field(default_factory=list)
+    started_at: float = 0.0
+    timings: list[Timing] = msgspec.field(default_factory=list)
+    attempts: list[FailedAttempt] = msgspec.field(default_factory=list)
+    printed: list[Printed] = msgspec.field(default_factory=list)
 
     def messages_of(self, agent: str | None) -> list[Message]:
         """Returns the last conversation of one of several agents."""
@@ -452,6 +459,7 @@ class Group(msgspec.Struct, kw_only=True):
         env_config: the environment's settings, if calls are kept.
         reward_range: the rewards that the environment can give.
         component_weights: the environment's weights of the scores' components.
+        public: the task's public part; large values are left out, see `bounded_public`.
         provenance: what it was made with: environment, code, settings, engine, sampling, policy
             versions (see `envserver.rollouts.provenance`); {} in groups of older versions.
         digest: of everything above (see `seals`); "" in groups of older versions. The last field,
@@ -477,5 +485,6 @@ class Group(msgspec.Struct, kw_only=True):
     env_config: dict[str, Any] = msgspec.field(default_factory=dict)
     reward_range: RewardRange = UNIT_RANGE
     component_weights: dict[str, float] = msgspec.field(default_factory=dict)
+    public: dict[str, Any] = msgspec.field(default_factory=dict)
     provenance: dict[str, Any] = msgspec.field(default_factory=dict)
     digest: str = ""

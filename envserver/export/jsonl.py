@@ -20,6 +20,7 @@ import structlog
 from envserver_records.errors import ConfigError, Failure, InputError
 from envserver_records.records import Group, Split, Tokens, Trajectory
 from envserver_records.scores import TurnReward, range_as_json, range_from_json
+from envserver_records.timings import compact_timing
 
 from ..formats.atropos import ScoreRange, group_to_atropos
 from ..rollouts.estimates import Scored, scored
@@ -71,6 +72,8 @@ def group_line(
     }
     if group.digest:
         line["envserver"] |= {"provenance": group.provenance, "group_digest": group.digest}
+    if group.public and include_messages:
+        line["envserver"]["public"] = group.public
     if group.env_config:
         line["envserver"]["env_config"] = group.env_config
     return orjson.dumps(
@@ -109,6 +112,7 @@ def _rollouts(
                 "row_flags": [row.flags for row in trajectory.sequences],
                 "others": [msgspec.structs.asdict(other) for other in trajectory.others],
                 "usage": msgspec.to_builtins(trajectory.usage),
+                "started_at": trajectory.started_at,
             }
         )
         if include_messages and not _has_row_of_main_agent(trajectory):
@@ -119,6 +123,12 @@ def _rollouts(
             facts[-1]["hooks"] = msgspec.to_builtins(trajectory.hooks)
         if trajectory.egress:
             facts[-1]["egress"] = msgspec.to_builtins(trajectory.egress)
+        if trajectory.timings:
+            facts[-1]["timings"] = [compact_timing(one) for one in trajectory.timings]
+        if trajectory.attempts:
+            facts[-1]["attempts"] = msgspec.to_builtins(trajectory.attempts)
+        if trajectory.printed:
+            facts[-1]["printed"] = msgspec.to_builtins(trajectory.printed)
         if trajectory.calls:
             facts[-1] |= kept_calls(trajectory)
         row += rows

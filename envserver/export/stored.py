@@ -22,6 +22,7 @@ from envserver_records.errors import InputError
 from envserver_records.hook_events import HookEvent
 from envserver_records.records import Logprobs, Mask, Message, Tokens
 from envserver_records.scores import RewardRange, TurnReward, range_from_json
+from envserver_records.timings import FailedAttempt, Printed, Timing, timing_from_json
 
 from ..formats.atropos import NOT_TRAINED
 from .stored_sources import open_source
@@ -64,7 +65,7 @@ class StoredRollout:
         actions: None where they were not written.
         others: conversations of further agents that `messages` lacks.
         usage: seconds and tokens, as in `records.Usage`.
-        hooks, egress: as in `records.Trajectory`.
+        hooks, egress, started_at, timings, attempts, printed: as in `records.Trajectory`.
         rows: empty where only text is known.
     """
 
@@ -101,6 +102,10 @@ class StoredRollout:
     usage: Json
     hooks: list[HookEvent]
     egress: list[EgressRequest]
+    started_at: float
+    timings: list[Timing]
+    attempts: list[FailedAttempt]
+    printed: list[Printed]
     rows: list[StoredRow]
 
     @property
@@ -132,6 +137,7 @@ class StoredGroup:
         line: the JSON of its line: the keys of Atropos, and "envserver".
         place: where it was read: "file.jsonl, line 7" or "group g-1 of http://...".
         failures: failures of missing or retried rollouts.
+        public: the task's public part, as far as it was kept.
         asked: number of rollouts started for it, 0: unknown.
         lost: missing rollouts by kind of failure.
     """
@@ -142,6 +148,7 @@ class StoredGroup:
     failures: list[Json]
     asked: int
     lost: dict[str, int]
+    public: Json
 
 
 def read_groups(
@@ -231,6 +238,10 @@ class _Rollout(msgspec.Struct):
     usage: Json = {}
     hooks: list[HookEvent] = []
     egress: list[EgressRequest] = []
+    started_at: float = 0.0
+    timings: list[Json] = []
+    attempts: list[FailedAttempt] = []
+    printed: list[Printed] = []
     versions: list[list[list[int]]] = []
     agents: list[str | None] = []
     row_flags: list[list[str]] = []
@@ -251,6 +262,7 @@ class _Facts(msgspec.Struct):
     asked: int = 0
     lost: dict[str, int] = {}
     reward_range: dict[str, float | None] = {}
+    public: Json = {}
 
 
 class _Line(msgspec.Struct):
@@ -281,7 +293,8 @@ def _adopted(line: Json, facts: _Line, place: str) -> Json:
 def _group(line: Json, columns: _Line, facts: _Facts, place: str) -> StoredGroup:
     _check_columns(columns, facts)
     rollouts = [_stored(columns, facts, rollout) for rollout in facts.rollouts]
-    return StoredGroup(line, place, rollouts, facts.failures, facts.asked, facts.lost)
+    lost, public = facts.lost, facts.public
+    return StoredGroup(line, place, rollouts, facts.failures, facts.asked, lost, public)
 
 
 def _check_columns(columns: _Line, facts: _Facts) -> None:
@@ -346,6 +359,10 @@ def _stored(columns: _Line, facts: _Facts, told: _Rollout) -> StoredRollout:
         usage=told.usage,
         hooks=told.hooks,
         egress=told.egress,
+        started_at=told.started_at,
+        timings=[timing_from_json(one) for one in told.timings],
+        attempts=told.attempts,
+        printed=told.printed,
         rows=[
             _row(columns, row, told, number)
             for number, row in enumerate(told.rows)

@@ -1,6 +1,7 @@
 """A stored group as the record that a server holds: the inverse of `jsonl.group_line`.
 
-What a line lacks is empty: how tokens were sampled, and which call sampled each (-1).
+What a line lacks is empty: how tokens were sampled, and, in files of older versions, which call
+sampled each (-1).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from envserver_records.records import (
     Usage,
 )
 from envserver_records.scores import range_from_json
+from envserver_records.timings import Timing
 
 from .stored import StoredGroup, StoredRollout, StoredRow
 
@@ -69,7 +71,7 @@ def trajectory_of(rollout: StoredRollout, told: Mapping[str, Any] | None = None)
         "attempt": rollout.attempt,
         "task_id": rollout.task_id,
         "env": rollout.env,
-        "sequences": [_sequence(row) for row in rollout.rows],
+        "sequences": [_sequence(*one, rollout.timings) for one in enumerate(rollout.rows)],
         "messages": rollout.messages,
         "tools": rollout.tools,
         "output": rollout.output,
@@ -93,6 +95,10 @@ def trajectory_of(rollout: StoredRollout, told: Mapping[str, Any] | None = None)
         "agent_calls": rollout.agent_calls,
         "hooks": rollout.hooks,
         "egress": rollout.egress,
+        "started_at": rollout.started_at,
+        "timings": rollout.timings,
+        "attempts": rollout.attempts,
+        "printed": rollout.printed,
     }
     more = {key: told[key] for key in Trajectory.__struct_fields__ if key in told} if told else {}
     return Trajectory(**known, **_converted(Trajectory, more, {*known, "calls", "service_calls"}))
@@ -110,13 +116,17 @@ def _converted(
     }
 
 
-def _sequence(row: StoredRow) -> Sequence:
+def _sequence(number: int, row: StoredRow, timings: list[Timing]) -> Sequence:
     length = len(row.tokens)
+    calls = np.full(length, -1, np.int32)
+    for one in timings:
+        if one.row == number and one.call is not None:
+            calls[one.start : one.end] = one.call
     return Sequence(
         tokens=row.tokens,
         mask=row.mask,
         logprobs=row.logprobs,
-        calls=np.full(length, -1, np.int32),
+        calls=calls,
         versions=_versions(row, length),
         path=[],
         agent=row.agent,

@@ -24,6 +24,7 @@ from envserver_records.records import (
     Trajectory,
     text_of,
 )
+from envserver_records.timings import compact_timing
 
 from ..environment import answer_text
 from .stored import StoredRollout
@@ -141,6 +142,8 @@ def unified(
             "flags": trajectory.flags,
             **_present(hooks=trajectory.hooks, egress=trajectory.egress),
             **_present(cost=trajectory.usage.cost),
+            **_present(timings=[compact_timing(one) for one in trajectory.timings]),
+            **_present(attempts=trajectory.attempts),
             "sequences": list(_sequences(trajectory, tokens)),
         },
     }

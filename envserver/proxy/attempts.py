@@ -47,6 +47,7 @@ from .reached import ReachedLimits
 from .recorded import RecordedRequests
 from .retries import Retries
 from .side_calls import SIDE, SideCalls
+from .timeline import Timeline
 
 _MAX_LOG_BYTES = 8 * 1024 * 1024
 """Maximum size of all log lines of an attempt together."""
@@ -186,6 +187,7 @@ class ProxyAttempt:
         egress: its requests to hosts outside.
         recorded: the requests that its record holds.
         planning: held while one of its long prompts is planned, or waits for that.
+        timeline: when it began, when its tools and programs ran, what it printed.
     """
 
     key: str
@@ -220,6 +222,7 @@ class ProxyAttempt:
     recorded: RecordedRequests = field(init=False)
     egress: EgressUse = field(default_factory=EgressUse)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
+    timeline: Timeline = field(default_factory=Timeline)
     _unanswered: dict[str | None, Failure] = field(default_factory=dict)
     _turns: Counter[str | None] = field(default_factory=Counter)
     _side: SideCalls = field(default_factory=SideCalls)

@@ -95,7 +95,8 @@ class ServiceRouter:
         if attempt.service_calls > MOST_CALLS:
             raise attempt.reached("turns", f"All {MOST_CALLS} tool calls are used up.")
         try:
-            body = await self._within(attempt, name, service, arguments, receive)
+            with attempt.timeline.timed("tool", name):
+                body = await self._within(attempt, name, service, arguments, receive)
         except Interrupted as interrupted:
             if interrupted.reason == "sealed":
                 raise ended() from None

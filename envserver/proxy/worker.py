@@ -31,6 +31,7 @@ from envserver_records.errors import (
     by_kind,
 )
 from envserver_records.records import text_of
+from envserver_records.timings import MOST_TIMINGS, Stream
 
 from ..environment import NO_REWARDS
 from .attempts import PostedReward, ProxyAttempt, ended
@@ -38,6 +39,7 @@ from .attempts import PostedReward, ProxyAttempt, ended
 _MAX_LOG_BYTES = 64 * 1024
 _MAX_MESSAGE = 4000
 _MAX_DETAIL = 32_000
+_MOST_LINES = 500
 MAX_METRICS = 200
 """More metrics of one rollout are left out."""
 MAX_METRIC_NAME = 100
@@ -61,13 +63,16 @@ class _Posted(msgspec.Struct):
 class _Result(msgspec.Struct, forbid_unknown_fields=True):
     """An output (possibly null), or a failure, maybe with what the agent had until then.
 
-    `changes`: how the output was cleaned.
+    `changes`: how the output was cleaned. `tools`: name, start and seconds of each tool call that
+    ran in the worker; `printed`: time, stream and text of its last lines.
     """
 
     output: Any = msgspec.UNSET
     changes: set[Change] = msgspec.field(default_factory=set)
     failure: _Posted | None = None
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    tools: list[tuple[str, float, float]] = msgspec.field(default_factory=list)
+    printed: list[tuple[float, Stream, str]] = msgspec.field(default_factory=list)
 
 
 class _Line(msgspec.Struct):
@@ -128,6 +133,10 @@ def take_result(attempt: ProxyAttempt, body: bytes) -> None:
     attempt.posted = True
     attempt.failure = failure
     attempt.metrics = _bounded_metrics(attempt, result.metrics)
+    for name, began, seconds in result.tools[:MOST_TIMINGS]:
+        attempt.timeline.note("tool", name, began, seconds)
+    for at, stream, text in result.printed[-_MOST_LINES:]:
+        attempt.timeline.printed(at, stream, text)
     if result.output is not msgspec.UNSET:
         attempt.output, changes = clean(result.output)
         attempt.flags |= {_FLAGS[change] for change in changes | result.changes}
@@ -159,6 +168,8 @@ def take_log(attempt: ProxyAttempt, body: bytes) -> None:
         line = _line.decode(_without_key(attempt, body))
     except _UNDECODABLE as error:
         raise InputError(f"This is not a log line: {error}.") from None
+    facts = "".join(f" {name}={value}" for name, value in line.facts.items())
+    attempt.timeline.printed(time.time(), "log", clean_text(line.event + facts))
     _log.info(
         line.event,
         rollout_id=attempt.spec.rollout_id,

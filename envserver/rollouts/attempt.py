@@ -40,6 +40,7 @@ from envserver_records.records import (
     TracedCall,
     Usage,
 )
+from envserver_records.timings import Timing
 
 from ..environment import NO_REWARDS, Isolation
 from ..proxy.attempts import AttemptSpec, ProxyAttempt
@@ -54,6 +55,7 @@ from ..workers.pool import Assignment, Spent, WorkerPool
 from .costs import tokens_of
 from .policy import limit_of_death
 from .staleness import StalenessMonitor
+from .timings import timings_of
 from .turn_rewards import answered_calls, resolved
 
 _ERRORS = by_kind(RolloutError)
@@ -64,7 +66,8 @@ _CUTTING_LIMITS = ("tokens", "time", "context", "crash")
 
 
 class Finished(msgspec.Struct, kw_only=True):
-    """An attempt that can be scored. `attempt`: its sealed record at the proxy."""
+    """An attempt that can be scored. `attempt`: its sealed record at the proxy; `timings`: without
+    its scoring."""
 
     result: Result
     sequences: list[Sequence]
@@ -77,6 +80,7 @@ class Finished(msgspec.Struct, kw_only=True):
     service_calls: list[ServiceCall] = msgspec.field(default_factory=list)
     hooks: list[HookEvent] = msgspec.field(default_factory=list)
     egress: list[EgressRequest] = msgspec.field(default_factory=list)
+    timings: list[Timing] = msgspec.field(default_factory=list)
 
 
 async def run_attempt(
@@ -99,7 +103,6 @@ async def run_attempt(
     Raises:
         RolloutError: it cannot be scored; `failure().outcome` says whether to retry.
     """
-    started = time.time()
     isolation = spec.isolation
     attempt = proxy.open(spec)
     spent, death = None, None
@@ -130,7 +133,7 @@ async def run_attempt(
     answered = answered_calls(calls)
     counted = counted_calls(calls, spec)
     trained = [call for call in calls if call.trained]
-    sequences = await asyncio.to_thread(_checked_sequences, trained, actions)
+    sequences, timings = await asyncio.to_thread(_built, attempt, calls, trained, actions)
     last = main_call(counted, spec.agents)
     return Finished(
         result=Result(
@@ -151,13 +154,14 @@ async def run_attempt(
         ),
         sequences=sequences,
         tools=last.tools if last else [],
-        usage=_usage(calls, time.time() - started, spent, in_sandboxes, limit),
+        usage=_usage(calls, time.time() - attempt.timeline.started_at, spent, in_sandboxes, limit),
         flags=_flags(attempt, trained, sequences),
         calls=pack_calls(calls, find_parents(calls)) if keep_calls else [],
         others=other_conversations(calls, last),
         service_calls=attempt.asked_services,
         hooks=_hook_events(attempt, calls),
         egress=[copy.copy(request) for request in attempt.egress.requests],
+        timings=timings,
         attempt=attempt,
     )
 
@@ -210,11 +214,13 @@ def _traced(attempt: ProxyAttempt, isolation: Isolation) -> Iterator[None]:
         yield
 
 
-def _checked_sequences(calls: list[Call], actions: Actions) -> list[Sequence]:
-    """Builds the training rows of `calls`; tens of milliseconds for hundreds of long calls."""
-    sequences = build(calls, actions)
-    check(calls, sequences, actions)
-    return sequences
+def _built(
+    attempt: ProxyAttempt, calls: list[Call], trained: list[Call], actions: Actions
+) -> tuple[list[Sequence], list[Timing]]:
+    """Builds training rows and times; tens of milliseconds for hundreds of long calls."""
+    sequences = build(trained, actions)
+    check(trained, sequences, actions)
+    return sequences, timings_of(attempt.timeline, calls, sequences)
 
 
 def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str | None:

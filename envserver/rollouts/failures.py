@@ -7,13 +7,22 @@ ended it.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from typing import Any
 
-from envserver_records.errors import Failure, RolloutError
+import msgspec
+from envserver_records.errors import Failure, JudgeError, RolloutError, ScorerError, Unscorable
+from envserver_records.timings import MOST_ATTEMPTS, FailedAttempt
 
+from ..telemetry.redaction import redacted
 from .events import Observer, RolloutFailed
+from .hidden_text import without_hidden
 from .policy import Drop, is_bug
 from .stream import GroupRequest
+
+_LONGEST_MESSAGE = 1000
+_SAW_HIDDEN = (ScorerError, JudgeError, Unscorable)
+"""Errors of code that knows the hidden part of the task, and may quote it."""
 
 
 class GroupFailures:
@@ -31,16 +40,33 @@ class GroupFailures:
         self._observer = observer
         self._request = request
         self._attempts: Counter[int] = Counter()
+        self._began: dict[int, float] = {}
+        self._failed: defaultdict[int, list[FailedAttempt]] = defaultdict(list)
 
     def next_attempt(self, number: int) -> int:
         """Returns the number, from 1, of the attempt of rollout `number` that starts now."""
         self._attempts[number] += 1
+        self._began[number] = time.monotonic()
         return self._attempts[number]
+
+    def of(self, number: int) -> list[FailedAttempt]:
+        """Returns the failed attempts of rollout `number`, the latest ones in order."""
+        return self._failed[number][-MOST_ATTEMPTS:]
 
     def add(self, number: int, error: RolloutError, *, final: bool) -> Failure:
         """Notes that an attempt of rollout `number` failed; `final`: it is not retried."""
-        failure = error.failure()
+        knows_hidden = isinstance(error, _SAW_HIDDEN)
+        failure = _safe(error.failure(), self._request.task.hidden if knows_hidden else {})
         self.seen.append(failure)
+        self._failed[number].append(
+            FailedAttempt(
+                attempt=self._attempts[number],
+                kind=failure.kind,
+                blame=failure.blame,
+                message=failure.message[:_LONGEST_MESSAGE],
+                seconds=round(time.monotonic() - self._began.get(number, time.monotonic()), 3),
+            )
+        )
         if final:
             self.lost[failure.kind] += 1
             if is_bug(error) and not self.scored:
@@ -59,6 +85,19 @@ class GroupFailures:
             )
         )
         return failure
+
+
+def _safe(failure: Failure, hidden: dict[str, Any]) -> Failure:
+    """Returns a failure without secrets and without the values of `hidden`."""
+
+    def safe(text: str) -> str:
+        return redacted(without_hidden(text, hidden))
+
+    detail = {
+        name: safe(value) if isinstance(value, str) else value
+        for name, value in failure.detail.items()
+    }
+    return msgspec.structs.replace(failure, message=safe(failure.message), detail=detail)
 
 
 def rollout_id_of(request: GroupRequest, number: int) -> str:

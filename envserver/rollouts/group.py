@@ -20,9 +20,10 @@ from envserver_records.errors import (
 )
 from envserver_records.records import Group, Message, Score, Task, Trajectory
 from envserver_records.seals import sealed
+from envserver_records.timings import FailedAttempt
 from structlog.contextvars import bind_contextvars
 
-from ..config import EnvironmentConfig, RolloutsConfig, SamplingConfig
+from ..config import RolloutsConfig, SamplingConfig
 from ..environment import Environment, Isolation
 from ..harness_interface import HarnessSpec
 from ..models.engine import Engine
@@ -50,11 +51,13 @@ from .policy import (
     retry_delay_seconds,
     rules_of,
 )
-from .provenance import provenance_of
+from .provenance import kept_config, provenance_of, rendering_of
+from .public_part import bounded_public
 from .score_once import score_once, scores_groups
 from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool
 from .staleness import StalenessMonitor
 from .stream import GroupRequest
+from .timings import with_scoring_times
 from .untrained import Untrained, UntrainedCeiling, summed, untrained_of
 
 _LATE = ["call_after_seal"]
@@ -127,12 +130,13 @@ class RolloutContext(msgspec.Struct, kw_only=True):
 
 
 class Member(msgspec.Struct):
-    """A scored rollout of a group."""
+    """A scored rollout of a group. `failed`: its attempts before this one."""
 
     attempt: int
     finished: Finished
     score: Score
     untrained: Untrained = Untrained()
+    failed: list[FailedAttempt] = []
     spent: ScoringSpent = msgspec.field(default_factory=ScoringSpent)
 
 
@@ -236,12 +240,10 @@ async def _member(
 async def _until_scored(
     context: RolloutContext, request: GroupRequest, number: int, failures: GroupFailures
 ) -> Member | None:
-    rollout_id = rollout_id_of(request, number)
     tries = 0
     while True:
-        attempt = failures.next_attempt(number)
         try:
-            member = await _try_member(context, request, rollout_id, attempt)
+            member = await _try_member(context, request, number, failures)
         except RolloutError as error:
             failed = error
         else:
@@ -257,13 +259,16 @@ async def _until_scored(
 
 
 async def _try_member(
-    context: RolloutContext, request: GroupRequest, rollout_id: str, attempt: int
+    context: RolloutContext, request: GroupRequest, number: int, failures: GroupFailures
 ) -> Member:
+    rollout_id = rollout_id_of(request, number)
     async with context.slots:
+        attempt = failures.next_attempt(number)
         finished = await run_once(context, request, rollout_id, attempt)
     with within(current().child("score", {"envserver.environment": request.env})) as span:
         spent = ScoringSpent()
-        score = await score_once(context.scorer, request.task, finished.result, spent)
+        with finished.attempt.timeline.timed("scoring", "score"):
+            score = await score_once(context.scorer, request.task, finished.result, spent)
         scorable = context.scorer.delivered(score).reward
         if scorable is not None and not scores_groups(context.environment):
             span.note({"envserver.reward": scorable})
@@ -289,7 +294,7 @@ async def _try_member(
             usage=with_scoring(finished.usage, finished.attempt.calls, spent, context.prices),
         )
     )
-    return Member(attempt, finished, score, untrained, spent)
+    return Member(attempt, finished, score, untrained, failures.of(number), spent)
 
 
 async def run_once(
@@ -373,7 +378,11 @@ async def _group_scores(context: RolloutContext, task: Task, members: list[Membe
         return scores
     spent = ScoringSpent()
     results = [member.finished.result for member in members]
-    scores = await context.scorer.score_group(task, results, scores, spent)
+    with contextlib.ExitStack() as timed:
+        for member in members:
+            timeline = member.finished.attempt.timeline
+            timed.enter_context(timeline.timed("scoring", "score_group"))
+        scores = await context.scorer.score_group(task, results, scores, spent)
     spent.share_with([member.spent for member in members])
     return scores
 
@@ -407,6 +416,10 @@ def trajectory_of(
         egress=finished.egress,
         turn_rewards=result.turn_rewards,
         agent_calls=result.calls,
+        started_at=finished.attempt.timeline.started_at,
+        timings=with_scoring_times(finished.timings, finished.attempt.timeline),
+        attempts=member.failed,
+        printed=finished.attempt.timeline.lines(),
         flags=[
             *finished.flags,
             *_LATE[: finished.attempt.late_calls],
@@ -444,16 +457,17 @@ def _judged(
         model=context.model,
         policy_version=min(versions, default=-1),
         generation_params=context.sampling.model_dump(),
-        rendering=_rendering(context.proxy, context.agents),
+        rendering=rendering_of(context.proxy, context.agents),
         services=shown,
         failures=failures.seen,
         created_at=time.time(),
         seed=request.seed,
         asked=rules.size,
         lost=dict(failures.lost),
-        env_config=_kept_config(context.environment.config) if context.keep_calls else {},
+        env_config=kept_config(context.environment.config) if context.keep_calls else {},
         reward_range=context.scorer.rules.range,
         component_weights=context.scorer.rules.weights,
+        public=bounded_public(request.task.public),
         provenance=provenance_of(
             context.made_with,
             engine=context.proxy.engine_identity(),
@@ -467,23 +481,6 @@ def _judged(
         return group
     is_whole = judge_losses(group.lost, rules) is None
     return msgspec.structs.replace(drop, scored=scored_of(group) if is_whole else None)
-
-
-def _kept_config(config: EnvironmentConfig) -> dict[str, Any]:
-    others = {"agents", "total_steps", "data_path_to_save_groups"}  # secrets, and irrelevant fields
-    return config.model_dump(mode="json", exclude=others)
-
-
-def _rendering(proxy: Proxy, routes: dict[str, AgentRoute]) -> dict[str, Any]:
-    described = proxy.engine_described()
-    if not routes:
-        return described
-    own = described.pop("agents", {})
-    agents = {
-        name: {"model": route.model, "trained": route.trained, **own.get(route.endpoint, {})}
-        for name, route in routes.items()
-    }
-    return {**described, "agents": agents}
 
 
 def _straggler(seconds: float) -> Straggler:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -21,9 +22,11 @@ from envserver_records.records import Trajectory
 from envserver_records.seals import digest_of
 
 from .. import __version__
-from ..config import SamplingConfig
+from ..config import EnvironmentConfig, SamplingConfig
 from ..environment import Environment
 from ..harness_interface import HarnessSpec
+from ..proxy.attempts import AgentRoute
+from ..proxy.server import Proxy
 from ..registry.hosted import HostedEnvironment
 from ..tokens_config import TokensConfig
 
@@ -35,6 +38,7 @@ _MOST_FILES: Final = 2000
 _WHERE_ONLY: Final = {"data_path_to_save_groups", "total_steps"}
 """Settings of an environment that say where groups go and how many, not how they are made."""
 _OF_AGENTS: Final = {"api_key", "base_url", "timeout"}
+_SECRET: Final = re.compile("token|key|secret|password").search
 _NOT_OF_TOKENS: Final = {"tokenizer", "audit_fraction", "audit_tolerance", "keep_calls"}
 
 
@@ -160,3 +164,25 @@ def _digest(folder: Path, files: Iterable[Path]) -> str:
         name = path.relative_to(folder).as_posix()
         parts.append(f"{name}\0{digest_of(path.read_bytes())}\n".encode())
     return digest_of(*parts)
+
+
+def kept_config(config: EnvironmentConfig) -> dict[str, Any]:
+    """Returns the settings that replaying a rollout needs, without secrets."""
+    others = {"agents", "total_steps", "data_path_to_save_groups"}  # secrets, and irrelevant fields
+    kept = config.model_dump(mode="json", exclude=others)
+    # An environment in another interpreter has its secrets as text.
+    hidden = (name for name, value in kept.items() if isinstance(value, str) and _SECRET(name))
+    return kept | dict.fromkeys(hidden, "**********")
+
+
+def rendering_of(proxy: Proxy, routes: dict[str, AgentRoute]) -> dict[str, Any]:
+    """Returns how prompts were made, for each agent that has a route."""
+    described = proxy.engine_described()
+    if not routes:
+        return described
+    own = described.pop("agents", {})
+    agents = {
+        name: {"model": route.model, "trained": route.trained, **own.get(route.endpoint, {})}
+        for name, route in routes.items()
+    }
+    return {**described, "agents": agents}

@@ -54,7 +54,8 @@ async def run_member(
                 finished = await run_once(context, request, f"{request.group_id}-r0", attempt)
             score, spent = Score(reward=None), ScoringSpent()
             if scored:
-                score = await score_once(context.scorer, request.task, finished.result, spent)
+                with finished.attempt.timeline.timed("scoring", "score"):
+                    score = await score_once(context.scorer, request.task, finished.result, spent)
             return Member(attempt, finished, score, spent=spent)
         except RolloutError as error:
             tries += counts_as_attempt(error)

@@ -141,9 +141,16 @@ class AttemptSandboxes:
                 return await tenant.close()
             case "total" | "read" | "write":
                 return await tenant.perform(self._look(tenant.sandbox, action, body))
-            case "exec" | "python":
+            case "exec":
                 attempt.check_time()
-                return await tenant.perform(self._run(tenant.sandbox, action, body))
+                command = _decoded(body, Exec)
+                with attempt.timeline.timed("sandbox", command.argv[0] if command.argv else ""):
+                    return await tenant.perform(self._exec(tenant.sandbox, command))
+            case "python":
+                attempt.check_time()
+                code = _decoded(body, RunPython)
+                with attempt.timeline.timed("sandbox", "python"):
+                    return await tenant.perform(self._run_python(tenant.sandbox, code))
             case "start":
                 attempt.check_time()
                 return await tenant.start(_decoded(body, Start), attempt.seconds_left)
@@ -166,30 +173,25 @@ class AttemptSandboxes:
                 write = _decoded(body, Write)
                 return await sandbox.write(_plain(write.path), write.data)
 
-    async def _run(self, sandbox: Sandbox, action: str, body: bytes) -> ExecResult:
-        match action:
-            case "exec":
-                asked = _decoded(body, Exec)
-                env = _variables(asked.env) if asked.env is not None else None
-                result = await sandbox.exec(
-                    [_plain(word) for word in asked.argv],
-                    stdin=asked.stdin,
-                    cwd=_plain(asked.cwd),
-                    env=env,
-                    limits=self._limits(asked.limits),
-                )
-            case _:
-                code = _decoded(body, RunPython)
-                result = await sandbox.run_python(
-                    code.code,
-                    argv=[_plain(word) for word in code.argv],
-                    stdin=code.stdin,
-                    cwd=_plain(code.cwd),
-                    limits=self._limits(code.limits),
-                )
-        if result.killed_by == "lost":
-            raise SandboxLost("The sandbox lost the program that ran in it.")
-        return result
+    async def _exec(self, sandbox: Sandbox, asked: Exec) -> ExecResult:
+        result = await sandbox.exec(
+            [_plain(word) for word in asked.argv],
+            stdin=asked.stdin,
+            cwd=_plain(asked.cwd),
+            env=_variables(asked.env) if asked.env is not None else None,
+            limits=self._limits(asked.limits),
+        )
+        return _not_lost(result)
+
+    async def _run_python(self, sandbox: Sandbox, asked: RunPython) -> ExecResult:
+        result = await sandbox.run_python(
+            asked.code,
+            argv=[_plain(word) for word in asked.argv],
+            stdin=asked.stdin,
+            cwd=_plain(asked.cwd),
+            limits=self._limits(asked.limits),
+        )
+        return _not_lost(result)
 
     async def _open(self, attempt: ProxyAttempt, state: _AttemptState, asked: Open) -> Opened:
         """Opens a sandbox for the attempt.
@@ -417,6 +419,12 @@ def _cancel_once(work: asyncio.Task[Any]) -> None:
     """Cancels `work` once: a second cancel would interrupt the wait for a program's end."""
     if not work.cancelling():
         work.cancel()
+
+
+def _not_lost(result: ExecResult) -> ExecResult:
+    if result.killed_by == "lost":
+        raise SandboxLost("The sandbox lost the program that ran in it.")
+    return result
 
 
 def _none_free() -> SandboxUnavailable:

@@ -30,9 +30,10 @@ from envserver_records.errors import AgentError, LimitReached
 from ..environment import Environment, tools_of
 from ..harness_interface import HarnessSpec
 from .elsewhere import asked_elsewhere
-from .failures import failure_of, output_of
+from .failures import failure_of, output_of, sendable
 from .harness import CallRecord, harness_task, play
 from .instances import Instances
+from .printing import PRINTING
 from .run import AttemptRun, Job
 
 HTTP_TRIES = 3
@@ -129,6 +130,7 @@ class WorkerAttempt:
         return _success(agent.result(), run)
 
     async def _output(self, job: Job, run: AttemptRun) -> Any:
+        PRINTING.set(run.printed)
         environment: Environment[Any] = await self._workshop.instances.get(
             job.env_reference, job.env_config
         )
@@ -214,7 +216,7 @@ def _success(output: Any, run: AttemptRun) -> bytes:
         # A model may have written half a surrogate pair, or nested lists: that costs it points, but
         # it is no failure.
         value, changes = clean(output)
-        result = {"output": value, "changes": sorted(changes), "metrics": run.metrics}
+        result = {"output": value, "changes": sorted(changes), **_noted(run)}
         return orjson.dumps(result, option=_JSON_ONLY)
     except TypeError as error:
         kind = type(output).__name__
@@ -223,8 +225,14 @@ def _success(output: Any, run: AttemptRun) -> bytes:
 
 def _failure(error: BaseException, run: AttemptRun | None = None) -> bytes:
     body: dict[str, Any] = {"failure": failure_of(error, own_file=__file__)}
-    body["metrics"] = run.metrics if run is not None else {}
+    body |= _noted(run) if run is not None else {}
     if (output := output_of(error)) is not None:
         body["output"], changes = clean(output)
         body["changes"] = sorted(changes)
     return orjson.dumps(body, default=repr)
+
+
+def _noted(run: AttemptRun) -> dict[str, Any]:
+    """Returns what `run` noted beside its output."""
+    printed = [(at, stream, sendable(text)) for at, stream, text in run.printed.taken()]
+    return {"metrics": run.metrics, "tools": run.tool_times, "printed": printed}

@@ -47,7 +47,7 @@ def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
     message = str(error) if ours else f"{type(error).__name__}: {error}"
     return {
         "kind": RewardError.kind if isinstance(error, RewardError) else AgentError.kind,
-        "message": _sendable(message[:MAX_MESSAGE_CHARACTERS]),
+        "message": sendable(message[:MAX_MESSAGE_CHARACTERS]),
         "detail": {"traceback": _traceback(error, own_file), **bug_of(error)},
     }
 
@@ -68,17 +68,17 @@ def bug_of(error: BaseException) -> dict[str, str]:
     """
     if isinstance(error, AgentError) and error.detail.get("bug"):
         place = place_of(error.__cause__ or error)
-        return {"bug": _sendable(f"A bug in the environment: {error.message} {place}")}
+        return {"bug": sendable(f"A bug in the environment: {error.message} {place}")}
     if not isinstance(error, _BUGS):
         return {}
     if isinstance(error, ConfigError):
-        return {"bug": _sendable(f"The environment cannot run: {error}"), "missing": "yes"}
+        return {"bug": sendable(f"The environment cannot run: {error}"), "missing": "yes"}
     message = str(error)[:MAX_MESSAGE_CHARACTERS]
     text = f"A bug in the environment: {type(error).__name__}: {message} {place_of(error)}"
     if not isinstance(error, ImportError):
-        return {"bug": _sendable(text)}
+        return {"bug": sendable(text)}
     hint = f" {missing_module_hint(error.name)}" if error.name else ""
-    return {"bug": _sendable(text + hint), "missing": "yes"}
+    return {"bug": sendable(text + hint), "missing": "yes"}
 
 
 def _traceback(error: BaseException, own_file: str) -> str:
@@ -86,9 +86,9 @@ def _traceback(error: BaseException, own_file: str) -> str:
     while entry is not None and entry.tb_frame.f_code.co_filename == own_file:
         entry = entry.tb_next
     text = "".join(traceback.format_exception(type(error), error, entry))
-    return _sendable(text[-MAX_TRACEBACK_CHARACTERS:])
+    return sendable(text[-MAX_TRACEBACK_CHARACTERS:])
 
 
-def _sendable(text: str) -> str:
-    """`text` without the lone surrogates that JSON cannot hold."""
+def sendable(text: str) -> str:
+    """Returns `text` without the lone surrogates that JSON cannot hold."""
     return text.encode(errors="backslashreplace").decode()

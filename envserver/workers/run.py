@@ -28,6 +28,7 @@ from envserver_records.errors import (
     ServiceError,
 )
 from envserver_records.records import Message, PublicTask, SandboxSpec
+from envserver_records.timings import MOST_TIMINGS
 
 from ..actions import encode
 from ..environment import NO_REWARDS, Isolation
@@ -40,6 +41,7 @@ from ..tools.mcp_server import serve_tools
 from ..tools.opening import open_tools
 from ..tools.sources import Tools
 from .event_uploader import EventUploader
+from .printing import PrintedLines
 from .sandboxes import RemoteOpening, open_blocking, open_program
 
 if TYPE_CHECKING:
@@ -90,6 +92,8 @@ class AttemptRun:
         self.max_turns = job.max_turns
         self.metrics: dict[str, float] = {}
         self.rewards: list[dict[str, Any]] = []
+        self.tool_times: list[tuple[str, float, float]] = []
+        self.printed = PrintedLines()
         self.isolation: Isolation = "pooled"
         self.tools: Tools = ()
         self._url = url
@@ -182,6 +186,11 @@ class AttemptRun:
     ) -> LoopEnd:
         end: LoopEnd = self._wait(self.loop(messages, tools=tools, **options))
         return end
+
+    def tool_called(self, name: str, began: float, seconds: float) -> None:
+        """See `tools.opening.Timed`."""
+        if len(self.tool_times) < MOST_TIMINGS:
+            self.tool_times.append((name, began, seconds))
 
     def open_tools(
         self, tools: Tools | None = None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import linux, process
+from .printing import kept_stream
 
 OUTSIDE = 0
 EXIT_CRASHED = 70
@@ -79,8 +80,7 @@ def _settle_in(spec: WorkerSpec) -> None:
     os.chdir(spec.directory)
     os.environ["HOME"] = os.environ["TMPDIR"] = str(spec.directory)
     tempfile.tempdir = None
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, errors="backslashreplace")
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+    sys.stdout, sys.stderr = kept_stream(1, "stdout"), kept_stream(2, "stderr")
     faulthandler.enable()
     random.seed()
     if "numpy.random" in sys.modules:  # its global generator is else the same in every fork

@@ -30,7 +30,7 @@ def add_group_routes(router: APIRouter, store: ReadGroups, encoder: GroupEncoder
         page = await store.list_groups(wanted.query(), wanted.cursor, wanted.limit)
         is_last = not page.cursor or wanted.order != "oldest"
         following = None if is_last else page.groups[-1].row.seq
-        shown = [_summary(one) for one in page.groups]
+        shown = [summary(one) for one in page.groups]
         return json_answer({"groups": shown, "cursor": page.cursor, "next": following})
 
     @router.get(
@@ -47,7 +47,8 @@ def add_group_routes(router: APIRouter, store: ReadGroups, encoder: GroupEncoder
         return Response(await encoder.group_as_json(row), media_type="application/json")
 
 
-def _summary(one: ListedGroup) -> dict[str, Any]:
+def summary(one: ListedGroup) -> dict[str, Any]:
+    """Returns a row of the list of groups."""
     # Omit the lease id: anyone who knows it could acknowledge the lease.
     summary = msgspec.convert(one.row, GroupSummary, from_attributes=True)
     facts = msgspec.structs.asdict(one.facts) if one.facts is not None else {}

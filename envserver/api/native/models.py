@@ -228,8 +228,23 @@ class RolloutAnswer(BaseModel):
     """Position of this one, from 0."""
     rollout: dict[str, Any]
     """The rollout (`envserver_records.Trajectory`); `sequences` has facts of each row instead of
-    its tokens: length, trained (tokens), agent, flags, path, sampling.
+    its tokens: length, trained (tokens), agent, flags, path, sampling. `timings`: kind (engine,
+    tool, sandbox, scoring), name, agent, started and seconds (from the rollout's start), first
+    (seconds to the first chunk), call, and where its tokens are: row, from, to. `attempts`: those
+    that failed before: attempt, kind, fault, message, seconds. `logs`: time (from the rollout's
+    start), stream, text. `use`: CPU seconds and memory of worker and sandbox, killed programs.
     """
+
+
+class RolloutsAnswer(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    group: dict[str, Any]
+    """Its row in the list of groups, what is known of it (`envserver_records.Group`), and `task`,
+    the task's public part.
+    """
+    rollouts: list[dict[str, Any]]
+    """Each as `rollout` of `/v1/groups/ID/rollouts/N`; `cut`: its texts were left out."""
 
 
 class TokensAnswer(BaseModel):

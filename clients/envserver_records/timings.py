@@ -1,0 +1,86 @@
+"""Small records of how a rollout went, kept with each trajectory: times, failures, output.
+
+All are bounded: `MOST_TIMINGS`, `MOST_ATTEMPTS` and `MOST_PRINTED` limit what one rollout keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from .errors import Blame
+
+MOST_TIMINGS: Final = 2000
+"""Maximum number of timings of a rollout. Engine calls are kept first, then what began first."""
+MOST_ATTEMPTS: Final = 20
+"""Maximum number of failed attempts of a rollout, the latest ones."""
+MOST_PRINTED: Final = 4096
+"""Maximum characters that a rollout printed, the latest ones."""
+
+TimingKind = Literal["engine", "tool", "sandbox", "scoring"]
+Stream = Literal["stdout", "stderr", "log"]
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True):
+    """One thing that a rollout waited for. Seconds are wall clock, `started` since its start.
+
+    Args:
+        kind: a call of the model, a tool, a program in a sandbox (or its opening), or scoring.
+        name: of the model, the tool, or the program.
+        agent: the calling agent; None if there is only one.
+        first: seconds to the first chunk of a streamed answer.
+        call: number of the model call, see `Call.index`.
+        row, start, end: where the call's tokens are: [start, end) of this row; None: in none.
+    """
+
+    kind: TimingKind
+    started: float
+    seconds: float
+    name: str = ""
+    agent: str | None = None
+    first: float | None = None
+    call: int | None = None
+    row: int | None = None
+    start: int | None = None
+    end: int | None = None
+
+
+class FailedAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt of a rollout that failed, after which the rollout was tried again."""
+
+    attempt: int
+    kind: str
+    blame: Blame
+    message: str
+    seconds: float
+
+
+class Printed(msgspec.Struct, frozen=True, array_like=True):
+    """A line that an agent printed or logged, `time` seconds after the rollout's start."""
+
+    time: float
+    stream: Stream
+    text: str
+
+
+def timing_as_json(timing: Timing) -> dict[str, Any]:
+    """Returns a timing as an object, in which `start` and `end` are called `from` and `to`."""
+    found = {name: getattr(timing, name) for name in Timing.__struct_fields__}
+    found["from"], found["to"] = found.pop("start"), found.pop("end")
+    return found
+
+
+def compact_timing(timing: Timing) -> dict[str, Any]:
+    """Returns the object of `timing_as_json` without what is unknown."""
+    return {name: value for name, value in timing_as_json(timing).items() if value is not None}
+
+
+def timing_from_json(given: dict[str, Any]) -> Timing:
+    """Returns the timing of `timing_as_json` or `compact_timing`.
+
+    Raises:
+        msgspec.ValidationError: it is not one.
+    """
+    values = {**given, "start": given.get("from"), "end": given.get("to")}
+    return msgspec.convert([values.get(name) for name in Timing.__struct_fields__], Timing)

@@ -1,0 +1,278 @@
+"""What a rollout keeps of how it went: times, failures of earlier attempts, what it printed."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from envserver_records.records import Call, Group, pack, unpack
+from envserver_records.timings import MOST_PRINTED, MOST_TIMINGS, Timing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from support.api import native_group, put_native, running_api
+from support.extent import examples
+from support.forests import ACTIONS, forests
+
+import envserver
+from envserver.export.jsonl import group_line
+from envserver.export.stored import group_of
+from envserver.export.unified import problems_of, unified_of
+from envserver.proxy.timeline import Timeline
+from envserver.rollouts.hidden_text import without_hidden
+from envserver.rollouts.public_part import MOST_BYTES, bounded_public
+from envserver.rollouts.timings import timings_of
+from envserver.tokens.builder import build
+from envserver.workers.printing import PrintedLines
+
+ENVIRONMENT = '''
+import asyncio, threading
+
+from envserver import Environment, SandboxSpec, Score, Task, tool
+
+
+class Talky(Environment):
+    """Each rollout fails once: its code, or its scorer."""
+
+    sandbox = SandboxSpec()
+
+    @tool
+    async def wait(self, seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: how long.
+        """
+        await asyncio.sleep(seconds)
+        return "done"
+
+    @tool(on_server=True)
+    def on_server(self) -> str:
+        """Ask the server."""
+        return "yes"
+
+    def tasks(self, split):
+        yield Task("t", {"question": "Hm?", "blob": "x" * 20_000}, {"answer": "HIDDEN-ANSWER"})
+
+    async def rollout(self, task, run):
+        print(f"to", run.rollout_id, end=": ")
+        print(f"\\x1b]0;{run.api_key}")
+        await asyncio.to_thread(print, "in a thread")
+        run.log("noted", n=1)
+        async with run.open_sandbox() as sandbox, run.open_tools() as tools:
+            await sandbox.exec(["/bin/true"])
+            await tools["wait"].function(seconds=0.01)
+            await tools["on_server"].function()
+        first = await run.chat([{"role": "user", "content": "a"}])
+        talk = [{"role": "user", "content": "a"}, first.message, {"role": "user", "content": "b"}]
+        await run.chat(talk)
+        if run.attempt == 1 and run.rollout_id.endswith("r0"):
+            raise OSError("no luck, password=hunter2hunter2")
+        return run.attempt
+
+    def score(self, task, result):
+        if result.output == 1:
+            raise ValueError(f"expected {task.hidden['answer']}")
+        return Score(reward=1.0 / result.output)
+'''
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Group:
+    path = tmp_path_factory.mktemp("talky") / "talky.py"
+    path.write_text(ENVIRONMENT)
+    sizes = {"group_size": 2, "total_steps": 1, "ensure_scores_are_not_same": False}
+    (made,) = envserver.groups(str(path), model="sim", env=sizes)
+    return made
+
+
+def test_a_rollout_keeps_what_it_waited_for(group: Group) -> None:
+    for rollout in group.trajectories:
+        found = [(one.kind, one.name) for one in rollout.timings]
+        assert found == [
+            ("sandbox", "/bin/true"), ("tool", "wait"), ("tool", "on_server"),
+            ("engine", "sim"), ("engine", "sim"), ("scoring", "score"),
+        ]  # fmt: skip
+        assert rollout.timings[1].seconds >= 0.01
+        starts = [one.started for one in rollout.timings]
+        assert starts == sorted(starts)
+        assert all(0 <= at <= rollout.usage.seconds + 0.001 for at in starts)
+        assert abs(rollout.started_at + rollout.usage.seconds - group.created_at) < 60
+        calls = [one for one in rollout.timings if one.kind == "engine"]
+        for number, one in enumerate(calls):
+            assert (one.call, one.row) == (number, 0)
+            row = rollout.sequences[0]
+            assert set(row.calls[one.start : one.end]) == {number}
+
+
+def test_failures_of_earlier_attempts_are_kept_without_what_is_secret(group: Group) -> None:
+    failed = [rollout.attempts for rollout in group.trajectories]
+    assert [[(one.attempt, one.kind) for one in some] for some in failed] == [
+        [(1, "agent_error")], [(1, "scorer_error")],
+    ]  # fmt: skip
+    assert failed[0][0].message == "OSError: no luck, password=[redacted]"
+    assert failed[1][0].message == "The scorer raised ValueError: expected [hidden]"
+    assert all(0 < some[0].seconds < 60 for some in failed)
+    stored = pack(group)
+    assert b"HIDDEN-ANSWER" not in stored
+    assert b"hunter2" not in stored
+
+
+def test_the_last_lines_that_a_rollout_printed_are_kept(group: Group) -> None:
+    for rollout in group.trajectories:
+        lines = {(one.stream, one.text) for one in rollout.printed}
+        assert lines == {
+            ("stdout", f"to {rollout.rollout_id}: \\x1b]0;***"),
+            ("stdout", "in a thread"),
+            ("log", "noted n=1"),
+        }
+
+
+def test_files_hold_it_and_are_read_again(group: Group) -> None:
+    line = orjson.loads(group_line(group, include_messages=True, score_range="unit"))
+    stored = group_of(line, "here")
+    assert stored.public == {"question": "Hm?", "blob": {"left_out_bytes": 20_002}}
+    for rollout, made in zip(stored.rollouts, group.trajectories, strict=True):
+        assert (rollout.timings, rollout.attempts) == (made.timings, made.attempts)
+        assert (rollout.printed, rollout.started_at) == (made.printed, made.started_at)
+        document = unified_of(rollout)
+        assert problems_of(document, domains=["talky"]) == []
+        assert len(document["metadata"]["timings"]) == len(made.timings)
+        assert document["metadata"]["attempts"][0]["kind"] == made.attempts[0].kind
+    for rollout in line["envserver"]["rollouts"]:  # as older versions wrote it
+        for name in ("timings", "attempts", "printed", "started_at"):
+            del rollout[name]
+    assert [one.timings for one in group_of(line, "here").rollouts] == [[], []]
+
+
+async def test_the_api_shows_it(group: Group, tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db") as api:
+        await put_native(api.store, group)
+        path = f"/v1/groups/{group.group_id}/rollouts"
+        found = await api.get(path)
+        row = (await api.get("/v1/groups"))["groups"][0]
+        for name in ("seq", "state", "rewards", "reward_mean", "turns"):
+            assert found["group"][name] == row[name]
+        assert found["group"]["task"]["question"] == "Hm?"
+        for number, shown in enumerate(found["rollouts"]):
+            alone = (await api.get(f"{path}/{number}"))["rollout"]
+            assert alone == shown
+            assert [one["kind"] for one in shown["timings"]].count("engine") == 2
+            assert shown["timings"][3]["to"] > shown["timings"][3]["from"]
+            assert shown["attempts"][0]["fault"] == "environment"
+            assert {one["stream"] for one in shown["logs"]} == {"stdout", "log"}
+            assert shown["use"]["programs"] == 1
+
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGNgYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
+
+
+async def test_pictures_are_links_and_no_other_type_is_sent(tmp_path: Path) -> None:
+    def part(data: bytes, kind: str = "image/png") -> dict[str, Any]:
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    page = part(b"<script>alert(1)</script>")
+    far = {"type": "image_url", "image_url": {"url": "https://elsewhere.example/a.png"}}
+    sound = {"type": "input_audio", "input_audio": {"data": "A" * 300_000}}
+    content = [{"type": "text", "text": "Look"}, page, far, part(PNG, "text/html"), sound]
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": "I see"}]
+    made = native_group("a/b", messages=talk)
+    async with running_api(tmp_path / "store.db") as api:
+        await put_native(api.store, made)
+        shown = (await api.get("/v1/groups/a%2Fb/rollouts/1"))["rollout"]["messages"]
+        links = [one["image_url"]["url"] for one in shown[0]["content"][1:4]]
+        address = "v1/groups/a%2Fb/rollouts/1/images"
+        assert links == [f"{address}/0", far["image_url"]["url"], f"{address}/1"]
+        assert shown[0]["content"][4]["left_out_bytes"] > 300_000
+        assert (await api.http.get(links[0])).status_code == 404
+        assert (await api.http.get(f"{address}/2")).status_code == 404
+        picture = await api.http.get(links[2])
+        assert (picture.content, picture.headers["content-type"]) == (PNG, "image/png")
+        assert picture.headers["content-security-policy"] == "default-src 'none'"
+        assert picture.headers["x-content-type-options"] == "nosniff"
+
+
+async def test_the_rollouts_of_a_large_group_come_without_their_texts(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "word " * 600_000}]
+    async with running_api(tmp_path / "store.db") as api:
+        await put_native(api.store, native_group("large", 4, messages=talk))
+        found = (await api.get("/v1/groups/large/rollouts"))["rollouts"]
+        assert [one.get("cut", False) for one in found] == [False, False, True, True]
+        assert [one["score"]["reward"] for one in found] == [0.0, 1.0, 0.0, 1.0]
+        alone = await api.get("/v1/groups/large/rollouts/3")
+        assert alone["rollout"]["messages"] == talk
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(forests(), st.sampled_from(sorted(ACTIONS)), st.data())
+def test_times_cover_all_trained_tokens_once(
+    calls: list[Call], actions: str, data: st.DataObject
+) -> None:
+    timeline = Timeline()
+    for one in calls:
+        one.started_at = timeline.started_at + data.draw(st.floats(-1, 100))
+    rows = build(calls, ACTIONS[actions])
+    found = timings_of(timeline, calls, rows)
+    assert [one.started for one in found] == sorted(one.started for one in found)
+    assert {one.call for one in found} == {one.index for one in calls}
+    for number, row in enumerate(rows):
+        covered = np.zeros(len(row.tokens), int)
+        for one in found:
+            if one.row == number:
+                covered[one.start : one.end] += 1
+                assert set(row.calls[one.start : one.end]) == {one.call}
+        assert covered.max(initial=0) <= 1
+        assert (covered[row.mask == 1] == 1).all()
+
+
+def test_what_one_rollout_keeps_is_bounded() -> None:
+    timeline, lines = Timeline(), PrintedLines()
+    for number in range(2 * MOST_TIMINGS):
+        timeline.note("tool", "t" * 1000, timeline.started_at + number, float("nan"))
+        timeline.printed(number, "stdout", "line " * 300)
+        lines.add("stderr", f"{number}" * 500 + "\n" * (number % 2))
+    assert len(timings_of(timeline, [], [])) == MOST_TIMINGS
+    assert timeline.timings[0].seconds == 0
+    assert sum(len(one.text) for one in timeline.lines()) <= MOST_PRINTED
+    assert sum(len(text) for _, _, text in lines.taken()) <= 2 * MOST_PRINTED
+    kept = bounded_public({"small": 1, "large": "x" * MOST_BYTES, "strange": object()})
+    assert kept["small"] == 1
+    assert kept["large"] == {"left_out_bytes": MOST_BYTES + 2}
+    assert list(kept["strange"]) == ["left_out_bytes"]
+
+
+SECRETS = st.text(min_size=4, max_size=30) | st.integers(min_value=1000)
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(st.recursive(SECRETS, lambda inner: st.lists(inner, max_size=3), max_leaves=4), st.text())
+def test_no_value_of_the_hidden_part_stays_in_a_message(hidden: Any, around: str) -> None:
+    values = list(flat(hidden))
+    for write in (str, repr, lambda value: orjson.dumps(str(value)).decode()):
+        text = around.join(write(value) for value in values)
+        assert all(str(value) not in without_hidden(text, {"h": hidden}) for value in values)
+
+
+def flat(value: Any) -> Any:
+    if isinstance(value, list):
+        for inner in value:
+            yield from flat(inner)
+    else:
+        yield value
+
+
+def test_older_groups_have_no_times() -> None:
+    made = native_group("old")
+    body = pack(made)
+    assert unpack(body, Group).trajectories[0].timings == []
+    timing = Timing(kind="engine", started=0.5, seconds=1.0)
+    noted = [replace(one, timings=[timing]) for one in made.trajectories]
+    again = unpack(pack(replace(made, trajectories=noted)), Group)
+    assert again.trajectories[1].timings == [timing]
