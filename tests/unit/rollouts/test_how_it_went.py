@@ -21,6 +21,7 @@ from support.forests import ACTIONS, forests
 import envserver
 from envserver.export.jsonl import group_line
 from envserver.export.stored import group_of
+from envserver.export.stored_group import group_record
 from envserver.export.unified import problems_of, unified_of
 from envserver.proxy.timeline import Timeline
 from envserver.rollouts.hidden_text import without_hidden
@@ -143,6 +144,11 @@ def test_files_hold_it_and_are_read_again(group: Group) -> None:
         assert problems_of(document, domains=["talky"]) == []
         assert len(document["metadata"]["timings"]) == len(made.timings)
         assert document["metadata"]["attempts"][0]["kind"] == made.attempts[0].kind
+    record = group_record(stored)
+    assert record.public == stored.public
+    for rollout, made in zip(record.trajectories, group.trajectories, strict=True):
+        assert rollout.timings == made.timings
+        assert (rollout.sequences[0].calls == made.sequences[0].calls).all()
     for rollout in line["envserver"]["rollouts"]:  # as older versions wrote it
         for name in ("timings", "attempts", "printed", "started_at"):
             del rollout[name]
