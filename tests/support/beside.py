@@ -26,9 +26,9 @@ def beside(serve: Serve) -> Iterator[None]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    started.wait(10)
+    started.wait(60)
     try:
         yield
     finally:
         loop.call_soon_threadsafe(ended.set)
-        thread.join(10)
+        thread.join(60)

@@ -23,7 +23,7 @@ from ...config import Quota, is_loopback
 from ..problems import error_answer
 from .quotas import Strangers, TooManyRequests, Usage, Usages
 from .rules import Rule, rules_of
-from .sessions import Sessions, counts
+from .sessions import Sessions, is_page_read
 from .tokens import AccessTokens, Token
 
 log = structlog.get_logger(__name__)
@@ -95,8 +95,10 @@ class Access:
     def _admitted(self, scope: Scope, rule: Rule | None) -> Token:
         sent = _bearer(scope)
         token = self._tokens.find(sent) if sent else None
-        if not sent and counts(scope, rule):
+        if not sent and is_page_read(scope, rule):
             token = self._sessions.reader(scope)
+            if token is not None and rule is None:
+                raise _NotFound("Not Found")
         if token is None:
             address = (scope.get("client") or ("",))[0]
             self._strangers.failed(address)

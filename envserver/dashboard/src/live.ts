@@ -24,6 +24,8 @@ type Told =
 const EVENTS = ["hello", "group", "groups", "sample", "failure", "policy", "run", "engine", "alarm", "resync"];
 const POLL_SECONDS = 10;
 const RETRY_SECONDS = 2;
+/** After a login the page begins anew. */
+const LOGIN_SECONDS = 60;
 /** The server sends a sample every ten seconds: a stream that is silent for so long is dead. */
 const SILENT_SECONDS = 45;
 
@@ -115,7 +117,7 @@ async function lead(): Promise<never> {
       await wait(POLL_SECONDS);
     } else {
       connected(there === 503 ? "starting" : there === 0 ? "gone" : "connecting");
-      await wait(RETRY_SECONDS);
+      await wait(there === 401 ? LOGIN_SECONDS : RETRY_SECONDS);
     }
   }
 }

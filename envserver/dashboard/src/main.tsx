@@ -2,11 +2,14 @@ import { render, type JSX } from "preact";
 import { useEffect } from "preact/hooks";
 import { useGet } from "./api";
 import { start } from "./live";
+import { Login } from "./pages/login";
 import { Overview } from "./pages/overview";
 import { Alarms, useAlarms } from "./parts/alarms";
 import { Gone, Header } from "./parts/header";
 import { usePlace } from "./router";
+import { SessionContext, useLogin } from "./session";
 import { type Source, SourceContext } from "./source";
+import { visible } from "./text";
 import "./style.css";
 
 /** Pages by the first part of their path, in the order of the menu. "" is the overview. `part`: the
@@ -44,4 +47,27 @@ function Shell() {
   );
 }
 
-render(<Shell />, document.getElementById("page")!);
+/** The shell, once it is known whether a login is needed. */
+function App() {
+  const { session, problem } = useLogin();
+  if (session?.needs_login) return <Login />;
+  if (session) {
+    return (
+      <SessionContext.Provider value={session}>
+        <Shell />
+      </SessionContext.Provider>
+    );
+  }
+  return (
+    <main>
+      <h1 class="unseen">envserver</h1>
+      {problem && (
+        <p class="panel banner warn" role="status">
+          {visible(problem.message)} This page goes on by itself.
+        </p>
+      )}
+    </main>
+  );
+}
+
+render(<App />, document.getElementById("page")!);

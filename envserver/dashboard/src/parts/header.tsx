@@ -2,6 +2,7 @@
 
 import { useConnection } from "../live";
 import { link } from "../router";
+import { logOut, useSession } from "../session";
 import { useSource } from "../source";
 import { clock, visible } from "../text";
 import { useTheme } from "../theme";
@@ -37,12 +38,29 @@ export function Header({ entries, first }: { entries: Entry[]; first: string }) 
           </span>
         )}
         <Stream />
+        <Reader />
         <button type="button" onClick={next} aria-label={`Colours: ${THEMES[theme].slice(2)}. Change.`}>
           {THEMES[theme]}
         </button>
         <Help />
       </div>
     </header>
+  );
+}
+
+/** Who is logged in, and the way out. */
+function Reader() {
+  const { role, name } = useSession();
+  if (role === null) return null;
+  return (
+    <span>
+      <span class="dim">
+        {visible(name ?? "")} ({role}){" "}
+      </span>
+      <button type="button" onClick={() => void logOut()}>
+        Log out
+      </button>
+    </span>
   );
 }
 
