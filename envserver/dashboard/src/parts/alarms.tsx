@@ -24,7 +24,7 @@ export function useAlarms(isThere: boolean): Alarm[] {
 
 export function Alarms({ alarms }: { alarms: Alarm[] }) {
   return (
-    <div role="status" aria-label="Alarms">
+    <div role="status" aria-label="Alarms" class="alarms-box">
       {alarms.length > 0 && (
         <ul class="alarms">
           {sorted(alarms).map((alarm) => (

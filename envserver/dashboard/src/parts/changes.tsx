@@ -1,0 +1,54 @@
+// The list of what changed, in sentences.
+
+import type { Change, News } from "../changes";
+import { link } from "../router";
+import { clock, visible } from "../text";
+
+const MOST = 8;
+
+export function Changes({ found, news, isEarly }: { found: Change[]; news: News[]; isEarly: boolean }) {
+  return (
+    <section class="panel changes" aria-labelledby="changes-title">
+      <h2 id="changes-title">What changed</h2>
+      <ul>
+        {found.slice(0, MOST).map((change) => (
+          <li key={`${change.figure.id} ${change.label}`} class={change.tone}>
+            <Sentence change={change} />
+          </li>
+        ))}
+        {found.length > MOST && <li class="dim">and {found.length - MOST} smaller changes: see the charts with “changed”</li>}
+        {news.map(({ text, time, tone }) => (
+          <li key={text} class={tone}>
+            <span aria-hidden="true">{tone === "bad" ? "✕" : "·"}</span> <span class="words">{visible(text)}</span>{" "}
+            <span class="dim">{clock(time)}</span>
+          </li>
+        ))}
+        {found.length + news.length === 0 && (
+          <li class="dim">
+            {isEarly ? "Too early to compare: less than 20 minutes are recorded." : "Nothing stands out: the last 5 minutes are like the hour before."}
+          </li>
+        )}
+      </ul>
+      {found.length > 0 && <p class="dim">The last 5 minutes against the hour before, where the difference is larger than its noise.</p>}
+    </section>
+  );
+}
+
+function Sentence({ change: { figure, label, before, now, tone } }: { change: Change }) {
+  const isUp = now > before;
+  const name = visible(label);
+  const [head, tail] = figure.said.split("{}");
+  const named = figure.isByEnvironment ? <a href={link(["groups"], { environment: label.split(" · ")[0] })}>{name}</a> : <b>{name}</b>;
+  const mark = { good: "better", bad: "worse", neutral: "" }[tone];
+  return (
+    <>
+      <span aria-hidden="true">{isUp ? "▲" : "▼"}</span>{" "}
+      <span class="words">
+        {head}
+        {tail !== undefined && named}
+        {tail} {isUp ? "rose" : "fell"} from {figure.format(before)} to <b>{figure.format(now)}</b>.
+      </span>{" "}
+      {mark && <span class={`badge ${tone}`}>{mark}</span>}
+    </>
+  );
+}
