@@ -68,6 +68,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
         truncated: number of rollouts that a limit of tokens cut off.
         flags: those of any of its rollouts.
         ends: number of rollouts by how they ended: "agent" (by itself), or the limit.
+        rated: number of its rollouts with a reward; solved: of those that solved the task.
     """
 
     seq: int
@@ -94,3 +95,5 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     flags: list[str] | None = None
     ends: dict[str, int] | None = None
+    rated: int | None = None
+    solved: int | None = None

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 from envserver_records.records import Group
+from envserver_records.scores import RewardRange
 
 MOST_REWARDS: Final = 64
 """Rewards that are kept of a group; its mean and bounds are of all."""
@@ -29,6 +30,8 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True):
         seconds: of its longest rollout.
         flags: those of any rollout, sorted.
         ends: number of rollouts by how they ended: "agent" (by itself), or the limit.
+        rated: number of rollouts with a reward.
+        solved: number of those that solved the task; None if unknown.
     """
 
     task_id: str = ""
@@ -44,13 +47,15 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     flags: list[str] = []
     ends: dict[str, int] = {}
+    rated: int = 0
+    solved: int | None = None
 
 
 def facts_of(group: Group) -> GroupFacts:
     """Returns the facts of a group of this server or of a joined one."""
     rollouts = group.trajectories
     return msgspec.structs.replace(
-        facts_of_rewards([one.score.reward for one in rollouts], group.task_id),
+        facts_of_rewards([one.score.reward for one in rollouts], group.task_id, group.reward_range),
         split=group.split,
         model=group.model,
         turns=max((one.turns for one in rollouts), default=0),
@@ -62,8 +67,16 @@ def facts_of(group: Group) -> GroupFacts:
     )
 
 
-def facts_of_rewards(rewards: Iterable[float | None], task_id: str | None) -> GroupFacts:
-    """Returns the facts of a group of which only the rewards are known."""
+def facts_of_rewards(
+    rewards: Iterable[float | None],
+    task_id: str | None,
+    reward_range: RewardRange | None = None,
+) -> GroupFacts:
+    """Returns the facts of a group of which only the rewards are known.
+
+    Args:
+        reward_range: says which reward solves the task; None: unknown.
+    """
     listed = list(rewards)
     given = [one for one in listed if one is not None]
     return GroupFacts(
@@ -72,11 +85,13 @@ def facts_of_rewards(rewards: Iterable[float | None], task_id: str | None) -> Gr
         reward_mean=sum(given) / len(given) if given else None,
         reward_min=min(given, default=None),
         reward_max=max(given, default=None),
+        rated=len(given),
+        solved=sum(map(reward_range.is_solved, given)) if reward_range is not None else None,
     )
 
 
-def facts_row(seq: int, facts: GroupFacts) -> tuple[object, ...]:
-    """Returns the row of the table `group_facts`."""
+def facts_row(seq: int, env: str, facts: GroupFacts) -> tuple[object, ...]:
+    """Returns the row of the table `group_facts` for a group of the environment `env`."""
     return (
         seq,
         facts.task_id,
@@ -92,6 +107,9 @@ def facts_row(seq: int, facts: GroupFacts) -> tuple[object, ...]:
         facts.seconds,
         _json(facts.flags),
         _json(facts.ends),
+        facts.rated,
+        facts.solved,
+        env,
     )
 
 

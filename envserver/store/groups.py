@@ -107,7 +107,9 @@ async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
     numbered = list(enumerate(items, tx.memory.next_seq))
     tx.memory.next_seq += len(items)
     await _into_groups(tx.connection, [_group(seq, item.put, tx.now) for seq, item in numbered])
-    facts = [facts_row(seq, item.put.facts) for seq, item in numbered if item.put.facts]
+    facts = [
+        facts_row(seq, item.put.env, item.put.facts) for seq, item in numbered if item.put.facts
+    ]
     if facts:
         await _into_facts(tx.connection, facts)
     await _into_bodies(tx.connection, [(seq, item.encoding, item.stored) for seq, item in numbered])

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .sql import Store
     from .states import GroupState, RunState
     from .statistics import StoreStatistics
+    from .tasks_seen import TaskOrder, TasksPage
     from .transaction import KnownRun
 
 
@@ -260,6 +261,11 @@ class ReadGroups(Protocol):
 
     async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
         """Returns a page of kept groups; see `GroupLookups`."""
+
+    async def seen_tasks(
+        self, order: TaskOrder, cursor: str, limit: int, *, environment: str = "", text: str = ""
+    ) -> TasksPage:
+        """Returns a page of tasks, as their kept groups show them; see `tasks_seen`."""
 
 
 class LookUp(ReadGroups, Protocol):

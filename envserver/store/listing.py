@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from typing import Any, Final, Literal
 
 import msgspec
-from envserver_records.errors import InputError
-from sqlalchemy import ColumnElement, Row, Select, and_, or_, select
+from sqlalchemy import ColumnElement, Row, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from .cursors import after, cursor_of, read_cursor
 from .facts import GroupFacts
 from .groups import group_columns
 from .rows import GroupRow
@@ -23,7 +21,6 @@ the longest row."""
 
 _facts = group_facts.c
 _SPREAD: Final = _facts.reward_max - _facts.reward_min
-_MOST_NUMBER: Final = 2**63
 _KEYS: Final[dict[str, tuple[ColumnElement[Any] | None, bool]]] = {
     "newest": (None, True),
     "oldest": (None, False),
@@ -98,10 +95,10 @@ async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, l
     if key is not None:
         statement = statement.where(key.is_not(None))
     if cursor:
-        statement = statement.where(_after(by, _read(cursor, query.order, len(by)), descends))
+        statement = statement.where(after(by, read_cursor(cursor, query.order, len(by)), descends))
     statement = statement.order_by(*(one.desc() if descends else one.asc() for one in by))
     found = (await connection.execute(statement.limit(limit))).all()
-    following = _cursor(query.order, found[-1][-len(by) :]) if len(found) == limit else ""
+    following = cursor_of(query.order, found[-1][-len(by) :]) if len(found) == limit else ""
     return Page([_listed(row) for row in found], following)
 
 
@@ -148,46 +145,13 @@ def _filters(query: GroupQuery) -> list[ColumnElement[bool]]:
     return wanted
 
 
-def _after(by: list[ColumnElement[Any]], values: list[Any], descends: bool) -> ColumnElement[bool]:
-    """Returns the condition that a row follows `values` in the order of the columns `by`."""
-    either = []
-    for position, column in enumerate(by):
-        equal = [one == value for one, value in zip(by[:position], values, strict=False)]
-        value = values[position]
-        either.append(and_(*equal, column < value if descends else column > value))
-    return or_(*either)
-
-
-def _cursor(order: str, values: Any) -> str:
-    return base64.urlsafe_b64encode(msgspec.json.encode(_Cursor(order, list(values)))).decode()
-
-
-def _read(cursor: str, order: str, count: int) -> list[float]:
-    try:
-        made = msgspec.json.decode(base64.urlsafe_b64decode(cursor), type=_Cursor)
-    except (binascii.Error, ValueError):
-        made = _Cursor("", [])
-    of_order = made.order == order and len(made.values) == count
-    if not (of_order and 0 <= made.values[-1] < _MOST_NUMBER):
-        raise InputError(
-            f"The cursor {cursor[:80]!r} does not belong to the order {order!r}.",
-            place="query.cursor",
-            hint="Send `cursor` as the page before gave it, with the same parameters.",
-        )
-    return [*made.values[:-1], int(made.values[-1])]
-
-
-class _Cursor(msgspec.Struct, array_like=True):
-    order: str
-    values: list[float]
-
-
 def _listed(row: Row[Any]) -> ListedGroup:
     count = len(group_columns())
-    seq, *values = row[count : count + len(group_facts.c)]
-    if seq is None:
+    columns = [column.name for column in group_facts.c]
+    read = dict(zip(columns, row[count : count + len(columns)], strict=True))
+    if read.pop("seq") is None:
         return ListedGroup(GroupRow(*row[:count]), None)
-    read = dict(zip([column.name for column in group_facts.c][1:], values, strict=True))
+    del read["env"]  # as in the group
     for name, kind in _IN_JSON.items():
         read[name] = msgspec.json.decode(read[name], type=kind)
     return ListedGroup(GroupRow(*row[:count]), GroupFacts(**read))

@@ -24,6 +24,7 @@ from .listing import GroupQuery, Page, page_of
 from .rows import Checkpoint, DamagedGroup, GroupRow, Run
 from .schema import deliveries, leases
 from .states import LeaseState
+from .tasks_seen import TaskOrder, TasksPage, seen_tasks
 
 if TYPE_CHECKING:
     from .writer import Writer
@@ -54,6 +55,20 @@ class GroupLookups(ABC):
         """
         async with self._reading() as connection:
             return await page_of(connection, query, cursor, limit)
+
+    async def seen_tasks(
+        self, order: TaskOrder, cursor: str, limit: int, *, environment: str = "", text: str = ""
+    ) -> TasksPage:
+        """Returns a page of tasks with what their kept groups have in common; see
+        `tasks_seen.seen_tasks`.
+
+        Raises:
+            InputError: the cursor does not belong to this order.
+        """
+        async with self._reading() as connection:
+            return await seen_tasks(
+                connection, order, cursor, limit, environment=environment, text=text
+            )
 
     async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
         """Returns these groups without their bodies, in order, each once.

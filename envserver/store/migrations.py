@@ -251,11 +251,32 @@ async def _from_5_to_6(connection: AsyncConnection) -> None:
     )
 
 
+async def _from_6_to_7(connection: AsyncConnection) -> None:
+    """Adds what is summed up by task. How many rollouts of earlier groups had a reward is taken to
+    be all of them; how many solved their task is in the bodies only."""
+    for statement in _FACTS_BY_TASK:
+        await connection.execute(text(statement))
+
+
+_FACTS_BY_TASK: Final = (
+    "ALTER TABLE group_facts ADD COLUMN rated BIGINT NOT NULL DEFAULT 0",
+    "ALTER TABLE group_facts ADD COLUMN solved BIGINT",
+    "ALTER TABLE group_facts ADD COLUMN env TEXT NOT NULL DEFAULT ''",
+    """UPDATE group_facts SET
+        env = (SELECT groups.env FROM groups WHERE groups.seq = group_facts.seq),
+        rated = CASE WHEN reward_mean IS NULL THEN 0
+            ELSE (SELECT groups.size FROM groups WHERE groups.seq = group_facts.seq) END""",
+    """CREATE INDEX group_facts_tasks ON group_facts
+        (env, task_id, seq, rated, solved, reward_mean, reward_min, reward_max)""",
+)
+
+
 STEPS: Final[Mapping[int, Callable[[AsyncConnection], Awaitable[None]]]] = {
     1: _from_1_to_2,
     2: _from_2_to_3,
     3: _from_3_to_4,
     4: _from_4_to_5,
     5: _from_5_to_6,
+    6: _from_6_to_7,
 }
 """Steps by the version from which they start; each leads to the next version."""

@@ -30,7 +30,7 @@ from sqlalchemy import (
 
 from .states import GROUP_STATES, LEASE_STATES, RUN_STATES
 
-SCHEMA_VERSION: Final = 6
+SCHEMA_VERSION: Final = 7
 """Version of the tables; a store with a higher version is refused."""
 
 SHARED: Final = "shared"
@@ -94,6 +94,16 @@ group_facts = Table(
     Column("seconds", Double),
     Column("flags", Text, nullable=False),  # A JSON list.
     Column("ends", Text, nullable=False),  # A JSON object.
+    Column("rated", BigInteger, nullable=False),
+    Column("solved", BigInteger),
+    # Copied from the group, so that one index has all that is summed up by task.
+    Column("env", Text, nullable=False),
+)
+_facts: Final = group_facts.c
+Index(
+    "group_facts_tasks",
+    *(_facts.env, _facts.task_id, _facts.seq, _facts.rated, _facts.solved),
+    *(_facts.reward_mean, _facts.reward_min, _facts.reward_max),
 )
 
 deliveries = Table(

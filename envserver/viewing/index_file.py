@@ -23,7 +23,7 @@ from ..store.facts import facts_row
 from ..store.schema import SHARED, bodies, deliveries, group_facts, groups
 from .scanning import Found
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Version of the index; one of another version is made again."""
 _APPLICATION: Final = 0x656E7649
 """Marks the file as ours ("envI")."""
@@ -147,7 +147,7 @@ class Index:
             sizes = (facts.size, facts.tokens, facts.max_length)
             origin = (facts.policy_version, None, facts.created_at)
             put(_INTO_GROUPS, (seq, group_id, facts.env, "group", *sizes, *origin))
-            put(_INTO_FACTS, facts_row(seq, facts.facts))
+            put(_INTO_FACTS, facts_row(seq, facts.env, facts.facts))
             delivery = (facts.env, facts.policy_version, one.length, "acked", None, None)
             put(_INTO_DELIVERIES, (SHARED, seq, *delivery))
             put(_INTO_PLACES, (seq, number, one.start, one.length, one.line))
@@ -202,7 +202,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     _prepare(connection)
     engine = create_engine("sqlite://")
     made = [str(CreateTable(table).compile(engine)) for table in _TABLES]
-    indexes = [str(CreateIndex(one).compile(engine)) for one in deliveries.indexes]
+    indexes = [str(CreateIndex(one).compile(engine)) for table in _TABLES for one in table.indexes]
     connection.executescript(";".join([*made, *indexes, _OURS]))
     connection.execute(f"PRAGMA application_id = {_APPLICATION}")
     connection.execute(f"PRAGMA user_version = {VERSION}")

@@ -13,6 +13,7 @@ import msgspec
 import orjson
 from envserver_records.errors import InputError
 from envserver_records.records import Group
+from envserver_records.scores import range_from_json
 
 from ..export.stored import group_of, names_of_foreign
 from ..export.stored_group import group_record
@@ -82,6 +83,7 @@ class _Origin(msgspec.Struct):
     model: str = ""
     policy_version: int = -1
     created_at: float = 0.0
+    reward_range: dict[str, float | None] | None = None
 
 
 class _Line(msgspec.Struct):
@@ -100,9 +102,10 @@ _DECODER: Final = msgspec.json.Decoder(_Line)
 def _facts(line: _Line, place: str) -> LineFacts:
     lengths = [_length(one) for one in line.tokens]
     origin = line.envserver or _adopted(line, place)
-    rollouts = origin.rollouts
+    rollouts, bounds = origin.rollouts, origin.reward_range
+    solves = range_from_json(bounds) if bounds is not None else None
     facts = msgspec.structs.replace(
-        facts_of_rewards([one.reward for one in rollouts], origin.task_id),
+        facts_of_rewards([one.reward for one in rollouts], origin.task_id, solves),
         split=origin.split,
         model=origin.model,
         turns=max((one.turns for one in rollouts), default=0),

@@ -79,6 +79,7 @@ RULES: Final = (
     Rule("GET", "/v1/groups/{group_id:path}/rollouts/{number}/tokens", READERS),
     Rule("GET", "/v1/groups/{group_id:path}", READERS),
     Rule("GET", "/v1/tasks/estimates", EVERYBODY),
+    Rule("GET", "/v1/tasks/seen", READERS),
     # Runners
     Rule("POST", "/v1/environments", ENVIRONMENT),
     Rule("GET", "/v1/environments", EVERYBODY),

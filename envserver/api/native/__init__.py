@@ -31,6 +31,7 @@ from .session import Logins, add_session_routes
 from .source import add_source_routes
 from .status import add_status_routes
 from .streams import Streams
+from .tasks_seen import add_task_routes
 from .waiting import Leasing
 
 __all__ = ["VERSION_LIMIT", "FilterWarnings", "PolicyVersion", "native_routes"]
@@ -72,6 +73,7 @@ def native_routes(
     add_lease_routes(router, store, atropos, leasing, encoder, streams, filters)
     add_rollout_routes(router, store)  # before that of groups, whose ids may have slashes
     add_group_routes(router, store, encoder)
+    add_task_routes(router, store)
     add_estimate_routes(router, store)
     add_policy_routes(router, policy)
     add_status_routes(router, store, atropos, policy, joined, status)
