@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .groups import EncodedPut
     from .listing import GroupQuery, Page
     from .lookups import LeaseFacts
+    from .rewards import RewardCounts
     from .rows import Checkpoint, Compacted, DamagedGroup, Delivery, GroupPut, GroupRow, Lease, Run
     from .sql import Store
     from .states import GroupState, RunState
@@ -266,6 +267,9 @@ class ReadGroups(Protocol):
         self, order: TaskOrder, cursor: str, limit: int, *, environment: str = "", text: str = ""
     ) -> TasksPage:
         """Returns a page of tasks, as their kept groups show them; see `tasks_seen`."""
+
+    async def reward_counts(self, query: GroupQuery) -> RewardCounts:
+        """Counts the kept groups that `query` matches, by mean reward."""
 
 
 class LookUp(ReadGroups, Protocol):

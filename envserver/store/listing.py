@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, Literal
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, Select, or_, select
+from sqlalchemy import ColumnElement, FromClause, Row, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .cursors import after, cursor_of, read_cursor
@@ -91,7 +91,7 @@ async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, l
     key, descends = _KEYS[query.order]
     number: ColumnElement[Any] = deliveries.c.seq
     by = [column for column in (key, number) if column is not None]
-    statement = _selected(*by).where(*_filters(query))
+    statement = _selected(*by).where(*filters_of(query))
     if key is not None:
         statement = statement.where(key.is_not(None))
     if cursor:
@@ -103,13 +103,18 @@ async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, l
 
 
 def _selected(*by: ColumnElement[Any]) -> Select[Any]:
-    both = deliveries.join(groups, deliveries.c.seq == groups.c.seq)
-    all_three = both.outerjoin(group_facts, _facts.seq == groups.c.seq)
     columns = [*group_columns(), *group_facts.c, *(one.label(None) for one in by)]
-    return select(*columns).select_from(all_three).where(deliveries.c.queue == SHARED)
+    return select(*columns).select_from(joined_tables())
 
 
-def _filters(query: GroupQuery) -> list[ColumnElement[bool]]:
+def joined_tables() -> FromClause:
+    """Returns the tables that a filter is about, of which only groups have to be there."""
+    both = deliveries.join(groups, deliveries.c.seq == groups.c.seq)
+    return both.outerjoin(group_facts, _facts.seq == groups.c.seq)
+
+
+def filters_of(query: GroupQuery) -> list[ColumnElement[bool]]:
+    """Returns the conditions of `query` on the rows of `joined_tables`."""
     of = groups.c
     equal = [
         (of.env, query.environment),
@@ -128,7 +133,10 @@ def _filters(query: GroupQuery) -> list[ColumnElement[bool]]:
         (of.policy_version, query.version_to),
         (of.max_length, query.max_length),
     ]
-    wanted: list[ColumnElement[bool]] = [deliveries.c.seq > query.after]
+    wanted: list[ColumnElement[bool]] = [
+        deliveries.c.queue == SHARED,
+        deliveries.c.seq > query.after,
+    ]
     wanted += [column == value for column, value in equal if value]
     wanted += [column >= value for column, value in at_least if value is not None]
     wanted += [column <= value for column, value in at_most if value is not None]

@@ -21,6 +21,7 @@ from .damage import list_damaged
 from .estimates import EstimateRow
 from .history import minutes_between
 from .listing import GroupQuery, Page, page_of
+from .rewards import RewardCounts, reward_counts
 from .rows import Checkpoint, DamagedGroup, GroupRow, Run
 from .schema import deliveries, leases
 from .states import LeaseState
@@ -69,6 +70,11 @@ class GroupLookups(ABC):
             return await seen_tasks(
                 connection, order, cursor, limit, environment=environment, text=text
             )
+
+    async def reward_counts(self, query: GroupQuery) -> RewardCounts:
+        """Counts the kept groups that `query` matches, by mean reward."""
+        async with self._reading() as connection:
+            return await reward_counts(connection, query)
 
     async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
         """Returns these groups without their bodies, in order, each once.

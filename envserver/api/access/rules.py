@@ -74,6 +74,7 @@ RULES: Final = (
     Rule("GET", "/v1/source", READERS),
     Rule("GET", "/v1/groups", READERS),
     Rule("GET", "/v1/groups/{group_id:path}/rollouts", READERS),
+    Rule("GET", "/v1/rewards", READERS),
     Rule("GET", "/v1/groups/{group_id:path}/rollouts/{number}", READERS),
     Rule("GET", "/v1/groups/{group_id:path}/rollouts/{number}/images/{image}", READERS),
     Rule("GET", "/v1/groups/{group_id:path}/rollouts/{number}/tokens", READERS),

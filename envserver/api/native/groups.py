@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
 
 import msgspec
 from envserver_records.wire import GROUP_MSGPACK, GroupSummary
@@ -11,11 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...store.interface import ReadGroups
-from ...store.listing import ListedGroup
+from ...store.listing import GroupQuery, ListedGroup
+from ...store.rewards import RewardCounts
+from ..cache import Cache
 from ..leasing import GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
-from .models import GroupsAnswer, LeasedGroup
-from .searching import GroupSearch
+from .models import GroupsAnswer, LeasedGroup, RewardsAnswer
+from .searching import GroupFilter, GroupSearch
+
+_COUNT_SECONDS: Final = 5.0
+"""Counts are this old at most; however many pages watch, the store counts once in this time."""
+_MOST_COUNTS: Final = 64
 
 
 def add_group_routes(router: APIRouter, store: ReadGroups, encoder: GroupEncoder) -> None:
@@ -32,6 +40,21 @@ def add_group_routes(router: APIRouter, store: ReadGroups, encoder: GroupEncoder
         following = None if is_last else page.groups[-1].row.seq
         shown = [summary(one) for one in page.groups]
         return json_answer({"groups": shown, "cursor": page.cursor, "next": following})
+
+    async def counted(keys: Sequence[str]) -> list[RewardCounts]:
+        queries = [msgspec.json.decode(key.split(" ", 1)[1], type=GroupQuery) for key in keys]
+        return [await store.reward_counts(query) for query in queries]
+
+    counts = Cache(counted, lambda _: 1, _MOST_COUNTS, idle_seconds=2 * _COUNT_SECONDS)
+
+    @router.get("/v1/rewards", responses=answers(RewardsAnswer, 422, what="Counts."))
+    async def count_rewards(wanted: Annotated[GroupFilter, Query()]) -> Response:
+        """Counts the groups that match by mean reward, in twenty equal bins. The counts may be five
+        seconds old.
+        """
+        query = msgspec.json.encode(wanted.query()).decode()
+        (found,) = await counts.get([f"{time.monotonic() // _COUNT_SECONDS} {query}"])
+        return json_answer(msgspec.structs.asdict(found))
 
     @router.get(
         "/v1/groups/{group_id:path}",

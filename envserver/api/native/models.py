@@ -217,6 +217,21 @@ class GroupsAnswer(BaseModel):
     """The `after` of the next page; null on the last one, and in other orders than oldest."""
 
 
+class RewardsAnswer(BaseModel):
+    """Groups by mean reward: `counts` of equal bins from `low` to `high`."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    groups: int
+    """All that match; `unscored` of them have no mean reward."""
+    unscored: int
+    low: float | None
+    """0 if all means lie between 0 and 1, else the least; null without a mean"""
+    high: float | None
+    counts: list[int]
+    """A bin has its lower end; the last has both."""
+
+
 class RolloutAnswer(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 

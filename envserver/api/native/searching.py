@@ -1,4 +1,4 @@
-"""The parameters of GET /v1/groups."""
+"""The parameters of GET /v1/groups and /v1/rewards."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ _Count = Annotated[int, Field(ge=0, le=_LIMIT)]
 _Version = Annotated[int, Field(ge=-1, le=_LIMIT)]
 
 
-class GroupSearch(BaseModel):
-    """Which groups, in which order; see `store.listing.GroupQuery`."""
+class GroupFilter(BaseModel):
+    """Which groups; see `store.listing.GroupQuery`."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid")
 
     after: _Count = 0
     """`seq`: only groups that arrived later"""
-    order: Order = "oldest"
-    """best, worst: by mean reward; widest: by the difference of rewards; longest: by tokens"""
     environment: _Name = ""
     task: _Name = ""
     """the task's id"""
@@ -48,11 +46,23 @@ class GroupSearch(BaseModel):
     """a rollout of it ended so: agent (by itself), or the name of a limit"""
     text: _Name = ""
     """part of its id or of its task's"""
+
+    def query(self) -> GroupQuery:
+        """Returns the parameters as a query."""
+        return GroupQuery(**self._values())
+
+    def _values(self) -> dict[str, Any]:
+        return self.model_dump()
+
+
+class GroupSearch(GroupFilter):
+    """Which groups, in which order, and which page of them."""
+
+    order: Order = "oldest"
+    """best, worst: by mean reward; widest: by the difference of rewards; longest: by tokens"""
     cursor: _Name = ""
     """of the page before; empty: the first page"""
     limit: int = Field(100, ge=1, le=MOST_GROUPS)
 
-    def query(self) -> GroupQuery:
-        """Returns the parameters without those of the page."""
-        values: dict[str, Any] = self.model_dump(exclude={"cursor", "limit"})
-        return GroupQuery(**values)
+    def _values(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"cursor", "limit"})

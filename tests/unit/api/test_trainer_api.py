@@ -164,6 +164,10 @@ async def test_groups_are_listed_and_read_without_being_leased(api: Api) -> None
     assert best["next"] is None
     rest = await api.get(f"/v1/groups?order=best&environment=math&cursor={best['cursor']}")
     assert [one["group_id"] for one in (*best["groups"], *rest["groups"])] == ["c", "math/b", "a"]
+    counts = await api.get("/v1/rewards?environment=math")
+    assert (counts["groups"], counts["unscored"], sum(counts["counts"]), counts["counts"][10]) == (
+        3, 0, 3, 3,
+    )  # fmt: skip
     told = problem(await api.http.get(f"/v1/groups?cursor={best['cursor']}"), 422)
     assert "does not belong to the order" in told["detail"]
     assert (await api.get("/v1/groups/a"))["group"]["masks"] == [[-100, -100, 3, 4, 5]] * 2

@@ -6,6 +6,8 @@ import asyncio
 import base64
 import math
 import tempfile
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,8 +22,9 @@ from support.stores import group
 from envserver.store import GroupPut, Store, open_store
 from envserver.store.facts import GroupFacts, facts_of_rewards
 from envserver.store.listing import GroupQuery, ListedGroup
+from envserver.store.rewards import RewardCounts
 
-REWARD = st.sampled_from([0.0, 0.25, 1.0, None])
+REWARD = st.sampled_from([0.0, 0.25, 1.0, 0.3, -1.0, 3.0, None])
 FLAGS = st.lists(st.sampled_from(['od"d%', "a", "ab"]), unique=True)
 FACTS = st.builds(
     lambda rewards, flags, task: replace(
@@ -120,6 +123,20 @@ def names(listed: Iterable[ListedGroup]) -> list[str]:
     return [one.row.group_id for one in listed]
 
 
+def counted(listed: list[ListedGroup]) -> RewardCounts:
+    means = [one.facts.reward_mean for one in listed if one.facts is not None]
+    given = [mean for mean in means if mean is not None]
+    unscored = len(listed) - len(given)
+    if not given:
+        return RewardCounts(groups=len(listed), unscored=unscored, low=None, high=None, counts=[])
+    inside = min(given) >= 0 and max(given) <= 1
+    low, high = (0.0, 1.0) if inside else (min(given), max(given))
+    starts = [float(f"{low + (high - low) * n / 20:.9g}") for n in range(1, 20)]
+    bins = Counter(bisect_right(starts, mean) for mean in given)
+    counts = [bins[n] for n in range(20)]
+    return RewardCounts(groups=len(listed), unscored=unscored, low=low, high=high, counts=counts)
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(PUTS, st.lists(QUERIES, min_size=1, max_size=8), st.integers(1, 5))
 def test_pages_are_the_filtered_and_sorted_groups(
@@ -135,6 +152,8 @@ def test_pages_are_the_filtered_and_sorted_groups(
                 assert names(listed) == expected(puts, query)
                 facts = {put.group_id: put.facts for put in puts}
                 assert all(one.facts == facts[one.row.group_id] for one in listed)
+                every = await walk(store, replace(query, order="oldest"), 100)
+                assert await store.reward_counts(query) == counted(every)
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         asyncio.run(check(folder))
