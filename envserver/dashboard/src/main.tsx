@@ -2,8 +2,11 @@ import { render, type JSX } from "preact";
 import { useEffect } from "preact/hooks";
 import { useGet } from "./api";
 import { start } from "./live";
+import { Compare } from "./pages/compare";
+import { GroupsRoutes } from "./pages/groups_routes";
 import { Login } from "./pages/login";
 import { Overview } from "./pages/overview";
+import { TasksRoutes } from "./pages/tasks";
 import { Alarms, useAlarms } from "./parts/alarms";
 import { Gone, Header } from "./parts/header";
 import { usePlace } from "./router";
@@ -13,9 +16,12 @@ import { visible } from "./text";
 import "./style.css";
 
 /** Pages by the first part of their path, in the order of the menu. "" is the overview. `part`: the
- * page is there where GET /v1/source has it among its parts. */
-const PAGES: Record<string, { part: string; title: string; page: () => JSX.Element }> = {
+ * page is there where GET /v1/source has it among its parts. `isHidden`: not in the menu. */
+const PAGES: Record<string, { part: string; title: string; page: () => JSX.Element; isHidden?: boolean }> = {
   "": { part: "overview", title: "Overview", page: Overview },
+  groups: { part: "groups", title: "Groups", page: GroupsRoutes },
+  tasks: { part: "tasks", title: "Tasks", page: TasksRoutes },
+  compare: { part: "groups", title: "Compare", page: Compare, isHidden: true },
 };
 
 function Shell() {
@@ -25,7 +31,7 @@ function Shell() {
   const first = path[0] ?? "";
   const shown = PAGES[first];
   const entries = Object.entries(PAGES)
-    .filter(([, { part }]) => source?.parts.includes(part) ?? true)
+    .filter(([, { part, isHidden }]) => !isHidden && (source?.parts.includes(part) ?? true))
     .map(([name, { title }]) => ({ name, title }));
   useEffect(() => {
     if (source?.live) start();

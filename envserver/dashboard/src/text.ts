@@ -1,10 +1,11 @@
 // Text from outside is only ever a text node. Control and bidi characters are made visible.
 
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
+const HIDDEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\u{e0000}-\u{e0fff}]|\p{Cs}/gu;
 
 /** Replaces characters that would not be seen, or would change the order of others: "\u202e". */
 export function visible(text: string): string {
-  return text.replace(HIDDEN, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
+  return text.replace(HIDDEN, (c) => `\\u${c.codePointAt(0)!.toString(16).padStart(4, "0")}`);
 }
 
 /** Shortens text to `most` characters. */
@@ -33,4 +34,31 @@ export function clock(seconds: number): string {
   const at = new Date(seconds * 1000);
   const time = at.toLocaleTimeString("en-GB");
   return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString("en-CA")} ${time}`;
+}
+
+/** A number of bytes or characters as people say it: 812, 12 k, 3.4 M. */
+export function amount(value: number): string {
+  if (value < 10_000) return value.toLocaleString("en");
+  return value < 1e6 ? `${number(value / 1e3)} k` : `${number(value / 1e6)} M`;
+}
+
+/** Seconds ago in words; the clock where that says more. */
+export function ago(seconds: number, now: number = Date.now() / 1000): string {
+  const past = now - seconds;
+  return past < 0 || past > 86_400 ? clock(seconds) : past < 1 ? "now" : duration(past);
+}
+
+/** JSON with line breaks; text stays as it is. */
+export function asText(value: unknown): string {
+  return typeof value === "string" ? value : (JSON.stringify(value, null, 2) ?? "");
+}
+
+/** "1 token", "2 tokens". */
+export function count(value: number, one: string, many = `${one}s`): string {
+  return `${value.toLocaleString("en")} ${value === 1 ? one : many}`;
+}
+
+/** A word for a shell, quoted where it must be. */
+export function quoted(word: string): string {
+  return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
 }

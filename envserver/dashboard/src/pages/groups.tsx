@@ -1,0 +1,212 @@
+// Groups: searched, filtered, sorted; live and stable however many there are.
+
+import { useEffect, useRef, useState } from "preact/hooks";
+import { useGet } from "../api";
+import { useLive } from "../live";
+import { Filters } from "../parts/filters";
+import { filterOf, forgetGroupList, groupList, useGroupList } from "../parts/group_list";
+import { Histogram, type Rewards } from "../parts/histogram";
+import { useKeys } from "../parts/keys";
+import { WindowedList } from "../parts/list";
+import { type GroupRow, hasFailure } from "../records";
+import { go, link, setQuery, usePlace } from "../router";
+import { ago, amount, count, number, visible } from "../text";
+import "../groups.css";
+
+const LOOK_SECONDS = 30;
+const LOOK_AGAIN_MS = 2000;
+const COUNT_SECONDS = 30;
+
+export function Groups() {
+  const { query } = usePlace();
+  const [turn, again] = useState(0);
+  const list = groupList(query);
+  useGroupList(list);
+  const [isAtTop, setAtTop] = useState(true);
+  const isOver = useRef(false);
+  const chosen = query.get("chosen");
+  const filter = filterOf(query);
+  const { min_reward: _, max_reward: __, order: ___, ...others } = filter;
+  const rewards = useGet<Rewards>(`v1/rewards?${new URLSearchParams(others)}`, COUNT_SECONDS);
+  const matching = useGet<Rewards>(
+    filter.min_reward || filter.max_reward ? `v1/rewards?${new URLSearchParams({ ...others, ...pick(filter, "min_reward", "max_reward") })}` : null,
+    COUNT_SECONDS,
+  );
+  const total = (filter.min_reward || filter.max_reward ? matching : rewards).data?.groups ?? null;
+
+  useEffect(() => {
+    void list.more();
+    const timer = setInterval(() => look(), LOOK_SECONDS * 1000);
+    return () => clearInterval(timer);
+  }, [list, turn]);
+  // However many groups arrive, the list is asked once in two seconds.
+  const waiting = useRef(0);
+  const look = () => {
+    if (document.hidden || waiting.current) return;
+    void list.look();
+    waiting.current = setTimeout(() => {
+      waiting.current = 0;
+      if (missed.current) look();
+      missed.current = false;
+    }, LOOK_AGAIN_MS);
+  };
+  const missed = useRef(false);
+  const arrived = () => {
+    if (waiting.current) missed.current = true;
+    else look();
+  };
+  useLive("group", arrived);
+  useLive("groups", arrived);
+  useLive("resync", arrived);
+
+  const readAgain = () => {
+    forgetGroupList();
+    again(turn + 1);
+  };
+  const take = () => {
+    if (!list.take()) readAgain();
+    document.querySelector(".group-list")?.scrollTo({ top: 0 });
+  };
+  // Nobody is reading: what arrives slides in.
+  const isIdle = isAtTop && chosen === null && !isOver.current && list.order === "newest";
+  useEffect(() => {
+    if (isIdle && list.fresh.length > 0) take();
+  }, [list.fresh, isIdle]);
+
+  const choose = (id: string | null) => setQuery({ chosen: id });
+  const linkOf = (row: GroupRow) => link(["groups", row.group_id], filter);
+  const open = (row: GroupRow) => go(linkOf(row));
+  const failure = async () => {
+    const from = chosen ?? list.rows[0]?.group_id;
+    if (from === undefined) return;
+    if (chosen === null && list.rows[0] && hasFailure(list.rows[0])) return choose(from);
+    const found = await list.beside(from, 1, hasFailure);
+    if (found) choose(found.group_id);
+  };
+  useKeys("Groups", [
+    { key: "f", text: "next group with a failure", run: () => void failure() },
+    { key: ".", text: "show what is new", run: take },
+    { key: "/", text: "search", run: () => document.querySelector<HTMLInputElement>("#filter-text")?.focus() },
+    { key: "Escape", text: "choose no row", run: () => choose(null) },
+  ]);
+  const low = rewards.data?.low ?? 0;
+  const high = rewards.data?.high ?? 1;
+
+  return (
+    <div class="groups-page">
+      <Filters query={query} rows={list.rows} />
+      <div class="groups-head">
+        <Histogram rewards={rewards.data} query={query} />
+        <p class="groups-count" role="status">
+          {total === null ? count(list.rows.length, "group") + (list.isWhole ? "" : " and more") : count(total, "group")}
+          {rewards.data && rewards.data.unscored > 0 && <span class="dim"> ({rewards.data.unscored.toLocaleString("en")} without a reward)</span>}{" "}
+          {list.fresh.length > 0 && (
+            <button class="new" onClick={take}>
+              {list.freshCount} new
+            </button>
+          )}
+        </p>
+      </div>
+      {list.problem && (
+        <p class="bad" role="alert">
+          {list.problem.message} {list.problem.hint}
+        </p>
+      )}
+      {list.isWhole && list.rows.length === 0 && !list.problem ? (
+        <p class="dim">
+          {Object.keys(filter).length > 0 ? (
+            <>
+              No group matches. <a href={link(["groups"])}>Show all groups</a>
+            </>
+          ) : (
+            "No group has been finished yet."
+          )}
+        </p>
+      ) : (
+        <>
+          <div class="list-head group-cells" aria-hidden="true">
+            <span>age</span>
+            <span>environment</span>
+            <span>task</span>
+            <span class="right">mean</span>
+            <span>rewards</span>
+            <span class="right">version</span>
+            <span class="right">turns</span>
+            <span class="right">tokens</span>
+            <span>ends, flags</span>
+          </div>
+          <div class="group-list-box" onMouseEnter={() => (isOver.current = true)} onMouseLeave={() => (isOver.current = false)}>
+            <WindowedList
+              label="Groups"
+              className="group-list"
+              rows={list.rows}
+              total={total}
+              keyOf={(row) => row.group_id}
+              chosen={chosen}
+              choose={choose}
+              open={open}
+              linkOf={linkOf}
+              line={(row) => <Cells row={row} low={low} high={high} />}
+              say={sentence}
+              more={() => void list.more()}
+              atTop={setAtTop}
+            />
+          </div>
+        </>
+      )}
+    </div>
+  );
+}
+
+function Cells({ row, low, high }: { row: GroupRow; low: number; high: number }) {
+  return (
+    <>
+      <span class="dim" title={new Date(row.created_at * 1000).toISOString()}>
+        {ago(row.created_at)}
+      </span>
+      <span>{visible(row.env)}</span>
+      <span>{visible(row.task_id || row.group_id)}</span>
+      <span class="right">{number(row.reward_mean)}</span>
+      <span class="sparks">{sparks(row.rewards ?? [], low, high)}</span>
+      <span class="right">{row.policy_version < 0 ? "–" : row.policy_version}</span>
+      <span class="right">{number(row.turns)}</span>
+      <span class="right">{amount(row.completion_tokens ?? row.tokens)}</span>
+      <span class="warn">{visible(notes(row))}</span>
+    </>
+  );
+}
+
+const BLOCKS = "▁▂▃▄▅▆▇█";
+
+/** One block a rollout, as high as its reward; "·" where there is none. */
+export function sparks(rewards: (number | null)[], low: number, high: number): string {
+  return rewards
+    .map((one) => {
+      if (one === null) return "·";
+      const share = high > low ? (one - low) / (high - low) : 1;
+      return BLOCKS[Math.max(0, Math.min(7, Math.round(share * 7)))];
+    })
+    .join("");
+}
+
+/** What is unusual about a group: limits, missing rewards, flags, the state if it is not queued. */
+function notes(row: GroupRow): string {
+  const parts = Object.entries(row.ends ?? {})
+    .filter(([end]) => end !== "agent")
+    .map(([end, times]) => `${times} × ${end}`);
+  const unscored = row.rewards?.filter((one) => one === null).length ?? 0;
+  if (unscored > 0) parts.push(`${unscored} unscored`);
+  parts.push(...(row.flags ?? []));
+  if (row.state === "dropped") parts.push("dropped");
+  return parts.join(", ");
+}
+
+function sentence(row: GroupRow): string {
+  const mean = row.reward_mean === null ? "no reward" : `mean reward ${number(row.reward_mean)}`;
+  const more = notes(row);
+  return visible(`${row.env}, task ${row.task_id || row.group_id}, ${mean}, ${count(row.size, "rollout")}${more ? `, ${more}` : ""}`);
+}
+
+function pick(from: Record<string, string>, ...names: string[]): Record<string, string> {
+  return Object.fromEntries(names.flatMap((name) => (from[name] === undefined ? [] : [[name, from[name]]])));
+}

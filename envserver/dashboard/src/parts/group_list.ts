@@ -1,0 +1,149 @@
+// The groups that a filter finds: read page by page, kept while one looks at a group of them.
+
+import { useEffect, useState } from "preact/hooks";
+import { get, Problem } from "../api";
+import type { GroupRow, GroupsPage } from "../records";
+
+/** The parameters of GET /v1/groups that a view's address may have. */
+export const FILTERS = [
+  "text", "environment", "task", "split", "model", "state", "end", "flag", "min_reward", "max_reward", "spread_above",
+  "version_from", "version_to", "min_length", "max_length",
+] as const;
+export const ORDERS = ["newest", "oldest", "best", "worst", "widest", "longest"] as const;
+
+const PAGE = 200;
+const MOST_NEW = 200;
+const MOST_SEARCHED = 5000;
+
+/** The filter of an address, as parameters of its links and of the API. */
+export function filterOf(query: URLSearchParams): Record<string, string> {
+  const filter: Record<string, string> = {};
+  for (const name of [...FILTERS, "order"]) {
+    const value = query.get(name);
+    if (value && !(name === "order" && value === "newest")) filter[name] = value;
+  }
+  return filter;
+}
+
+export class GroupList {
+  rows: GroupRow[] = [];
+  problem: Problem | null = null;
+  /** Whether there are no more pages. */
+  isWhole = false;
+  /** Groups that arrived since, the newest first; they wait until they are asked for. */
+  fresh: GroupRow[] = [];
+  private cursor = "";
+  private reading: Promise<void> | null = null;
+  private asking = false;
+  private newest = 0;
+  private readonly watchers = new Set<() => void>();
+
+  constructor(
+    readonly filter: Record<string, string>,
+    readonly order: string,
+  ) {}
+
+  watch(call: () => void): () => void {
+    this.watchers.add(call);
+    return () => this.watchers.delete(call);
+  }
+
+  private changed(): void {
+    for (const call of this.watchers) call();
+  }
+
+  private path(parameters: Record<string, string>): string {
+    return `v1/groups?${new URLSearchParams({ ...this.filter, ...parameters })}`;
+  }
+
+  /** Reads the next page. */
+  more(): Promise<void> {
+    if (this.isWhole) return Promise.resolve();
+    this.reading ??= this.readPage().finally(() => {
+      this.reading = null;
+      this.changed();
+    });
+    return this.reading;
+  }
+
+  private async readPage(): Promise<void> {
+    try {
+      const asked: Record<string, string> = { order: this.order, limit: String(PAGE) };
+      if (this.cursor) asked.cursor = this.cursor;
+      const page = await get<GroupsPage>(this.path(asked));
+      this.rows = [...this.rows, ...page.groups];
+      for (const row of page.groups) this.newest = Math.max(this.newest, row.seq);
+      this.cursor = page.cursor;
+      this.isWhole = page.cursor === "";
+      this.problem = null;
+    } catch (error) {
+      this.problem = error instanceof Problem ? error : new Problem(0, String(error));
+    }
+  }
+
+  /** Asks what arrived since. */
+  async look(): Promise<void> {
+    if (this.asking || this.reading || this.fresh.length >= MOST_NEW) return;
+    if (this.problem) return this.more();
+    this.asking = true;
+    try {
+      const asked = { order: "oldest", after: String(this.newest), limit: String(MOST_NEW) };
+      const { groups } = await get<GroupsPage>(this.path(asked));
+      for (const row of groups) this.newest = Math.max(this.newest, row.seq);
+      this.fresh = [...groups.toReversed(), ...this.fresh];
+      if (groups.length > 0) this.changed();
+    } catch {
+      // The next look tells; what is shown stays.
+    } finally {
+      this.asking = false;
+    }
+  }
+
+  /** What is said of `fresh`: "37", "200+". */
+  get freshCount(): string {
+    return this.fresh.length >= MOST_NEW ? `${MOST_NEW}+` : String(this.fresh.length);
+  }
+
+  /** Puts what arrived into the list; false: the list has to be read again. */
+  take(): boolean {
+    if (this.order !== "newest" || this.fresh.length >= MOST_NEW) return false;
+    this.rows = [...this.fresh, ...this.rows];
+    this.fresh = [];
+    this.changed();
+    return true;
+  }
+
+  /** The group `by` rows after the one with this id; null: there is none, or it is too far down. */
+  async beside(id: string, by: 1 | -1, wanted: (row: GroupRow) => boolean = () => true): Promise<GroupRow | null> {
+    for (;;) {
+      const at = this.rows.findIndex((row) => row.group_id === id);
+      for (let next = at + by; at >= 0 && next >= 0 && next < this.rows.length; next += by) {
+        if (wanted(this.rows[next]!)) return this.rows[next]!;
+      }
+      const isSearched = at >= 0 && by < 0;
+      if (isSearched || this.isWhole || this.problem || this.rows.length >= MOST_SEARCHED) return null;
+      await this.more();
+    }
+  }
+}
+
+let kept: GroupList | null = null;
+
+/** The list of a filter: the one that was shown last, if it is the same. */
+export function groupList(query: URLSearchParams): GroupList {
+  const { order = "newest", ...filter } = filterOf(query);
+  if (kept && kept.order === order && JSON.stringify(kept.filter) === JSON.stringify(filter)) return kept;
+  kept = new GroupList(filter, order);
+  return kept;
+}
+
+/** Forgets the list that was shown last, so that it is read anew. */
+export function forgetGroupList(): void {
+  kept = null;
+}
+
+/** Draws again when the list changes. */
+export function useGroupList(list: GroupList): void {
+  const [, draw] = useState(0);
+  useEffect(() => list.watch(() => draw((n) => n + 1)), [list]);
+}
