@@ -101,6 +101,8 @@ export const FIGURES: Figure[] = [
 
   { id: "calls", section: "Machine", title: "Calls at the engine", note: "by replica", better: null, isCount: false, least: 5,
     lines: (s) => levels(s, of("replica_calls"), "replica"), format: aMinute, said: "The number of calls in flight at {}", empty: "No engine." },
+  { id: "callsWaiting", section: "Machine", title: "Calls that wait", note: "for a replica", better: "down", isCount: false, least: 5,
+    lines: (s) => levels(s, of("replica_waiting"), "replica").filter(isEver), format: aMinute, said: "The number of calls that wait for {}", empty: "No call waited." },
   { id: "answer", section: "Machine", title: "Time of a call", note: "until the engine has answered", better: "down", isCount: false, least: 0.2,
     lines: (s) => ratios(s, of("engine_seconds_sum"), of("engine_seconds_count"), "path"), format: duration,
     said: "The engine's time for a call ({})", empty: "The engine was not called." },

@@ -3,10 +3,14 @@ import { useEffect } from "preact/hooks";
 import { useGet } from "./api";
 import { start } from "./live";
 import { Compare } from "./pages/compare";
+import { Engines } from "./pages/engines";
+import { Failures } from "./pages/failures";
 import { GroupsRoutes } from "./pages/groups_routes";
 import { Login } from "./pages/login";
 import { Overview } from "./pages/overview";
+import { Runs } from "./pages/runs";
 import { TasksRoutes } from "./pages/tasks";
+import { Workers } from "./pages/workers";
 import { Alarms, useAlarms } from "./parts/alarms";
 import { Gone, Header } from "./parts/header";
 import { usePlace } from "./router";
@@ -22,6 +26,10 @@ const PAGES: Record<string, { part: string; title: string; page: () => JSX.Eleme
   groups: { part: "groups", title: "Groups", page: GroupsRoutes },
   tasks: { part: "tasks", title: "Tasks", page: TasksRoutes },
   compare: { part: "groups", title: "Compare", page: Compare, isHidden: true },
+  runs: { part: "runs", title: "Runs", page: Runs },
+  engines: { part: "engines", title: "Engines", page: Engines },
+  workers: { part: "workers", title: "Workers", page: Workers },
+  failures: { part: "failures", title: "Failures", page: Failures },
 };
 
 function Shell() {
