@@ -97,7 +97,7 @@ def create_api(
     )
 
     def publish(version: int) -> None:
-        runners.publish(version)
+        runners.news.publish(version)
         if on_policy_version is not None:
             on_policy_version(version)
 
@@ -108,7 +108,7 @@ def create_api(
         include_messages=include_messages,
         score_range=score_range,
         silent_after_seconds=settings.silent_after_seconds,
-        minimums=runners.minimums,
+        minimums=runners.table.minimums,
         version=lambda: policy.version,
     )
 
@@ -116,7 +116,7 @@ def create_api(
     recorder = Recorder(metrics, store) if metrics is not None else None
 
     def present() -> set[str]:
-        joined = {one["env"] for one in runners.snapshot()}
+        joined = {one["env"] for one in runners.table.snapshot()}
         return joined | atropos.environment_names() | set(orders.names if orders else ())
 
     @asynccontextmanager
@@ -124,7 +124,10 @@ def create_api(
         await atropos.load()
         await runners.load()
         await policy.load()
-        upkeep = [asyncio.create_task(_expire_leases(store, atropos), name="lease-expiry")]
+        upkeep = [
+            asyncio.create_task(_expire_leases(store, atropos), name="lease-expiry"),
+            asyncio.create_task(runners.news.run(), name="runners"),
+        ]
         if retention is not None:
             upkeep.append(asyncio.create_task(remove_old(store, retention), name="retention"))
         if recorder is not None:

@@ -72,7 +72,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
         """Stops new calls to the engine. Pausing again replaces the choice made before."""
         wanted = await read_body(request, _PAUSE)
         how = (wanted.in_flight, wanted.timeout_seconds)
-        idle = await asyncio.gather(gate.pause(*how), environments.pause(*how))
+        idle = await asyncio.gather(gate.pause(*how), environments.news.pause(*how))
         return JSONResponse({**_state(gate, policy), "idle": all(idle)})
 
     @router.post(
@@ -86,7 +86,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
         if wanted.version is not None:
             await policy.publish(wanted.version)
         gate.resume()
-        environments.resume()
+        environments.news.resume()
         return JSONResponse(_state(gate, policy))
 
     @router.get("/v1/policy", responses=answers(PolicyAnswer, what="The state of the calls."))

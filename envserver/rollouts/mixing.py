@@ -9,18 +9,25 @@ pauses after failures, its data set is loading) is not waited for; rollouts in f
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
+import numpy as np
 from envserver_records.errors import ConfigError
+from numpy.typing import NDArray
 
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 Ending = Literal["delivered", "filtered", "failed"]
 """The outcome of a started group."""
 CATCH_UP_GROUPS = 16
 """Maximum number of groups an idle environment may catch up."""
 PATIENCE_SECONDS = 0.5
 """Seconds to wait for the environment whose turn it is."""
+_HALVINGS: Final = 50
+_LEAST_PART: Final = 1e-9
 _FILTERED_COSTS = 0.25
 """Cost of a turn. Without it, an environment whose groups are all filtered would block others."""
 
@@ -101,9 +108,56 @@ class Shares:
         self._now = max(self._now, self._clocks[name])
         self._clocks[name] += 1 / self._targets[name]
 
+    def upcoming(self, turns: int, wants: Mapping[str, int]) -> dict[str, int]:
+        """Returns how many of the next `turns` turns each environment would get, if it asked for
+        `wants` groups; nothing is counted.
+
+        Its k-th turn comes at its clock plus k / target. The latest time before which at most
+        `turns` turns come is found by bisection, the last few turns are given one by one: the cost
+        is that of sorting the environments, however many turns there are.
+        """
+        asking = [name for name, want in wants.items() if want > 0]
+        given = dict.fromkeys(wants, 0)
+        if not asking or turns <= 0:
+            return given
+        parts = np.maximum([self._targets[name] for name in asking], _LEAST_PART)
+        clocks = np.array([self._clocks[name] for name in asking])
+        clocks = np.maximum(clocks, self._now - CATCH_UP_GROUPS / parts)
+        most = np.array([wants[name] for name in asking])
+        counts = np.where(most.sum() <= turns, most, _turns_before(turns, clocks, parts, most))
+        left = min(turns, int(most.sum())) - int(counts.sum())
+        heap = [
+            (clocks[i] + (counts[i] + 1) / parts[i], name, i)
+            for i, name in enumerate(asking)
+            if counts[i] < most[i]
+        ]
+        heapq.heapify(heap)
+        for _ in range(left):
+            _, name, i = heapq.heappop(heap)
+            counts[i] += 1
+            if counts[i] < most[i]:
+                heapq.heappush(heap, (clocks[i] + (counts[i] + 1) / parts[i], name, i))
+        return given | dict(zip(asking, counts.tolist(), strict=True))
+
     def give_back(self, name: str, part: float) -> None:
         """Reduces the cost of a group that the environment started, by `part` in [0, 1]."""
         self._clocks[name] -= part / self._targets[name]
+
+
+def _turns_before(turns: int, clocks: Floats, parts: Floats, most: Integers) -> Integers:
+    """Returns the turns of each before the latest time at which all have at most `turns`."""
+
+    def until(time: float) -> Integers:
+        return np.clip(np.floor((time - clocks) * parts), 0, most).astype(np.int64)
+
+    early, late = float(clocks.min()), float((clocks + most / parts).max())
+    for _ in range(_HALVINGS):
+        middle = (early + late) / 2
+        if until(middle).sum() <= turns:
+            early = middle
+        else:
+            late = middle
+    return until(early)
 
 
 class Turns:

@@ -1,15 +1,10 @@
-"""Decides who may begin how many groups: free places are dealt by weight and minimum share.
-
-Pure. In: how many more groups may be begun in total, and how many each environment could begin.
-Out: how many each may begin. What holds: the total is never exceeded; nobody gets more than it
-could begin; no place stays unused while somebody could use it; in the long run each environment
-gets its share of the groups, as far as it can make them.
+"""The shares of the environments of a server, and how many groups may be open beyond the queue's
+limit. Pure.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ...rollouts.mixing import Share, Shares, targets
 
@@ -23,37 +18,6 @@ def fair_shares(shares: Iterable[Share]) -> Shares:
     if total > 1:
         given = [Share(one.name, one.weight, one.minimum / total) for one in given]
     return Shares(targets(given))
-
-
-def allot(
-    free: int, wants: Mapping[str, int], shares: Shares, unused: Mapping[str, int] | None = None
-) -> dict[str, int]:
-    """Returns how many more groups each environment may begin.
-
-    Args:
-        free: free places in total.
-        wants: how many groups each could begin now.
-        shares: the clocks of fair queueing; not changed.
-        unused: places that were dealt earlier and are still without a group. They count, so that
-            an environment that begins nothing does not collect all places.
-    """
-    clocks = copy.deepcopy(shares)
-    dealt = dict.fromkeys(wants, 0)
-    asking = {name for name, want in wants.items() if want > 0}
-    for name in asking:
-        clocks.asks(name)
-    for name in asking:
-        for _ in range((unused or {}).get(name, 0)):
-            clocks.begin(name)
-    for _ in range(free):
-        if not asking:
-            break
-        name = clocks.next(asking)
-        clocks.begin(name)
-        dealt[name] += 1
-        if dealt[name] == wants[name]:
-            asking.discard(name)
-    return dealt
 
 
 class ExtraCapacity:

@@ -38,12 +38,12 @@ class LocalEnvironmentSink(StoreSink):
             open_groups=lambda: self._open,
             begun=lambda: self._begun,
         )
-        environments.share_with(self._local)
+        environments.news.share_with(self._local)
 
     async def wait_for_capacity(self) -> None:
         """Waits until this environment may begin another group."""
         await super().wait_for_capacity()
-        await self._environments.wait_for_local_capacity(self._local)
+        await self._environments.news.wait_for_local_capacity(self._local)
 
     def opened(self, groups: int) -> None:
         """Counts `groups` more as open; fewer if negative."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from prometheus_client.core import Metric
 
@@ -14,7 +13,8 @@ from .registry import RunnerRegistry
 
 def count_runners(environments: RunnerRegistry) -> dict[str, int]:
     """Counts the runners that are present, silent and gone."""
-    counted = Counter(_presence_of(one) for one in environments.snapshot())
+    table = environments.table
+    counted = Counter(table.presence(one) for one in table.known.values())
     return {name: counted[name] for name in ("present", "silent", "gone")}
 
 
@@ -28,9 +28,10 @@ class RunnerMetrics:
         """Returns the metrics; a Source of `api.metrics`."""
         how_many: Counter[tuple[str, ...]] = Counter()
         is_open: Counter[tuple[str, ...]] = Counter()
-        for one in self._environments.snapshot():
-            how_many[(one["env"], _presence_of(one))] += 1
-            is_open[(one["env"],)] += one["open"]
+        table = self._environments.table
+        for one in table.known.values():
+            how_many[(one.env, table.presence(one))] += 1
+            is_open[(one.env,)] += table.status(one).open
         of = ("environment",)
         return [
             gauge(
@@ -41,9 +42,3 @@ class RunnerMetrics:
             ),
             gauge("envserver_joined_open_groups", "Groups they make", of, is_open.items()),
         ]
-
-
-def _presence_of(shown: dict[str, Any]) -> str:
-    if shown["gone"]:
-        return "gone"
-    return "silent" if shown["silent"] else "present"

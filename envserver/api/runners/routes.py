@@ -86,7 +86,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     @router.get(_PLACE, responses=answers(EnvironmentsAnswer, what="All registrations."))
     async def show() -> Response:
         """Lists the registered runners and their status."""
-        return _json({"environments": environments.snapshot()})
+        return _json({"environments": environments.table.snapshot()})
 
     @router.post(
         _PLACE + "/{env_id}/heartbeat",

@@ -1,7 +1,10 @@
 """Shares the capacity for groups among all environments of a server, local and on other machines.
 
 In: what trainers want (`store.demand`), and the groups that each environment has open and could
-have open. Out: how many groups an environment may have open.
+have open. Out: a deal: how many groups each may have open. What holds: no more groups are allowed
+than trainers want, but for one of an environment that makes nothing; nobody gets more than it can
+make; no place stays free while somebody could use it; in the long run each environment gets its
+share of the groups, as far as it can make them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import msgspec
 
 from ...rollouts.mixing import Share
 from ...store.demand import Demand
-from .allotment import ExtraCapacity, allot, fair_shares
+from .allotment import ExtraCapacity, fair_shares
 
 _MOST_COUNTED: Final = 4096
 """Maximum number of groups counted as begun at a time."""
@@ -27,16 +30,20 @@ class Participant(msgspec.Struct, frozen=True):
     Args:
         share: its unique name, weight and minimum share.
         env: name of the environment whose groups it makes.
+        open: groups that it has open.
         held: groups that it has open, or may open without asking again.
         capacity: number of groups it could have open.
-        unused: places that it holds without an open group.
     """
 
     share: Share
     env: str
+    open: int
     held: int
     capacity: int
-    unused: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.share.name
 
 
 class LocalEnvironment(msgspec.Struct, frozen=True):
@@ -55,9 +62,49 @@ class LocalEnvironment(msgspec.Struct, frozen=True):
     open_groups: Callable[[], int]
     begun: Callable[[], int]
 
-    def holder(self) -> Participant:
-        """Returns its current state as a participant."""
-        return Participant(self.share, self.share.name, self.open_groups(), self.capacity)
+    def participant(self) -> Participant:
+        """Returns its current state."""
+        is_open = self.open_groups()
+        return Participant(self.share, self.share.name, is_open, is_open, self.capacity)
+
+
+class Deal:
+    """How many groups each participant may have open. One deal serves all who ask, until the next.
+
+    Args:
+        targets: the fair number for each; all open groups and unused places are dealt anew.
+        places: number of groups that may be open in total, by environment.
+        held: groups that are open or may be opened without asking again, in total.
+        idle: environments of which nothing is made: the first participant that asks may have one
+            group open, however few places there are.
+    """
+
+    def __init__(
+        self, targets: dict[str, int], places: dict[str, int], held: int, idle: set[str]
+    ) -> None:
+        self._targets = targets
+        self._places = places
+        self._held = held
+        self._idle = idle
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._targets
+
+    def room(self, asking: Participant) -> int:
+        """Returns how many groups `asking` may have open. What another may open without asking
+        again is given to nobody else: its place becomes free when that one is told of a smaller
+        number.
+        """
+        target = self._targets[asking.name]
+        free = max(0, self._places[asking.env] - self._held + asking.held)
+        least = 1 if asking.env in self._idle and asking.capacity else 0
+        return max(asking.open, least, min(target, free))
+
+    def grant(self, asking: Participant, room: int) -> None:
+        """Notes that `asking` was told of `room`."""
+        self._held += max(room, asking.open) - asking.held
+        if room:
+            self._idle.discard(asking.env)
 
 
 class SharedCapacity:
@@ -77,32 +124,24 @@ class SharedCapacity:
         self._reported: Counter[str] = Counter()
         self._begun = 0
 
-    def room(self, asking: Participant, others: Sequence[Participant]) -> int:
-        """Returns how many groups `asking` may have open: those it holds, plus its part of the
-        free places.
-
-        A place that another participant may take without asking again is not free. An environment
-        with no group waiting or in progress may always begin one.
-        """
-        everyone = [*others, asking]
-        used = sum(one.held for one in everyone)
-        free, most = self._demand.capacity_if_idle(asking.env), self._demand.max_waiting()
-        if self._stretches:
-            waiting, at = max(0, most - free), time.monotonic()
-            free += self._slack.groups(waiting, most, used, self._begun, at)
-        wants = {one.share.name: one.capacity - one.held for one in everyone}
+    def deal(self, everyone: Sequence[Participant]) -> Deal:
+        """Deals all places among `everyone`, at least one."""
         self._count(everyone)
-        unused = {one.share.name: one.unused for one in everyone}
-        dealt = allot(max(0, free - used), wants, self._shares, unused)[asking.share.name]
-        nothing_is_made = not any(one.held for one in everyone if one.env == asking.env)
-        if (
-            not dealt
-            and asking.capacity
-            and nothing_is_made
-            and self._demand.capacity_if_idle(asking.env) > 0
-        ):
-            dealt = 1
-        return asking.held + dealt
+        held, is_open = sum(one.held for one in everyone), sum(one.open for one in everyone)
+        most = self._demand.max_waiting()
+        idle = {env: self._demand.capacity_if_idle(env) for env in {one.env for one in everyone}}
+        places = {free: free + self._extra(free, most, held) for free in set(idle.values())}
+        wants = {one.name: one.capacity - one.open for one in everyone}
+        dealt = {
+            free: self._shares.upcoming(total - is_open, wants) for free, total in places.items()
+        }
+        return Deal(
+            {one.name: one.open + dealt[idle[one.env]][one.name] for one in everyone},
+            {env: places[free] for env, free in idle.items()},
+            held,
+            {env for env, free in idle.items() if free > 0}
+            - {one.env for one in everyone if one.held},
+        )
 
     def count_begun(self, name: str, groups: int) -> None:
         """Counts `groups` begun by `name`, which advances its clock in the fair queueing."""
@@ -119,6 +158,12 @@ class SharedCapacity:
             if elsewhere[env] != self._reported[env]:
                 self._demand.opened(env, elsewhere[env] - self._reported[env])
         self._reported = elsewhere
+
+    def _extra(self, free: int, most: int, held: int) -> int:
+        if not self._stretches:
+            return 0
+        waiting, at = max(0, most - free), time.monotonic()
+        return self._slack.groups(waiting, most, held, self._begun, at)
 
     def _count(self, everyone: Sequence[Participant]) -> None:
         """Resets the clocks when the set of participants or their shares has changed."""

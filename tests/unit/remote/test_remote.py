@@ -231,7 +231,7 @@ def test_no_spoiled_bytes_come_through_as_what_cannot_be_trained_on(seed: int) -
 async def test_a_heartbeat_hears_of_a_version_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserver.api.runners.registry._LOOK_SECONDS", LONGEST_POLL_SECONDS)
+    monkeypatch.setattr("envserver.api.runners.news._LOOK_SECONDS", LONGEST_POLL_SECONDS)
     server = {"silent_after_seconds": 3 * LONGEST_POLL_SECONDS}
     async with running_api(tmp_path / "store.db", server=server) as api:
         one = await join(api)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from support.api import running_api
 from support.extent import examples
 from support.joined import join, registration
 
-from envserver.api.runners.allotment import ExtraCapacity, allot, fair_shares
+from envserver.api.runners.allotment import ExtraCapacity, fair_shares
 from envserver.api.runners.local_sink import LocalEnvironmentSink
 from envserver.api.runners.registry import RunnerRegistry
 from envserver.remote import Heartbeat, Registration
@@ -33,20 +34,50 @@ def test_places_are_dealt_to_those_who_want_them(
     free: int, wants: dict[str, int], weights: list[float], minimums: list[float]
 ) -> None:
     shares = fair_shares(map(Share, "abcd", weights, minimums))
-    dealt = allot(free, wants, shares)
+    dealt = shares.upcoming(free, wants)
     wanted = {name: max(0, want) for name, want in wants.items()}
     assert all(0 <= dealt[name] <= wanted[name] for name in wants)
     assert sum(dealt.values()) == min(free, sum(wanted.values()))
+    # The same as one turn after the other.
+    asking = {name for name, want in wanted.items() if want}
+    for _ in range(sum(dealt.values())):
+        name = shares.next(asking)
+        shares.begin(name)
+        wanted[name] -= 1
+        if not wanted[name]:
+            asking.discard(name)
+    given = {name: max(0, want) - wanted[name] for name, want in wants.items()}
+    assert all(abs(given[name] - dealt[name]) <= 1 for name in wants), "equal turns in any order"
 
 
-def test_one_that_begins_nothing_does_not_get_all_places() -> None:
-    shares, held = fair_shares([Share("works"), Share("stuck")]), 0
-    for _ in range(40):
-        dealt = allot(2, {"works": 9, "stuck": 99 - held}, shares, {"stuck": held})
-        held += dealt["stuck"]
-        for _ in range(dealt["works"]):
-            shares.begin("works")
-    assert held <= 20 + CATCH_UP_GROUPS
+def test_a_thousand_are_dealt_all_places_at_little_cost() -> None:
+    names = [f"joiner-{number}" for number in range(1000)]
+    shares = fair_shares(map(Share, names))
+    before = time.thread_time()
+    for _ in range(10):
+        dealt = shares.upcoming(16_000, dict.fromkeys(names, 17))
+    assert set(dealt.values()) == {16}
+    assert time.thread_time() - before < 10 * 0.02
+
+
+async def test_one_that_begins_nothing_does_not_get_all_places(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "store.db") as store:
+        demand = Demand(store, Bounds(most_groups=256, most_batches=3))
+        registry = RunnerRegistry(store, demand, stretches=False)
+        stuck, works = [
+            await registry.register(Registration(**registration(f"math@{name}")))
+            for name in ("stuck", "works")
+        ]
+        begun = held = room = 0
+        for _ in range(40):
+            beats = Heartbeat(capacity=400), Heartbeat(capacity=400, begun=begun)
+            held, room = [
+                (await registry.heartbeat(one.id, one.key, beat, never)).room
+                for one, beat in zip((stuck, works), beats, strict=True)
+            ]
+            begun += room
+        assert held <= 128 + CATCH_UP_GROUPS
+        assert held + room == 256
 
 
 async def test_what_was_begun_before_a_restart_of_the_server_counts_for_nothing(
@@ -65,7 +96,7 @@ def test_in_the_long_run_each_has_its_share() -> None:
     shares = fair_shares([Share("a", 1), Share("b", 1, minimum=0.6), Share("c", 3)])
     begun = dict.fromkeys("abc", 0)
     for _ in range(500):
-        for name, groups in allot(2, dict.fromkeys("abc", 5), shares).items():
+        for name, groups in shares.upcoming(2, dict.fromkeys("abc", 5)).items():
             for _ in range(groups):
                 shares.begin(name)
                 begun[name] += 1

@@ -1,0 +1,202 @@
+"""What runners are told, and when: policy versions, pauses, and how many groups each may have open.
+
+In: what runners report, what trainers want, versions and pauses. Out: news, at once for the
+heartbeats that wait and have something to hear, and for no others. What holds: dealing the room
+takes a small part of the time however many runners there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+from ...proxy.gate import InFlight
+from ...remote.messages import Heartbeat, News, Pause
+from ...rollouts.mixing import Share
+from ...store import GroupStore
+from .runner import RegisteredRunner, RunnerStatus, RunnerTable
+from .sharing import Deal, LocalEnvironment, Participant, SharedCapacity
+from .waiting import WaitingHeartbeats
+
+_LOOK_SECONDS: Final = 0.25
+"""Seconds between checks whether there is room for a local environment, or a pause is complete."""
+_LONGEST_UNSEEN_SECONDS: Final = 1.0
+_SHORTEST_UNSEEN_SECONDS: Final = 0.02
+"""Between two looks at what trainers have taken; the clocks of silence and of extra capacity move
+by themselves."""
+_CHEAP_SECONDS: Final = 0.001
+"""CPU time of a deal that is made anew for everyone who asks."""
+
+
+class RunnerNews:
+    """The news for the runners of a server."""
+
+    def __init__(self, store: GroupStore, runners: RunnerTable, shared: SharedCapacity) -> None:
+        self._store = store
+        self._runners = runners
+        self._shared = shared
+        self._local: list[LocalEnvironment] = []
+        self._local_begun: dict[str, int] = {}
+        self._version = -1
+        self._pause: Pause | None = None
+        self._change = asyncio.Event()
+        self.waiting = WaitingHeartbeats(self._look)
+        self._deal: Deal | None = None
+        self._deal_at = self._deal_lasts = 0.0
+
+    @property
+    def local(self) -> list[LocalEnvironment]:
+        """Environments of this process."""
+        return list(self._local)
+
+    async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
+        """Stops the runners' model calls until `resume`.
+
+        Returns:
+            Whether all present runners confirmed the pause (with "keep": that they start no new
+            call). Silent runners stop by themselves.
+        """
+        self._pause = pause = Pause(id=secrets.token_hex(8), in_flight=in_flight)
+        self.wake()
+        end = time.monotonic() + timeout_seconds
+        while not all(now.beat.quiet == pause.id for _, now in self._runners.present()):
+            left = end - time.monotonic()
+            if left <= 0 or self._pause is not pause:
+                return False
+            await self._changed(min(left, _LOOK_SECONDS))
+        return True
+
+    def resume(self) -> None:
+        """Lets the runners' model calls continue."""
+        self._pause = None
+        self.wake()
+
+    def publish(self, version: int) -> None:
+        """Announces the policy version that the engine serves from now on."""
+        self._version = version
+        self.wake()
+
+    def wake(self) -> None:
+        """Looks for news for waiting heartbeats after a change."""
+        self._change.set()
+        self._change = asyncio.Event()
+        self.waiting.look_after(self._deal_at + self._deal_lasts - time.monotonic())
+
+    async def run(self) -> None:
+        """Looks for news whenever trainers have taken groups, until cancelled."""
+        while True:
+            seen = self._store.activity
+            await self._store.wait_for_activity(_LONGEST_UNSEEN_SECONDS, since=seen)
+            self.wake()
+            await asyncio.sleep(_SHORTEST_UNSEEN_SECONDS)
+
+    def share_with(self, local: LocalEnvironment) -> None:
+        """Adds an environment of this process to those that share capacity."""
+        self._local.append(local)
+
+    async def wait_for_local_capacity(self, local: LocalEnvironment) -> None:
+        """Waits until `local` may begin a group, given the shares of the runners."""
+        while self._runners.present():
+            asking, deal = local.participant(), self._current_deal(local.share.name)
+            room = deal.room(asking)
+            if room > asking.open:
+                deal.grant(asking, asking.open + 1)
+                return
+            await self._changed(_LOOK_SECONDS)
+
+    def for_runner(self, one: RegisteredRunner) -> News:
+        """Returns the news for a runner, which has from now on the room that they name."""
+        now = self._runners.status(one)
+        asking, deal = _participant(one, now), self._current_deal(one.name)
+        room = deal.room(asking)
+        deal.grant(asking, room)
+        now.room = room
+        return News(policy_version=self._version, pause=self._pause, room=room, drain=now.drain)
+
+    def is_new(self, one: RegisteredRunner, beat: Heartbeat) -> bool:
+        """Returns whether `one`, which said `beat`, has something to hear."""
+        now, seen = self._runners.status(one), beat.seen
+        if (
+            seen is None
+            or seen.policy_version != self._version
+            or seen.drain != now.drain
+            or seen.pause != self._pause
+        ):
+            return True
+        if beat.open < seen.room:  # it has not used what it has
+            return False
+        return self._current_deal(one.name).room(_participant(one, now)) > seen.room
+
+    def _look(self) -> None:
+        """Answers the waiting heartbeats for which there is news."""
+        for waiting, env_id, beat in self.waiting.all():
+            one = self._runners.known.get(env_id)
+            if one is not None and self.is_new(one, beat):
+                self.waiting.tell(waiting, self.for_runner(one))
+
+    def _current_deal(self, name: str) -> Deal:
+        """Returns a deal in which `name` takes part. With many runners, where dealing takes long,
+        one deal serves for a while: dealing takes a twentieth of the time at most.
+
+        A silent runner counts for none; when it returns with its open groups, the limit is exceeded
+        for a moment.
+        """
+        deal = self._deal
+        if deal is None or name not in deal or time.monotonic() >= self._deal_at + self._deal_lasts:
+            before = time.thread_time()
+            deal = self._deal = self._shared.deal(self._everyone(name))
+            cost = time.thread_time() - before
+            self._deal_at = time.monotonic()
+            self._deal_lasts = 20 * cost if cost > _CHEAP_SECONDS else 0.0
+        return deal
+
+    def _everyone(self, name: str) -> list[Participant]:
+        """Returns all that take part: those present, and `name`."""
+        present = self._runners.present()
+        self._shared.report_to_demand(_sums((one.env, now.open) for one, now in present))
+        for local in self._local:
+            begun, before = local.begun(), self._local_begun.get(local.share.name, 0)
+            self._local_begun[local.share.name] = max(begun, before)
+            self._shared.count_begun(local.share.name, begun - before)
+        everyone = [_participant(one, now) for one, now in present]
+        everyone += [local.participant() for local in self._local]
+        asking = self._runners.named(name)
+        if asking is not None and not self._runners.is_present(asking):
+            everyone.append(_participant(asking, self._runners.status(asking)))
+        return everyone
+
+    def count_begun(self, one: RegisteredRunner, begun: int) -> None:
+        """Counts groups begun since the last report; the first report only sets the base."""
+        now = self._runners.status(one)
+        before = begun if now.counted is None else now.counted
+        self._shared.count_begun(one.name, begun - before)
+        now.counted = max(before, begun)
+
+    async def _changed(self, seconds: float) -> None:
+        change = self._change
+        try:
+            async with asyncio.timeout(seconds):
+                await change.wait()
+        except TimeoutError:
+            return
+
+
+def _participant(one: RegisteredRunner, now: RunnerStatus) -> Participant:
+    return Participant(
+        share=Share(one.name, one.weight, one.minimum_share),
+        env=one.env,
+        open=now.open,
+        held=now.held,
+        capacity=now.beat.capacity,
+    )
+
+
+def _sums(counts: Iterable[tuple[str, int]]) -> Counter[str]:
+    sums: Counter[str] = Counter()
+    for name, count in counts:
+        sums[name] += count
+    return sums
