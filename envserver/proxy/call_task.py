@@ -37,7 +37,7 @@ from .missing_version import MissingVersion
 from .model_request import ModelRequest
 from .recording import CallContext, calls_of, mark_delivered, mark_replayed, names_version
 from .streaming import Collector, clean_answer, clean_chunk, is_last
-from .tracing import model_call, note_answer
+from .tracing import model_call, note_answer, note_tools
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -126,6 +126,7 @@ class CallTask:
             exact=self._ready.exact,
         )
         self._prompt = await self._ready.plan(self._attempt, request, self._body.body, self._agent)
+        note_tools(self._attempt, self._agent, request)
 
     def _can_stream(self) -> bool:
         """Returns whether the answer can be a true stream.
@@ -392,7 +393,9 @@ class CallTask:
         self._body.body["model"] = self._endpoint.model(self._route.model)
         with (
             self._attempt.sampling(self._first_version if self._route.trained else -1),
-            model_call(self._attempt, self._agent, self._body.body) as span,
+            model_call(
+                self._attempt, self._agent, self._body.body, self._sent, self._ready.server
+            ) as span,
         ):
             yield span
 

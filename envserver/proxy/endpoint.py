@@ -68,6 +68,13 @@ class ReadyEngine:
             else client_for(engine, probe_result, self._format)
         )
 
+    @property
+    def server(self) -> str:
+        """Returns the kind of the engine's server, as far as it is known."""
+        if self._capabilities is None:
+            return self._engine.kind
+        return self._capabilities.probe_result.server or self._engine.kind
+
     def described(self) -> dict[str, Any]:
         """Describes how the engine is called and prompts are rendered, for people and the
         record."""

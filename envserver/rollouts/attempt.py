@@ -46,6 +46,7 @@ from ..environment import NO_REWARDS, Isolation
 from ..proxy.attempts import AttemptSpec, ProxyAttempt
 from ..proxy.bounds import OVER_BOUND
 from ..proxy.server import Proxy
+from ..telemetry.genai import agent_span
 from ..telemetry.tracing import current, within
 from ..tokens.builder import all_flags, build, find_parents
 from ..tokens.flags import Actions
@@ -204,9 +205,7 @@ def _traced(attempt: ProxyAttempt, isolation: Isolation) -> Iterator[None]:
     """Traces the agent's run as a span of the rollout."""
     spec = attempt.spec
     about = {
-        "gen_ai.operation.name": "invoke_agent",
-        "gen_ai.agent.name": spec.env,
-        "gen_ai.conversation.id": spec.rollout_id,
+        **agent_span(spec.env, spec.rollout_id),
         "envserver.attempt": spec.attempt,
         "envserver.isolation": isolation,
     }

@@ -29,6 +29,7 @@ from ..harness_interface import HarnessSpec
 from ..models.engine import Engine
 from ..proxy.attempts import AgentRoute, AttemptSpec, Limits, routing_key
 from ..proxy.server import Proxy
+from ..telemetry.genai import evaluation
 from ..telemetry.tracing import NO_TRACER, Tracer, current, root, within
 from ..tokens.builder import trained_ids
 from ..tokens.flags import Actions
@@ -271,7 +272,7 @@ async def _try_member(
             score = await score_once(context.scorer, request.task, finished.result, spent)
         scorable = context.scorer.delivered(score).reward
         if scorable is not None and not scores_groups(context.environment):
-            span.note({"envserver.reward": scorable})
+            span.note({"envserver.reward": scorable, **evaluation("reward", scorable)})
     untrained = untrained_of(
         (call for call in finished.attempt.calls if call.trained),
         finished.sequences,

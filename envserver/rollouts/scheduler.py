@@ -18,6 +18,7 @@ from envserver_records.errors import AllFailed, StoreError, TooMuchUntrained
 from envserver_records.records import Group
 from structlog.contextvars import bind_contextvars
 
+from ..telemetry.genai import evaluation
 from ..telemetry.tracing import gathered
 from .estimates import Scored
 from .events import GroupDelivered, GroupDropped, GroupSink
@@ -213,8 +214,11 @@ class Scheduler:
             return "failed" if made.failed else "filtered"
         began = time.time()
         await self._deliver(made)
-        for trace in traces:
+        rewards = {one.rollout_id: one.score.reward for one in made.trajectories}
+        for root, trace in traces:
+            reward = rewards.get(root["envserver.rollout_id"])
             about = {"envserver.group_id": request.group_id}
+            about |= {} if reward is None else evaluation("reward", reward)
             trace.past("store put", about, began, time.time())
         self._failed_in_a_row = self._dropped_in_a_row = 0
         self._works, self._bug = True, None

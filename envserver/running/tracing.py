@@ -30,6 +30,9 @@ async def tracer_of(config: TelemetryConfig) -> AsyncIterator[Tracer]:
             hint=install_command("otel"),
         ) from error
     async with otlp_tracer(
-        config.otlp_endpoint, service_name=config.service_name, sample_ratio=config.sample_ratio
+        config.otlp_endpoint,
+        service_name=config.service_name,
+        sample_ratio=config.sample_ratio,
+        texts=config.otlp_texts,
     ) as tracer:
         yield tracer

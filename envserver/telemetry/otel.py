@@ -1,16 +1,23 @@
-"""Sends traces with OpenTelemetry over OTLP/HTTP. Imported only if an endpoint is set."""
+"""Sends traces with OpenTelemetry over OTLP/HTTP: of running rollouts, or finished ones.
+
+Imported only if an endpoint is set.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from envserver_records.errors import StoreError
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span as ApiSpan
 from opentelemetry.trace import (
     SpanKind,
@@ -26,50 +33,65 @@ from .. import __version__
 from .tracing import Attributes, Span
 
 _NANOSECONDS = 1_000_000_000
+_WAIT_SECONDS = 20
+"""Timeout of a batch of finished traces, retries included."""
+_BATCH = 64
+"""Spans of such a batch, and those of one more trace."""
 _SEND_SECONDS = 5
 """Timeout of one batch, retries included; the longest delay at shutdown if the receiver is gone."""
 
 
 @asynccontextmanager
 async def otlp_tracer(
-    endpoint: str, *, service_name: str, sample_ratio: float
+    endpoint: str, *, service_name: str, sample_ratio: float, texts: bool = False
 ) -> AsyncIterator[OtelTracer]:
-    """Sends traces to `endpoint` (`http://host:4318`) in the background; flushes on exit."""
+    """Sends traces to `endpoint` (`http://host:4318`) in the background; flushes on exit.
+
+    Args:
+        texts: spans have prompts and answers, too.
+    """
     provider = TracerProvider(
-        resource=Resource.create({"service.name": service_name, "service.version": __version__}),
+        resource=_resource(service_name),
         sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
     )
-    address = endpoint.rstrip("/")
-    if not address.endswith("/v1/traces"):
-        address += "/v1/traces"
-    provider.add_span_processor(
-        BatchSpanProcessor(OTLPSpanExporter(address, timeout=_SEND_SECONDS))
-    )
+    exporter = OTLPSpanExporter(_address(endpoint), timeout=_SEND_SECONDS)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     try:
-        yield OtelTracer(provider.get_tracer("envserver", __version__))
+        yield OtelTracer(provider.get_tracer("envserver", __version__), texts)
     finally:
         await asyncio.to_thread(provider.shutdown)
+
+
+def _resource(service_name: str) -> Resource:
+    return Resource.create({"service.name": service_name, "service.version": __version__})
+
+
+def _address(endpoint: str) -> str:
+    address = endpoint.rstrip("/")
+    return address if address.endswith("/v1/traces") else f"{address}/v1/traces"
 
 
 class OtelTracer:
     """A `tracing.Tracer`."""
 
-    def __init__(self, tracer: ApiTracer) -> None:
+    def __init__(self, tracer: ApiTracer, texts: bool) -> None:
         self._tracer = tracer
+        self._texts = texts
 
     @contextmanager
     def trace(self, name: str, attributes: Attributes) -> Iterator[Span]:
         """See Tracer."""
         with _open(self._tracer, name, attributes, None, SpanKind.INTERNAL) as span:
-            yield span
+            yield _OtelSpan(self._tracer, span, self._texts)
 
 
 class _OtelSpan:
     """A `tracing.Span`."""
 
-    def __init__(self, tracer: ApiTracer, span: ApiSpan) -> None:
+    def __init__(self, tracer: ApiTracer, span: ApiSpan, texts: bool) -> None:
         self._tracer = tracer
         self._span = span
+        self.texts = texts
 
     @property
     def traceparent(self) -> str:
@@ -84,7 +106,7 @@ class _OtelSpan:
         """See Span."""
         kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
         with _open(self._tracer, name, attributes, self._span, kind) as span:
-            yield span
+            yield _OtelSpan(self._tracer, span, self.texts)
 
     def note(self, attributes: Attributes) -> None:
         """See Span."""
@@ -108,15 +130,116 @@ def _open(
     attributes: Attributes,
     parent: ApiSpan | None,
     kind: SpanKind,
-) -> Iterator[_OtelSpan]:
+) -> Iterator[ApiSpan]:
     # An error's message may hold an answer or an address: only its kind is recorded.
     context = None if parent is None else set_span_in_context(parent)
     span = tracer.start_span(name, context=context, kind=kind, attributes=dict(attributes))
     try:
-        yield _OtelSpan(tracer, span)
+        yield span
     except BaseException as error:
         span.set_attribute("error.type", getattr(error, "kind", type(error).__name__))
         span.set_status(Status(StatusCode.ERROR))
         raise
     finally:
         span.end()
+
+
+class FinishedTraces:
+    """Sends traces that have ended, and loses none: a full batch is sent before more are taken.
+
+    Ids come from the traces' names: a receiver sees a trace that is sent again as the same.
+
+    Args:
+        endpoint: as in `otlp_tracer`.
+    """
+
+    def __init__(self, endpoint: str, *, service_name: str) -> None:
+        self.sent = 0
+        self._exporter = OTLPSpanExporter(_address(endpoint), timeout=_WAIT_SECONDS)
+        self._endpoint = endpoint
+        self._ended = _Ended()
+        self._ids = _NamedIds()
+        self._provider = TracerProvider(
+            resource=_resource(service_name),
+            sampler=ALWAYS_ON,
+            id_generator=self._ids,
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(self._ended)
+        self._tracer = self._provider.get_tracer("envserver", __version__)
+
+    def begin(self, name: str) -> None:
+        """Begins another trace.
+
+        Args:
+            name: what its ids are made of.
+
+        Raises:
+            StoreError: the receiver did not take the traces before it.
+        """
+        if len(self._ended.spans) >= _BATCH:
+            self.flush()
+        self._ids.begin(name)
+
+    def add(
+        self,
+        name: str,
+        attributes: Attributes,
+        began: float,
+        ended: float,
+        *,
+        parent: ApiSpan | None = None,
+        client: bool = False,
+    ) -> ApiSpan:
+        """Adds a span of the trace that was begun last; times are seconds since the epoch."""
+        span = self._tracer.start_span(
+            name,
+            context=Context() if parent is None else set_span_in_context(parent),
+            kind=SpanKind.CLIENT if client else SpanKind.INTERNAL,
+            attributes=dict(attributes),
+            start_time=int(began * _NANOSECONDS),
+        )
+        span.end(int(ended * _NANOSECONDS))
+        return span
+
+    def flush(self) -> None:
+        """Sends what was added. Raises as `begin`."""
+        spans, self._ended.spans = self._ended.spans, []
+        if spans and self._exporter.export(spans) is not SpanExportResult.SUCCESS:
+            raise StoreError(
+                f"{self._endpoint} did not take {len(spans)} spans; {self.sent} were sent.",
+                hint="Is a receiver of OTLP over HTTP there? Sending again repeats no span.",
+            )
+        self.sent += len(spans)
+
+
+class _Ended(SpanProcessor):
+    """Keeps the spans that ended."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.spans.append(span)
+
+
+class _NamedIds(IdGenerator):
+    """Ids from the name of a trace and the number of a span in it."""
+
+    def __init__(self) -> None:
+        self.begin("")
+
+    def begin(self, name: str) -> None:
+        self._name = name.encode(errors="replace")
+        self._number = 0
+
+    def generate_trace_id(self) -> int:
+        return self._id(16, b"trace")
+
+    def generate_span_id(self) -> int:
+        self._number += 1
+        return self._id(8, str(self._number).encode())
+
+    def _id(self, size: int, which: bytes) -> int:
+        digest = hashlib.blake2b(which + b"\0" + self._name, digest_size=size).digest()
+        return int.from_bytes(digest) or 1

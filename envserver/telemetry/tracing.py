@@ -22,11 +22,15 @@ class Span(Protocol):
     def traceparent(self) -> str:
         """The W3C header that identifies the span to other servers; "" if nothing is traced."""
 
+    @property
+    def texts(self) -> bool:
+        """Whether attributes may hold prompts and answers."""
+
     def child(self, name: str, attributes: Attributes, *, client: bool = False) -> _Opened:
         """Opens a child span for a block; an error that leaves the block marks it as failed.
 
         Args:
-            attributes: must hold no prompts, answers or secrets.
+            attributes: must hold no secrets; prompts and answers only with `texts`.
             client: whether the span covers a request to another server.
         """
 
@@ -38,6 +42,8 @@ class Span(Protocol):
 
 
 _Opened = AbstractContextManager[Span]
+Root = tuple[Attributes, Span]
+"""A root span, and the attributes that it began with."""
 
 
 class Tracer(Protocol):
@@ -49,6 +55,7 @@ class Tracer(Protocol):
 
 class _NoSpan:
     traceparent = ""
+    texts = False
 
     def child(self, name: str, attributes: Attributes, *, client: bool = False) -> _Opened:
         return _NOTHING
@@ -70,7 +77,7 @@ NO_TRACER: Tracer = _NoTracer()
 _NOTHING: _Opened = nullcontext(NO_SPAN)
 
 _current: ContextVar[Span] = ContextVar("envserver_span", default=NO_SPAN)
-_roots: ContextVar[list[Span] | None] = ContextVar("envserver_roots", default=None)
+_roots: ContextVar[list[Root] | None] = ContextVar("envserver_roots", default=None)
 
 
 def current() -> Span:
@@ -95,14 +102,14 @@ def root(tracer: Tracer, name: str, attributes: Attributes) -> Iterator[Span]:
     with within(tracer.trace(name, attributes)) as span:
         known = _roots.get()
         if span.traceparent and known is not None:
-            known.append(span)
+            known.append((attributes, span))
         yield span
 
 
 @contextmanager
-def gathered() -> Iterator[list[Span]]:
+def gathered() -> Iterator[list[Root]]:
     """Collects the root spans begun in the block by this task and the tasks that it starts."""
-    roots: list[Span] = []
+    roots: list[Root] = []
     token = _roots.set(roots)
     try:
         yield roots

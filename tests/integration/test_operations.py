@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import signal
-import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import yaml
 from envserver_clients.http import SyncEnvClient
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
-from support.commands import Running, free_port, running, until
+from support.commands import Running, envserver, free_port, read_jsonl, running, until
+from support.otlp_receiver import receiver, values
 
 DOCKER = Path(__file__).parents[2] / "docker"
 SECRET = "sk-operations-secret-0123456789"
@@ -29,50 +27,6 @@ MATH = (
     "--env.group_size", 2, "--env.ensure_scores_are_not_same", "false", "--store", "groups.db",
     "--rollouts.max_concurrent", 4, "--workers.processes", 1, "--openai.api_key", SECRET,
 )  # fmt: skip
-
-
-class Traces:
-    """What came to an OTLP/HTTP receiver: spans by trace."""
-
-    def __init__(self) -> None:
-        self.bodies: list[bytes] = []
-        self.url = ""
-
-    def by_trace(self) -> dict[bytes, list[Span]]:
-        found: dict[bytes, list[Span]] = defaultdict(list)
-        for body in self.bodies:
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                for scope in resource.scope_spans:
-                    for span in scope.spans:
-                        found[span.trace_id].append(span)
-        return found
-
-
-@contextmanager
-def receiver() -> Iterator[Traces]:
-    traces = Traces()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                body = gzip.decompress(body)
-            assert self.path == "/v1/traces"
-            traces.bodies.append(body)
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    traces.url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        yield traces
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @contextmanager
@@ -165,6 +119,8 @@ def check_traces(traces: dict[bytes, list[Span]]) -> None:
         if "store put" not in parents:
             continue
         whole += 1
+        tool = parents.pop("execute_tool calculate", "invoke_agent math")  # not all use it
+        assert tool == "invoke_agent math"
         assert parents == {
             "task": None,
             "invoke_agent math": "task",
@@ -224,3 +180,36 @@ def test_the_names_that_are_drawn_are_documented() -> None:
         base = re.sub(r"_(bucket|sum|count)$", "", series)
         short = base.replace("envserver_replica", "", 1)
         assert f"`{base}`" in names or f"`{short}`" in names or base.startswith("process_"), base
+
+
+@pytest.mark.thorough
+def test_traces_have_tools_and_with_texts_what_was_said(tmp_path: Path) -> None:
+    words = ("--env.total_steps", 1, "--env.group_size", 2, "--sim.solve_probability", 1)
+    words += ("--env.ensure_scores_are_not_same", "false", "--workers.processes", 1)
+    with receiver() as traces:
+        words += ("--telemetry.otlp_endpoint", traces.url, "--telemetry.otlp_texts", "true")
+        words += ("--out", "rows.jsonl", "--openai.api_key", SECRET)
+        done = envserver("process", "--env", "tau", "--model", "sim", *words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    (group,) = read_jsonl(tmp_path / "rows.jsonl")
+    ids = [one["rollout_id"] for one in group["envserver"]["rollouts"]]
+    talks = dict(zip(ids, group["messages"], strict=True))
+    for spans in traces.by_trace().values():
+        told = {one.span_id: values(one) for one in spans}
+        (root,) = [told[one.span_id] for one in spans if not one.parent_span_id]
+        talk = talks[root["envserver.rollout_id"]]
+        results = [one for one in talk if one["role"] == "tool"]
+        tools = [told[one.span_id] for one in spans if one.name.startswith("execute_tool ")]
+        assert [one["gen_ai.tool.call.result"] for one in tools] == [
+            one["content"] for one in results
+        ]
+        assert "unknown" not in {one["gen_ai.tool.name"] for one in tools}
+        calls = [told[one.span_id] for one in spans if one.name == "chat sim"]
+        answers = [json.loads(one["gen_ai.output.messages"])[0]["parts"] for one in calls]
+        assert len(answers) == sum(one["role"] == "assistant" for one in talk)
+        assert answers[-1][-1] == {"type": "text", "content": talk[-1]["content"]}
+        last = json.loads(calls[-1]["gen_ai.input.messages"])
+        assert len(last) == len(talk) - 2  # the instructions and the answer are elsewhere
+        (scored,) = [told[one.span_id] for one in spans if one.name == "store put"]
+        assert scored["gen_ai.evaluation.score.value"] == 1.0
+    assert not any(SECRET.encode() in body for body in traces.bodies)

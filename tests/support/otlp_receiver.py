@@ -1,0 +1,73 @@
+"""A receiver of traces (OTLP over HTTP)."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+
+def values(span: Span) -> dict[str, Any]:
+    """Returns the attributes of a span that are text or numbers."""
+    kinds = ("string_value", "int_value", "double_value", "bool_value")
+    return {
+        one.key: getattr(one.value, kind)
+        for one in span.attributes
+        if (kind := one.value.WhichOneof("value")) in kinds
+    }
+
+
+class Traces:
+    """What came to an OTLP/HTTP receiver: spans by trace."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.url = ""
+        self.status = 200
+        """What the receiver answers."""
+
+    def spans(self) -> list[Span]:
+        return [span for spans in self.by_trace().values() for span in spans]
+
+    def by_trace(self) -> dict[bytes, list[Span]]:
+        found: dict[bytes, list[Span]] = defaultdict(list)
+        for body in self.bodies:
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                for scope in resource.scope_spans:
+                    for span in scope.spans:
+                        found[span.trace_id].append(span)
+        return found
+
+
+@contextmanager
+def receiver() -> Iterator[Traces]:
+    traces = Traces()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                body = gzip.decompress(body)
+            assert self.path == "/v1/traces"
+            traces.bodies.append(body)
+            self.send_response(traces.status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    traces.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield traces
+    finally:
+        server.shutdown()
+        server.server_close()

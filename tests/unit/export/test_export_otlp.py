@@ -1,0 +1,77 @@
+"""`export --to otlp`: stored rollouts as traces at a receiver."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.delivered import line, write_lines
+from support.otlp_receiver import receiver, values
+
+from envserver import main
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+TALK = [
+    {"role": "system", "content": "You add."},
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    {"role": "assistant", "content": "It is 2."},
+]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    facts = {"messages": TALK, "usage": {"seconds": 3.0}}
+    return write_lines(tmp_path / "run.jsonl", [line(0, (0.25, None), **facts)])
+
+
+def send(source: Path, url: str, *words: str) -> int:
+    return main(["export", str(source), "--to", "otlp", "--otlp_endpoint", url, *words])
+
+
+def test_a_rollout_is_a_trace_of_calls_tools_and_reward(source: Path) -> None:
+    with receiver() as traces:
+        assert send(source, traces.url) == 0
+        assert not any(b"You add" in body or b"It is 2" in body for body in traces.bodies)
+        assert send(source, traces.url, "--otlp_texts") == 0
+    assert len(traces.by_trace()) == 2
+    for spans in traces.by_trace().values():
+        silent, told = spans[: len(spans) // 2], spans[len(spans) // 2 :]
+        assert [one.span_id for one in silent] == [one.span_id for one in told]  # sent again
+        names = {one.span_id: one.name for one in told}
+        assert [(one.name, names.get(one.parent_span_id)) for one in told] == [
+            ("task", None),
+            ("invoke_agent math", "task"),
+            ("chat maker/model-1", "invoke_agent math"),
+            ("execute_tool add", "invoke_agent math"),
+            ("chat maker/model-1", "invoke_agent math"),
+            ("score", "task"),
+        ]
+        root, agent, first, tool, last, _ = map(values, told)
+        for one in (agent, first, tool, last):
+            assert one["gen_ai.conversation.id"] == root["envserver.rollout_id"]
+        assert json.loads(first["gen_ai.system_instructions"])[0]["content"] == "You add."
+        assert tool["gen_ai.tool.call.arguments"] == '{"x": 1}'
+        assert tool["gen_ai.tool.call.result"] == "2"
+        (answer,) = json.loads(last["gen_ai.output.messages"])
+        assert answer["parts"] == [{"type": "text", "content": "It is 2."}]
+        begins = [one.start_time_unix_nano for one in told]
+        assert begins == sorted(begins)
+        assert told[0].end_time_unix_nano - told[0].start_time_unix_nano > 3_000_000_000
+    scores = [values(one) for one in traces.spans() if one.name == "score"]
+    rewards = {one.get("gen_ai.evaluation.score.value") for one in scores}
+    assert rewards == {0.25, None}
+
+
+def test_what_the_receiver_does_not_take_is_an_error(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with receiver() as traces:
+        traces.status = 400
+        assert send(source, traces.url) != 0
+        assert f"{traces.url} did not take 12 spans" in capsys.readouterr().err
+        assert send(source, traces.url, "--out", str(tmp_path / "out")) == 2
+    assert main(["export", str(source), "--to", "otlp"]) == 2
+    assert main(["export", str(source), "--to", "html"]) == 2
