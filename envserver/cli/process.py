@@ -11,14 +11,13 @@ from pathlib import Path
 from shlex import quote
 from textwrap import shorten
 
-from envserver_records.records import Group
 from pydantic import SecretStr
 from pydantic_core import to_jsonable_python
 from rich.table import Table
 
 from ..config import EnvironmentConfig, OpenAIConfig, Settings
 from ..running.engines import SIMULATED
-from ..running.group_run import Give, GroupRun
+from ..running.group_run import GroupRun
 from ..running.judging import judge_line
 from ..running.mix import Member, alone
 from ..running.processing import process_run
@@ -27,11 +26,11 @@ from ..running.tally import Tally, counted, mean_text
 from ..tokens.flags import FLAGS, Actions, chosen
 from .command_line import program, read_run_spec
 from .console import Console
-from .conversation import show_rollout
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
 from .progress import ProgressView, summary_table
+from .samples import Samples
 from .signals import SignalStop
 from .specs.process import COMMAND
 
@@ -60,7 +59,7 @@ async def process(members: Sequence[Member[ProcessSettings]], console: Console) 
     """Makes the groups and shows them; returns the exit status: 0, or 130 when it was stopped."""
     run = process_run(
         members,
-        give=_shown(console) if members[0].spec.settings.verbose else None,
+        give=Samples(console) if members[0].spec.settings.verbose else None,
         show=partial(ProgressView, console),
         stop=SignalStop(console.print),
     )
@@ -75,16 +74,6 @@ async def process(members: Sequence[Member[ProcessSettings]], console: Console) 
         exact = "missing_token_ids" not in run.tally.flags
         show_suggestions(console, spec.reference, spec.settings, path, exact=exact)
     return 130 if run.stopped else 0
-
-
-def _shown(console: Console) -> Give:
-    """Returns a consumer that shows the conversations of each group."""
-
-    async def show(group: Group) -> None:
-        for trajectory in group.trajectories:
-            show_rollout(console, trajectory)
-
-    return show
 
 
 def show_result(console: Console, run: GroupRun, settings: Settings) -> None:

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
 from ..running.hosting import Members
 from ..running.mix import alone
+from ..running.run_settings import ServeSettings
 from ..running.serving import serving
 from ..running.tally import counted
 from .command_line import read_run_spec
@@ -15,6 +18,7 @@ from .live_overview import shown
 from .logs import configure_logs
 from .loop import run_loop
 from .mixing import read_mix
+from .samples import sampled
 from .signals import SignalStop
 from .specs.serve import COMMAND
 
@@ -43,7 +47,10 @@ async def serve(members: Members, console: Console) -> int:
     async with serving(members) as server:
         _say(console, f"Trainers: {server.url}")
         _say(console, f"Model endpoint for other environments: {server.model_url}")
-        async with shown(console, server.numbers):
+        async with AsyncExitStack() as views:
+            await views.enter_async_context(shown(console, server.numbers))
+            if _is_verbose(members):
+                await views.enter_async_context(sampled(console, server.latest_group))
             served = await server.run(SignalStop(console.print), console.print)
     if served.audit:
         _say(console, served.audit)
@@ -61,6 +68,11 @@ async def serve(members: Members, console: Console) -> int:
         "again.",
     )
     return 1
+
+
+def _is_verbose(members: Members) -> bool:
+    settings = members[0].spec.settings
+    return isinstance(settings, ServeSettings) and settings.verbose
 
 
 def _say(console: Console, line: str) -> None:

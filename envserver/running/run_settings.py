@@ -39,6 +39,9 @@ class ServeSettings(MixSettings):
 
     for_training: ClassVar[bool] = True
 
+    verbose: bool = False
+    """Show samples of conversations: the best and the worst rollout of a group, now and then."""
+
 
 class ProcessSettings(MixSettings):
     """Settings and the flags that only `process` has."""
@@ -48,7 +51,9 @@ class ProcessSettings(MixSettings):
     overwrite: bool = False
     """Replace an existing output file."""
     verbose: bool = False
-    """Show the conversations of each group when it is finished."""
+    """Show samples of conversations: the best and the worst rollout of the first three groups, and
+    then of one each ten seconds.
+    """
 
 
 class EvaluateSettings(MixSettings):

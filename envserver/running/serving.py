@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import structlog
 from envserver_records.errors import ConfigError
+from envserver_records.records import Group
 from envserver_records.sampling import LogprobsKind
 from fastapi import FastAPI
 
@@ -64,6 +65,10 @@ class Serving:
     async def numbers(self) -> dict[Name, float]:
         """Returns the numbers of now that `/v1/series` shows."""
         return numbers_of(await self._server.metrics.families())
+
+    def latest_group(self) -> Group | None:
+        """Returns the group that was made last here; None before any."""
+        return self._host.tally.latest_group
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
         """Makes groups until asked to stop, or until all wanted groups are made and delivered.

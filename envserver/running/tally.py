@@ -86,6 +86,7 @@ class Tally:
         self.untrained = Untrained()
         """Tokens of all scored rollouts that flags mask or drop."""
         self.first_groups: list[Group] = []
+        self.latest_group: Group | None = None
         self.cost: Cost | None = None
         """Cost of all scored rollouts, without the judge; None without known prices."""
         self.sandbox_seconds = 0.0
@@ -129,6 +130,7 @@ class Tally:
 
     def _add_group(self, group: Group) -> None:
         self.groups += 1
+        self.latest_group = group
         self.rewards.add_group(group)
         if len(self.first_groups) < GROUPS_SHOWN:
             self.first_groups.append(group)

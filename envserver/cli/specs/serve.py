@@ -22,5 +22,6 @@ COMMAND: CommandSpec[MixSettings] = CommandSpec(
         "server.tokens_file",
         "store",
         "rollouts.max_staleness",
+        "verbose",
     ),
 )
