@@ -26,8 +26,7 @@ CATCH_UP_GROUPS = 16
 """Maximum number of groups an idle environment may catch up."""
 PATIENCE_SECONDS = 0.5
 """Seconds to wait for the environment whose turn it is."""
-_HALVINGS: Final = 50
-_LEAST_PART: Final = 1e-9
+_LEAST_PART: Final = 1e-30
 _FILTERED_COSTS = 0.25
 """Cost of a turn. Without it, an environment whose groups are all filtered would block others."""
 
@@ -151,12 +150,14 @@ def _turns_before(turns: int, clocks: Floats, parts: Floats, most: Integers) -> 
         return np.clip(np.floor((time - clocks) * parts), 0, most).astype(np.int64)
 
     early, late = float(clocks.min()), float((clocks + most / parts).max())
-    for _ in range(_HALVINGS):
-        middle = (early + late) / 2
-        if until(middle).sum() <= turns:
+    while early < (middle := (early + late) / 2) < late:
+        given = until(middle).sum()
+        if given <= turns:
             early = middle
         else:
             late = middle
+        if given == turns:
+            break
     return until(early)
 
 
