@@ -1,8 +1,9 @@
 """Serves the built page: an ASGI middleware around any application that answers `/v1`.
 
-In: requests. Out: the shell at `/` for a client that names `text/html`, its files at `/ui/`; every
-other request goes on to the application. What holds: the shell is the same for every source, holds
-no data and needs no token; it may run only scripts of this server and talks to no other host.
+In: requests. Out: the shell at `/` for a client that names `text/html`, the description of the API
+at `/docs`, their files at `/ui/`; every other request goes on to the application. What holds: the
+shell is the same for every source, holds no data and needs no token; it may run only scripts of
+this server and talks to no other host.
 """
 
 from __future__ import annotations
@@ -33,13 +34,24 @@ _POLICY: Final = {
     "require-trusted-types-for": "'script'",
     "trusted-types": "'none'",
 }
-SECURITY_HEADERS: Final = {
-    "content-security-policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
+_DOCS_POLICY: Final = {
+    name: value for name, value in _POLICY.items() if "trusted-types" not in name
 }
+"""Swagger UI sets HTML; what it shows are descriptions of our own routes."""
+
+
+def _headers(policy: dict[str, str]) -> dict[str, str]:
+    return {
+        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+    }
+
+
+_HEADERS: Final = _headers(_POLICY)
+_DOCS_HEADERS: Final = _headers(_DOCS_POLICY)
 _FILES: Final = "/ui/"
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _TYPES: Final = {
@@ -84,34 +96,37 @@ class Dashboard:
         path: str = scope.get("path", "")
         if is_read and path == "/":
             if _wants_html(Headers(scope=scope)):
-                answer = await self._shell(scope)
+                answer = await self._page(scope, "index.html", _HEADERS)
             else:
                 await self._app(scope, receive, _varying(send))
                 return
+        elif is_read and path == "/docs":
+            answer = await self._page(scope, "docs.html", _DOCS_HEADERS)
         elif is_read and path.startswith(_FILES):
-            scope["route"] = SimpleNamespace(path="/ui/{file}")  # what requests are counted by
             answer = await self._asset(scope, path.removeprefix(_FILES))
         else:
             await self._app(scope, receive, send)
             return
         await answer(scope, receive, send)
 
-    async def _shell(self, scope: Scope) -> Response:
-        scope["route"] = SimpleNamespace(path="/")
-        file = await self._read(self._static / "index.html")
+    async def _page(self, scope: Scope, name: str, headers: dict[str, str]) -> Response:
+        scope["route"] = SimpleNamespace(path=scope["path"])  # what requests are counted by
+        file = await self._read(self._static / name)
         if file is None:
-            headers = {**SECURITY_HEADERS, "cache-control": "no-store", "vary": "Accept"}
+            headers = {**headers, "cache-control": "no-store", "vary": "Accept"}
             return Response(_NOT_BUILT, 503, headers, _TYPES[".html"])
-        return _answer(scope, file, cache="no-cache", vary="Accept, Accept-Encoding")
+        headers = {**headers, "cache-control": "no-cache", "vary": "Accept, Accept-Encoding"}
+        return _answer(scope, file, headers)
 
     async def _asset(self, scope: Scope, name: str) -> Response:
+        scope["route"] = SimpleNamespace(path="/ui/{file}")
         file = await self._read(self._static / "ui" / name) if _NAME.fullmatch(name) else None
         if file is None:
-            headers = {**SECURITY_HEADERS, "cache-control": "no-store"}
+            headers = {**_HEADERS, "cache-control": "no-store"}
             return PlainTextResponse("There is no such file.", 404, headers)
         # The name has a hash of the content.
-        cache = "public, max-age=31536000, immutable"
-        return _answer(scope, file, cache=cache, vary="Accept-Encoding")
+        kept = {"cache-control": "public, max-age=31536000, immutable", "vary": "Accept-Encoding"}
+        return _answer(scope, file, {**_HEADERS, **kept})
 
     async def _read(self, path: Path) -> _File | None:
         """Returns a file, from memory while it is unchanged; None if there is none."""
@@ -135,12 +150,11 @@ def _loaded(path: Path, changed: int) -> _File:
     return _File(changed, body, packed, _TYPES.get(path.suffix, "application/octet-stream"))
 
 
-def _answer(scope: Scope, file: _File, *, cache: str, vary: str) -> Response:
-    headers = {**SECURITY_HEADERS, "cache-control": cache, "vary": vary}
+def _answer(scope: Scope, file: _File, headers: dict[str, str]) -> Response:
     body = file.body
     if file.packed and "gzip" in Headers(scope=scope).get("accept-encoding", "").lower():
         body = file.packed
-        headers["content-encoding"] = "gzip"
+        headers = {**headers, "content-encoding": "gzip"}
     answer = Response(body, headers=headers, media_type=file.kind)
     if scope["method"] == "HEAD":
         answer.body = b""  # its length stays that of the file

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, expect
 from support.browsers import Visitor, missing, running_chromium
 from support.page_house import PageHouse, page_house
+
+expect.set_options(timeout=60_000)  # the machine may be busy
 
 
 @pytest.fixture(scope="session")

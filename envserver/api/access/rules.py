@@ -49,7 +49,6 @@ RULES: Final = (
     Rule("GET", "/v1/session", None),
     Rule("POST", "/v1/session", None),
     Rule("DELETE", "/v1/session", None),
-    Rule("GET", "/docs", EVERYBODY),
     # Trainers
     Rule("POST", "/v1/runs", TRAINER),
     Rule("GET", "/v1/runs", READERS),

@@ -1,8 +1,7 @@
-"""The OpenAPI document and the page for people."""
+"""The OpenAPI document; the page made of it is in tests/browser."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,15 +78,3 @@ async def test_the_document_has_the_errors_of_every_route(tmp_path: Path) -> Non
             assert {"400", "401", "403", "413", "429", "503"} <= set(operation["responses"]), path
             assert method == "get" or "507" in operation["responses"], path
             assert operation.get("description"), path
-
-
-async def test_the_page_needs_no_other_host(tmp_path: Path) -> None:
-    async with running_api(tmp_path / "s.db") as api:
-        answer = await api.http.get("/docs")
-    assert answer.headers["content-type"].startswith("text/html")
-    assert "POST /v1/runs/{run}/lease" in answer.text
-    loaded = re.findall(r'(?:src|href|action)="([^"]*)"', answer.text)
-    assert all(place == "openapi.json" or place.startswith("#") for place in loaded)
-    anchors = set(re.findall(r'id="([^"]*)"', answer.text))
-    assert {place[1:] for place in loaded if place.startswith("#")} <= anchors
-    assert not re.search(r"<script|@import|url\(", answer.text)

@@ -96,6 +96,16 @@ async def test_nothing_but_our_own_scripts_can_run(static: Path) -> None:
             assert headers["cross-origin-resource-policy"] == "same-origin"
 
 
+async def test_the_description_of_the_api_runs_our_own_scripts_too(static: Path) -> None:
+    (static / "docs.html").write_text("docs")
+    async with client(Dashboard(_data, static)) as http:
+        answer = await http.get("/docs")
+        assert answer.text == "docs"
+        policy = answer.headers["content-security-policy"]
+        assert "script-src 'self'" in policy and "unsafe" not in policy
+        assert (await http.get("/docs/")).json() == {"path": "/docs/"}
+
+
 async def test_a_page_that_was_never_built_says_how_and_nothing_else_fails(static: Path) -> None:
     async with client(Dashboard(_data, static / "none")) as http:
         answer = await http.get("/", headers=BROWSER)
