@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from .alarms_config import AlarmsConfig
 from .curriculum_config import SECTION, CurriculumConfig
 from .delivery_config import DeliveryConfig
 from .harness_config import HarnessConfig
@@ -493,6 +494,7 @@ class Settings(EnvironmentSettings):
     curriculum: CurriculumConfig = CurriculumConfig()
     server: ServerConfig = ServerConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     retention: RetentionConfig = RetentionConfig()
     store: StorePlace = "data/envserver.db"
     """Where groups are stored: a file (SQLite) or a database URL."""

@@ -17,6 +17,7 @@ from envserver_records.errors import StoreError
 from fastapi import FastAPI
 
 from .. import __version__
+from ..alarms_config import AlarmsConfig
 from ..config import RetentionConfig, ServerConfig
 from ..dashboard import Dashboard
 from ..formats.atropos import ScoreRange
@@ -32,6 +33,7 @@ from .access.pages import KnownPages
 from .access.quotas import Strangers
 from .access.sessions import Sessions, session_key
 from .access.tokens import AccessTokens
+from .alarms import AlarmWatch
 from .atropos.routes import atropos_posts, atropos_routes
 from .atropos.service import AtroposService
 from .direct import DirectPosts
@@ -71,6 +73,7 @@ def create_api(
     runners: RunnerRegistry | None = None,
     orders: Orders | None = None,
     episodes: Episodes | None = None,
+    alarms: AlarmWatch | None = None,
 ) -> FastAPI:
     """Builds the application.
 
@@ -89,6 +92,7 @@ def create_api(
         environments: the registry of runners; None: a new one with the default capacity.
         orders: makes rollouts on demand; None: those routes do not exist.
         episodes: serves OpenEnv's protocol at /openenv/{environment}; None: it does not.
+        alarms: says what is wrong; None: by the default thresholds, if there are metrics.
     """
     runners = runners or RunnerRegistry(
         store,
@@ -113,7 +117,11 @@ def create_api(
     )
 
     logins = _logins(settings.tokens_file) if settings.tokens_file is not None else None
-    recorder = Recorder(metrics, store) if metrics is not None else None
+    recorder = None
+    if metrics is not None:
+        alarms = alarms or AlarmWatch(AlarmsConfig())
+        metrics.add(alarms.families)
+        recorder = Recorder(metrics, store, then=alarms.check)
 
     def present() -> set[str]:
         joined = {one["env"] for one in runners.table.snapshot()}
@@ -163,6 +171,7 @@ def create_api(
             orders=orders,
             recorder=recorder,
             logins=logins,
+            alarms=None if alarms is None else alarms.book,
         )
     )
     app.include_router(health_routes(health or _store_only(store)))

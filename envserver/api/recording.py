@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
 import structlog
 from envserver_records.errors import StoreError
 
 from ..store import GroupStore
-from ..telemetry.history import History, Row, as_json, from_json, numbers_of
+from ..telemetry.history import History, Numbers, Row, as_json, from_json, numbers_of
 
 if TYPE_CHECKING:  # metrics need the health of parts, whose routes need this room's answers
     from .metrics import Metrics
@@ -30,28 +30,51 @@ class Recorder:
 
     Args:
         clock: seconds since 1970.
+        then: called after each record with the time and the rows in memory.
     """
 
     def __init__(
-        self, metrics: Metrics, store: GroupStore, clock: Callable[[], float] = time.time
+        self,
+        metrics: Metrics,
+        store: GroupStore,
+        clock: Callable[[], float] = time.time,
+        then: Callable[[float, History], Awaitable[None]] | None = None,
     ) -> None:
         self._metrics = metrics
         self._store = store
         self._clock = clock
+        self._then = then
         self._history = History(_ROWS)
         self._minute = -1
 
     async def run(self) -> None:
         """Records until cancelled. When the store fails, the minute is in memory only."""
+        await self.load()
         while True:
             await self.record()
             await asyncio.sleep(SECONDS)
+
+    async def load(self) -> None:
+        """Reads what the store has of the last two hours: alarms go on after a restart."""
+        last = int(self._clock() // 60)
+        try:
+            stored = await self._store.minutes_between(last - _ROWS // 6, last - 1, 1)
+        except StoreError as error:
+            log.warning("history_not_read", error=str(error))
+            return
+        for at, numbers in await asyncio.to_thread(_read, stored):
+            self._history.add(at, numbers)
 
     async def record(self) -> None:
         """Records the numbers of now."""
         now = self._clock()
         numbers = numbers_of(await self._metrics.families())
         self._history.add(now, numbers)
+        await self._store_minute(now, numbers)
+        if self._then is not None:
+            await self._then(now, self._history)
+
+    async def _store_minute(self, now: float, numbers: Numbers) -> None:
         minute = int(now // 60)
         if minute == self._minute:
             return

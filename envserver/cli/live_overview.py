@@ -21,15 +21,22 @@ _LINE_SECONDS: Final = 60.0
 
 
 @asynccontextmanager
-async def shown(console: Console, numbers: Callable[[], Awaitable[Numbers]]) -> AsyncIterator[None]:
-    """Shows an overview of `numbers` while the block runs; what is printed appears above it."""
+async def shown(
+    console: Console,
+    numbers: Callable[[], Awaitable[Numbers]],
+    alarms: Callable[[], list[str]],
+) -> AsyncIterator[None]:
+    """Shows an overview of `numbers`, and what is wrong, while the block runs.
+
+    What is printed appears above it.
+    """
     rows: deque[Row] = deque(maxlen=int(WINDOW / _TABLE_SECONDS) + 1)
     live = Live(console=console, auto_refresh=False, transient=True)
 
     async def look() -> Overview:
         with suppress(StoreError):  # the log has it; the tables show the last numbers
             rows.append((time.monotonic(), await numbers()))
-        return Overview(rows or [(0.0, {})])
+        return Overview(rows or [(0.0, {})], alarms())
 
     async def tables() -> None:
         while True:

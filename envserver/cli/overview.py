@@ -27,9 +27,11 @@ class Overview:
 
     Args:
         rows: of at least one sample, oldest first; a counter that fell began again.
+        alarms: what is wrong, in sentences.
     """
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], alarms: Sequence[str] = ()) -> None:
+        self._alarms = alarms
         end, self._now = rows[-1]
         start, self._before = next(row for row in rows if row[0] >= end - WINDOW)
         self.seconds = end - start
@@ -111,6 +113,7 @@ class Overview:
         return table
 
     def _troubles(self) -> Iterator[str]:
+        yield from self._alarms
         for part, ready in self._values("envserver_part_ready", "part"):
             if not ready:
                 yield f"{part} does not work"

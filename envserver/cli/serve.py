@@ -48,7 +48,7 @@ async def serve(members: Members, console: Console) -> int:
         _say(console, f"Trainers: {server.url}")
         _say(console, f"Model endpoint for other environments: {server.model_url}")
         async with AsyncExitStack() as views:
-            await views.enter_async_context(shown(console, server.numbers))
+            await views.enter_async_context(shown(console, server.numbers, server.alarms))
             if _is_verbose(members):
                 await views.enter_async_context(sampled(console, server.latest_group))
             served = await server.run(SignalStop(console.print), console.print)

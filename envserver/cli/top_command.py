@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 
 import httpx
 from envserver_records.errors import ConflictError, NotFoundError
@@ -30,14 +31,27 @@ def run(argv: list[str]) -> int:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     console = Console()
     with httpx.Client(base_url=settings.url, timeout=_SECONDS, headers=headers) as http:
-        shown = Overview(_rows(http, settings.url)).tables()
+        shown = _overview(http, settings.url).tables()
         if settings.once:
             console.print(shown)
             return 0
         with Live(shown, console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(settings.seconds)
-                live.update(Overview(_rows(http, settings.url)).tables(), refresh=True)
+                live.update(_overview(http, settings.url).tables(), refresh=True)
+
+
+def _overview(http: httpx.Client, url: str) -> Overview:
+    return Overview(_rows(http, url), _alarms(http))
+
+
+def _alarms(http: httpx.Client) -> list[str]:
+    """Returns what is wrong at the server; an older one does not know."""
+    with suppress(httpx.TransportError):
+        answer = http.get("/v1/alarms")
+        if answer.is_success:
+            return [one["text"] for one in answer.json()["alarms"]]
+    return []
 
 
 def _rows(http: httpx.Client, url: str) -> list[Row]:

@@ -9,6 +9,7 @@ from envserver_records.errors import Failure
 from envserver_records.records import Group, Usage
 
 from .estimates import Scored
+from .rewards import Alike
 from .untrained import Untrained
 
 
@@ -54,6 +55,7 @@ class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
         reason: zero_variance, incomplete, unscorable, too_long, stale or untrained.
         failed: whether that counts as a failure (a filtered group does not).
         scored: its result for the curriculum; None if too few rollouts were scored.
+        alike: see `rewards.alike`; known of groups that were dropped for zero variance.
     """
 
     group_id: str
@@ -64,6 +66,7 @@ class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     at: float
     scored: Scored | None = None
+    alike: tuple[Alike, ...] = ()
 
 
 class GroupDelivered(msgspec.Struct, frozen=True, kw_only=True):

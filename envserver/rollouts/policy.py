@@ -24,7 +24,7 @@ from ..environment import Isolation
 from ..tokens.flags import Actions
 from ..workers.worker_main import EXIT_CRASHED
 from .estimates import Scored
-from .rewards import all_equal
+from .rewards import Alike, alike, all_equal
 
 _RETRY = Backoff(first_seconds=0.2, max_seconds=10.0, jitter=(0.5, 1.0))
 
@@ -114,7 +114,7 @@ class Drop(msgspec.Struct, frozen=True):
 
     `scored`: what the group still tells about its task; None unless all required were scored.
     `bug`: the group ended at its first failure, a bug of the environment. `hopeless`: a library or
-    a setting is missing, so no other group can succeed.
+    a setting is missing, so no other group can succeed. `alike`: see `rewards.alike`.
     """
 
     reason: str
@@ -123,6 +123,7 @@ class Drop(msgspec.Struct, frozen=True):
     scored: Scored | None = None
     bug: bool = False
     hopeless: bool = False
+    alike: tuple[Alike, ...] = ()
 
 
 class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,5 +232,6 @@ def judge_group(group: Group, rules: GroupRules, version: int) -> Drop | None:
         )
     if rules.drop_zero_variance and len(group.trajectories) > 1 and all_equal(group.trajectories):
         reward = group.trajectories[0].score.reward
-        return Drop("zero_variance", f"All rewards are equal (mean {reward}).", False)
+        message = f"All rewards are equal (mean {reward})."
+        return Drop("zero_variance", message, False, alike=alike(group))
     return None

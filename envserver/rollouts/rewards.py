@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
+import numpy as np
 from envserver_records.errors import ConfigError, RewardError, ScorerError
-from envserver_records.records import Result, Score, Trajectory
+from envserver_records.records import Group, Result, Score, Trajectory
 from envserver_records.scores import RewardRange, TurnReward, with_totals
 
 from ..environment import Environment
@@ -110,6 +111,36 @@ def with_turn_rewards(score: object, result: Result, rules: RewardRules) -> obje
     if score.reward is None and not (score.rewards or score.turns or is_weighted):
         return score
     return msgspec.structs.replace(score, turns=[*result.turn_rewards, *score.turns])
+
+
+Alike = Literal["lowest", "highest", "answers"]
+
+
+def alike(group: Group) -> tuple[Alike, ...]:
+    """Returns in what the rollouts of a group are alike: there is nothing to compare.
+
+    lowest, highest: all rewards are at that bound of the range, even of a single rollout; answers:
+    the same tokens were sampled, or the same texts.
+    """
+    rollouts = group.trajectories
+    found: list[Alike] = []
+    rewards = {one.score.reward for one in rollouts}
+    if rewards == {group.reward_range.low}:
+        found.append("lowest")
+    if rewards == {group.reward_range.high}:
+        found.append("highest")
+    if len(rollouts) > 1 and all(_says_the_same(rollouts[0], one) for one in rollouts[1:]):
+        found.append("answers")
+    return tuple(found)
+
+
+def _says_the_same(one: Trajectory, other: Trajectory) -> bool:
+    if one.sequences and len(one.sequences) == len(other.sequences):
+        return all(
+            np.array_equal(ours.tokens, theirs.tokens)
+            for ours, theirs in zip(one.sequences, other.sequences, strict=True)
+        )
+    return bool(one.messages) and not one.sequences and one.messages == other.messages
 
 
 def all_equal(trajectories: Sequence[Trajectory]) -> bool:

@@ -247,6 +247,7 @@ class Scheduler:
                 message=drop.message,
                 at=time.time(),
                 scored=drop.scored,
+                alike=drop.alike,
             )
         )
         if drop.reason == "untrained" and self._stop_on_failures:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
+from ..api.alarms import AlarmWatch
 from ..api.app import create_api
 from ..api.runners.registry import RunnerRegistry
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
 from ..store import GroupStore
 from ..store.demand import Demand, Staleness
+from .alarm_facts import delivery_facts
 from .bootstrap import beside, bootstrap_server
 from .metrics import Deliveries
 from .run_settings import RunApiSettings
@@ -40,6 +43,10 @@ async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
             runners=delivery.elsewhere,
             gate=Gate(),  # this server has no engine: environments on other machines pause with it
             metrics=server.metrics,
+            alarms=AlarmWatch(
+                settings.alarms,
+                partial(delivery_facts, server, delivery.demand, settings.store),
+            ),
             health=server.health,
             retention=settings.retention,
         )

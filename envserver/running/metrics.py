@@ -25,7 +25,7 @@ from ..rollouts.events import (
     RolloutScored,
 )
 from ..rollouts.group import RolloutContext
-from ..rollouts.rewards import all_equal
+from ..rollouts.rewards import alike, all_equal
 from ..rollouts.task_stream import TaskStream
 from ..store import GroupStore, Lease
 from ..store.states import GroupState
@@ -60,6 +60,7 @@ class RolloutNumbers:
         self._delivered = Counts()
         self._dropped = Counts()
         self._equal = Counts()
+        self._alike = Counts()
         self._flags = Counts()
         self._untrained = Counts()
 
@@ -79,6 +80,7 @@ class RolloutNumbers:
         elif isinstance(event, GroupDelivered):
             self._delivered.add((environment,))
             trajectories = event.group.trajectories
+            self._add_alike(environment, alike(event.group))
             for trajectory in trajectories:
                 self._rewarded(environment, trajectory.score)
             rewards = [one.score.reward for one in trajectories if one.score.reward is not None]
@@ -88,6 +90,11 @@ class RolloutNumbers:
         elif isinstance(event, GroupDropped):
             self._dropped.add((environment, event.reason))
             self._equal.add((environment,), event.reason == "zero_variance")
+            self._add_alike(environment, event.alike)
+
+    def _add_alike(self, environment: str, found: Sequence[str]) -> None:
+        for what in found:
+            self._alike.add((environment, what))
 
     def _scored(self, environment: str, event: RolloutScored) -> None:
         end = f"limit_{event.limit}" if event.limit else "scored"
@@ -146,6 +153,11 @@ class RolloutNumbers:
             counter("envserver_groups_delivered", "Groups made durable", of, self._delivered),
             counter(
                 "envserver_groups_dropped", "Groups not delivered", (*of, "reason"), self._dropped
+            ),
+            counter(
+                "envserver_groups_alike",
+                "Groups whose rollouts all say the same, or whose rewards are all at a bound",
+                (*of, "alike"), self._alike,
             ),
             counter(
                 "envserver_flags", "Rollouts by flag of their tokens", ("flag",),

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
 
+from ..alarms_config import AlarmsConfig
 from ..config import (
     EngineConfig,
     EnvironmentSettings,
@@ -264,6 +265,7 @@ class RunApiSettings(Section):
     log_format: LogFormat = "auto"
     """Format of log lines; auto: console. json is for log collectors."""
     telemetry: TelemetryConfig = TelemetryConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     retention: RetentionConfig = RetentionConfig()
     rollouts: DeliveryConfig = DeliveryConfig()
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from envserver_records.errors import ConfigError
@@ -13,11 +14,14 @@ from envserver_records.records import Group
 from envserver_records.sampling import LogprobsKind
 from fastapi import FastAPI
 
+from ..api.alarms import AlarmWatch
 from ..api.app import create_api
 from ..config import MixSettings, SamplingConfig
 from ..environment import Environment
 from ..rollouts.agents import check_sampling, temperatures
+from ..telemetry.alarms import AlarmBook
 from ..telemetry.history import Name, numbers_of
+from .alarm_facts import alarm_facts
 from .bootstrap import BootstrapServer, bootstrap_server
 from .hosting import Hosted, Members, hosted, loaded_parts
 from .judging import judge_line
@@ -52,7 +56,9 @@ class Served:
 class Serving:
     """A running server; made by `serving`."""
 
-    def __init__(self, settings: MixSettings, server: BootstrapServer, host: Hosted) -> None:
+    def __init__(
+        self, settings: MixSettings, server: BootstrapServer, host: Hosted, alarms: AlarmBook
+    ) -> None:
         self.url = server.url
         """Address for trainers."""
         context = host.parts[0]
@@ -61,6 +67,7 @@ class Serving:
         self._settings = settings
         self._server = server
         self._host = host
+        self._alarms = alarms
 
     async def numbers(self) -> dict[Name, float]:
         """Returns the numbers of now that `/v1/series` shows."""
@@ -69,6 +76,10 @@ class Serving:
     def latest_group(self) -> Group | None:
         """Returns the group that was made last here; None before any."""
         return self._host.tally.latest_group
+
+    def alarms(self) -> list[str]:
+        """Returns what is wrong now, in sentences."""
+        return [one.text for one in self._alarms.active]
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
         """Makes groups until asked to stop, or until all wanted groups are made and delivered.
@@ -129,14 +140,15 @@ async def serving(members: Members) -> AsyncIterator[Serving]:
         bootstrap_server(settings.server, settings.telemetry, settings.store, expected) as opened,
         hosted(members, opened) as host,
     ):
-        await opened.open(_api(members, opened, host))
+        watch = AlarmWatch(settings.alarms, partial(alarm_facts, opened, host, settings.store))
+        await opened.open(_api(members, opened, host, watch))
         for one in members:
             kind = host.room.endpoint.logprobs_kind
             warn_of_raw_logprobs(one.environment, settings.sampling, kind)
-        yield Serving(settings, opened, host)
+        yield Serving(settings, opened, host, watch.book)
 
 
-def _api(members: Members, server: BootstrapServer, host: Hosted) -> FastAPI:
+def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmWatch) -> FastAPI:
     settings, config = members[0].spec.settings, members[0].environment.config
     return create_api(
         server.store,
@@ -152,6 +164,7 @@ def _api(members: Members, server: BootstrapServer, host: Hosted) -> FastAPI:
         runners=host.elsewhere,
         orders=host.orders,
         episodes=host.episodes,
+        alarms=alarms,
     )
 
 

@@ -162,6 +162,10 @@ class Demand:
                 log.warning("silent_run.closed", run=name, seconds=self._silent_run_seconds)
             await asyncio.sleep(pause)
 
+    def smallest_batch(self) -> int:
+        """Returns how many groups the least demanding open run takes at a time; 0: no run."""
+        return min((taker.batch for taker in self._takers()), default=0)
+
     def run_activity(self) -> list[RunActivity]:
         """Returns the open runs, and since when each has left waiting groups untaken."""
         now = self._clock()

@@ -31,7 +31,9 @@ KEPT: Final = frozenset(
         *("workers", "rollouts_running", "worker_deaths_total", "sandboxes", "groups"),
         *("queue_depth", "leases_total", "nacks_total", "staleness_versions_sum"),
         *("staleness_versions_count", "store_waiting", "joined_environments"),
-        *("joined_open_groups", "loop_lag_p99_seconds", "part_ready"),
+        *("joined_open_groups", "loop_lag_p99_seconds", "part_ready", "groups_alike_total"),
+        *("untrained_tokens_total", "store_events_total", "store_commit_seconds_sum"),
+        "store_commit_seconds_count",
         "children_resident_bytes",
     )
 ) | {"process_resident_memory_bytes", "process_cpu_seconds_total"}
@@ -97,6 +99,22 @@ class History:
     def begins(self) -> float:
         """The time of the oldest row; infinity without rows."""
         return self._rows[0][0] if self._rows else math.inf
+
+    def columns(
+        self, start: float, wanted: frozenset[str]
+    ) -> tuple[NDArray[np.float64], dict[Name, NDArray[np.float64]]]:
+        """Returns the times from `start`, and the samples with these names; NaN: there was none.
+
+        From any thread.
+        """
+        rows, names = list(self._rows), dict(self._columns)  # first the rows: names only grow
+        rows = [row for row in rows if row[0] >= start]
+        filled = np.full((len(rows), len(names)), np.nan)
+        for place, (_, row) in enumerate(rows):
+            filled[place, : len(row)] = row
+        return np.array([at for at, _ in rows]), {
+            name: filled[:, column] for name, column in names.items() if name.name in wanted
+        }
 
     def between(self, start: float, end: float) -> list[Row]:
         """Returns the rows from `start` to `end`, both included; from any thread."""

@@ -71,6 +71,7 @@ RULES: Final = (
     Rule("GET", "/v1/status", READERS),
     Rule("GET", "/v1/series", READERS),
     Rule("GET", "/v1/source", READERS),
+    Rule("GET", "/v1/alarms", READERS),
     Rule("GET", "/v1/groups", READERS),
     Rule("GET", "/v1/groups/{group_id:path}/rollouts", READERS),
     Rule("GET", "/v1/rewards", READERS),

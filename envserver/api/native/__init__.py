@@ -14,9 +14,11 @@ from fastapi import APIRouter
 from ...config import ServerConfig
 from ...rollouts.ordered import Orders
 from ...store import GroupStore
+from ...telemetry.alarms import AlarmBook
 from ..atropos.service import AtroposService
 from ..leasing import GroupEncoder
 from ..recording import Recorder
+from .alarms import add_alarm_routes
 from .estimates import add_estimate_routes
 from .filters import FilterWarnings
 from .groups import add_group_routes
@@ -50,13 +52,14 @@ def native_routes(
     orders: Orders | None,
     recorder: Recorder | None,
     logins: Logins | None,
+    alarms: AlarmBook | None,
 ) -> APIRouter:
     """Returns all native routes.
 
     Args:
         present: returns the names of all environments.
         orders: None if the server has no environment that can make rollouts on demand.
-        recorder: None if the server counts nothing.
+        recorder, alarms: None if the server counts nothing.
         logins: None if no access tokens are required.
     """
     router = APIRouter(tags=["native"])
@@ -81,6 +84,8 @@ def native_routes(
     add_source_routes(router, present, makes_rollouts=orders is not None)
     if recorder is not None:
         add_series_routes(router, recorder)
+    if alarms is not None:
+        add_alarm_routes(router, alarms)
     if orders is not None:
         add_on_demand_routes(router, orders, store, encoder)
     return router

@@ -1,0 +1,141 @@
+"""Which alarms are active. An alarm begins when it is found twice in a row, and ends when it was
+not found three times in a row: a single odd number raises nothing, and nothing flaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import msgspec
+import structlog
+
+from .rules import NAMES
+from .situation import Finding, Key, Severity
+
+_log = structlog.get_logger("envserver.alarms")
+
+_TIMES_TO_BEGIN: Final = 2
+_TIMES_TO_END: Final = 3
+_MOST: Final = 100
+_QUIET_SECONDS: Final = 600.0
+"""An alarm that comes back within this time is not logged again."""
+
+
+class Alarm(msgspec.Struct, frozen=True, kw_only=True):
+    """An alarm; the fields are those of `GET /v1/alarms`.
+
+    Args:
+        since: seconds since 1970.
+        environment: None: not of one environment.
+        link: the page of the dashboard that shows more.
+    """
+
+    name: str
+    severity: Severity
+    text: str
+    since: float
+    environment: str | None
+    link: str
+    about: str = ""
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the alarm as JSON."""
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
+
+
+Listener = Callable[[Alarm, bool], None]
+"""Called with an alarm and whether it begins (True) or ends."""
+
+
+class _Entry:
+    __slots__ = ("alarm", "found", "is_active", "is_logged", "missed")
+
+    def __init__(self, alarm: Alarm) -> None:
+        self.alarm = alarm
+        self.found = 0
+        self.missed = 0
+        self.is_active = False
+        self.is_logged = False
+
+
+class AlarmBook:
+    """The alarms of a server; `listeners` hear when one begins and ends."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+        self.checked_at = 0.0
+        """Seconds since 1970; 0: not yet."""
+        self._entries: dict[Key, _Entry] = {}
+        self._logged_at: dict[Key, float] = {}
+
+    def update(self, now: float, findings: Iterable[Finding]) -> None:
+        """Takes what was found now."""
+        self.checked_at = now
+        found = {one.key: one for one in findings}
+        for key, finding in found.items():
+            entry = self._entries.get(key)
+            if entry is None:
+                if len(self._entries) >= _MOST:
+                    continue
+                entry = self._entries[key] = _Entry(_alarm(finding, finding.since or now))
+            entry.found += 1
+            entry.missed = 0
+            entry.alarm = _alarm(finding, min(entry.alarm.since, finding.since or now))
+            if not entry.is_active and entry.found >= _TIMES_TO_BEGIN:
+                entry.is_active = True
+                self._tell(entry.alarm, begins=True)
+            if entry.is_active and not entry.is_logged:
+                self._log_begin(now, key, entry)
+        for key in self._entries.keys() - found.keys():
+            entry = self._entries[key]
+            entry.missed += 1
+            if not entry.is_active or entry.missed >= _TIMES_TO_END:
+                del self._entries[key]
+                if entry.is_active:
+                    self._tell(entry.alarm, begins=False)
+                if entry.is_logged:
+                    _log.info("alarm_ended", alarm=entry.alarm.name, text=entry.alarm.text)
+
+    @property
+    def active(self) -> list[Alarm]:
+        """The active alarms: critical ones first, then the oldest."""
+        alarms = [entry.alarm for entry in self._entries.values() if entry.is_active]
+        return sorted(alarms, key=lambda one: (one.severity, one.since, one.name, one.about))
+
+    @property
+    def keys(self) -> frozenset[Key]:
+        """Names of the active alarms, and what they are about."""
+        return frozenset(key for key, entry in self._entries.items() if entry.is_active)
+
+    def counts(self) -> dict[str, float]:
+        """Returns the number of active alarms by name, for every name."""
+        counts = dict.fromkeys(NAMES, 0.0)
+        for alarm in self.active:
+            counts[alarm.name] += 1
+        return counts
+
+    def _tell(self, alarm: Alarm, *, begins: bool) -> None:
+        for listener in self.listeners:
+            listener(alarm, begins)
+
+    def _log_begin(self, now: float, key: Key, entry: _Entry) -> None:
+        """Logs an alarm unless it was logged a short time ago; then later, if it stays."""
+        logged = {one: at for one, at in self._logged_at.items() if now - at < _QUIET_SECONDS}
+        if key not in logged:
+            entry.is_logged = True
+            logged[key] = now
+            _log.warning("alarm_began", alarm=entry.alarm.name, text=entry.alarm.text)
+        self._logged_at = logged
+
+
+def _alarm(finding: Finding, since: float) -> Alarm:
+    return Alarm(
+        name=finding.name,
+        severity=finding.severity,
+        text=finding.text,
+        since=since,
+        environment=finding.environment,
+        link=finding.link,
+        about=finding.about,
+    )

@@ -1,0 +1,349 @@
+"""Rules about what stands still or is lost: trainers, rollouts, workers, engines, the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from .situation import (
+    AlarmFacts,
+    Finding,
+    Situation,
+    counted,
+    duration,
+    of_groups,
+    percent,
+    short,
+    without_credentials,
+)
+
+_OPEN: Final = 2.0
+"""The value of `envserver_replica_breaker` of a replica that is set aside."""
+_FEWEST_LOST: Final = 3
+_ROLLOUT_TIMES: Final = 4
+_FEWEST_COMMITS: Final = 10
+_GB: Final = 1e9
+_LIMITS: Final = {
+    "turns": "the limit of turns (env.max_turns)",
+    "tokens": "the limit of tokens (env.max_completion_tokens)",
+    "time": "the limit of time (env.worker_timeout)",
+    "context": "the model's context",
+    "record": "the limit of the record (workers.max_recorded_mb)",
+    "crash": "a crash that the model caused",
+}
+_WHOSE: Final = {
+    "engine": "the engine",
+    "worker": "the workers",
+    "sandbox": "the sandbox",
+    "store": "the store",
+    "straggler": "the time of their groups",
+    "rollout": "the environment's code",
+}
+
+
+def no_trainer(at: Situation) -> Iterator[Finding]:
+    """Enough groups wait for a batch, and nobody leases."""
+    curves = at.curves
+    waiting = curves.level("envserver_groups", state="queued")
+    leased = curves.growth("envserver_leases_total", end="leased")
+    idle = (waiting >= max(1, at.facts.groups_wanted)) & (leased == leased[-1])
+    seconds = curves.seconds_since(idle)
+    if not idle[-1] or seconds < 60 * at.config.no_trainer_minutes:
+        return
+    yield Finding(
+        name="no_trainer",
+        severity="warning",
+        text=(
+            f"No trainer has leased for {duration(seconds)}, while "
+            f"{counted(waiting[-1], 'group')} wait."
+        ),
+        link="#/runs",
+        since=float(curves.times[-1] - seconds),
+    )
+
+
+def calls_paused(at: Situation) -> Iterator[Finding]:
+    """A trainer paused the model's calls, and does not resume them."""
+    paused = at.curves.level("envserver_paused") > 0
+    seconds = at.curves.seconds_since(paused)
+    if not paused[-1] or seconds < 60 * at.config.paused_minutes:
+        return
+    held = at.curves.now("envserver_calls_waiting")
+    yield Finding(
+        name="calls_paused",
+        severity="warning",
+        text=f"Model calls have been paused for {duration(seconds)}; {held:g} of them wait.",
+        link="#/engines",
+        since=float(at.curves.times[-1] - seconds),
+    )
+
+
+def rollouts_hang(at: Situation) -> Iterator[Finding]:
+    """Rollouts run, and none ends."""
+    curves = at.curves
+    if curves.now("envserver_paused"):
+        return
+    for environment in curves.values_of("envserver_rollouts_running", "environment"):
+        of = {"environment": environment}
+        running = curves.level("envserver_rollouts_running", **of)
+        ended = curves.growth("envserver_rollouts_total", **of)
+        failed = curves.growth("envserver_failed_attempts_total", **of)
+        still = (running > 0) & (ended == ended[-1]) & (failed == failed[-1])
+        seconds = curves.seconds_since(still)
+        took, count = curves.total(
+            float("inf"), "envserver_rollout_seconds_sum", "envserver_rollout_seconds_count", **of
+        )
+        usual = took / count if count else 0.0
+        limit = max(60 * at.config.no_rollout_minutes, _ROLLOUT_TIMES * usual)
+        if not still[-1] or seconds < limit:
+            continue
+        yield Finding(
+            name="rollouts_hang",
+            severity="critical",
+            text=(
+                f"No rollout of {environment} has ended for {duration(seconds)}, while "
+                f"{counted(running[-1], 'rollout')} run."
+            ),
+            about=environment,
+            environment=environment,
+            link="#/workers",
+            since=float(curves.times[-1] - seconds),
+        )
+
+
+def rollouts_lost(at: Situation) -> Iterator[Finding]:
+    """Rollouts are lost that the model is not to blame for."""
+    for environment in at.curves.values_of("envserver_rollouts_total", "environment"):
+        of = {"environment": environment}
+        ended = at.grown("envserver_rollouts_total", **of)
+        lost = at.grown("envserver_rollouts_total", end="lost", **of)
+        bound = at.bound("rollouts_lost", environment, at.config.lost_share)
+        if ended < at.config.fewest or lost < max(_FEWEST_LOST, bound * ended):
+            continue
+        kinds = [
+            (at.grown("envserver_failed_attempts_total", kind=kind, **of), kind)
+            for kind in at.curves.values_of("envserver_failed_attempts_total", "kind", **of)
+            if kind != "stale"
+        ]
+        count, kind = max(kinds, default=(0.0, ""))
+        why = f", most to {_whose(kind)} ({kind}, {counted(count, 'attempt')})" if count else ""
+        yield Finding(
+            name="rollouts_lost",
+            severity="critical",
+            text=(
+                f"{percent(lost / ended)} of the rollouts of {environment} ({lost:g} of "
+                f"{ended:g} {at.recently()}) were lost{why}{_words(at.facts, kind)}."
+            ),
+            about=environment,
+            environment=environment,
+            link=f"#/failures?environment={environment}",
+        )
+
+
+def _whose(kind: str) -> str:
+    return next((whose for part, whose in _WHOSE.items() if kind.startswith(part)), kind)
+
+
+def _words(facts: AlarmFacts, kind: str) -> str:
+    words = short(facts.last_words.get(kind, "")).rstrip(".")
+    return f": {words}" if words else ""
+
+
+def workers_die(at: Situation) -> Iterator[Finding]:
+    """Worker processes die again and again."""
+    for environment in at.curves.values_of("envserver_worker_deaths_total", "environment"):
+        of = {"environment": environment}
+        kinds = [
+            (at.grown("envserver_worker_deaths_total", kind=kind, **of), kind)
+            for kind in at.curves.values_of("envserver_worker_deaths_total", "kind", **of)
+        ]
+        deaths = sum(count for count, _ in kinds)
+        if deaths < at.bound("workers_die", environment, at.config.worker_deaths):
+            continue
+        _, kind = max(kinds)
+        yield Finding(
+            name="workers_die",
+            severity="critical",
+            text=(
+                f"{counted(deaths, 'worker')} of {environment} died {at.recently()} "
+                f"({kind}){_words(at.facts, kind)}."
+            ),
+            about=environment,
+            environment=environment,
+            link="#/workers",
+        )
+
+
+def rollouts_cut(at: Situation) -> Iterator[Finding]:
+    """A limit ends many rollouts, or cuts their answers."""
+    everything = cut = 0.0
+    for environment in at.curves.values_of("envserver_rollouts_total", "environment"):
+        of = {"environment": environment}
+        ends = {
+            end: at.grown("envserver_rollouts_total", end=end, **of)
+            for end in at.curves.values_of("envserver_rollouts_total", "end", **of)
+            if end not in ("lost", "stale")
+        }
+        ended = sum(ends.values())
+        everything += ended
+        at_limit = {end.removeprefix("limit_"): n for end, n in ends.items() if "limit_" in end}
+        count = sum(at_limit.values())
+        bound = at.bound("rollouts_cut", environment, at.config.cut_share)
+        if ended < at.config.fewest or count < bound * ended:
+            continue
+        limit = max(at_limit, key=lambda one: at_limit[one])
+        cut += count
+        yield Finding(
+            name="rollouts_cut",
+            severity="warning",
+            text=(
+                f"{percent(count / ended)} of the rollouts of {environment} ({count:g} of "
+                f"{ended:g} {at.recently()}) end at a limit, most at "
+                f"{_LIMITS.get(limit, limit)}."
+            ),
+            about=environment,
+            environment=environment,
+            link=of_groups(environment, end=limit),
+        )
+    answers = at.grown("envserver_flags_total", flag="truncated_length")
+    bound = at.bound("rollouts_cut", "answers", at.config.cut_share)
+    if not cut and everything >= at.config.fewest and answers >= bound * everything:
+        yield Finding(
+            name="rollouts_cut",
+            severity="warning",
+            text=(
+                f"{percent(answers / everything)} of the rollouts ({answers:g} of "
+                f"{everything:g} {at.recently()}) have an answer that is cut off at its limit of "
+                "tokens (sampling.max_tokens)."
+            ),
+            about="answers",
+            link="#/groups?flag=truncated_length",
+        )
+
+
+def stale_groups(at: Situation) -> Iterator[Finding]:
+    """Groups are too old for the policy when they are finished or leased."""
+    made = at.grown("envserver_groups_delivered_total")
+    late = at.grown("envserver_groups_dropped_total", reason="stale")
+    waited = at.grown("envserver_store_events_total", event="stale_dropped")
+    groups, stale = made + late, late + waited
+    if groups < at.config.fewest or stale < at.bound("stale_groups", "", at.config.stale_share) * (
+        groups
+    ):
+        return
+    cause = (
+        "rollouts take too long for the trainer's versions"
+        if late > waited
+        else "the trainer takes them too slowly"
+    )
+    yield Finding(
+        name="stale_groups",
+        severity="warning",
+        text=(
+            f"{counted(stale, 'group')} of {groups:g} were dropped as stale {at.recently()}: "
+            f"{cause}."
+        ),
+        link="#/failures",
+    )
+
+
+def engine_down(at: Situation) -> Iterator[Finding]:
+    """The engine, or one of its replicas, does not answer; or it serves old weights."""
+    curves = at.curves
+    reason = at.facts.broken.get("engine")
+    if reason is not None:
+        because = f": {short(reason).rstrip('.')}" if reason else ""
+        yield Finding(
+            name="engine_down",
+            severity="critical",
+            text=f"The engine does not answer{because}.",
+            link="#/engines",
+        )
+        return
+    replicas = curves.values_of("envserver_replica_breaker", "replica")
+    for replica in replicas:
+        state = curves.level("envserver_replica_breaker", replica=replica)
+        if state[-1] != _OPEN:
+            continue
+        yield Finding(
+            name="engine_down",
+            severity="warning" if len(replicas) > 1 else "critical",
+            text=(
+                f"The replica {without_credentials(replica)} of the engine is set aside after "
+                f"failures (1 of {len(replicas)})."
+            ),
+            about=replica,
+            link="#/engines",
+        )
+
+
+def old_weights(at: Situation) -> Iterator[Finding]:
+    """A replica serves older weights than were published."""
+    version = int(at.curves.now("envserver_policy_version"))
+    for replica, served in at.facts.old_weights.items():
+        yield Finding(
+            name="old_weights",
+            severity="critical",
+            text=(
+                f"The replica {without_credentials(replica)} of the engine serves the weights of "
+                f"version {served}; version {version} is published."
+            ),
+            about=replica,
+            link="#/engines",
+        )
+
+
+def runners_silent(at: Situation) -> Iterator[Finding]:
+    """Runners on other machines send no heartbeat."""
+    for environment in at.curves.values_of("envserver_joined_environments", "environment"):
+        silent = at.curves.now(
+            "envserver_joined_environments", environment=environment, standing="silent"
+        )
+        if silent:
+            yield Finding(
+                name="runners_silent",
+                severity="warning",
+                text=f"{counted(silent, 'runner')} of {environment} on another machine is silent."
+                if silent == 1
+                else f"{counted(silent, 'runner')} of {environment} on other machines are silent.",
+                about=environment,
+                environment=environment,
+                link="#/workers",
+            )
+
+
+def disk_full(at: Situation) -> Iterator[Finding]:
+    """The store has no room left, or soon none."""
+    free = at.facts.disk_free_bytes
+    left = "" if free is None else f" {free / _GB:.1f} GB are left."
+    if "disk" in at.facts.broken:
+        yield Finding(
+            name="disk_full",
+            severity="critical",
+            text=f"The disk of the store is full: new groups are refused.{left}",
+        )
+    elif free is not None and free < at.config.disk_free_gb * _GB:
+        yield Finding(
+            name="disk_full",
+            severity="warning",
+            text=f"The disk of the store fills up.{left}",
+        )
+
+
+def store_slow(at: Situation) -> Iterator[Finding]:
+    """Commits take long."""
+    took, commits = at.curves.total(
+        at.seconds, "envserver_store_commit_seconds_sum", "envserver_store_commit_seconds_count"
+    )
+    bound = at.bound("store_slow", "", at.config.store_seconds)
+    if commits < _FEWEST_COMMITS or took / commits < bound:
+        return
+    waiting = at.curves.now("envserver_store_waiting")
+    yield Finding(
+        name="store_slow",
+        severity="warning",
+        text=(
+            f"A commit of the store takes {took / commits:.1f} seconds "
+            f"({counted(commits, 'commit')} {at.recently()}); {waiting:g} operations wait."
+        ),
+    )

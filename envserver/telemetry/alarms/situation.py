@@ -1,0 +1,140 @@
+"""What a rule of alarms sees, and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Literal
+from urllib.parse import urlencode, urlsplit, urlunsplit
+
+import msgspec
+
+from ...alarms_config import AlarmsConfig
+from .curves import Curves
+
+Severity = Literal["warning", "critical"]
+Key = tuple[str, str]
+"""Name of an alarm, and what it is about: an environment, a replica, or ""."""
+
+_EASE: Final = 0.7
+"""An alarm that is active ends below this share of the threshold at which it began."""
+_MOST_CHARACTERS: Final = 200
+
+
+class AlarmFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a server beside its numbers.
+
+    Args:
+        reward_ranges: smallest and largest reward by environment.
+        last_words: the latest message of each kind of failure.
+        broken: the parts that are down or limited, and why; see `api.health`.
+        groups_wanted: groups that the least demanding trainer takes at a time; 0: no trainer.
+        disk_free_bytes: left on the disk of the store; None: unknown.
+        audited, differing: rows whose logprobs were computed again; those that differ.
+        old_weights: policy versions of replicas that serve older weights than published.
+    """
+
+    reward_ranges: Mapping[str, tuple[float, float]] = {}
+    last_words: Mapping[str, str] = {}
+    broken: Mapping[str, str] = {}
+    groups_wanted: int = 0
+    disk_free_bytes: int | None = None
+    audited: int = 0
+    differing: int = 0
+    old_weights: Mapping[str, int] = {}
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something is wrong now.
+
+    Args:
+        text: a whole sentence.
+        about: an environment or a replica; "": the server.
+        environment: None: not of one environment.
+        since: seconds since 1970, if the numbers tell.
+    """
+
+    name: str
+    severity: Severity
+    text: str
+    about: str = ""
+    environment: str | None = None
+    link: str = "#/"
+    since: float | None = None
+
+    @property
+    def key(self) -> Key:
+        return (self.name, self.about)
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """The numbers over time, the facts of now, and which alarms are active."""
+
+    curves: Curves
+    facts: AlarmFacts
+    config: AlarmsConfig
+    active: frozenset[Key] = frozenset()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds over which shares are taken."""
+        return self.config.span_minutes * 60
+
+    def bound(self, name: str, about: str, threshold: float) -> float:
+        """Returns a threshold, which is lower while the alarm is active: it does not flap."""
+        return threshold * _EASE if (name, about) in self.active else threshold
+
+    def reward_range(self, environment: str) -> tuple[float, float]:
+        """Returns the bounds of an environment's rewards."""
+        return self.facts.reward_ranges.get(environment, (0.0, 1.0))
+
+    def grown(self, name: str, **labels: str) -> float:
+        """Returns how much counters grew in the span of shares."""
+        return self.curves.grown(self.seconds, name, **labels)
+
+    def recently(self) -> str:
+        """Returns the span of shares in words: `in the last 10 minutes`."""
+        known = float(self.curves.times[-1] - self.curves.times[0])
+        return f"in the last {duration(min(self.seconds, known))}"
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """An alarm: its name, what it means, and the function that finds it."""
+
+    name: str
+    meaning: str
+    find: Callable[[Situation], Iterator[Finding]]
+
+
+def duration(seconds: float) -> str:
+    """Returns `1 second`, `12 minutes`, `3 hours`."""
+    for unit, size in (("hour", 3600), ("minute", 60)):
+        if seconds >= 2 * size or (seconds >= size and seconds % size == 0):
+            return counted(int(seconds // size), unit)
+    return counted(max(1, round(seconds)), "second")
+
+
+def counted(number: float, noun: str) -> str:
+    """Returns `1 group`, `2 groups`."""
+    return f"{number:,.0f} {noun}" if number == 1 else f"{number:,.0f} {noun}s"
+
+
+def percent(share: float) -> str:
+    """Returns a share as a percentage, rounded so that 99.9 % is not shown as 100 %."""
+    return f"{min(99.0, 100 * share) if share < 1 else 100.0:.0f} %"
+
+
+def short(text: str) -> str:
+    """Returns a message of elsewhere as one bounded line."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}..."
+
+
+def of_groups(environment: str, **filters: str) -> str:
+    """Returns the link to the list of an environment's groups."""
+    return f"#/groups?{urlencode({'environment': environment, **filters})}"
+
+
+def without_credentials(url: str) -> str:
+    """Returns an address without a user and a password."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

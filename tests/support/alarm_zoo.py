@@ -1,0 +1,102 @@
+"""Environments that misbehave, each so that one alarm says it; loaded by path, as a user's file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+from envserver import Environment, EnvironmentConfig, Score, Task
+
+ASKED = [{"role": "user", "content": "Say something."}]
+
+
+class Healthy(Environment):
+    """Rewards differ, answers differ."""
+
+    exact_demonstrations = True
+
+    class Config(EnvironmentConfig):
+        folder: str = ""
+
+    def tasks(self, split):
+        for number in range(1_000_000):
+            yield Task(f"t{number}", {"number": number}, {})
+
+    async def rollout(self, task, run):
+        return (await run.chat(ASKED)).content
+
+    def score(self, task, result):
+        return Score(reward=float(random.random() < 0.75))
+
+    def demonstration(self, task):
+        words = " ".join(random.choice(["one", "two", "three", "four"]) for _ in range(12))
+        return [{"role": "assistant", "content": words}]
+
+
+class Zero(Healthy):
+    """Never gives a reward."""
+
+    def score(self, task, result):
+        return Score(reward=0.0)
+
+
+class Same(Healthy):
+    """Every answer is the same, and worth the same."""
+
+    def score(self, task, result):
+        return Score(reward=0.5)
+
+    def demonstration(self, task):
+        return [{"role": "assistant", "content": "yes"}]
+
+
+class Dies(Healthy):
+    """Its agent ends the process that it runs in."""
+
+    isolation = "dedicated"
+
+    async def rollout(self, task, run):
+        print("the last words", flush=True)
+        os._exit(3)
+
+
+class Hangs(Healthy):
+    """Its agent waits for what never comes."""
+
+    async def rollout(self, task, run):
+        await asyncio.Event().wait()
+
+
+class Talks(Healthy):
+    """Its agent asks until the limit of turns ends it."""
+
+    async def rollout(self, task, run):
+        while True:
+            await run.chat(ASKED)
+
+
+class Masked(Healthy):
+    """A grammar holds half of its answers, which are not trained."""
+
+    async def rollout(self, task, run):
+        await run.chat(ASKED, response_format={"type": "json_object"})
+        return (await run.chat(ASKED)).content
+
+
+class Falls(Healthy):
+    """Its rewards fall when a file appears."""
+
+    def score(self, task, result):
+        has_fallen = (Path(self.config.folder) / "fallen").exists()
+        return Score(reward=float(random.random() < (0.05 if has_fallen else 0.95)))
+
+
+class Longer(Healthy):
+    """Its agent asks once more every twenty tasks, for nothing."""
+
+    async def rollout(self, task, run):
+        for _ in range(1 + task.public["number"] // 20):
+            reply = await run.chat(ASKED)
+        return reply.content

@@ -1,0 +1,265 @@
+"""Alarms in words: none in a healthy run, each in one sentence, none that flaps."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+from prometheus_client.core import Metric
+from support.api import running_api
+
+from envserver.alarms_config import AlarmsConfig
+from envserver.api.alarms import AlarmWatch
+from envserver.api.metrics import Metrics
+from envserver.api.recording import Recorder
+from envserver.store import open_store
+from envserver.telemetry.alarms import AlarmBook, AlarmFacts, Finding
+from envserver.telemetry.families import gauge
+from envserver.telemetry.history import History, Name
+
+START = 1_700_000_000.0
+
+
+class Run:
+    """A run whose numbers are written by hand, every ten seconds of its own clock."""
+
+    def __init__(self, facts: AlarmFacts | None = None, **config: Any) -> None:
+        self.now = START
+        self.history = History(720)
+        self.numbers: Counter[Name] = Counter()
+        self.facts = facts or AlarmFacts()
+        self.watch = AlarmWatch(AlarmsConfig(**config), lambda: self.facts)
+
+    def add(self, name: str, count: float = 1.0, **labels: str) -> None:
+        """Adds to a number of the environment `code`."""
+        self.numbers[_name(name, labels)] += count
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        self.numbers[_name(name, labels)] = value
+
+    def restart(self) -> None:
+        """The server starts again: it counts from 0."""
+        self.numbers.clear()
+
+    async def step(self, *, check: bool = True) -> dict[str, str]:
+        """Records the numbers of now and returns the sentences of the active alarms."""
+        self.now += 10
+        self.history.add(self.now, dict(self.numbers))
+        if check:
+            await self.watch.check(self.now, self.history)
+        return {one.name: one.text for one in self.watch.book.active}
+
+    def group(self, rewards: list[float], tokens: float = 800, environment: str = "code") -> None:
+        """Counts a group as the server does."""
+        of = {"environment": environment}
+        for _ in rewards:
+            self.add("rollouts_total", end="scored", **of)
+            self.add("tokens_total", tokens, kind="completion", **of)
+            self.add("rollout_seconds_sum", 40, **of)
+            self.add("rollout_seconds_count", **of)
+        if len(set(rewards)) == 1:
+            self.add("groups_equal_total", **of)
+            self.add("groups_dropped_total", reason="zero_variance", **of)
+            if rewards[0] in (0, 1):
+                self.add("groups_alike_total", alike=("lowest", "highest")[int(rewards[0])], **of)
+            return
+        self.add("groups_delivered_total", **of)
+        self.add("reward_sum", sum(rewards), agent="", **of)
+        self.add("reward_count", len(rewards), agent="", **of)
+
+
+def _name(name: str, labels: dict[str, str]) -> Name:
+    return Name(f"envserver_{name}", tuple(sorted(labels.items())))
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_a_healthy_run_of_thousands_of_groups_raises_nothing(seed: int) -> None:
+    """Two hours: rewards rise slowly, answers vary, some rollouts are lost or cut, weights are
+    updated, trainers take a batch every few minutes, and the server is started again once."""
+    rng = random.Random(seed)
+    run = Run(AlarmFacts(groups_wanted=16, audited=400, differing=1))
+    seen: dict[str, str] = {}
+    waiting = 0
+    for row in range(720):
+        for environment, level in (("code", 0.3), ("math", 0.6)):
+            for _ in range(rng.randrange(2, 5)):
+                chance = min(0.95, max(0.02, rng.gauss(level + 0.2 * row / 720, 0.25)))
+                rewards = [float(rng.random() < chance) for _ in range(8)]
+                run.group(rewards, rng.lognormvariate(6.5, 0.6), environment)
+                waiting += len(set(rewards)) > 1
+            of = {"environment": environment}
+            run.add("failed_attempts_total", rng.random() < 0.3, kind="engine_timeout", **of)
+            run.add("rollouts_total", rng.random() < 0.2, end="lost", **of)
+            run.add("rollouts_total", rng.randrange(4), end="limit_tokens", **of)
+            run.add("worker_deaths_total", row % 300 == 7, kind="worker_died", **of)
+            run.add("untrained_tokens_total", 20, flag="truncated_length", **of)
+            run.set("untrained_share", 0.03 * rng.random(), **of)
+            run.set("rollouts_running", 64, **of)
+            run.set("workers", 2, **of)
+        run.add("flags_total", rng.randrange(5), flag="truncated_length")
+        if row % 30 == 29:  # a step of the trainer takes five minutes
+            run.add("leases_total", end="leased")
+            run.add("groups_dropped_total", rng.randrange(4), environment="code", reason="stale")
+            run.set("policy_version", row // 30)
+            waiting = 0
+        run.set("paused", row % 30 == 0)
+        run.set("groups", waiting, state="queued")
+        run.add("store_commit_seconds_sum", 0.3)
+        run.add("store_commit_seconds_count", 10)
+        run.set("replica_breaker", 0, replica="http://a:8000")
+        if row == 400:
+            run.restart()
+        seen |= await run.step(check=row % 10 < 2)
+    assert seen == {}
+
+
+async def test_a_fall_is_told_with_its_version_and_survives_a_restart() -> None:
+    run = Run()
+    for row in range(240):
+        run.set("policy_version", row // 10)
+        chance = 0.61 if row < 180 else 0.2
+        run.group([float(index < round(8 * chance)) for index in range(8)])
+        run.set("groups", 0, state="queued")
+        if row == 200:
+            run.restart()
+            run.set("policy_version", row // 10)
+        await run.step(check=row > 175)
+    (alarm,) = run.watch.book.active
+    assert alarm.text == "The reward of code fell from 0.62 to 0.25 since version 18."
+    assert (alarm.name, alarm.severity, alarm.environment) == ("reward_fell", "critical", "code")
+    assert alarm.link == "#/groups?environment=code&order=newest"
+    for _ in range(40):
+        run.group([1.0] * 5 + [0.0] * 3)
+        sentences = await run.step()
+    assert sentences == {}
+
+
+async def test_answers_that_grow_for_nothing_are_told_and_those_that_pay_are_not() -> None:
+    paid, unpaid = Run(), Run()
+    for row in range(200):
+        for run, reward in ((paid, min(7, 2 + row // 40)), (unpaid, 3)):
+            run.group([1.0] * reward + [0.0] * (8 - reward), 400 + 4 * row)
+            await run.step(check=row > 195)
+    assert paid.watch.book.active == []
+    (alarm,) = unpaid.watch.book.active
+    assert alarm.text.startswith("The answers of code grow longer, from 502 to 1,")
+
+
+async def test_what_needs_facts_is_told() -> None:
+    facts = AlarmFacts(
+        audited=40,
+        differing=30,
+        old_weights={"http://name:secret@a:8000": 3},
+        broken={"engine": "no answer within 2 seconds", "disk": "full"},
+    )
+    run = Run(facts)
+    run.set("policy_version", 5)
+    run.set("joined_environments", 1, environment="code", standing="silent")
+    for _ in range(50):
+        run.group([1.0] * 8)
+    await run.step()
+    for _ in range(50):
+        run.group([1.0] * 8)
+    run.add("groups_delivered_total", environment="code")
+    run.add("groups_alike_total", alike="highest", environment="code")
+    await run.step()
+    sentences = await run.step()
+    assert sentences == {
+        "disk_full": "The disk of the store is full: new groups are refused.",
+        "engine_down": "The engine does not answer: no answer within 2 seconds.",
+        "logprobs_differ": "The logprobs of 75 % of the audited rows (30 of 40) differ from what "
+        "the engine computes again.",
+        "old_weights": "The replica http://a:8000 of the engine serves the weights of version 3; "
+        "version 5 is published.",
+        "reward_always_highest": "The reward of code is always 1 (51 groups in the last 20 "
+        "seconds): its tasks are too easy, or the reward is cheated.",
+        "runners_silent": "1 runner of code on another machine is silent.",
+    }
+
+
+async def test_a_trainer_that_waits_for_more_groups_is_not_accused() -> None:
+    run = Run(AlarmFacts(groups_wanted=64))
+    run.set("groups", 20, state="queued")
+    for _ in range(120):
+        assert await run.step() == {}
+    run.set("groups", 70, state="queued")
+    for _ in range(75):
+        sentences = await run.step()
+    assert sentences == {
+        "no_trainer": "No trainer has leased for 12 minutes, while 70 groups wait."
+    }
+    run.add("leases_total", end="leased")
+    for _ in range(3):
+        sentences = await run.step()
+    assert sentences == {}
+
+
+def test_an_alarm_that_comes_and_goes_is_not_told_each_time() -> None:
+    book, heard = AlarmBook(), []
+    book.listeners.append(lambda alarm, begins: heard.append((alarm.name, begins)))
+    found = [Finding(name="no_trainer", severity="warning", text="Nobody.")]
+    with structlog.testing.capture_logs() as lines:
+        for row in range(200):
+            book.update(START + 10 * row, found if row % 4 else [])
+        assert heard == [("no_trainer", True)]  # a single check without it does not end it
+        for row in range(200, 400):
+            book.update(START + 10 * row, found if row % 20 < 10 else [])
+    assert len(heard) == 20
+    told = [line for line in lines if line["event"] == "alarm_began"]
+    assert 2 < len(told) < 8
+    book.update(
+        0, [Finding(name="x", severity="warning", text="", about=str(n)) for n in range(999)]
+    )
+    book.update(
+        1, [Finding(name="x", severity="warning", text="", about=str(n)) for n in range(999)]
+    )
+    assert len(book.active) == 100
+
+
+class Waiting:
+    """Metrics of a server for whose groups no trainer comes."""
+
+    async def families(self) -> Iterable[Metric]:
+        return [gauge("envserver_groups", "", ("state",), [(("queued",), 5.0)])]
+
+
+async def test_alarms_go_on_after_a_restart_and_the_route_has_them(tmp_path: Path) -> None:
+    place, now = tmp_path / "s.db", [START]
+    metrics = Metrics()
+    metrics.add(Waiting().families)
+    for steps in (30, 12):  # of a minute
+        watch = AlarmWatch(AlarmsConfig(no_trainer_minutes=15))
+        async with open_store(place) as store:
+            recorder = Recorder(metrics, store, lambda: now[0], watch.check)
+            await recorder.load()
+            for _ in range(steps):
+                now[0] += 60
+                await recorder.record()
+    (alarm,) = watch.book.active
+    assert alarm.text == "No trainer has leased for 41 minutes, while 5 groups wait."
+    assert alarm.since == pytest.approx(START + 60, abs=60)
+    watch = AlarmWatch(AlarmsConfig(no_trainer_minutes=0))
+    async with running_api(tmp_path / "t.db", metrics=metrics, alarms=watch) as api:
+        assert (await api.get("/v1/alarms"))["alarms"] == []
+        for at in (START, START + 1):
+            history = History(2)
+            history.add(at, {Name("envserver_groups", (("state", "queued"),)): 5.0})
+            await watch.check(at, history)
+        found = await api.get("/v1/alarms")
+        assert found["checked_at"] == START + 1
+        assert [(one["name"], one["since"]) for one in found["alarms"]] == [("no_trainer", START)]
+        assert 'envserver_alarms{name="no_trainer"} 1.0' in (await api.http.get("/metrics")).text
+
+
+async def test_alarms_can_be_turned_off_and_a_broken_rule_stops_none() -> None:
+    run = Run(AlarmFacts(broken={"engine": ""}), off=["disk_full"], disk_free_gb=np.inf)
+    run.facts = AlarmFacts(broken={"engine": "", "disk": ""}, audited="many")  # type: ignore[arg-type]
+    for _ in range(3):
+        sentences = await run.step()
+    assert sentences == {"engine_down": "The engine does not answer."}

@@ -1,0 +1,234 @@
+"""Alarms of a real server: environments misbehave, a trainer stops, an engine goes away.
+
+Numbers are recorded twenty times a second here, and thresholds of minutes are 0: nothing waits for
+minutes to pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.commands import envserver as command
+from support.waiting import until
+
+import envserver
+from envserver import SimConfig
+from envserver.models.sim import serve_sim
+
+pytestmark = pytest.mark.thorough
+
+ZOO = Path(__file__).parents[2] / "support" / "alarm_zoo.py"
+AT_ONCE = {
+    "fewest": 10,
+    "no_trainer_minutes": 0.05,
+    "no_rollout_minutes": 0,
+    "paused_minutes": 0,
+    "store_seconds": 1e-9,
+    "disk_free_gb": 1e9,
+}
+ENVIRONMENT = {"group_size": 2, "max_turns": 30, "ensure_scores_are_not_same": False}
+
+
+class Alarms:
+    """The alarms of a server, over HTTP."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+
+    async def texts(self) -> dict[str, str]:
+        """The sentences of the active alarms, by name and environment."""
+        await asyncio.sleep(0.1)  # it is asked again and again
+        found = (await self.http.get("/v1/alarms")).raise_for_status().json()["alarms"]
+        return {f"{one['name']} {one['environment'] or ''}".strip(): one["text"] for one in found}
+
+    async def raised(self, **sentences: str) -> None:
+        """Waits until each alarm was seen; `__` stands between a name and an environment."""
+        missing = {name.replace("__", " "): form for name, form in sentences.items()}
+
+        async def were_seen() -> bool:
+            texts = await self.texts()
+            for name in [*missing]:
+                if re.search(missing[name], texts.get(name, "")):
+                    del missing[name]
+            return not missing
+
+        try:
+            await until(were_seen, 60)
+        except TimeoutError:
+            pytest.fail(f"missing {missing}, there are {await self.texts()}")
+
+    async def ended(self, *names: str) -> None:
+        async def are_gone() -> bool:
+            return not (await self.texts()).keys() & set(names)
+
+        await until(are_gone, 60)
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        return (await self.http.post(path, json=body)).raise_for_status().json()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envserver.api.recording.SECONDS", 0.05)
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, *names: str, alarms: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Alarms]:
+    """A server with environments of the zoo."""
+    sections: dict[str, Any] = {
+        "model": "sim",
+        "sim": {"latency_seconds": 0.05, "openers": False, "solve_probability": 1},
+        "env": {**ENVIRONMENT, "folder": str(folder)},
+        "rollouts": {"max_concurrent": 12, "max_attempts": 1, "max_queued_groups": 1_000_000},
+        "workers": {"processes": 1},
+    }
+    for name, section in settings.items():
+        sections[name] = {**sections.get(name, {}), **section} if name != "model" else section
+    mix = [f"{ZOO}:{name}" for name in names]
+    async with (
+        envserver.aio.serve(
+            mix if len(mix) > 1 else mix[0],
+            **sections,
+            alarms=AT_ONCE | (alarms or {}),
+            store=str(folder / "groups.db"),
+            server={"port": 0, "drain_seconds": 0},
+        ) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+    ):
+        yield Alarms(http)
+
+
+async def test_environments_that_misbehave_are_told_in_words(tmp_path: Path, quick: None) -> None:
+    names = ("Zero", "Same", "Dies", "Masked")
+    async with serving(tmp_path, *names) as alarms:
+        await alarms.raised(
+            reward_always_lowest__zero=r"reward of zero is always 0 \(\d+ groups in the last",
+            equal_rewards__same=r"In 100 % of the groups of same .* all rewards are equal",
+            same_answers__same="In 100 % of the groups of same .* all rollouts say the same",
+            workers_die__dies=r"^\d+ workers of dies died in .* The worker exited with code 3",
+            rollouts_lost__dies=r"^100 % of the rollouts of dies \(\d+ of \d+ .* to the workers",
+            untrained_tokens__masked="% of the sampled tokens of masked .*structured_output",
+            no_trainer=r"No trainer has leased for \d+ .*, while [\d,]+ groups? wait",
+            store_slow=r"A commit of the store takes 0\.0 seconds",
+            disk_full=r"The disk of the store fills up\. [\d.]+ GB are left",
+        )
+        metrics = (await alarms.http.get("/metrics")).text
+        (family,) = [
+            one for one in text_string_to_metric_families(metrics) if one.name == "envserver_alarms"
+        ]
+        counts = {sample.labels["name"]: sample.value for sample in family.samples}
+        assert counts["same_answers"] == 1 and counts["engine_down"] == 0
+        shown = await asyncio.to_thread(
+            command, "top", str(alarms.http.base_url), "--once", folder=tmp_path
+        )
+        assert "No trainer has leased for" in " ".join(shown.stdout.split())
+        # A trainer comes: one alarm ends, and the next one begins.
+        await alarms.post("/v1/runs", {"name": "trainer", "batch_size": 1})
+        await leased(alarms)
+        await alarms.post("/v1/policy/pause", {})
+        await alarms.raised(calls_paused=r"Model calls have been paused for \d+ second")
+        await alarms.post("/v1/policy/resume", {})
+        await alarms.ended("calls_paused")
+
+
+async def leased(alarms: Alarms) -> None:
+    """Leases until the alarm about trainers has ended."""
+
+    async def is_gone() -> bool:
+        await alarms.post("/v1/runs/trainer/lease", {})
+        return "no_trainer" not in await alarms.texts()
+
+    await until(is_gone)
+
+
+async def test_a_reward_falls_answers_grow_and_rollouts_are_cut(
+    tmp_path: Path, quick: None
+) -> None:
+    limits = {"env": {**ENVIRONMENT, "folder": str(tmp_path), "max_turns": 12}}
+    async with serving(tmp_path, "Falls", "Longer", "Talks", **limits) as alarms:
+        await alarms.raised(
+            longer_answers__longer=r"answers of longer grow longer, from \d+ to \d+ tokens",
+            rollouts_cut__talks=r"^100 % of the rollouts of talks .* the limit of turns",
+        )
+        await until(lambda: delivered(alarms, "falls", 25))
+        assert "reward_fell falls" not in await alarms.texts()
+        await alarms.post("/v1/policy-version", {"version": 7})
+        await until(lambda: delivered(alarms, "falls", 40))
+        (tmp_path / "fallen").touch()
+        await alarms.raised(reward_fell__falls=r"fell from 0\.\d+ to 0\.\d+ since version 7\.$")
+        (tmp_path / "fallen").unlink()
+        await alarms.ended("reward_fell falls")
+
+
+async def delivered(alarms: Alarms, environment: str, groups: int) -> bool:
+    found = (await alarms.http.get("/v1/status")).json()
+    return bool(found["server"]["environments"][environment] >= groups)
+
+
+async def test_rollouts_that_hang_are_told(tmp_path: Path, quick: None) -> None:
+    async with serving(tmp_path, "Hangs", rollouts={"max_concurrent": 2}) as alarms:
+        await alarms.raised(
+            rollouts_hang__hangs=r"No rollout of hangs has ended for .*, while 2 rollouts run"
+        )
+
+
+async def test_groups_that_wait_too_long_are_stale(tmp_path: Path, quick: None) -> None:
+    limits = {"rollouts": {"max_concurrent": 4, "max_staleness_at_delivery": 0}}
+    async with serving(tmp_path, "Healthy", alarms={"fewest": 5}, **limits) as alarms:
+
+        async def is_raised(version: list[int] = [0]) -> bool:  # noqa: B006 (counts the calls)
+            version[0] += 1
+            await alarms.post("/v1/policy-version", {"version": version[0]})
+            return "stale_groups" in await alarms.texts()
+
+        await until(is_raised)
+        await alarms.raised(stale_groups=r"^\d+ groups of \d+ were dropped as stale in the last")
+
+
+async def test_a_replica_of_the_engine_and_then_the_last_one_go_away(
+    tmp_path: Path, quick: None
+) -> None:
+    stops = [asyncio.Event(), asyncio.Event()]
+    engines = [asyncio.create_task(engine(stop)) for stop in stops]
+    urls = list(await asyncio.gather(*(started(stop) for stop in stops)))
+    openai = {"base_url": urls, "model_name": "sim"}
+    async with serving(tmp_path, "Healthy", model=None, openai=openai) as alarms:
+        await until(lambda: is_working(alarms))
+        stops[0].set()
+        await engines[0]
+        await alarms.raised(engine_down=rf"The replica {urls[0][:-3]} of the engine is set aside")
+        stops[1].set()
+        await engines[1]
+        await alarms.raised(engine_down="The engine does not answer")
+
+
+LISTENING: dict[asyncio.Event, asyncio.Future[str]] = {}
+
+
+async def engine(stop: asyncio.Event) -> None:
+    listening: Callable[[str], None] = _future(stop).set_result
+    await serve_sim(
+        SimConfig(latency_seconds=0.05), "127.0.0.1", 0, None, listening=listening, stop=stop
+    )
+
+
+async def started(stop: asyncio.Event) -> str:
+    return await _future(stop)
+
+
+def _future(stop: asyncio.Event) -> asyncio.Future[str]:
+    return LISTENING.setdefault(stop, asyncio.get_running_loop().create_future())
+
+
+async def is_working(alarms: Alarms) -> bool:
+    return bool((await alarms.http.get("/v1/status")).json()["server"]["groups_delivered"])
