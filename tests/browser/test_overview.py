@@ -1,22 +1,157 @@
-"""The overview in a browser."""
+"""The overview and the pages of runs, engines, workers and failures in a browser."""
 
 from __future__ import annotations
 
-from playwright.sync_api import expect
+import re
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Page, expect
 from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
-from support.page_house import PageHouse
+from support.commands import until
+from support.page_history import put_history
+from support.page_house import PageHouse, page_house
+
+PAGES = ("", "runs", "runs/trainer", "engines", "workers", "failures")
+GROUPS = 16
 
 
-def test_the_overview_is_clean_in_light_dark_and_on_a_small_screen(
+@pytest.fixture(scope="module")
+def house(_has_browser: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageHouse]:
+    """A server with the numbers of three hours: in their midst it started again, in the last
+    minutes calls failed.
+    """
+    folder = tmp_path_factory.mktemp("house")
+    put_history(folder / "groups.db", hours=3)
+    with page_house(folder, groups=GROUPS) as opened:
+        opened.consume(2)
+        yield opened
+
+
+def chart(page: Page, title: str) -> dict[str, list[str]]:
+    """The numbers of a chart: by line, its last, lowest and highest value."""
+    table = page.get_by_role("figure").filter(has=page.get_by_role("heading", name=title))
+    rows = table.locator("tbody tr")
+    expect(rows.first).to_be_visible()
+    return {
+        row.locator("th").inner_text().strip(): row.locator("td").all_inner_texts()
+        for row in rows.all()
+    }
+
+
+def measurements(page: Page) -> int:
+    """Number of rows that the overview draws."""
+    caption = page.locator("caption", has_text="Reward in numbers")
+    found = re.search(r"(\d+) measurements", caption.text_content() or "")
+    assert found, caption.text_content()
+    return int(found[1])
+
+
+def test_pages_are_clean_in_light_dark_and_on_a_small_screen(
     house: PageHouse, visitor: Visitor
 ) -> None:
-    for name, options in {
-        "light": {},
-        "dark": {"color_scheme": "dark"},
-        "small": {"viewport": SMALL},
-    }.items():
-        page = visitor.page(house.url, **options)
-        expect(page.get_by_role("navigation", name="Pages")).to_be_visible()
-        axe(page)
-        no_sideways_scroll(page)
-        visitor.shot(page, f"overview-{name}")
+    page = visitor.page(house.url)
+    looks = {"light": None, "dark": None, "small": SMALL}
+    for look, size in looks.items():
+        page.emulate_media(color_scheme="dark" if look == "dark" else "light")
+        if size:
+            page.set_viewport_size(size)
+        for name in PAGES:
+            page.goto(f"{house.url}#/{name}")
+            expect(page.locator("main h2").first).to_be_visible()
+            expect(page.get_by_text("Reading")).to_have_count(0)
+            axe(page)
+            no_sideways_scroll(page)
+            visitor.shot(page, f"{name.replace('/', '-') or 'overview'}-{look}")
+
+
+def test_counters_that_begin_again_do_not_fall(house: PageHouse, visitor: Visitor) -> None:
+    page = visitor.page(f"{house.url}#/?range=2h")
+    for title, most in (("Rollouts a minute", 1000), ("Reward", 1)):
+        for line, numbers in chart(page, title).items():
+            last, lowest, highest = (float(text.replace(",", "")) for text in numbers)
+            assert 0 < lowest <= last <= highest <= most, (title, line, numbers)
+    page.keyboard.press("v")  # over policy versions
+    expect(page).to_have_url(re.compile("x=version"))
+    versions = page.locator("caption", has_text="Reward in numbers")
+    expect(versions).to_have_text(re.compile(r": ([5-9]|1\d) measurements"))
+
+
+def test_what_changed_stands_out_in_words(house: PageHouse, visitor: Visitor) -> None:
+    page = visitor.page(house.url)
+    changed = page.get_by_role("region", name="What changed")
+    expect(changed).to_contain_text(
+        re.compile("number of failures “engine_unavailable” a minute rose from .* to .*worse")
+    )
+    expect(changed).to_contain_text(re.compile("The reward of code fell from 0.5.* to 0..*worse"))
+    expect(changed).to_contain_text("The server started again.")
+    expect(changed).not_to_contain_text("reward of math")  # it rose as slowly as all the hour
+    failed = page.get_by_role("figure").filter(has=page.get_by_role("heading", name="Failed"))
+    expect(failed).to_contain_text("changed")
+
+
+def test_keys_help_and_colours(house: PageHouse, visitor: Visitor) -> None:
+    page = visitor.page(house.url)
+    expect(page.get_by_role("heading", name="What changed")).to_be_visible()
+    page.keyboard.press("1")
+    expect(page).to_have_url(re.compile("range=15m"))
+    page.keyboard.press("?")
+    help_dialog = page.get_by_role("dialog", name="Keys")
+    expect(help_dialog).to_contain_text("next, previous row")
+    axe(page)
+    visitor.shot(page, "help")
+    page.keyboard.press("Escape")
+    expect(help_dialog).to_have_count(0)
+    colours = page.get_by_role("button", name="Colours")
+    colours.click()
+    colours.click()
+    page.reload()
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+
+
+def test_ten_tabs_share_one_stream(house: PageHouse, visitor: Visitor) -> None:
+    context = visitor.context()
+    streams: list[str] = []
+    context.on("request", lambda one: streams.append(one.url) if "v1/events" in one.url else None)
+    tabs = [context.new_page() for _ in range(10)]
+    for tab in tabs:
+        tab.goto(f"{house.url}#/runs/trainer")
+    for tab in tabs:
+        expect(tab.get_by_text("● live")).to_be_visible()
+    assert len(streams) == 1
+    last = tabs[-1]
+    with context.expect_event("request", lambda one: "v1/events" in one.url):
+        tabs[0].close()  # the one that had the stream
+    last.goto(f"{house.url}#/")
+    leased = last.locator(".tiles div").filter(has_text="Groups waiting").locator("dd")
+    expect(leased).to_have_text(str(GROUPS - 2))
+    house.consume(2)
+    expect(leased).to_have_text(str(GROUPS - 4))
+    assert len(streams) == 2
+
+
+def test_a_page_that_stays_open_goes_on_when_the_server_was_killed(
+    house: PageHouse, visitor: Visitor
+) -> None:
+    visitor.allow("ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING|status of 503")
+    page = visitor.page(f"{house.url}#/?range=15m")
+    expect(page.get_by_text("● live")).to_be_visible()
+    gone = page.get_by_text("The server has not answered since")
+    house.kill()
+    expect(gone).to_be_visible()
+    visitor.shot(page, "server-gone")
+    house.start()
+    expect(gone).to_have_count(0)
+    expect(page.get_by_text("● live")).to_be_visible()
+
+    def rows_of_the_server() -> int:
+        times = house.get("v1/series", start=-4200, points=420)["times"]
+        return sum(time >= times[-1] - 900 for time in times) + 1  # one before the edge
+
+    def has_each_row_once() -> bool:
+        page.wait_for_timeout(200)  # the browser's events come in
+        return measurements(page) == rows_of_the_server()
+
+    until(has_each_row_once, 60, lambda: f"{measurements(page)}, not {rows_of_the_server()} rows")
+    rows = measurements(page)
+    until(lambda: has_each_row_once() and measurements(page) > rows, 60, lambda: "a row more")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from envserver.store import open_store
@@ -17,12 +19,17 @@ _SPEED = {"math": 6, "code": 4, "video": 2}
 _SIZE = 8
 
 
-async def put_history(path: Path, hours: float) -> None:
+def put_history(path: Path, hours: float) -> None:
     """Puts the minutes of the last `hours` into a new store.
 
     The server starts anew after half of the time; in the last minutes the reward of `code` falls,
     and calls fail.
     """
+    with ThreadPoolExecutor(1) as thread:  # this one may have the event loop of a browser
+        thread.submit(asyncio.run, _put_history(path, hours)).result()
+
+
+async def _put_history(path: Path, hours: float) -> None:
     now = int(time.time() // 60)
     minutes = int(hours * 60)
     async with open_store(str(path)) as store:
@@ -55,7 +62,7 @@ def _environment(
 ) -> None:
     of = {"environment": name}
     share = {"math": 0.35 + 0.4 * done, "code": 0.2 + 0.4 * done, "video": 0.5}[name]
-    share = 0.2 if falls and name == "code" else share
+    share = 0.05 if falls and name == "code" else share
     rollouts = speed * _SIZE
     solved = sum(rng.random() < share for _ in range(rollouts))
     lost = rng.random() < 0.15

@@ -78,9 +78,10 @@ function chance(line: Line, expected: number, from: number): number {
   return below ? Math.sqrt(Math.max(Math.abs(expected) * below, 1)) / below : 0;
 }
 
+/** The deviation of values around their trend: from the differences of neighbours (von Neumann). */
 function deviation(values: number[]): number {
-  const middle = values.reduce((all, one) => all + one, 0) / values.length;
-  return Math.sqrt(values.reduce((all, one) => all + (one - middle) ** 2, 0) / Math.max(1, values.length - 1));
+  const squares = values.slice(1).map((value, place) => (value - values[place]!) ** 2);
+  return Math.sqrt(squares.reduce((all, one) => all + one, 0) / (2 * Math.max(1, squares.length)));
 }
 
 export interface News {

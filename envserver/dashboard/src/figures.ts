@@ -29,7 +29,7 @@ export interface Figure {
 }
 
 const of = (name: string, where?: Record<string, string>) => ({ name: `envserver_${name}`, ...(where && { where }) });
-const percent = (value: number) => `${number(100 * value, 3)} %`;
+const percent = (value: number) => `${number(100 * value, 2)} %`;
 const aMinute = (value: number) => number(value, 3);
 const bytes = (value: number) => (value >= 1e9 ? `${number(value / 1e9, 3)} GB` : `${Math.round(value / 1e6)} MB`);
 const byAgent = ({ environment, agent }: Record<string, string>) => (agent ? `${environment} · ${agent}` : (environment ?? ""));

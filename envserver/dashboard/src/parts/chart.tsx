@@ -66,7 +66,9 @@ export function Chart(props: ChartProps) {
         <>
           <Drawing key={`${seen()} ${isTime} ${lines.map((line) => `${line.style} ${line.label}`)}`} {...props} lines={lines} onCursor={setCursor} />
           <table>
-            <caption class="unseen">{title} in numbers</caption>
+            <caption class="unseen">
+              {title} in numbers: {x.length} measurements{isTime && x.length > 0 && ` from ${clock(x[0]!)} to ${clock(x.at(-1)!)}`}
+            </caption>
             <thead>
               <tr>
                 <th scope="col" class="unseen">
@@ -122,7 +124,7 @@ function Numbers({ line, place, format }: { line: DrawnLine; place: number | nul
 /** A piece of the line as it is drawn. */
 function Swatch({ style }: { style: number }) {
   return (
-    <svg class={`swatch s${style % MOST_LINES}`} width="26" height="8" aria-hidden="true">
+    <svg class={`dashes s${style % MOST_LINES}`} width="26" height="8" aria-hidden="true">
       <line x1="0" y1="4" x2="26" y2="4" stroke-width="2" stroke-dasharray={DASHES[style % MOST_LINES]!.join(" ")} />
     </svg>
   );

@@ -7,9 +7,13 @@ const NAMES: Record<string, string> = { ArrowDown: "↓", ArrowUp: "↑", ArrowL
 
 /** What other pages have, said shortly: keys act only where they are shown. */
 const ELSEWHERE: [string, [string, string][]][] = [
-  ["Overview", [["1 … 5", "15 minutes, 1 hour, 2 hours, 24 hours, 30 days"], ["v", "reward over time, or over policy versions"]]],
-  ["Lists", [["j k", "next, previous row"], ["Enter", "open"], ["/", "search"]]],
-  ["A group, a rollout", [["[ ]", "previous, next within the filter"], ["t", "conversation, tokens"], ["c", "compare"]]],
+  ["Overview", [["1 2 3 4 5", "15 minutes, 1 hour, 2 hours, 24 hours, 30 days"], ["v", "over time, or over policy versions"]]],
+  ["Lists", [["j k", "next, previous row"], ["Enter", "open"], ["/", "search"], ["f", "next failure"], [".", "show what is new"]]],
+  ["Group", [["j k", "next, previous rollout"], ["c", "compare two rollouts"], ["[ ]", "previous, next group of the filter"]]],
+  ["Rollout", [["j k", "next, previous message"], ["t", "next tab: conversation, tokens, timing ..."], ["[ ]", "previous, next within the filter"], ["f", "next failure"]]],
+  ["Tokens", [["ArrowLeft ArrowRight", "previous, next token"], ["p n", "previous, next unlikely token"]]],
+  ["Failures", [["x", "show all failures"]]],
+  ["Everywhere", [["Escape", "back"]]],
 ];
 
 export function Help() {
@@ -52,19 +56,25 @@ function Keys() {
 function Table({ sections }: { sections: [string, [string, string][]][] }) {
   return (
     <table class="keys">
-      <tbody>
-        {sections.flatMap(([title, keys]) =>
-          keys.map(([key, text], row) => (
+      {sections.map(([title, keys]) => (
+        <tbody key={title}>
+          {keys.map(([key, text], row) => (
             <tr key={`${title} ${key}`}>
-              <th scope="row">{row === 0 ? title : ""}</th>
+              {row === 0 && (
+                <th scope="rowgroup" rowSpan={keys.length}>
+                  {title}
+                </th>
+              )}
               <td>
-                {key.split(" ").map((one) => (one === "…" ? " … " : <kbd key={one}>{NAMES[one] ?? one}</kbd>))}
+                {key.split(" ").map((one) => (
+                  <kbd key={one}>{NAMES[one] ?? one}</kbd>
+                ))}
               </td>
               <td>{text}</td>
             </tr>
-          )),
-        )}
-      </tbody>
+          ))}
+        </tbody>
+      ))}
     </table>
   );
 }
