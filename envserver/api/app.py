@@ -7,6 +7,7 @@ which must be open before the first request and until after the last.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -38,6 +39,9 @@ from .atropos.routes import atropos_posts, atropos_routes
 from .atropos.service import AtroposService
 from .direct import DirectPosts
 from .health import Health, health_routes, store_probe
+from .live import Live
+from .live.follower import Follower
+from .live.routes import live_routes
 from .metrics import CountedRequests, Metrics, metric_routes
 from .native import FilterWarnings, PolicyVersion, native_routes
 from .native.session import Logins
@@ -74,6 +78,7 @@ def create_api(
     orders: Orders | None = None,
     episodes: Episodes | None = None,
     alarms: AlarmWatch | None = None,
+    live: Live | None = None,
 ) -> FastAPI:
     """Builds the application.
 
@@ -93,14 +98,18 @@ def create_api(
         orders: makes rollouts on demand; None: those routes do not exist.
         episodes: serves OpenEnv's protocol at /openenv/{environment}; None: it does not.
         alarms: says what is wrong; None: by the default thresholds, if there are metrics.
+        live: what the parts of this server tell of; None: a new one, for the store alone.
     """
+    live = live or Live()
     runners = runners or RunnerRegistry(
         store,
         Demand(store, Bounds(most_groups=256, most_batches=3)),
         silent_after_seconds=settings.silent_after_seconds,
     )
+    runners.tell = live.failures.told
 
     def publish(version: int) -> None:
+        live.feed.publish("policy", {"version": version, "time": time.time()})
         runners.news.publish(version)
         if on_policy_version is not None:
             on_policy_version(version)
@@ -120,8 +129,10 @@ def create_api(
     recorder = None
     if metrics is not None:
         alarms = alarms or AlarmWatch(AlarmsConfig())
+        alarms.book.listeners.append(live.alarmed)
         metrics.add(alarms.families)
-        recorder = Recorder(metrics, store, then=alarms.check)
+        recorder = Recorder(metrics, store, then=alarms.check, tell=live.sampled)
+    follower = Follower(live, store)
 
     def present() -> set[str]:
         joined = {one["env"] for one in runners.table.snapshot()}
@@ -132,9 +143,11 @@ def create_api(
         await atropos.load()
         await runners.load()
         await policy.load()
+        await follower.load()
         upkeep = [
             asyncio.create_task(_expire_leases(store, atropos), name="lease-expiry"),
             asyncio.create_task(runners.news.run(), name="runners"),
+            asyncio.create_task(follower.run(), name="live-events"),
         ]
         if retention is not None:
             upkeep.append(asyncio.create_task(remove_old(store, retention), name="retention"))
@@ -167,6 +180,7 @@ def create_api(
             joined=lambda: count_runners(runners),
             present=present,
             filters=FilterWarnings(store, policy, present),
+            set_aside=live.failures.set_aside,
             status=status,
             orders=orders,
             recorder=recorder,
@@ -174,6 +188,7 @@ def create_api(
             alarms=None if alarms is None else alarms.book,
         )
     )
+    app.include_router(live_routes(live, store, lambda: policy.version, follower.look))
     app.include_router(health_routes(health or _store_only(store)))
     if episodes is not None:
         mount_openenv(app, episodes, settings.openenv_idle_seconds)

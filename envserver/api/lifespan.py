@@ -15,6 +15,9 @@ SERVER_ENDS: Final = "envserver.server_ends"
 """Key in an `http.disconnect` message: the server is shutting down; the client is still connected.
 """
 
+ABORT: Final = "envserver.abort"
+"""Extension of a scope: its `abort` closes the connection at once, with what waits to be sent."""
+
 
 class Lifespan:
     """Starts and stops `app`. Call `stop` after each `start` that returned."""

@@ -31,6 +31,7 @@ class Recorder:
     Args:
         clock: seconds since 1970.
         then: called after each record with the time and the rows in memory.
+        tell: called with each row in memory.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class Recorder:
         store: GroupStore,
         clock: Callable[[], float] = time.time,
         then: Callable[[float, History], Awaitable[None]] | None = None,
+        tell: Callable[[float, Numbers], None] = lambda now, numbers: None,
     ) -> None:
         self._metrics = metrics
         self._store = store
         self._clock = clock
         self._then = then
+        self._tell = tell
         self._history = History(_ROWS)
         self._minute = -1
 
@@ -70,6 +73,7 @@ class Recorder:
         now = self._clock()
         numbers = numbers_of(await self._metrics.families())
         self._history.add(now, numbers)
+        self._tell(now, numbers)
         await self._store_minute(now, numbers)
         if self._then is not None:
             await self._then(now, self._history)

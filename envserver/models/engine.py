@@ -21,6 +21,8 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
         waiting: calls that wait for a slot.
         state: of the circuit breaker. closed: used; open: set aside; half_open: being tested with
             one call at a time.
+        calls, errors: calls that were answered, and that failed, since the start.
+        seconds_p50, seconds_p95: until the answer of a call, or the first part of a streamed one.
     """
 
     base_url: str
@@ -31,6 +33,10 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
     limit: int = 0
     waiting: int = 0
     state: State = "closed"
+    calls: int = 0
+    errors: int = 0
+    seconds_p50: float | None = None
+    seconds_p95: float | None = None
 
 
 class Engine(Protocol):

@@ -13,9 +13,10 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
+import msgspec
 from envserver_records.errors import EngineError
 
-from ..telemetry.numbers import SECONDS, Counts, Labelled
+from ..telemetry.numbers import SECONDS, Counts, Distribution, Labelled
 from .engine import Engine, ReplicaHealth
 
 Json = dict[str, Any]
@@ -100,8 +101,24 @@ class MeasuredEngine:
         return await self._engine.health()
 
     def replicas(self) -> list[ReplicaHealth]:
-        """See Engine."""
-        return self._engine.replicas()
+        """See Engine. A single replica that counts nothing has all calls counted here."""
+        found = self._engine.replicas()
+        if len(found) != 1 or found[0].calls or found[0].errors:
+            return found
+        return [self._with_counts(found[0])]
+
+    def _with_counts(self, replica: ReplicaHealth) -> ReplicaHealth:
+        together = Distribution(SECONDS)
+        for _, seconds in self.seconds:
+            together.counts = [a + b for a, b in zip(together.counts, seconds.counts, strict=True)]
+        return msgspec.structs.replace(
+            replica,
+            in_flight=replica.in_flight or self.in_flight,
+            calls=together.count,
+            errors=int(sum(count for _, count in self.errors)),
+            seconds_p50=together.quantile(0.5),
+            seconds_p95=together.quantile(0.95),
+        )
 
     async def post(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
         """See Engine."""

@@ -166,6 +166,10 @@ class OpenAIEngine:
                 limit=replica.slots.limit,
                 waiting=replica.slots.waiting,
                 state=replica.state,
+                calls=replica.seconds.count,
+                errors=replica.errors,
+                seconds_p50=replica.seconds.quantile(0.5),
+                seconds_p95=replica.seconds.quantile(0.95),
             )
             for replica in self._replicas.all
         ]

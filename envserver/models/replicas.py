@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import structlog
 
+from ..telemetry.numbers import SECONDS, Distribution
 from .adaptive import AdaptiveLimit, Load
 from .breaker import Breaker, State
 from .slots import Slots
@@ -35,6 +36,8 @@ class Replica:
         slots: bounds the calls in flight.
         heard_at: when it last answered a call or sent a part of a stream.
         suspected: set when its health should be asked for now.
+        seconds: of answered calls, to the first part of a stream.
+        errors: number of calls that failed here.
     """
 
     def __init__(self, url: str, max_in_flight: int, clock: Callable[[], float]) -> None:
@@ -42,6 +45,8 @@ class Replica:
         self.slots = Slots(max_in_flight)
         self.heard_at = float("-inf")
         self.suspected = asyncio.Event()
+        self.seconds = Distribution(SECONDS)
+        self.errors = 0
         self.clock = clock
         self._breaker = Breaker(clock)
         self._limit = AdaptiveLimit(max_in_flight)
@@ -168,11 +173,13 @@ class ReplicaRequest:
     def answered(self) -> None:
         """It was answered, be it by a refusal of the request."""
         if self.sent_at is not None:
+            self.replica.seconds.add(self.replica.clock() - self.sent_at)
             self.replica.answered(self.begun_at)
 
     def failed(self, reason: str) -> None:
         """It was answered badly, or the connection broke."""
         if self.sent_at is not None:
+            self.replica.errors += 1
             self.replica.failed(self.begun_at, reason)
 
     def refused(self, reason: str) -> None:

@@ -265,6 +265,11 @@ class EngineEndpoint:
         self._ready = None if find else ReadyEngine(engine, None, self.tokens)
         self._finding: asyncio.Task[ReadyEngine] | None = None
 
+    @property
+    def engine(self) -> Engine:
+        """The engine behind this endpoint."""
+        return self._engine
+
     async def ready(self) -> ReadyEngine:
         """Returns the probed engine; concurrent requests share one probe.
 

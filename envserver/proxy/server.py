@@ -178,6 +178,11 @@ class Proxy:
         return {**self._endpoint.identity(), **({"agents": others} if others else {})}
 
     @property
+    def own_endpoints(self) -> Mapping[str, EngineEndpoint]:
+        """Endpoints of agents with their own engine or model, by agent."""
+        return self._own
+
+    @property
     def services(self) -> ServiceRouter:
         """The environment's services."""
         return self._services
@@ -233,6 +238,10 @@ class Proxy:
         key = secrets.token_urlsafe(24)
         self._guests.add(key)
         return key
+
+    def running(self) -> dict[str, ProxyAttempt]:
+        """Returns the running attempts by rollout."""
+        return {one.spec.rollout_id: one for one in self._attempts.values()}
 
     async def attempt_of(self, key: str) -> ProxyAttempt | None:
         """Returns the running attempt of `key`, None for an unknown key.

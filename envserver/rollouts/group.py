@@ -54,6 +54,7 @@ from .policy import (
 )
 from .provenance import kept_config, provenance_of, rendering_of
 from .public_part import bounded_public
+from .running import RunningRollout, RunningRollouts
 from .score_once import score_once, scores_groups
 from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool
 from .staleness import StalenessMonitor
@@ -96,6 +97,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
         demonstrator: None if solutions are not needed.
         tracer: records what each rollout does.
         harness: the program that plays the agents; None: the environment's `rollout`.
+        running: the rollouts of groups that are in progress.
     """
 
     environment: Environment
@@ -123,6 +125,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     prices: RolloutPrices = RolloutPrices()
     tracer: Tracer = NO_TRACER
     harness: HarnessSpec | None = None
+    running: RunningRollouts = msgspec.field(default_factory=RunningRollouts)
 
     def publish_version(self, version: int) -> None:
         """Notes that the engine now serves `version` of the policy; cancels stale rollouts."""
@@ -244,7 +247,8 @@ async def _until_scored(
     tries = 0
     while True:
         try:
-            member = await _try_member(context, request, number, failures)
+            with context.running.shown(request, number) as shown:
+                member = await _try_member(context, request, number, failures, shown)
         except RolloutError as error:
             failed = error
         else:
@@ -260,12 +264,18 @@ async def _until_scored(
 
 
 async def _try_member(
-    context: RolloutContext, request: GroupRequest, number: int, failures: GroupFailures
+    context: RolloutContext,
+    request: GroupRequest,
+    number: int,
+    failures: GroupFailures,
+    shown: RunningRollout,
 ) -> Member:
     rollout_id = rollout_id_of(request, number)
     async with context.slots:
         attempt = failures.next_attempt(number)
+        shown.plays(attempt)
         finished = await run_once(context, request, rollout_id, attempt)
+    shown.is_scored()
     with within(current().child("score", {"envserver.environment": request.env})) as span:
         spent = ScoringSpent()
         with finished.attempt.timeline.timed("scoring", "score"):

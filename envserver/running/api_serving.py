@@ -49,6 +49,7 @@ async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
             ),
             health=server.health,
             retention=settings.retention,
+            live=server.live,
         )
         await server.open(api)
         async with (

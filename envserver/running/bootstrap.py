@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from ..api.bootstrap import BootstrapApp
 from ..api.health import Health, disk_probe, store_probe
+from ..api.live import Live
 from ..api.metrics import Metrics
 from ..api.server import RunningServer, serve_api
 from ..config import ServerConfig, StorePlace, TelemetryConfig
@@ -42,6 +43,7 @@ class BootstrapServer:
         self.store = store
         self.health = health
         self.metrics = Metrics()
+        self.live = Live()
         self.metrics.watch(lag, health)
         self._lag = lag
         self._app = app

@@ -12,6 +12,7 @@ import structlog
 from envserver_records.errors import Stale, Straggler
 
 from ..api.health import Health, engine_probe
+from ..api.live import EngineSource, FailureLog
 from ..api.runners.local_sink import LocalEnvironmentSink
 from ..api.runners.registry import RunnerRegistry
 from ..config import MixSettings
@@ -23,10 +24,11 @@ from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.mixing import Shares, Turns, targets
 from ..rollouts.ordered import Orders
+from ..rollouts.running import running_rollouts
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix
 from ..rollouts.task_stream import TaskStream
-from ..store import GroupStore
+from ..store import UNKNOWN_VERSION, GroupStore
 from ..store.demand import Demand, Staleness
 from ..store.sink import StoreOrderSink
 from .bootstrap import BootstrapServer, beside
@@ -112,7 +114,7 @@ async def hosted(members: Members, server: BootstrapServer) -> AsyncIterator[Hos
             if (curriculum := await _curriculum(one, server.store, lambda: host.version))
             is not None
         }
-        observe = partial(_observer, tally, numbers, auditor, curricula)
+        observe = partial(_observer, tally, numbers, auditor, curricula, server.live.failures)
         players = PlayedEngine()
         parts = await stack.enter_async_context(
             _machineries(members, room, players, observe, server.health)
@@ -151,9 +153,29 @@ async def hosted(members: Members, server: BootstrapServer) -> AsyncIterator[Hos
             JudgeNumbers(room.judge),
         ):
             server.metrics.add(source.families)
+        server.live.engines += _engines(host)
+        server.live.running = partial(running_rollouts, parts)
         await stack.enter_async_context(beside("stale-groups", host.staleness.run()))
         await stack.enter_async_context(beside("silent-runs", demand.close_silent_runs()))
         yield host
+
+
+def _engines(host: Hosted) -> list[EngineSource]:
+    """Returns the rollouts' engine, and those of single agents."""
+    room = host.room
+    found = {id(room.engine): EngineSource("", room.engine, room.model, lambda: host.version)}
+    for part in host.parts:
+        for agent, endpoint in part.proxy.own_endpoints.items():
+            route = part.agents[agent]
+            version = (lambda: host.version) if route.follows_policy else _no_version
+            source = EngineSource(agent, endpoint.engine, route.model, version)
+            found.setdefault(id(endpoint.engine), source)
+    return list(found.values())
+
+
+def _no_version() -> int:
+    """Returns the policy version of an engine that does not serve the policy."""
+    return UNKNOWN_VERSION
 
 
 def loaded_parts(members: Members) -> list[str]:
@@ -173,14 +195,16 @@ def _observer(
     numbers: RolloutNumbers,
     auditor: Auditor,
     curricula: Mapping[str, TaskStream],
+    failures: FailureLog,
     environment: str,
 ) -> Observer:
-    count = numbers.observer(environment)
+    count, note = numbers.observer(environment), failures.observer(environment)
     curriculum = curricula.get(environment)
 
     def told(event: Event) -> None:
         tally(event)
         count(event)
+        note(event)
         if curriculum is not None:
             curriculum.observe(event)
         if isinstance(event, GroupDelivered):

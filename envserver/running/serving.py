@@ -165,6 +165,7 @@ def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmW
         orders=host.orders,
         episodes=host.episodes,
         alarms=alarms,
+        live=server.live,
     )
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .estimates import EstimateRow
     from .groups import EncodedPut
     from .listing import GroupQuery, Page
-    from .lookups import LeaseFacts
+    from .lookups import LeasedGroup, LeaseFacts
     from .rewards import RewardCounts
     from .rows import Checkpoint, Compacted, DamagedGroup, Delivery, GroupPut, GroupRow, Lease, Run
     from .sql import Store
@@ -305,6 +305,11 @@ class LookUp(ReadGroups, Protocol):
     async def open_leases(self, run: str) -> list[LeaseFacts]:
         """Returns a run's open leases, soonest due first."""
 
+    async def leased_groups(self, run: str, limit: int) -> tuple[list[LeasedGroup], int]:
+        """Returns up to `limit` groups in a run's open leases, oldest lease first, and how many
+        there are. Raises NotFoundError if the run does not exist.
+        """
+
     async def task_estimates(
         self, after: int, limit: int, *, env: str | None = None, split: Split | None = None
     ) -> list[EstimateRow]:
@@ -338,6 +343,10 @@ class LookUp(ReadGroups, Protocol):
 
     async def counters(self) -> dict[str, int]:
         """Returns the totals of events (`expired`, `nacked`, `removed`, ...)."""
+
+    @property
+    def last_seq(self) -> int:
+        """`seq` of the group that arrived last; numbers have no gaps."""
 
     @property
     def tallies(self) -> Mapping[tuple[str, str, GroupState], int]:

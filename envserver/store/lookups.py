@@ -26,6 +26,7 @@ from .rows import Checkpoint, DamagedGroup, GroupRow, Run
 from .schema import deliveries, leases
 from .states import LeaseState
 from .tasks_seen import TaskOrder, TasksPage, seen_tasks
+from .transaction import queue_of
 
 if TYPE_CHECKING:
     from .writer import Writer
@@ -39,6 +40,16 @@ class LeaseFacts(msgspec.Struct, frozen=True):
     state: LeaseState
     expires_at: float
     group_ids: list[str]
+
+
+class LeasedGroup(msgspec.Struct, frozen=True):
+    """A group in an open lease. Times are seconds since 1970; ages are by the store's clock."""
+
+    group_id: str
+    environment: str
+    leased_at: float
+    age_seconds: float
+    expires_in_seconds: float
 
 
 class GroupLookups(ABC):
@@ -207,6 +218,40 @@ class DatabaseLookups(GroupLookups):
         is_open = leases.c.state == literal_column("'open'")
         async with self._reading() as connection:
             return await facts_where(connection, is_open & (leases.c.run == run))
+
+    async def leased_groups(self, run: str, limit: int) -> tuple[list[LeasedGroup], int]:
+        """Returns up to `limit` groups in a run's open leases, oldest lease first, and how many
+        there are. Raises NotFoundError if the run does not exist.
+        """
+        async with self._reading() as connection:
+            of = await runs.get_run(connection, run)
+            queue = queue_of(of.name, of.delivery)
+            found, count = await leased_rows(connection, run, queue, limit)
+        now = self._clock()
+        return [
+            LeasedGroup(group_id, env, leased_at, now - leased_at, expires_at - now)
+            for group_id, env, leased_at, expires_at in found
+        ], count
+
+
+async def leased_rows(
+    connection: AsyncConnection, run: str, queue: str, limit: int
+) -> tuple[Sequence[Any], int]:
+    """Returns (group id, environment, leased at, expires at) of `limit` leased groups of a run,
+    oldest lease first, and the number of all.
+    """
+    # A literal, because of the partial index; see groups.py.
+    is_open = leases.c.state == literal_column("'open'")
+    columns = (leases.c.lease_id, leases.c.group_ids, leases.c.created_at, leases.c.expires_at)
+    query = select(*columns).where(is_open & (leases.c.run == run)).order_by(leases.c.created_at)
+    named = [
+        (group_id, row.created_at, row.expires_at)
+        for row in await connection.execute(query)
+        for group_id in msgspec.json.decode(row.group_ids, type=list[str])
+    ]
+    shown = named[:limit]
+    rows = await groups.kept_rows(connection, [one[0] for one in shown], queue)
+    return [(name, rows[name].env, *times) for name, *times in shown if name in rows], len(named)
 
 
 async def facts_where(

@@ -100,6 +100,11 @@ class MemoryLookups:
         return await self._writer.changes.wait(known, timeout)
 
     @property
+    def last_seq(self) -> int:
+        """`seq` of the group that arrived last, as of the last commit; numbers have no gaps."""
+        return self._writer.memory.next_seq - 1
+
+    @property
     def tallies(self) -> Mapping[tuple[str, str, GroupState], int]:
         """Number of deliveries by (queue, environment, state), as of the last commit."""
         return self._writer.memory.tallies

@@ -40,6 +40,19 @@ class Distribution:
     def count(self) -> int:
         return sum(self.counts)
 
+    def quantile(self, share: float) -> float | None:
+        """Returns the value below which `share` of the values are, to the width of a bound; None
+        without values.
+        """
+        left = share * self.count
+        lower = 0.0
+        for count, upper in zip(self.counts, (*self.bounds, self.bounds[-1]), strict=True):
+            if count and left <= count:
+                return lower + (upper - lower) * left / count
+            left -= count
+            lower = upper
+        return None
+
 
 class Labelled:
     """One Distribution for each of at most `most` label combinations; later ones count as

@@ -55,6 +55,10 @@ class DebugPool:
     def _stopping(self, env_reference: str) -> AbstractContextManager[None]:
         return _stopped_in(find(env_reference).rollout) if self._stops else nullcontext()
 
+    def workers(self) -> dict[str, int]:
+        """See `pool.WorkerPool.workers`. There are none."""
+        return {}
+
     def snapshot(self) -> dict[str, Any]:
         """See WorkerPool."""
         return {"processes": 0}

@@ -147,6 +147,15 @@ class LocalPool:
         self._suspects.pop(rollout_id, None)
         return await _spent(worker) if alone else None
 
+    def workers(self) -> dict[str, int]:
+        """See `pool.WorkerPool.workers`."""
+        return {
+            rollout_id: handle.pid
+            for handle in self._supervisor.handles.values()
+            if handle.pid is not None
+            for rollout_id in handle.rollouts
+        }
+
     def snapshot(self) -> dict[str, Any]:
         """Returns current numbers and counts since the start, for the status page."""
         handles = self._supervisor.handles.values() if self._slots else []

@@ -58,5 +58,8 @@ class WorkerPool(Protocol):
                 own, so the same death a second time is certainly its own.
         """
 
+    def workers(self) -> dict[str, int]:
+        """Returns the process id of the worker of each rollout that runs."""
+
     def snapshot(self) -> dict[str, Any]:
         """Returns JSON-like facts for people: processes, rollouts, restarts and deaths by kind."""

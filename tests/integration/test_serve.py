@@ -130,17 +130,40 @@ def queued(status: dict[str, Any]) -> int:
 
 
 def test_sigterm_finishes_what_is_open_and_keeps_it(tmp_path: Path) -> None:
-    with serving(tmp_path, "--sim.seconds_per_token", 0.005) as (server, url):
-        until(
-            lambda: queued(get(f"{url}/v1/status").json()),
-            180,
-            server.output,
-            alive=server.process,
-        )
+    slow = ("--sim.seconds_per_token", 0.005, "--sim.error_rate", 0.2)
+    with serving(tmp_path, *slow) as (server, url):
+
+        def seen() -> bool:
+            return bool(
+                queued(get(f"{url}/v1/status").json())
+                and get(f"{url}/v1/failures?kind=engine_unavailable").json()["failures"]
+                and playing(url)
+            )
+
+        until(seen, 180, server.output, alive=server.process)
+        (engine,) = get(f"{url}/v1/engines").json()["engines"]
+        assert (engine["name"], engine["breaker"], engine["ready"]) == ("", "closed", True)
+        assert engine["calls_total"] > 0 < engine["errors"]
+        assert 0 < engine["seconds_p50"] <= engine["seconds_p95"]
+        (failed, *_) = get(f"{url}/v1/failures?kind=engine_unavailable").json()["failures"]
+        assert (failed["environment"], failed["fault"]) == ("math", "engine")
         server.send(signal.SIGTERM)
         assert server.end() == 0
     with serving(tmp_path) as (_, url):
         assert queued(get(f"{url}/v1/status").json()) > 0
+
+
+def playing(url: str) -> bool:
+    """Whether a rollout plays, as the server shows it."""
+    found = get(f"{url}/v1/rollouts/running?environment=math&limit=1000").json()
+    assert len(found["rollouts"]) == found["total"]
+    assert get(f"{url}/v1/rollouts/running?environment=other").json()["total"] == 0
+    one = next((one for one in found["rollouts"] if one["state"] == "playing"), None)
+    if one is None:
+        return False
+    assert one["seconds"] >= 0 < one["attempt"]
+    assert one["group_id"].startswith("math-train-")
+    return isinstance(one["worker"], int)
 
 
 def test_a_second_server_on_the_same_store_is_refused(tmp_path: Path) -> None:

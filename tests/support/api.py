@@ -92,7 +92,7 @@ def _good(answer: httpx.Response) -> Any:
 
 @asynccontextmanager
 async def running_api(
-    place: Path,
+    place: Path | str,
     *,
     server: dict[str, Any] | None = None,
     clock: Callable[[], float] | None = None,

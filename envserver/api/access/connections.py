@@ -17,6 +17,7 @@ from envserver_records.errors import UsageError
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ...config import ServerConfig
+from ..lifespan import ABORT
 from ..problems import error_answer
 
 _MOST_PIPELINED: Final = 16
@@ -109,6 +110,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["extensions"] = {ABORT: {"abort": self.transport.abort}}
         self._phase = "head"
         self._head_bytes = 0
 

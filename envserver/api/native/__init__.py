@@ -22,7 +22,7 @@ from .alarms import add_alarm_routes
 from .estimates import add_estimate_routes
 from .filters import FilterWarnings
 from .groups import add_group_routes
-from .leases import add_lease_routes
+from .leases import SetAside, add_lease_routes
 from .models import VERSION_LIMIT
 from .on_demand import add_on_demand_routes
 from .policy import PolicyVersion, add_policy_routes
@@ -53,6 +53,7 @@ def native_routes(
     recorder: Recorder | None,
     logins: Logins | None,
     alarms: AlarmBook | None,
+    set_aside: SetAside,
 ) -> APIRouter:
     """Returns all native routes.
 
@@ -61,6 +62,7 @@ def native_routes(
         orders: None if the server has no environment that can make rollouts on demand.
         recorder, alarms: None if the server counts nothing.
         logins: None if no access tokens are required.
+        set_aside: called with groups that a trainer cannot use, and its reason.
     """
     router = APIRouter(tags=["native"])
     encoder = GroupEncoder(store)
@@ -73,7 +75,7 @@ def native_routes(
         settings.max_open_leases,
     )
     add_run_routes(router, store, atropos, streams, filters)
-    add_lease_routes(router, store, atropos, leasing, encoder, streams, filters)
+    add_lease_routes(router, store, atropos, leasing, encoder, streams, filters, set_aside)
     add_rollout_routes(router, store)  # before that of groups, whose ids may have slashes
     add_group_routes(router, store, encoder)
     add_task_routes(router, store)

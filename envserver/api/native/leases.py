@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from typing import Annotated, Final
 
 import structlog
@@ -20,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...store import GroupStore, Lease
+from ...store import GroupRow, GroupStore, Lease
 from ...store.damage import DamagedBodies
 from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
@@ -41,6 +42,8 @@ from .waiting import Hangup, Leasing, lease_id_of
 
 log = structlog.get_logger(__name__)
 
+SetAside = Callable[[Sequence[GroupRow], str], None]
+
 _LEASE: Final = TypeAdapter(LeaseRequest)
 _ACK: Final = TypeAdapter(Ack)
 _NACK: Final = TypeAdapter(Nack)
@@ -56,6 +59,7 @@ def add_lease_routes(
     encoder: GroupEncoder,
     streams: Streams,
     filters: FilterWarnings,
+    set_aside: SetAside,
 ) -> None:
     @router.post(
         "/v1/runs/{run}/lease",
@@ -167,6 +171,7 @@ def add_lease_routes(
         if wanted.group_ids is not None:
             await store.set_aside(wanted.lease_id, wanted.group_ids, reason=wanted.reason)
             log.warning("groups_set_aside", run=run, **wanted.model_dump())
+            set_aside(await store.rows(wanted.group_ids), wanted.reason)
             return Response(status_code=204)
         await store.nack(wanted.lease_id, reason=wanted.reason)
         await closed(run, wanted.lease_id)

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from operator import attrgetter
 from typing import Final
@@ -74,6 +75,9 @@ class RunnerRegistry:
         silent_after_seconds: float = 30.0,
         stretches: bool = True,
     ) -> None:
+        self.tell: Callable[[str, str, Counter[str], Counter[str]], None] = lambda *told: None
+        """Called with an environment, its runner's name, and how many attempts failed and groups
+        were dropped there since the last heartbeat, by kind and reason."""
         self._store = store
         self.table = RunnerTable(store, silent_after_seconds)
         self.news = RunnerNews(store, self.table, SharedCapacity(demand, stretches=stretches))
@@ -181,6 +185,7 @@ class RunnerRegistry:
         was_silent = not self.table.is_present(one)
         self.table.heartbeats.hear(one.id)
         now, before = self.table.status(one), self.table.status(one).beat
+        self.tell(one.env, one.name, *now.failed_since(beat))
         now.beat, now.open = beat, beat.open
         self.news.count_begun(one, beat.begun)
         # Most heartbeats of many runners say what the one before said: nobody else need look.

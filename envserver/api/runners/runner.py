@@ -8,6 +8,7 @@ recent heartbeats counts (for minimum shares, capacity and pauses during weight 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any, Final
 
 import msgspec
@@ -68,7 +69,17 @@ class RunnerStatus:
         self.open = 0
         self.counted: int | None = None
         self.drain = False
+        self._is_heard = False
         self.stored = 0
+
+    def failed_since(self, beat: Heartbeat) -> tuple[Counter[str], Counter[str]]:
+        """Returns how many attempts failed and groups were dropped since the last heartbeat, by
+        kind and reason. The first one only sets the base.
+        """
+        failures = Counter(beat.failures) - Counter(self.beat.failures)
+        drops = Counter(beat.dropped) - Counter(self.beat.dropped)
+        was_heard, self._is_heard = self._is_heard, True
+        return (failures, drops) if was_heard else (Counter(), Counter())
 
     @property
     def held(self) -> int:
