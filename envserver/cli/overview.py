@@ -33,7 +33,8 @@ class Overview:
     def __init__(self, rows: Sequence[Row], alarms: Sequence[str] = ()) -> None:
         self._alarms = alarms
         end, self._now = rows[-1]
-        start, self._before = next(row for row in rows if row[0] >= end - WINDOW)
+        # A row that is taken every minute is a little older than a minute.
+        start, self._before = next(row for row in rows if row[0] >= end - 1.1 * WINDOW)
         self.seconds = end - start
         self._named: dict[str, list[tuple[Name, dict[str, str], float]]] = {}
         for one, value in self._now.items():

@@ -62,6 +62,11 @@ def test_rates_and_rewards_are_those_of_the_last_minute() -> None:
     assert found["a"][-2:] == ["set", "aside"]
 
 
+def test_a_line_a_minute_has_rates_of_that_minute() -> None:
+    rows = [row(number * 60.02, number * 30, 0, 0, 0) for number in range(3)]
+    assert "30.0 groups/min" in Overview(rows).line()
+
+
 def test_a_server_that_began_again_counts_from_zero() -> None:
     found = shown([row(100, 100, 200, 2, 400), row(130, 5, 20, 0, 20)])
     assert found["math"][1:4] == ["1.000", "10.0", "40.0"]
