@@ -6,15 +6,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import repeat
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 from envserver_records.records import Message, Result, text_of
 
 from ..environment import answer_text
 from .inspect_messages import arguments_of, calls_of, inspect_message
 from .stored import StoredGroup, StoredRollout
+from .turn_times import Span, main_agent, rollout_times, turn_times
 
 Json = dict[str, Any]
 
@@ -47,7 +48,7 @@ def sample_of(rollout: StoredRollout, store: Json) -> Sample:
     """Returns a rollout as a sample whose store is `store`."""
     from inspect_ai.log import EvalSample
 
-    began = rollout.created_at - _seconds(rollout)
+    began, ended = rollout_times(rollout)
     messages = [
         inspect_message(message, f"{rollout.rollout_id}-{number}")
         for number, message in enumerate(rollout.messages)
@@ -65,15 +66,14 @@ def sample_of(rollout: StoredRollout, store: Json) -> Sample:
         scores=scores,
         metadata=_metadata(rollout),
         store=store,
-        events=list(_events(rollout, messages, scores, _moment(began))),
+        events=list(_events(rollout, messages, scores, (began, ended))),
         model_usage={rollout.model or "unknown": _usage(rollout)},
         started_at=_moment(began).isoformat(),
-        completed_at=_moment(rollout.created_at).isoformat(),
-        total_time=_seconds(rollout),
+        completed_at=_moment(ended).isoformat(),
+        total_time=ended - began,
         limit=_limit(rollout),
         turn_count=rollout.turns,
     )
-    ended = rollout.created_at
     return Sample(sample, rollout.env, rollout.model or "unknown", began, ended)
 
 
@@ -139,7 +139,7 @@ def _limit(rollout: StoredRollout) -> Any:
     reached: dict[str, float] = {
         "turns": rollout.turns,
         "tokens": rollout.sampled,
-        "time": _seconds(rollout),
+        "time": float(rollout.usage.get("seconds") or 0.0),
         "context": rollout.length,
     }
     return EvalSampleLimit(
@@ -150,35 +150,30 @@ def _limit(rollout: StoredRollout) -> Any:
 
 
 def _events(
-    rollout: StoredRollout, messages: list[Any], scores: Json, moment: datetime
+    rollout: StoredRollout, messages: list[Any], scores: Json, times: Span
 ) -> Iterator[Any]:
-    """Yields the events of each agent; with several, each has a span of its own.
-
-    Times of single calls are not stored with a conversation: all events begin with the rollout.
-    """
+    """Yields the events of each agent; with several, each has a span of its own."""
     from inspect_ai.event import ScoreEvent, SpanBeginEvent, SpanEndEvent
 
-    main = next((row.agent for row in rollout.rows if row.agent), None) if rollout.others else None
-    agents = [(main, rollout.model, rollout.messages, messages, rollout.tools)]
+    agents = [(main_agent(rollout), rollout.model, rollout.messages, messages, rollout.tools)]
     for number, other in enumerate(rollout.others):
         said = other.get("messages") or []
         prefix = f"{rollout.rollout_id}-{number}"
         theirs = [inspect_message(one, f"{prefix}-{place}") for place, one in enumerate(said)]
         model = other.get("model") or rollout.model
         agents.append((other.get("agent"), model, said, theirs, other.get("tools") or []))
-    shared = {"timestamp": moment, "working_start": 0.0}
+    began, ended = times
     for place, (agent, model, said, theirs, tools) in enumerate(agents):
         span = f"{rollout.rollout_id}-agent-{place}" if rollout.others else None
         name = agent or "main"
         if span:
-            yield SpanBeginEvent(id=span, span_id=span, type="agent", name=name, **shared)
-        yield from _conversation(
-            rollout, model, said, theirs, tools, {**shared, "span_id": span}, agent
-        )
+            begin = _at(began, times)
+            yield SpanBeginEvent(id=span, span_id=span, type="agent", name=name, **begin)
+        yield from _conversation(rollout, model, said, theirs, tools, span, agent, times)
         if span:
-            yield SpanEndEvent(id=span, span_id=span, **shared)
+            yield SpanEndEvent(id=span, span_id=span, **_at(ended, times))
     for name, score in scores.items():
-        yield ScoreEvent(score=score, scorer=name, **shared)
+        yield ScoreEvent(score=score, scorer=name, **_at(ended, times))
 
 
 def _conversation(
@@ -187,29 +182,36 @@ def _conversation(
     said: list[Message],
     messages: list[Any],
     tools: list[Json],
-    shared: Json,
+    span: str | None,
     agent: str | None,
+    times: Span,
 ) -> Iterator[Any]:
+    """Yields the events of a conversation; all at its begin if the times of turns are unknown."""
     from inspect_ai.event import ModelEvent, ToolEvent
     from inspect_ai.model import GenerateConfig
 
     offered = list(_tools(tools))
     results = {one.get("tool_call_id"): place for place, one in enumerate(said)}
     results.pop(None, None)
+    measured = turn_times(rollout, agent, said)
+    turns = iter([*measured, times] if measured else repeat((times[0], times[0])))
+    begin, end = next(turns)
     for place, (message, made) in enumerate(zip(said, messages, strict=True)):
         if made.role != "assistant":
             continue
         is_last = place == len(said) - 1
         yield ModelEvent(
             model=model or "unknown",
-            role=agent,
+            role=agent if span else None,
             input=messages[:place],
             tools=offered,
             tool_choice="auto",
             config=GenerateConfig(),
             output=_output(model, made, rollout if is_last else None),
-            **shared,
+            span_id=span,
+            **_at(begin, times, end if measured else None),
         )
+        called, (begin, end) = end, next(turns)
         for call, theirs in zip(calls_of(message), made.tool_calls or (), strict=True):
             name, arguments, _ = arguments_of(call)
             found = results.get(call.get("id"))
@@ -219,8 +221,17 @@ def _conversation(
                 arguments=arguments,
                 result="" if found is None else text_of(said[found]),
                 message_id=None if found is None else messages[found].id,
-                **shared,
+                span_id=span,
+                **_at(called, times, begin if measured else None),
             )
+
+
+def _at(begin: float, times: Span, end: float | None = None) -> Json:
+    """Returns the times of an event; `times`: of its rollout."""
+    told: Json = {"timestamp": _moment(begin), "working_start": max(0.0, begin - times[0])}
+    if end is not None:
+        told |= {"completed": _moment(end), "working_time": max(0.0, end - begin)}
+    return told
 
 
 def _tools(tools: list[Json]) -> Iterator[Any]:
@@ -266,11 +277,6 @@ def _usage(rollout: StoredRollout) -> Any:
     told = int(rollout.usage.get("completion_tokens") or rollout.sampled)
     seen = int(rollout.usage.get("prompt_tokens") or 0)
     return ModelUsage(input_tokens=seen, output_tokens=told, total_tokens=seen + told)
-
-
-def _seconds(rollout: StoredRollout) -> float:
-    seconds = rollout.usage.get("seconds") or 0.0
-    return float(seconds) if np.isfinite(seconds) else 0.0
 
 
 def _moment(seconds: float) -> datetime:

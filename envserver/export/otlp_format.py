@@ -2,7 +2,7 @@
 
 In: rollouts as they are read back. Out: spans to a receiver of OTLP over HTTP; nothing is written.
 What holds: a rollout is one trace, whose ids come from its own, so that sending it twice shows it
-once. Times of single turns are not stored: they are spread evenly over the rollout
+once. Where the times of turns are not stored, they are spread evenly over the rollout
 (`envserver.times` is "spread").
 """
 
@@ -29,6 +29,7 @@ from ..telemetry.genai import (
 )
 from .formats import Options, Row, Written
 from .stored import StoredGroup, StoredRollout
+from .turn_times import Span, main_agent, rollout_times, turn_times
 
 Json = dict[str, Any]
 _SCORING = 0.001
@@ -90,15 +91,15 @@ class OtlpSender:
         assert isinstance(row, dict)
         rollout: StoredRollout = row["rollout"]
         self._traces.begin(f"{rollout.rollout_id}/{rollout.attempt}")
-        ended, seconds = rollout.created_at, float(rollout.usage.get("seconds") or 0.0)
-        scoring = float(rollout.usage.get("scoring_seconds") or _SCORING)
-        played, began = ended - scoring, ended - scoring - seconds
+        began, played = rollout_times(rollout)
+        ended = played + float(rollout.usage.get("scoring_seconds") or _SCORING)
+        measured = turn_times(rollout, main_agent(rollout), rollout.messages) is not None
         about = {
             "envserver.rollout_id": rollout.rollout_id,
             "envserver.group_id": rollout.group_id,
             "envserver.task_id": rollout.task_id,
             "envserver.environment": rollout.env,
-            "envserver.times": "spread",
+            "envserver.times": "measured" if measured else "spread",
         }
         root = self._traces.add("task", about, began, ended)
         agent = self._traces.add(
@@ -124,9 +125,7 @@ class OtlpSender:
 
     def _conversations(self, row: Json, parent: Any, began: float, ended: float) -> None:
         rollout: StoredRollout = row["rollout"]
-        main = next((one.agent for one in rollout.rows if one.agent), None)
-        own = main if rollout.others else None
-        told = [(own, rollout.model, rollout.messages, rollout.tools)]
+        told = [(main_agent(rollout), rollout.model, rollout.messages, rollout.tools)]
         told += [
             (
                 other.get("agent"),
@@ -138,9 +137,9 @@ class OtlpSender:
         ]
         for agent, model, messages, tools in told:
             turns = [n for n, one in enumerate(messages) if one.get("role") == "assistant"]
-            each = (ended - began) / max(1, len(turns))
-            for number, place in enumerate(turns):
-                start = began + number * each
+            times = turn_times(rollout, agent, messages) or _spread(began, ended, len(turns))
+            nexts = [*(start for start, _ in times[1:]), ended]
+            for place, (start, answered), following in zip(turns, times, nexts, strict=True):
                 about = chat_span(
                     model, rollout.rollout_id, agent, row["provider"], row["sampling"]
                 )
@@ -148,10 +147,9 @@ class OtlpSender:
                     about |= inputs(messages[:place], tools)
                     reason = rollout.finish_reason if place == len(messages) - 1 else "tool_calls"
                     about |= outputs([(messages[place], reason)])
-                answered = start + each / 2
                 name = f"chat {model}"
                 self._traces.add(name, about, start, answered, parent=parent, client=True)
-                self._tools(rollout, messages, place, parent, (answered, start + each))
+                self._tools(rollout, messages, place, parent, (answered, following))
 
     def _tools(
         self,
@@ -175,3 +173,9 @@ class OtlpSender:
             if self._texts:
                 about |= tool_texts(arguments, text_of(result))
             self._traces.add(f"execute_tool {name}", about, *times, parent=parent)
+
+
+def _spread(began: float, ended: float, turns: int) -> list[Span]:
+    """Returns times of turns, each as long as what comes after it."""
+    each = (ended - began) / max(1, turns)
+    return [(began + turn * each, began + (turn + 0.5) * each) for turn in range(turns)]

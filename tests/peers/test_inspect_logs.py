@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from envserver_records.errors import Failure
 from envserver_records.records import Group, Score, Trajectory
+from envserver_records.timings import Timing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from playwright.sync_api import expect
@@ -123,7 +124,17 @@ def by_id(path: Path) -> dict[str, Any]:
 
 def test_a_log_says_in_inspect_what_the_rollout_was(inspect_python: Path, tmp_path: Path) -> None:
     lost = Failure(kind="engine_error", blame="engine", outcome="retry", message="It was away.")
-    right = trajectory("g-1-r0", messages=TALK, tools=[TOOL], turns=2, score=Score(reward=1.0))
+    timings = [Timing(kind="engine", started=n, seconds=0.5, call=n) for n in range(2)]
+    right = trajectory(
+        "g-1-r0",
+        messages=TALK,
+        tools=[TOOL],
+        turns=2,
+        score=Score(reward=1.0),
+        started_at=1_600_000_000.0,
+        timings=timings,
+        agent_calls={"": [0, 1]},
+    )
     cut = trajectory("g-1-r1", limit="turns", truncated=True, score=Score(reward=0.5))
     again = trajectory("g-2-r0", score=Score(reward=0.0, components={"form": 0.25}))
     path = stored(
@@ -152,6 +163,9 @@ def test_a_log_says_in_inspect_what_the_rollout_was(inspect_python: Path, tmp_pa
         "query": "tea"
     }
     assert (tool["function"], tool["result"]) == ("search", "On the shelf.")
+    began = [(one["working_start"], one.get("working_time")) for one in first["events"]]
+    assert began == [(0.0, 0.5), (0.5, 0.5), (1.0, 0.5), (2.0, None)]
+    assert second["events"][0].get("completed") is None  # its times are not stored
     assert first["scores"]["reward"]["value"] == 1.0
     assert second["limit"]["type"] == "turn"
     assert missing_one["error"]["message"] == "engine_error: It was away."

@@ -65,6 +65,27 @@ def test_a_rollout_is_a_trace_of_calls_tools_and_reward(source: Path) -> None:
     assert rewards == {0.25, None}
 
 
+def test_turns_have_their_own_times_where_they_are_stored(tmp_path: Path) -> None:
+    timings = [
+        {"kind": "engine", "started": 1.0, "seconds": 0.5, "name": "m", "call": 0},
+        {"kind": "engine", "started": 2.25, "seconds": 0.25, "name": "m", "call": 1},
+    ]
+    facts = {"messages": TALK, "usage": {"seconds": 3.0}, "started_at": 1_600_000_000.0}
+    facts |= {"timings": timings, "agent_calls": {"": [0, 1]}}
+    source = write_lines(tmp_path / "run.jsonl", [line(0, (1.0,), **facts)])
+    with receiver() as traces:
+        assert send(source, traces.url) == 0
+    (spans,) = traces.by_trace().values()
+    assert values(spans[0])["envserver.times"] == "measured"
+
+    def seconds(nanoseconds: int) -> float:
+        return round(nanoseconds / 1e9 - 1_600_000_000, 3)
+
+    assert [
+        (seconds(one.start_time_unix_nano), seconds(one.end_time_unix_nano)) for one in spans[1:5]
+    ] == [(0.0, 3.0), (1.0, 1.5), (1.5, 2.25), (2.25, 2.5)]
+
+
 def test_what_the_receiver_does_not_take_is_an_error(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

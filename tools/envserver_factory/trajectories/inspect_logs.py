@@ -8,6 +8,7 @@ comes with the reason, and the others still come; rollouts that were lost have n
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from datetime import datetime
@@ -67,20 +68,31 @@ def inspect_documents(path: Path) -> Iterator[Document]:
 
 def _samples(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields each sample with its name; for one that cannot be read the error."""
-    from inspect_ai.log import read_eval_log, read_eval_log_sample, read_eval_log_sample_summaries
+    from inspect_ai._util.async_zip import AsyncZipReader
+    from inspect_ai._util.asyncfiles import AsyncFilesystem
+    from inspect_ai.log import (
+        read_eval_log,
+        read_eval_log_sample_async,
+        read_eval_log_sample_summaries,
+    )
 
     if path.suffix != ".eval":
         for sample in read_eval_log(path, format="json", resolve_attachments=True).samples or ():
             yield f"sample {sample.id}, epoch {sample.epoch}", sample
         return
-    for summary in read_eval_log_sample_summaries(path, format="eval"):
-        try:
-            read: Any = read_eval_log_sample(
-                path, summary.id, summary.epoch, resolve_attachments=True
+    summaries = read_eval_log_sample_summaries(path, format="eval")
+    with asyncio.Runner() as runner:
+        # One reader for all samples: each new one would read the file's directory again.
+        reader = AsyncZipReader(AsyncFilesystem(), str(path))
+        for summary in summaries:
+            reading = read_eval_log_sample_async(
+                str(path), summary.id, summary.epoch, resolve_attachments=True, reader=reader
             )
-        except Exception as error:  # noqa: BLE001 - as above
-            read = error
-        yield f"sample {summary.id}, epoch {summary.epoch}", read
+            try:
+                read: Any = runner.run(reading)
+            except Exception as error:  # noqa: BLE001 - as above
+                read = error
+            yield f"sample {summary.id}, epoch {summary.epoch}", read
 
 
 def _read(sample: Any) -> tuple[Any, str | None]:
