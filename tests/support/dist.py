@@ -2,9 +2,9 @@
 
     python tests/support/dist.py
 
-Fails when an sdist makes another wheel than the checkout, when the client needs the server, or when
-an installed command does not work. What both projects require comes from the package index that pip
-is set to, in the versions of constraints.txt.
+Fails when the built page is missing, when an sdist makes another wheel than the checkout, when the
+client needs the server, or when an installed command does not work. What both projects require
+comes from the package index that pip is set to, in the versions of constraints.txt.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ PROJECTS = {"envserver-clients": ROOT / "clients", "envserver": ROOT}
 def main() -> None:
     shutil.rmtree(DIST, ignore_errors=True)
     wheels = {name: _build(folder) for name, folder in PROJECTS.items()}
+    if "envserver/dashboard/static/index.html" not in _contents(wheels["envserver"]):
+        sys.exit("The wheel lacks the built page: make dashboard")
     for wheel in wheels.values():
         _check_sdist(wheel)
     with tempfile.TemporaryDirectory() as folder:
