@@ -14,7 +14,7 @@ PAGES = sorted(
     if not {
         part
         for part in path.relative_to(ROOT).parts
-        if part.startswith((".venv", ".agents", "build"))
+        if part.startswith((".venv", ".agents", "build", "node_modules"))
     }
 )
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
