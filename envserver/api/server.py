@@ -80,9 +80,14 @@ class RunningServer:
         loop = asyncio.get_running_loop()
         return await loop.create_server(partial(self._server.protocol, http), sock=listener)
 
-    async def close(self) -> None:
-        """Gives requests two seconds to finish, cancels the rest, and ends the app's lifespan."""
+    async def close(self, *, at_once: bool = False) -> None:
+        """Gives requests two seconds to finish, cancels the rest, and ends the app's lifespan.
+
+        Args:
+            at_once: give them no time.
+        """
         self._server.should_exit = True
+        self._server.force_exit = at_once
         try:
             if self._following is not None:
                 self._following.cancel()
@@ -237,7 +242,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"Port {port} of {host} cannot be had: {error.strerror}.",
-            hint="Choose another with --server.port, or 0 for any.",
+            hint="Choose another port, or 0 for any.",
         ) from error
     listener.setblocking(False)
     return listener

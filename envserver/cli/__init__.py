@@ -98,6 +98,9 @@ COMMANDS = {
     "serve": Command("serve", "run an environment and serve its groups to trainers over HTTP"),
     "sft-gen": Command("sft_command", "write the best rollouts as rows for supervised training"),
     "top": _other("top_command", "show what a running server does"),
+    "view": _other(
+        "view_command", "show groups and rollouts in the browser: files, stores, servers"
+    ),
     "run-api": _other("run_api", "serve trainers and environments that run elsewhere"),
     "join": Command("join", "run an environment here for a server elsewhere"),
     "run": Command(

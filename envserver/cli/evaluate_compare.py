@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import orjson
-from envserver_records.errors import InputError, UsageError
 
 from ..evaluation.comparison import Comparison, compare
 from ..evaluation.comparison_tables import (
@@ -18,10 +16,9 @@ from ..evaluation.comparison_tables import (
     comparison_tables,
     verdicts_of,
 )
-from ..evaluation.folders import View, read_folder
-from ..evaluation.group_files import report_of_file
+from ..evaluation.folders import View
 from ..evaluation.page import comparison_page
-from ..evaluation.report import Report
+from ..evaluation.two_runs import called_alike, read_run
 from ..export.unified import write_json
 from ..running.evaluation_folder import write_text
 from .console import Console
@@ -55,29 +52,10 @@ def run(argv: list[str]) -> int:
 
 def _compared(settings: CompareSettings) -> Comparison:
     view = View(pass_at=settings.pass_at, failures=settings.failures, truncated=settings.truncated)
-    a, b = _read(settings.a, view), _read(settings.b, view)
-    if len(a) == len(b) == 1:  # one environment each: whatever they are called
-        b = _called_alike(a, b)
-    if not set(a) & set(b):
-        raise UsageError(
-            f"{settings.a} has {', '.join(a)}, {settings.b} has {', '.join(b)}: they have no "
-            "environment in common.",
-        )
+    a = read_run(settings.a, view)
+    b = called_alike(a, read_run(settings.b, view))
     rules = msgspec.structs.replace(next(iter(a.values())).rules, seed=settings.seed)
     return compare(a, b, rules, names=_names(settings.a, settings.b))
-
-
-def _read(path: Path, view: View) -> dict[str, Report]:
-    if path.is_dir():
-        return {one.name or one.env: one for one in read_folder(path, view)}
-    if not path.exists():
-        raise InputError(f"There is no {path}.", place=str(path))
-    return {one.env: one for one in report_of_file(path, view)}
-
-
-def _called_alike(a: Mapping[str, Report], b: dict[str, Report]) -> dict[str, Report]:
-    (name, one), (_, other) = *a.items(), *b.items()
-    return {name: other} if one.env == other.env else b
 
 
 def _names(a: Path, b: Path) -> tuple[str, str]:

@@ -116,14 +116,11 @@ def compare(
         names: names of the two runs.
     """
     common = [name for name in a if name in b]
-    pairs: dict[str, list[Sides]] = {}
+    pairs = task_pairs(a, b, rules)
     parts = []
     for name in common:
-        mine = {row.task_id: row for row in a[name].run.tasks if counted_rewards(row, rules)}
-        other = {row.task_id: row for row in b[name].run.tasks if counted_rewards(row, rules)}
-        both = [task_id for task_id in mine if task_id in other]
-        changed = [one for one in both if _differ(mine[one].digest, other[one].digest)]
-        pairs[name] = [(mine[one], other[one]) for one in both if one not in set(changed)]
+        mine, other = _counting(a[name], rules), _counting(b[name], rules)
+        changed = [one for one in mine if one in other and _changed(mine[one], other[one])]
         parts.append(
             _part(
                 name,
@@ -148,6 +145,23 @@ def compare(
         warnings=[*_warnings(names[0], a.values()), *_warnings(names[1], b.values())],
         changes=_changes(pairs, rules),
     )
+
+
+def task_pairs(
+    a: Mapping[str, Report], b: Mapping[str, Report], rules: Rules
+) -> dict[str, list[Sides]]:
+    """Returns the tasks that count in both runs, by the name of their part."""
+    found: dict[str, list[Sides]] = {}
+    for name in a:
+        if name in b:
+            mine, other = _counting(a[name], rules), _counting(b[name], rules)
+            both = [(mine[one], other[one]) for one in mine if one in other]
+            found[name] = [(one, two) for one, two in both if not _changed(one, two)]
+    return found
+
+
+def _counting(report: Report, rules: Rules) -> dict[str, TaskRow]:
+    return {row.task_id: row for row in report.run.tasks if counted_rewards(row, rules)}
 
 
 def _part(
@@ -209,8 +223,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _differ(one: str, other: str) -> bool:
-    return bool(one and other and one != other)
+def _changed(one: TaskRow, other: TaskRow) -> bool:
+    """Returns whether two tasks of the same id ask something else."""
+    return bool(one.digest and other.digest and one.digest != other.digest)
 
 
 def _models(reports: Iterable[Report]) -> str:

@@ -16,6 +16,8 @@ from envserver_records.costs import Cost, JudgeUsage, Prices
 from envserver_records.errors import InputError
 from envserver_records.records import Task
 
+from ..export.stored_files import opened
+
 LABELS = ("level", "type", "domain", "data_set")
 """Names in the public part of tasks by which reports group tasks."""
 
@@ -136,17 +138,19 @@ def read_results(path: Path, *, group_size: int) -> Results:
 
 
 def read_facts(path: Path) -> Iterator[GroupFacts]:
-    """Yields the groups of a file.
+    """Yields the groups of a file, compressed or not, without an unfinished last line.
 
     Raises:
         InputError: the file cannot be read, or a line is not a group.
     """
     decoder = msgspec.json.Decoder(_Line)
-    with path.open("rb") as lines:
+    with opened(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 yield decoder.decode(line).envserver
             except msgspec.DecodeError as error:
+                if not line.endswith(b"\n"):
+                    return  # its writer was killed, or is at it
                 raise InputError(
                     f"{path}, line {number} is not a group of this project: {error}.",
                     place=f"line {number}",

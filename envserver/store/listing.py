@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 from sqlalchemy import ColumnElement, FromClause, Row, Select, or_, select
+from sqlalchemy import text as sql_text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .cursors import after, cursor_of, read_cursor
@@ -45,6 +46,7 @@ class GroupQuery(msgspec.Struct, frozen=True, kw_only=True):
         min_length, max_length: tokens of its longest row.
         flag, end: at least one of its rollouts has that flag, or ended so.
         text: part of its id or of its task's.
+        found: numbers of further groups that have `text` elsewhere; of a SQLite database only.
     """
 
     order: Order = "oldest"
@@ -64,6 +66,7 @@ class GroupQuery(msgspec.Struct, frozen=True, kw_only=True):
     flag: str = ""
     end: str = ""
     text: str = ""
+    found: list[int] = []
 
 
 class ListedGroup(msgspec.Struct, frozen=True):
@@ -149,7 +152,13 @@ def filters_of(query: GroupQuery) -> list[ColumnElement[bool]]:
         wanted.append(_facts.ends.contains(f"{_json(query.end)}:", autoescape=True))
     if query.text:
         ids = (of.group_id, _facts.task_id)
-        wanted.append(or_(*(one.contains(query.text, autoescape=True) for one in ids)))
+        either = [one.contains(query.text, autoescape=True) for one in ids]
+        if query.found:  # may be more than there can be parameters
+            also = sql_text("SELECT value FROM json_each(:found)").bindparams(
+                found=_json(query.found)
+            )
+            either.append(of.seq.in_(also))
+        wanted.append(or_(*either))
     return wanted
 
 

@@ -1,8 +1,6 @@
 """The index of what is looked at: a SQLite file with the tables of a store that lists read.
 
-What holds: it can always be made again, so nothing in it is precious; a file that another program
-made is never overwritten. It lies beside what it is of, or in the user's cache where that cannot
-be written.
+What holds: it can always be made again, so nothing in it is precious.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -20,14 +18,12 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from ..store.compression import encode
 from ..store.facts import facts_row
-from ..store.schema import SHARED, bodies, deliveries, group_facts, groups
+from ..store.schema import SCHEMA_VERSION, SHARED, bodies, deliveries, group_facts, groups
+from .index_place import APPLICATION, is_index
 from .scanning import Found
 
-VERSION: Final = 2
-"""Version of the index; one of another version is made again."""
-_APPLICATION: Final = 0x656E7649
-"""Marks the file as ours ("envI")."""
-_SQLITE: Final = b"SQLite format 3\0"
+VERSION: Final = 1000 * SCHEMA_VERSION + 1
+"""Of the index and of the tables; an index of another version is made again."""
 _HASHED_BYTES: Final = 65_536
 _OURS: Final = """
 CREATE TABLE files (
@@ -56,20 +52,6 @@ class FileState(msgspec.Struct, frozen=True):
     line: int = 0
     head: str = ""
     tail: str = ""
-
-
-def index_path(places: Sequence[str]) -> Path:
-    """Returns where the index of these places is, or is to be made."""
-    path = Path(places[0])
-    if len(places) == 1 and (path.is_file() or path.is_dir()):
-        beside = path / ".view.index" if path.is_dir() else path.with_name(f"{path.name}.index")
-        if _is_ours(beside) or (not _exists(beside) and os.access(beside.parent, os.W_OK)):
-            return beside
-    named = "\n".join(os.path.abspath(one) for one in places)  # noqa: PTH100 - globs, too
-    digest = hashlib.blake2b(named.encode(errors="surrogateescape"), digest_size=12).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "envserver" / "view"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder / f"{digest}.index"
 
 
 def state_of(path: Path, offset: int, line: int) -> FileState:
@@ -188,7 +170,7 @@ _EXISTS: Final = "SELECT 1 FROM groups WHERE group_id = ?"
 
 def _opened(path: Path) -> sqlite3.Connection:
     """Opens an index; makes it anew where it is of another version, or damaged."""
-    if _is_ours(path):
+    if is_index(path):
         connection = sqlite3.connect(path, timeout=10)
         try:
             _prepare(connection)
@@ -204,7 +186,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     made = [str(CreateTable(table).compile(engine)) for table in _TABLES]
     indexes = [str(CreateIndex(one).compile(engine)) for table in _TABLES for one in table.indexes]
     connection.executescript(";".join([*made, *indexes, _OURS]))
-    connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+    connection.execute(f"PRAGMA application_id = {APPLICATION}")
     connection.execute(f"PRAGMA user_version = {VERSION}")
     connection.commit()
     return connection
@@ -215,23 +197,6 @@ def _prepare(connection: sqlite3.Connection) -> None:
     # What is lost with the machine is made again.
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("PRAGMA cache_size = -16000")
-
-
-def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        if path.is_symlink() or not path.is_file():
-            return False
-        with path.open("rb") as file:
-            head = file.read(100)
-    except OSError:
-        return False
-    mark = int.from_bytes(head[68:72], "big")
-    is_ours = head.startswith(_SQLITE) and mark == _APPLICATION
-    return (is_ours or not head) and os.access(path, os.W_OK)
 
 
 def _digest(data: bytes) -> str:

@@ -10,14 +10,18 @@ from typing import Any
 
 from envserver_records.errors import InputError, NotFoundError
 from envserver_records.records import pack
+from msgspec.structs import replace
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ..store.compression import RAW, decode
 from ..store.failures import typed_failures
+from ..store.listing import GroupQuery, Page
 from ..store.lookups import GroupLookups
 from ..store.reading import only_reading, sqlite_url
+from ..store.rewards import RewardCounts
 from .lines import group_of_line
+from .searching import TextSearch
 
 _PLACE = text(
     "SELECT f.path, p.start, p.length, p.line, b.encoding, b.body FROM groups g"
@@ -31,6 +35,22 @@ class IndexReader(GroupLookups):
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        self._search = TextSearch()
+
+    async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
+        """Returns a page of groups; `query.text` is also looked for in their texts."""
+        return await super().list_groups(await self._with_found(query), cursor, limit)
+
+    async def reward_counts(self, query: GroupQuery) -> RewardCounts:
+        """Counts the groups of such a list by mean reward."""
+        return await super().reward_counts(await self._with_found(query))
+
+    async def _with_found(self, query: GroupQuery) -> GroupQuery:
+        if not query.text:
+            return query
+        async with self._reading() as connection:
+            found = await self._search.matching(connection, query.text)
+        return replace(query, found=found)
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
         """Returns the packed groups, in order.

@@ -15,15 +15,16 @@ import select
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
-from envserver_records.errors import EnvserverError, InputError, NotFoundError
+from envserver_records.errors import EnvserverError, InputError, NotFoundError, StoreError
 
-from .index_file import FileState, Index, may_continue, state_of
+from .index_file import VERSION, FileState, Index, may_continue, state_of
+from .indexing_process import Progress, Request
 from .scanning import Documents, FileScan
 from .sources import Viewed, ViewedFile
 
@@ -32,39 +33,11 @@ _POLL_SECONDS: Final = 0.5
 _MOST_PROBLEMS: Final = 1000
 
 
-class Request(msgspec.Struct, frozen=True):
-    """What to index, and where the index is to be."""
-
-    viewed: Viewed
-    index: str
-
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the index is.
-
-    Args:
-        bytes, total_bytes: read so far, and all there are, as they are on disk.
-        done: whether everything that is there now was read.
-        problems: number of lines that are not groups; `first_problems`: what they are.
-        resets: how often the index was made anew because a file was replaced.
-        error: why it cannot go on; "": it does.
-    """
-
-    groups: int = 0
-    bytes: int = 0
-    total_bytes: int = 0
-    done: bool = False
-    problems: int = 0
-    first_problems: list[str] = []
-    resets: int = 0
-    error: str = ""
-
-
 def main() -> None:
     request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
     try:
         with _locked(Path(request.index)):
-            Indexer(request.viewed, Path(request.index)).run()
+            Indexer(request.viewed, Path(request.index), _tell).run()
     except (EnvserverError, OSError, sqlite3.Error) as error:
         _tell(Progress(error=str(error)))
         sys.exit(1)
@@ -89,11 +62,16 @@ def _tell_of_other(path: Path) -> None:
     """Reports the index that another process writes."""
     try:
         with sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=5) as sql:
+            (version,) = sql.execute("PRAGMA user_version").fetchone()
             (groups,) = sql.execute("SELECT count(*) FROM groups").fetchone()
             states = [row[0] for row in sql.execute("SELECT state FROM files")]
         sql.close()
     except sqlite3.Error:
         return  # it is just being made
+    if version != VERSION:
+        raise StoreError(
+            f"{path} is in use by an envserver of another version.", hint="End that one first."
+        )
     read = [msgspec.json.decode(one, type=FileState) for one in states]
     total = sum(max(0, one.size) for one in read)
     known = sum(min(one.offset, max(0, one.size)) for one in read)
@@ -101,10 +79,15 @@ def _tell_of_other(path: Path) -> None:
 
 
 class Indexer:
-    """Writes one index."""
+    """Writes one index.
 
-    def __init__(self, viewed: Viewed, path: Path) -> None:
+    Args:
+        on_progress: called after each step.
+    """
+
+    def __init__(self, viewed: Viewed, path: Path, on_progress: Callable[[Progress], None]) -> None:
         self._viewed = viewed
+        self._on_progress = on_progress
         self._index = Index(path)
         self._resets = 0
         self._seen: dict[str, tuple[int, int, int]] = {}
@@ -115,18 +98,25 @@ class Indexer:
 
     def run(self) -> None:
         """Indexes until nobody looks any more."""
-        self._pass()
+        self.read_new()
         self._tell(done=True)
         while True:
             with suppress(NotFoundError):  # what was removed meanwhile stays to be seen
-                if self._pass():
+                if self.read_new():
                     self._tell(done=True)
             if _is_over(_POLL_SECONDS):
-                self._index.close()
+                self.close()
                 return
 
-    def _pass(self) -> bool:
-        """Reads everything that is new; returns whether there was anything."""
+    def close(self) -> None:
+        self._index.close()
+
+    def read_new(self) -> bool:
+        """Indexes everything that is new; returns whether there was anything.
+
+        Raises:
+            NotFoundError: what is looked at is gone.
+        """
         files = self._viewed.files()
         known = self._index.files()
         if self._were_replaced(files, known):
@@ -202,10 +192,9 @@ class Indexer:
             else:
                 self._index.add(number, run, [found])
 
-    def _tell(self, *, done: bool = False) -> None:
-        self._committed = time.monotonic()
+    def progress(self, *, done: bool = False) -> Progress:
         count, first = self._index.problems()
-        progress = Progress(
+        return Progress(
             groups=self._index.next_seq - 1,
             bytes=self._total if done else sum(self._read.values()),
             total_bytes=self._total,
@@ -214,7 +203,10 @@ class Indexer:
             first_problems=first,
             resets=self._resets,
         )
-        _tell(progress)
+
+    def _tell(self, *, done: bool = False) -> None:
+        self._committed = time.monotonic()
+        self._on_progress(self.progress(done=done))
 
 
 def _number(known: dict[str, tuple[int, FileState]], one: ViewedFile) -> int:

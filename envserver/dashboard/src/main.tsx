@@ -3,7 +3,9 @@ import { useEffect } from "preact/hooks";
 import { useGet } from "./api";
 import { start } from "./live";
 import { Compare } from "./pages/compare";
+import { ComparisonPage } from "./pages/comparison";
 import { Engines } from "./pages/engines";
+import { EvaluationsPage } from "./pages/evaluations";
 import { Failures } from "./pages/failures";
 import { GroupsRoutes } from "./pages/groups_routes";
 import { Login } from "./pages/login";
@@ -13,7 +15,8 @@ import { TasksRoutes } from "./pages/tasks";
 import { Workers } from "./pages/workers";
 import { Alarms, useAlarms } from "./parts/alarms";
 import { Gone, Header } from "./parts/header";
-import { usePlace } from "./router";
+import { Reading } from "./parts/reading";
+import { link, replace, usePlace } from "./router";
 import { SessionContext, useLogin } from "./session";
 import { type Source, SourceContext } from "./source";
 import { visible } from "./text";
@@ -23,6 +26,8 @@ import "./style.css";
  * page is there where GET /v1/source has it among its parts. `isHidden`: not in the menu. */
 const PAGES: Record<string, { part: string; title: string; page: () => JSX.Element; isHidden?: boolean }> = {
   "": { part: "overview", title: "Overview", page: Overview },
+  evaluations: { part: "evaluations", title: "Evaluations", page: EvaluationsPage },
+  comparison: { part: "comparison", title: "Comparison", page: ComparisonPage },
   groups: { part: "groups", title: "Groups", page: GroupsRoutes },
   tasks: { part: "tasks", title: "Tasks", page: TasksRoutes },
   compare: { part: "groups", title: "Compare", page: Compare, isHidden: true },
@@ -34,16 +39,22 @@ const PAGES: Record<string, { part: string; title: string; page: () => JSX.Eleme
 
 function Shell() {
   const { path } = usePlace();
-  const source = useGet<Source>("v1/source").data;
+  const { data: source, problem } = useGet<Source>("v1/source");
   const alarms = useAlarms(source?.parts.includes("alarms") ?? false);
   const first = path[0] ?? "";
   const shown = PAGES[first];
+  const isThere = shown !== undefined && (source?.parts.includes(shown.part) ?? problem !== null);
   const entries = Object.entries(PAGES)
     .filter(([, { part, isHidden }]) => !isHidden && (source?.parts.includes(part) ?? true))
     .map(([name, { title }]) => ({ name, title }));
   useEffect(() => {
     if (source?.live) start();
   }, [source?.live]);
+  const home = entries[0]?.name ?? "";
+  useEffect(() => {
+    // What is on a disk has no overview: its first page is the home page.
+    if (source && first === "" && home !== "") replace(link([home]));
+  }, [source, first, home]);
   const count = alarms.length ? `(${alarms.length}) ` : "";
   const title = `${count}${shown?.title ?? "envserver"} · ${source?.title ?? "envserver"}`;
   useEffect(() => {
@@ -55,7 +66,8 @@ function Shell() {
       <main>
         <Gone />
         <Alarms alarms={alarms} />
-        {shown ? <shown.page /> : <p>There is no such page.</p>}
+        <Reading />
+        {isThere ? <shown.page /> : (source || !shown) && <p>There is no such page.</p>}
       </main>
     </SourceContext.Provider>
   );

@@ -33,8 +33,12 @@ export function go(to: string): void {
 /** Changes parameters of this view without a new entry in the browser's history. */
 export function setQuery(changes: Record<string, string | number | null>): void {
   const now = place();
-  const merged = { ...Object.fromEntries(now.query), ...changes };
-  history.replaceState(null, "", link(now.path, merged));
+  replace(link(now.path, { ...Object.fromEntries(now.query), ...changes }));
+}
+
+/** Goes to another view without a new entry in the browser's history. */
+export function replace(to: string): void {
+  history.replaceState(null, "", to);
   dispatchEvent(new HashChangeEvent("hashchange"));
 }
 

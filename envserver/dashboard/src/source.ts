@@ -14,6 +14,10 @@ export interface Source {
   version: string;
   /** What `envserver replay` reads; null: the server's own address. */
   replay_source: string | null;
+  /** How far the index of what is on a disk is. */
+  reading?: { groups: number; bytes: number; total_bytes: number; done: boolean; error: string } | null;
+  /** What is not a group, with its place. */
+  problems?: { count: number; first: string[] } | null;
 }
 
 export const SourceContext = createContext<Source | null>(null);

@@ -1,0 +1,40 @@
+"""`envserver view`: the page over what is on disk; the work is in `running.viewing`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import webbrowser
+
+from envserver_records.errors import UsageError
+
+from ..running.viewing import viewing
+from .console import Console
+from .loop import run_loop
+from .specs.view_command import COMMAND, ViewSettings
+
+
+def run(argv: list[str]) -> int:
+    """Serves the page until Ctrl-C or SIGTERM.
+
+    Raises:
+        UsageError: there is no such thing, or it cannot be shown.
+        StoreError: a store cannot be read, or the index cannot be written.
+    """
+    settings = COMMAND.read(argv)
+    if not settings.source:
+        raise UsageError("`envserver view` needs something to show.", hint="Give a file.")
+    return run_loop(_view(settings))
+
+
+async def _view(settings: ViewSettings) -> int:
+    stop = asyncio.Event()
+    async with viewing(settings.source, host=settings.host, port=settings.port) as server:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(f"{', '.join(settings.source)}: {server.url}/", markup=False)
+        if settings.open:
+            await asyncio.to_thread(webbrowser.open, f"{server.url}/")
+        await stop.wait()
+    return 0

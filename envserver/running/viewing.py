@@ -1,0 +1,161 @@
+"""The work of `envserver view`: the page over files, folders, a store or a server elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from envserver_records.errors import ConflictError, InputError, NotFoundError, UsageError
+
+from ..viewing.index_place import index_path
+from ..viewing.indexing_process import Indexing, indexing
+from ..viewing.scanning import Documents, FileScan
+from ..viewing.sources import Viewed, store_at, viewed
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from ..api.server import RunningServer
+
+_PARTS: Final = {
+    "store": ["groups", "tasks"],
+    "file": ["groups", "tasks"],
+    "folder": ["groups", "tasks"],
+    "evaluation": ["evaluations", "groups", "tasks"],
+    "comparison": ["evaluations", "comparison", "groups", "tasks"],
+}
+
+
+@asynccontextmanager
+async def viewing(
+    places: Sequence[str], *, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[RunningServer]:
+    """Serves the page while the context is open.
+
+    Args:
+        places: files, folders, a store, or a server's URL; several are compared.
+        host: a loopback address.
+        port: 0 picks a free one.
+
+    Raises:
+        NotFoundError: there is no such thing, or no server answers.
+        InputError: the only file does not begin with a group, a trajectory or a trace.
+        ConfigError: the port is not available, or a store cannot be read.
+        ConflictError: the server asks for a token.
+        StoreError: the index cannot be made.
+    """
+    looked_at = viewed(places)
+    _check(looked_at)
+    async with AsyncExitStack() as stack:
+        app = await _application(stack, looked_at)
+        from ..api.server import serve_api
+
+        server = await serve_api(app, host, port)
+        stack.push_async_callback(server.close, at_once=True)
+        yield server
+
+
+def _check(looked_at: Viewed) -> None:
+    if not looked_at.is_on_disk:
+        return
+    files = looked_at.files()
+    if looked_at.kind != "file":
+        return
+    documents = Documents()
+    first = next(FileScan(Path(files[0].path)).found(documents), None)
+    if isinstance(first, InputError):
+        raise first
+
+
+async def _application(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
+    if looked_at.kind == "server":
+        return await _over_server(stack, looked_at)
+    if looked_at.kind == "store":
+        return await _over_store(stack, looked_at)
+    return await _over_files(stack, looked_at)
+
+
+async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
+    found = await stack.enter_async_context(indexing(looked_at, index_path(looked_at.places)))
+    # Imported while the other process makes the index.
+    from ..api.live.feed import Feed
+    from ..viewing.app import create_viewer
+    from ..viewing.evaluations import Evaluations
+    from ..viewing.following import follow_index
+    from ..viewing.index_reader import open_index
+    from .bootstrap import beside
+
+    await found.first()
+    groups = await stack.enter_async_context(open_index(found.index))
+    feed = Feed()
+    await stack.enter_async_context(beside("view-index", follow_index(feed, groups, found)))
+    has_results = looked_at.kind in ("evaluation", "comparison")
+    evaluations = Evaluations(looked_at, groups) if has_results else None
+    return create_viewer(groups, feed, lambda: _source(looked_at, found), evaluations)
+
+
+async def _over_store(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
+    from ..api.live.feed import Feed
+    from ..store.reading import open_reader
+    from ..viewing.app import create_viewer
+    from ..viewing.following import follow_store, last_number
+    from .bootstrap import beside
+
+    groups = await stack.enter_async_context(open_reader(store_at(looked_at.places[0])))
+    feed = Feed()
+    feed.seq = await last_number(groups)
+    await stack.enter_async_context(beside("view-store", follow_store(feed, groups)))
+    return create_viewer(groups, feed, lambda: _source(looked_at, None), None)
+
+
+async def _over_server(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
+    import httpx
+
+    from ..viewing.relay import client_of, create_relay
+
+    url = looked_at.places[0]
+    http = await stack.enter_async_context(client_of(url, os.environ.get("ENVSERVER_TOKEN")))
+    try:
+        answer = await http.get("v1/source")
+    except httpx.TransportError as error:
+        why = error or type(error).__name__
+        raise NotFoundError(f"No server answers at {url}: {why}.") from error
+    if answer.status_code in (401, 403):
+        raise ConflictError(
+            f"{url} asks for an access token.", hint="Set ENVSERVER_TOKEN to one that may read."
+        )
+    if not answer.is_success:
+        raise UsageError(
+            f"{url} has no page to show: HTTP {answer.status_code}.",
+            hint="Is it an envserver of this version?",
+        )
+    return create_relay(url, http)
+
+
+def _source(looked_at: Viewed, found: Indexing | None) -> dict[str, Any]:
+    """Returns what GET /v1/source answers."""
+    progress = None if found is None else found.progress
+    is_file = looked_at.kind == "file"
+    return {
+        "kind": looked_at.kind,
+        "title": looked_at.title,
+        "live": True,
+        "parts": _PARTS[looked_at.kind],
+        "replay_source": looked_at.places[0] if is_file or looked_at.kind == "store" else None,
+        "sources": looked_at.places,
+        "reading": None
+        if progress is None
+        else {
+            "groups": progress.groups,
+            "bytes": progress.bytes,
+            "total_bytes": progress.total_bytes,
+            "done": progress.done,
+            "error": progress.error,
+        },
+        "problems": None
+        if progress is None
+        else {"count": progress.problems, "first": progress.first_problems},
+    }

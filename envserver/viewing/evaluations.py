@@ -1,0 +1,259 @@
+"""Results of evaluations, and comparisons of two of them, down to the groups of one task.
+
+In: the folders and files that are looked at. Out: JSON for the page. Reports are made again when a
+file has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+from envserver_records.errors import InputError, NotFoundError
+
+from ..evaluation.comparison import Comparison, Sides, compare, task_pairs
+from ..evaluation.comparison_tables import comparison_notes, verdicts_of
+from ..evaluation.folders import RUN_FILE, View
+from ..evaluation.report import Report, Rules, RunReport, TaskRow, counted_rewards
+from ..evaluation.tables import notes_of
+from ..evaluation.two_runs import called_alike, read_run
+from .index_reader import IndexReader
+from .sources import Viewed
+
+TaskOrder = Literal["worst", "best", "task"]
+"""worst: the largest loss of b first; best: its largest gain first; task: by id."""
+
+_MOST_NAMED: Final = 100
+_MOST_REWARDS: Final = 64
+
+Run = Mapping[str, Report]
+
+
+class TaskSearch(msgspec.Struct, frozen=True):
+    """Which tasks of a comparison.
+
+    Args:
+        environment, text: only tasks of this part, whose id has this text.
+    """
+
+    order: TaskOrder = "worst"
+    environment: str = ""
+    text: str = ""
+    cursor: str = ""
+    limit: int = 100
+
+
+class Evaluations:
+    """The runs that are looked at.
+
+    Args:
+        index: finds the groups of tasks.
+    """
+
+    def __init__(self, viewed: Viewed, index: IndexReader) -> None:
+        self._viewed = viewed
+        self._index = index
+        self._known: dict[str, tuple[Any, Run]] = {}
+        self._reading = asyncio.Lock()
+        self._compared: tuple[Any, Comparison] | None = None
+
+    async def all(self) -> dict[str, Any]:
+        """Returns the results of all runs, and why a run has none."""
+        found, problems = [], []
+        for name in self._viewed.runs:
+            try:
+                run = await self._run(name)
+            except InputError as error:
+                problems.append({"name": name, "message": error.message})
+                continue
+            parts = [_part(part, report) for part, report in run.items()]
+            found.append({"name": name, "model": _models(run), "environments": parts})
+        return {"evaluations": found, "problems": problems}
+
+    async def comparison(self, a: str, b: str, wanted: TaskSearch) -> dict[str, Any]:
+        """Returns the comparison of two runs, with a page of its tasks.
+
+        Args:
+            a, b: names of runs; "": the first and the second.
+
+        Raises:
+            NotFoundError: there is no such run.
+            InputError: a run cannot be read, or the cursor is wrong.
+            UsageError: they have no environment in common.
+        """
+        names = self._viewed.runs
+        a, b = a or names[0], b or names[min(1, len(names) - 1)]
+        one = await self._run(a)
+        two = called_alike(one, await self._run(b))
+        found = await self._compared_runs((a, one), (b, two))
+        start = _start(wanted.cursor)
+        pairs = _chosen(task_pairs(one, two, found.rules), found.rules, wanted)
+        page = pairs[start : start + wanted.limit]
+        parts = {pair.part for pair in page}
+        a_groups = {part: await self._groups(a, one[part]) for part in parts}
+        b_groups = {part: await self._groups(b, two[part]) for part in parts}
+        return {
+            **_facts(found),
+            "verdicts": verdicts_of(found),
+            "notes": comparison_notes(found),
+            "tasks": [
+                {
+                    "environment": pair.part,
+                    "task_id": pair.a.task_id,
+                    "a_mean": pair.a_mean,
+                    "b_mean": pair.b_mean,
+                    "difference": pair.b_mean - pair.a_mean,
+                    "a_rewards": pair.a.rewards[:_MOST_REWARDS],
+                    "b_rewards": pair.b.rewards[:_MOST_REWARDS],
+                    "a_group": a_groups[pair.part].get(pair.a.task_id),
+                    "b_group": b_groups[pair.part].get(pair.b.task_id),
+                }
+                for pair in page
+            ],
+            "total": len(pairs),
+            "cursor": _cursor(start + wanted.limit) if start + wanted.limit < len(pairs) else "",
+        }
+
+    async def _compared_runs(self, a: tuple[str, Run], b: tuple[str, Run]) -> Comparison:
+        """Returns the comparison, the last one from memory: its intervals take a while."""
+        key = (a[0], self._known[a[0]][0], b[0], self._known[b[0]][0])
+        if self._compared is None or self._compared[0] != key:
+            rules = next(iter(a[1].values())).rules
+            found = await asyncio.to_thread(compare, a[1], b[1], rules, names=(a[0], b[0]))
+            self._compared = (key, found)
+        return self._compared[1]
+
+    async def _groups(self, run: str, report: Report) -> dict[str, str]:
+        is_alone = len(self._viewed.runs) == 1
+        return await self._index.groups_of_tasks("" if is_alone else run, report.name or report.env)
+
+    async def _run(self, name: str) -> Run:
+        """Returns the reports of a run, from memory while its files are unchanged."""
+        if name not in self._viewed.runs:
+            raise NotFoundError(
+                f"There is no run {name!r}.", hint=f"Runs: {', '.join(self._viewed.runs)}."
+            )
+        place = Path(self._viewed.places[self._viewed.runs.index(name)])
+        async with self._reading:
+            state = await asyncio.to_thread(_state, place)
+            known = self._known.get(name)
+            if known is None or known[0] != state:
+                run = await asyncio.to_thread(read_run, place, View())
+                known = self._known[name] = (state, run)
+        return known[1]
+
+
+def _part(name: str, report: Report) -> dict[str, Any]:
+    return {
+        "environment": name,
+        "split": report.split,
+        "model": report.model,
+        "complete": report.complete,
+        "simulated": report.simulated,
+        "created_at": report.created_at,
+        "lowest": report.rules.worst,
+        "highest": report.rules.best,
+        "group_size": report.rules.group_size,
+        "notes": notes_of(report),
+        **_numbers(report.run),
+        "baselines": [
+            {"name": one, **_numbers(run), "difference": _plain(report.differences.get(one))}
+            for one, run in report.baselines.items()
+        ],
+    }
+
+
+def _numbers(run: RunReport) -> dict[str, Any]:
+    overall = run.overall
+    return {
+        "reward_mean": None if overall is None else overall.mean_reward.value,
+        "low": None if overall is None else overall.mean_reward.low,
+        "high": None if overall is None else overall.mean_reward.high,
+        "tasks": run.counts.tasks,
+        "rollouts": run.counts.scored,
+        "lost": run.counts.lost,
+        "truncated": run.counts.truncated,
+        "pass_at": {} if overall is None else _plain(overall.pass_at),
+        "pass_hat": {} if overall is None else _plain(overall.pass_hat),
+        "by": {
+            label: {value: _plain(one.mean_reward) for value, one in values.items()}
+            for label, values in run.by.items()
+        },
+        "costs": _plain(run.costs),
+        "components": run.components,
+    }
+
+
+def _facts(found: Comparison) -> dict[str, Any]:
+    """Returns a comparison without its list of changes, its lists of names cut short."""
+    facts: dict[str, Any] = _plain(found)
+    del facts["changes"]
+    for part in facts["parts"]:
+        for name in ("only_a", "only_b", "other_tasks"):
+            part[f"{name}_count"] = len(part[name])
+            part[name] = part[name][:_MOST_NAMED]
+    return facts
+
+
+class _Pair(NamedTuple):
+    """A task of both runs."""
+
+    part: str
+    a: TaskRow
+    b: TaskRow
+    a_mean: float
+    b_mean: float
+
+
+def _chosen(pairs: Mapping[str, Sequence[Sides]], rules: Rules, wanted: TaskSearch) -> list[_Pair]:
+    """Returns the tasks that are asked for, in order."""
+    found = [
+        _Pair(part, one, two, _mean(one, rules), _mean(two, rules))
+        for part, sides in pairs.items()
+        if wanted.environment in ("", part)
+        for one, two in sides
+        if wanted.text.lower() in one.task_id.lower()
+    ]
+    sign = {"worst": 1, "best": -1, "task": 0}[wanted.order]
+    return sorted(
+        found, key=lambda one: (sign * (one.b_mean - one.a_mean), one.part, one.a.task_id)
+    )
+
+
+def _mean(row: TaskRow, rules: Rules) -> float:
+    values = counted_rewards(row, rules)
+    return sum(values) / len(values)
+
+
+def _models(run: Run) -> str:
+    return ", ".join(dict.fromkeys(one.model for one in run.values() if one.model))
+
+
+def _plain(value: Any) -> Any:
+    return msgspec.to_builtins(value, str_keys=True)
+
+
+def _state(place: Path) -> list[tuple[str, int, int]]:
+    """Returns what changes when a run's files do."""
+    paths = [*place.rglob("*.jsonl"), *place.rglob(RUN_FILE)] if place.is_dir() else [place]
+    facts = [(str(path), path.stat()) for path in sorted(paths)]
+    return [(path, one.st_size, one.st_mtime_ns) for path, one in facts]
+
+
+def _cursor(start: int) -> str:
+    return base64.urlsafe_b64encode(str(start).encode()).decode()
+
+
+def _start(cursor: str) -> int:
+    if not cursor:
+        return 0
+    try:
+        return max(0, int(base64.urlsafe_b64decode(cursor)))
+    except ValueError:
+        raise InputError(
+            f"The cursor {cursor[:80]!r} is not one of these tasks.", place="query.cursor"
+        ) from None

@@ -1,0 +1,90 @@
+"""`envserver view` in a browser: evaluations, their comparison, and a file that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+from playwright.sync_api import expect
+from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
+from support.commands import running
+from support.delivered import line, write_lines
+from support.views import write_evaluation
+
+HOSTILE = '<img src=x onerror="alert(1)">\u202eevil'
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`view` over two evaluations of forty tasks, the second a little better."""
+    folder = tmp_path_factory.mktemp("runs")
+    numbers = range(40)
+    base = [line(n, (float(n % 2), float(n % 3 == 0)), split="test") for n in numbers]
+    tuned = [line(n, (float(n % 2), float(n % 3 != 1)), split="test") for n in numbers]
+    for one in tuned:
+        one["envserver"]["model"] = HOSTILE
+    write_evaluation(folder / "base", base)
+    write_evaluation(folder / "tuned", tuned)
+    with running("view", folder / "base", folder / "tuned", folder=folder) as view:
+        yield view.wait_for(r"http://[\d.]+:\d+/")[0]
+
+
+def test_two_runs_are_compared_down_to_both_groups_of_a_task(
+    two_runs: str, visitor: Visitor
+) -> None:
+    page = visitor.page(two_runs)
+    panel = page.get_by_role("region", name="math")
+    expect(panel.get_by_role("row")).to_have_count(3)
+    expect(panel.get_by_role("row", name="tuned")).to_contain_text("0.588 [")
+    expect(panel.get_by_role("row", name="tuned")).to_contain_text("<img src=x")
+    axe(page)
+    visitor.shot(page, "evaluations")
+    page.get_by_role("link", name="Task by task").click()
+    expect(page.get_by_role("heading", name="tuned against base")).to_be_visible()
+    first = page.get_by_role("region", name="Tasks").get_by_role("row").nth(1)
+    expect(first).to_contain_text("0.5")
+    axe(page)
+    visitor.shot(page, "comparison")
+    page.get_by_label("Order").select_option("largest gain first")
+    expect(first).to_contain_text("▲ +0.5")
+    page.get_by_label("Search").fill("math-000002")
+    expect(page.get_by_role("region", name="Tasks").get_by_role("row")).to_have_count(2)
+    assert "text=math-000002" in page.url and "order=best" in page.url
+    expect(first.get_by_role("link", name="side by side")).to_have_attribute(
+        "href",
+        "#/compare?a=base%2Fmath-train-0-000002&b=tuned%2Fmath-train-0-000002",
+    )
+
+
+def test_its_pages_are_clean_in_the_dark_and_on_a_small_screen(
+    two_runs: str, visitor: Visitor
+) -> None:
+    for name, options in {"dark": {"color_scheme": "dark"}, "small": {"viewport": SMALL}}.items():
+        for path in ("evaluations", "comparison"):
+            page = visitor.page(f"{two_runs}#/{path}", **options)
+            expect(page.get_by_role("table").first).to_be_visible()
+            axe(page)
+            no_sideways_scroll(page)
+            visitor.shot(page, f"{path}-{name}")
+
+
+def test_what_is_skipped_is_told_and_new_groups_appear(tmp_path: Path, visitor: Visitor) -> None:
+    file = write_lines(tmp_path / "run.jsonl", [line(n) for n in range(3)])
+    with file.open("ab") as more:
+        more.write(b"nothing\n")
+    with running("view", file, folder=tmp_path) as view:
+        visitor.allow("ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_REFUSED")  # at its end
+        page = visitor.page(view.wait_for(r"http://[\d.]+:\d+/")[0])
+        page.get_by_text("1 place was skipped").click()
+        expect(page.get_by_text("run.jsonl, line 4 is not JSON")).to_be_visible()
+        expect(
+            page.get_by_role("listbox", name="Groups").get_by_role("option").first
+        ).to_contain_text("math-000002")
+        with file.open("ab") as more:
+            more.write(orjson.dumps(line(3)) + b"\n")
+        expect(
+            page.get_by_role("listbox", name="Groups").get_by_role("option").first
+        ).to_contain_text("math-000003")
+        visitor.shot(page, "view-file")

@@ -1,0 +1,206 @@
+"""`envserver view`: the routes of a server over what is on disk, or over a server elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from envserver_records.errors import EnvserverError
+from support.api import native_group, put_native, running_api
+from support.commands import envserver, running
+from support.delivered import line, write_lines
+from support.views import looking_at, write_evaluation
+
+from envserver.api import create_token
+from envserver.running.viewing import viewing
+from envserver.store import open_store
+
+
+async def got(http: httpx.AsyncClient, path: str, **parameters: Any) -> Any:
+    answer = await http.get(path, params=parameters)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def told_of(http: httpx.AsyncClient, change: Callable[[], Awaitable[None]]) -> Any:
+    """The events `hello` and `group`, the second of which `change` causes."""
+    found: dict[str, Any] = {}
+    async with asyncio.timeout(60), http.stream("GET", "/v1/events") as stream:
+        name = ""
+        async for text in stream.aiter_lines():
+            name = text.removeprefix("event: ") if text.startswith("event: ") else name
+            if text.startswith("data: "):
+                found[name] = json.loads(text[6:])
+                if name == "hello":
+                    await change()
+                if name == "group":
+                    return found["hello"], found["group"]
+    raise AssertionError("the stream ended")
+
+
+def test_a_file_is_shown_and_followed_until_ctrl_c(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "run.jsonl", [line(n) for n in range(3)])
+
+    async def look(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            rows = (await got(http, "/v1/groups", order="newest"))["groups"]
+            assert [row["task_id"] for row in rows] == [f"math-{n:06d}" for n in (2, 1, 0)]
+            rollout = await got(http, f"/v1/groups/{rows[0]['group_id']}/rollouts/1")
+            assert rollout["rollout"]["messages"][-1]["content"] == "It is 2, says the 1."
+            tokens = await got(http, f"/v1/groups/{rows[0]['group_id']}/rollouts/1/tokens")
+            assert tokens["ids"] == [1, 2, 5, 10, 11, 12, 13, 14, 15]
+            assert (await got(http, f"/v1/groups/{rows[0]['group_id']}"))["group"]["scores"]
+            source = await got(http, "/v1/source")
+            assert source["kind"] == "file" and "groups" in source["parts"]
+            assert source["replay_source"] == str(file)
+            assert not (await got(http, "/v1/session"))["needs_login"]
+            shell = await http.get("/", headers={"accept": "text/html"})
+            assert "script-src 'self'" in shell.headers["content-security-policy"]
+            other = await http.get("/v1/groups", headers={"host": "evil.example"})
+            assert other.status_code == 421
+            assert (await http.post("/v1/groups")).status_code == 405
+
+            async def grow() -> None:
+                with file.open("ab") as more:
+                    more.write(orjson.dumps(line(3)) + b"\n")
+
+            hello, group = await told_of(http, grow)
+            assert group["task_id"] == "math-000003"
+            assert group["seq"] == hello["seq"] + 1 == 4
+
+    with running("view", file, folder=tmp_path) as view:
+        asyncio.run(look(view.wait_for(r"http://[\d.]+:\d+/")[0]))
+        view.send(signal.SIGINT)
+        assert view.end(30) == 0
+    assert file.with_name("run.jsonl.index").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", []),
+        ('{"a": 1}\n', ["is not a group", "line 1"]),
+        ("question,answer\n1,2\n", ["is not JSON", "line 1"]),
+        (None, ["no such file"]),
+    ],
+)
+def test_what_cannot_be_shown_is_told(
+    tmp_path: Path, content: str | None, words: list[str]
+) -> None:
+    file = tmp_path / "run.jsonl"
+    if content is not None:
+        file.write_text(content)
+
+    async def look() -> None:
+        async with viewing([str(file)]):
+            pass
+
+    if not words:
+        asyncio.run(look())
+        return
+    with pytest.raises(EnvserverError) as found:
+        asyncio.run(look())
+    assert all(word in str(found.value) for word in words)
+
+
+def test_the_command_line_is_told_what_is_wrong(tmp_path: Path) -> None:
+    found = envserver("view", tmp_path / "none.jsonl", folder=tmp_path)
+    assert found.returncode == 2 and "none.jsonl" in found.stderr
+
+
+def test_two_evaluations_are_compared_down_to_the_groups_of_a_task(tmp_path: Path) -> None:
+    rewards = {1: (0.0, 1.0), 2: (1.0, 1.0), 3: (0.0, 0.0), 4: (0.0, 0.5)}
+    better = {1: (1.0, 1.0), 2: (0.0, 1.0), 3: (0.0, 0.0), 4: (0.0, 0.5)}
+    a = write_evaluation(tmp_path / "base", [line(n, rewards[n]) for n in rewards])
+    b = write_evaluation(tmp_path / "tuned", [line(n, better[n]) for n in better])
+
+    async def look() -> None:
+        async with looking_at(tmp_path / "index", a, b) as http:
+            found = await got(http, "/v1/evaluations")
+            (math,) = found["evaluations"][0]["environments"]
+            assert [one["name"] for one in found["evaluations"]] == ["base", "tuned"]
+            assert (math["environment"], math["tasks"], math["rollouts"]) == ("math", 4, 8)
+            assert math["low"] <= math["reward_mean"] == 0.4375 <= math["high"]
+            first = await got(http, "/v1/comparison", limit=1)
+            reward = first["parts"][0]["reward"]
+            assert (reward["better"], reward["worse"], reward["equal"]) == (1, 1, 2)
+            (task,) = first["tasks"]
+            assert (task["task_id"], task["difference"]) == ("math-000002", -0.5)
+            for side, mean in (("a", 1.0), ("b", 0.5)):
+                group = task[f"{side}_group"]
+                rows = (await got(http, "/v1/groups", text=group))["groups"]
+                assert [(row["group_id"], row["reward_mean"]) for row in rows] == [(group, mean)]
+            seen, cursor = [task["task_id"]], first["cursor"]
+            while cursor:
+                page = await got(http, "/v1/comparison", limit=1, cursor=cursor)
+                seen += [one["task_id"] for one in page["tasks"]]
+                cursor = page["cursor"]
+            assert seen == [f"math-{n:06d}" for n in (2, 3, 4, 1)]
+            turned = await got(http, "/v1/comparison", a="tuned", b="base", order="best", limit=1)
+            assert turned["tasks"][0]["difference"] == 0.5
+            assert (await http.get("/v1/comparison?a=nothing")).status_code == 404
+
+    asyncio.run(look())
+
+
+def test_a_store_is_looked_at_while_a_server_has_it(where: str) -> None:
+    async def look() -> None:
+        async with open_store(where) as store:
+            await put_native(store, native_group("g1"))
+            async with (
+                viewing([where]) as server,
+                httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+            ):
+                (row,) = (await got(http, "/v1/groups"))["groups"]
+                assert (row["group_id"], row["state"]) == ("g1", "queued")
+                assert (await got(http, "/v1/groups/g1/rollouts/0"))["rollouts"] == 2
+                assert (await got(http, "/v1/source"))["kind"] == "store"
+                more = partial(put_native, store, native_group("g2"))
+                assert (await told_of(http, more))[1]["group_id"] == "g2"
+
+    asyncio.run(look())
+
+
+def test_a_server_elsewhere_is_read_with_a_token_that_the_browser_never_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    token, _ = create_token(tokens, "page", "reader")
+
+    async def look() -> None:
+        settings = {"tokens_file": tokens}
+        async with running_api(tmp_path / "store.db", server=settings) as api:
+            await put_native(api.store, native_group("a/b g"))
+            monkeypatch.delenv("ENVSERVER_TOKEN", raising=False)
+            with pytest.raises(EnvserverError, match="asks for an access token"):
+                async with viewing([api.url]):
+                    pass
+            monkeypatch.setenv("ENVSERVER_TOKEN", token)
+            async with (
+                viewing([api.url]) as server,
+                httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+            ):
+                assert (await got(http, "/v1/source"))["kind"] == "server"
+                (row,) = (await got(http, "/v1/groups", order="newest"))["groups"]
+                assert row["group_id"] == "a/b g"
+                answer = await http.get("/v1/groups/a%2Fb%20g/rollouts/0")
+                assert answer.json()["rollouts"] == 2
+                assert token not in f"{answer.headers} {answer.text}"
+                more = partial(put_native, api.store, native_group("g2"))
+                assert (await told_of(http, more))[1]["group_id"] == "g2"
+                refused = await http.get("/v1/groups?limit=nothing")
+                assert refused.status_code == 422 and refused.json()["errors"]
+                for path in ("/batch", "/v1/runs/r/stream", "/v1/tasks", "/v1/nothing"):
+                    assert (await http.get(path)).status_code == 404, path
+                assert (await http.post("/v1/runs", json={"name": "r"})).status_code == 405
+                assert (await http.get("/v1/groups", headers={"host": "x.y"})).status_code == 421
+
+    asyncio.run(look())
