@@ -46,7 +46,7 @@ the infrastructure: see `policy.limit_of_death`.
 from __future__ import annotations
 
 import enum
-from typing import Any, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -282,3 +282,22 @@ def by_kind(*bases: type[R]) -> dict[str, type[R]]:
     for base in bases:
         found |= by_kind(*base.__subclasses__())
     return found
+
+
+Fault = Literal["model", "environment", "engine", "trainer", "infrastructure"]
+"""The party at fault for a failed attempt, as the API's answers name it."""
+
+
+def fault_of(kind: str, blame: Blame) -> Fault:
+    """Returns whose fault a failed attempt is."""
+    # It was not too slow by itself: the trainer went on.
+    return "trainer" if kind == Stale.kind else _FAULTS[blame]
+
+
+_FAULTS: Final[dict[Blame, Fault]] = {
+    Blame.MODEL: "model",
+    Blame.ENVIRONMENT: "environment",
+    Blame.ENGINE: "engine",
+    Blame.SERVER: "infrastructure",
+    Blame.USER: "environment",
+}

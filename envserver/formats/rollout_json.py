@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import msgspec
 import orjson
-from envserver_records.errors import Blame, NotFoundError
+from envserver_records.errors import NotFoundError, fault_of
 from envserver_records.records import Group, Message, Sequence, Trajectory, Usage
 from envserver_records.timings import timing_as_json
 
@@ -35,12 +35,11 @@ _TEXTS: Final[dict[str, Any]] = {
     "messages": [], "others": [], "tools": [], "actions": [], "output": None,
     "service_calls": [], "logs": [], "hooks": [], "egress": [],
 }  # fmt: skip
-_FAULTS: Final = {Blame.SERVER: "infrastructure", Blame.USER: "trainer"}
 
 
-def link_of(group: Group) -> str:
+def link_of(group_id: str) -> str:
     """Returns the address of a group's rollouts, below that of the server."""
-    return f"v1/groups/{quote(group.group_id, safe='')}/rollouts"
+    return f"v1/groups/{quote(group_id, safe='')}/rollouts"
 
 
 def shown_group(group: Group) -> dict[str, Any]:
@@ -67,7 +66,8 @@ def shown_rollout(rollout: Trajectory, link: str) -> dict[str, Any]:
     shown["sequences"] = [_row(one) for one in rollout.sequences]
     shown["timings"] = [timing_as_json(one) for one in rollout.timings]
     shown["attempts"] = [
-        {**msgspec.to_builtins(one), "fault": fault_of(one.blame)} for one in rollout.attempts
+        {**msgspec.to_builtins(one), "fault": fault_of(one.kind, one.blame)}
+        for one in rollout.attempts
     ]
     shown["logs"] = [
         {"time": one.time, "stream": one.stream, "text": one.text} for one in rollout.printed
@@ -116,12 +116,6 @@ def picture_of(rollout: Trajectory, number: int) -> tuple[str, bytes]:
     if data is None or kind is None:
         raise NotFoundError(f"The rollout has no picture {number} that can be shown.")
     return kind, data
-
-
-def fault_of(blame: Blame) -> str:
-    """Returns the party at fault as pages name it: model, environment, infrastructure, trainer or
-    engine."""
-    return _FAULTS.get(blame, blame.value)
 
 
 def _pictures(messages: Iterator[Message]) -> Iterator[str]:

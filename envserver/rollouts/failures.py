@@ -70,7 +70,7 @@ class GroupFailures:
         if final:
             self.lost[failure.kind] += 1
             if is_bug(error) and not self.scored:
-                bug, missing = error.detail["bug"], "missing" in error.detail
+                bug, missing = failure.detail["bug"], "missing" in error.detail
                 self.bug = Drop("incomplete", bug, True, bug=True, hopeless=missing)
         self._observer(
             RolloutFailed(

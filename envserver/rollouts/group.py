@@ -40,6 +40,7 @@ from .costs import RolloutPrices, ScoringSpent, with_scoring
 from .estimates import scored_of
 from .events import Observer, RolloutScored
 from .failures import GroupFailures, rollout_id_of
+from .hidden_text import without_hidden
 from .policy import (
     Drop,
     GroupRules,
@@ -165,7 +166,8 @@ async def make_group(
         scores = await _group_scores(context, request.task, list(members.values()))
     except SCORING_FAILURES as error:
         bug = error.detail.get("bug")
-        return Drop("unscorable", bug or str(error), True, bug=bug is not None)
+        message = without_hidden(bug or str(error), request.task.hidden)
+        return Drop("unscorable", message, True, bug=bug is not None)
     trajectories = {
         number: trajectory_of(context, request, number, member, score)
         for (number, member), score in zip(members.items(), scores, strict=True)

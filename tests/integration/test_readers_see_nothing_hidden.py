@@ -77,6 +77,11 @@ class Loose(Environment):
         if task.id == "loose-3":
             return Score(reward=None, error=f"not {task.hidden['nested'][0]['deep']!r}")
         return Score(reward=float(result.output["attempt"] == 1))
+
+    def score_group(self, task, results, scores):
+        if task.id == "loose-4":
+            raise ValueError(f"{task.hidden['nested']} cannot be compared")
+        return scores
 '''
 SECRETS = {
     "ENVSERVER_OPENAI__API_KEY": "sk-MARKER-engine-5f2b8c71",
@@ -143,7 +148,9 @@ def test_a_reader_finds_no_marker_in_any_route(house: House) -> None:
     for path, body in seen.items():
         for marker in markers:
             assert marker not in body, (path, body[max(0, body.find(marker) - 200) :][:400])
-    assert "MARKER" not in house.server.output()
+    output = house.server.output()
+    assert "cannot be compared" in output
+    assert "MARKER" not in output
 
 
 def _everything(house: House, group_ids: list[str]) -> dict[str, str]:

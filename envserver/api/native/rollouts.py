@@ -65,7 +65,9 @@ def add_rollout_routes(router: APIRouter, store: ReadGroups) -> None:
         """
         group, rollout = await _read(store, group_id, number)
         # A long rollout takes longer to write as JSON than the event loop may wait.
-        return await asyncio.to_thread(lambda: json_answer(_shown(group, rollout, number)))
+        return await asyncio.to_thread(
+            lambda: json_answer(_shown(group, rollout, group_id, number))
+        )
 
     @router.get(
         "/v1/groups/{group_id:path}/rollouts/{number}/images/{image}",
@@ -126,15 +128,16 @@ async def _read_group(store: ReadGroups, group_id: str) -> tuple[GroupRow, Group
 
 
 def _all_shown(row: GroupRow, group: Group) -> bytes:
-    return rollouts_as_json(group, summary(ListedGroup(row, facts_of(group))), link_of(group))
+    facts = summary(ListedGroup(row, facts_of(group)))
+    return rollouts_as_json(group, facts, link_of(row.group_id))
 
 
-def _shown(group: Group, rollout: Trajectory, number: int) -> dict[str, Any]:
+def _shown(group: Group, rollout: Trajectory, group_id: str, number: int) -> dict[str, Any]:
     return {
         "group": shown_group(group),
         "rollouts": len(group.trajectories),
         "number": number,
-        "rollout": shown_rollout(rollout, f"{link_of(group)}/{number}"),
+        "rollout": shown_rollout(rollout, f"{link_of(group_id)}/{number}"),
     }
 
 
