@@ -1,7 +1,8 @@
 """Reports and comparisons as self-contained HTML pages: no script, no other file.
 
 In: a `Report`, a `Suite` or a `Comparison`. Out: text. What holds: whatever is in the data
-(names of tasks and models, labels) is escaped.
+(names of tasks and models, labels) is escaped, with its invisible characters made visible; a
+content policy forbids scripts and requests.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jinja2
 import msgspec
 
+from ..export.seen_text import seen
 from .comparison import Comparison, Paired
 from .comparison_tables import comparison_notes, comparison_tables, verdicts_of
 from .estimators import Estimate
@@ -106,7 +108,12 @@ def _template(name: str) -> jinja2.Template:
     loader = jinja2.PackageLoader(__package__)
     undefined = jinja2.StrictUndefined
     return jinja2.Environment(
-        loader=loader, autoescape=True, undefined=undefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        undefined=undefined,
+        finalize=seen,
+        trim_blocks=True,
+        lstrip_blocks=True,
     ).get_template(name)
 
 

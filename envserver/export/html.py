@@ -9,7 +9,6 @@ scripts and requests; memory holds one page.
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from ..formats.token_texts import token_texts
 from .formats import Options, Row, Written
 from .html_view import TokenText, number, view_of
 from .run_facts import RunFacts
+from .seen_text import seen
 from .shards import failed, needs_folder
 from .stored import StoredGroup, StoredRollout
 
@@ -31,10 +31,6 @@ MOST_ROLLOUTS: Final = 200
 MOST_CHARACTERS: Final = 4 * 2**20
 """Maximum characters of one page; the group that reaches it is the last."""
 _INDEX: Final = "index.html"
-_UNSEEN: Final = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
-)
-"""Invisible characters, and those that change the direction of the text around them."""
 
 
 class Html:
@@ -197,26 +193,12 @@ def _template(name: str) -> jinja2.Template:
         loader=jinja2.PackageLoader(__package__),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_seen,
+        finalize=seen,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "time": _time, "shade": _shade, "reward": _reward}
     return environment.get_template(name)
-
-
-def _seen(value: Any) -> Any:
-    """Makes invisible characters of a template value visible, before it is escaped."""
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return _UNSEEN.sub(_named, value)
-    return value
-
-
-def _named(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return f"[U+{code:04X}]"
 
 
 def _time(seconds: float | None) -> str:

@@ -143,13 +143,15 @@ def test_both_are_counted_by_the_same_rules() -> None:
 
 
 def test_pages_need_nothing_else_and_escape_what_stands_in_the_data() -> None:
-    evil = "<script>alert(1)</script>"
+    evil = "<script>alert(1)</script>\u202e\x1b[31m"
     one = report({evil: [0.0, 1.0], "b": [1.0, 1.0]}, model=evil, env=evil, name=evil)
     other = report({evil: [1.0, 1.0], "b": [1.0, 1.0]})
     found = compare({"x": one}, {"x": other}, one.rules, names=(evil, "new"))
     for page in (report_page(one), report_page(suite_of([one, other])), comparison_page(found)):
         assert "<script" not in page and "&lt;script&gt;" in page
         assert "<b>1</b>" not in page
+        assert "[U+202E]" in page and "\u202e" not in page and "\x1b" not in page
+        assert "default-src 'none'" in page
         assert not any(word in page for word in ("http://", "https://", "src=", "@import", "url("))
     assert "pass@2" in report_page(one)
 
