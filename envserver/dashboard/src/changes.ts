@@ -26,15 +26,15 @@ export interface Change {
   tone: "good" | "bad" | "neutral";
 }
 
-/** The changes, largest first. */
+/** The changes: what is worse first, of those the largest. */
 export function changes(series: Series): Change[] {
-  const found = FIGURES.flatMap((figure) =>
+  const found = FIGURES.filter(({ isQuiet }) => !isQuiet).flatMap((figure) =>
     figure.lines(series).flatMap((line) => {
       const change = compared(series, figure, line);
       return change ? [change] : [];
     }),
   );
-  return found.toSorted((a, b) => b.weight - a.weight);
+  return found.toSorted((a, b) => Number(b.tone === "bad") - Number(a.tone === "bad") || b.weight - a.weight);
 }
 
 /** Seconds of the past that there are to compare with; less than three spans are too few. */

@@ -23,6 +23,8 @@ export interface Figure {
   top?: number;
   /** Whether it may be drawn over policy versions. */
   hasVersions?: boolean;
+  /** Whether its changes are no news: they follow from settings, or from others that are. */
+  isQuiet?: boolean;
   /** Whether its lines are environments. */
   isByEnvironment?: boolean;
   empty: string;
@@ -99,17 +101,17 @@ export const FIGURES: Figure[] = [
     lines: (s) => ratios(s, of("staleness_versions_sum"), of("staleness_versions_count"), ""), format: number,
     said: "The staleness of leased groups (versions)", empty: "No group was leased, or no version was published." },
 
-  { id: "calls", section: "Machine", title: "Calls at the engine", note: "by replica", better: null, isCount: false, least: 5,
+  { id: "calls", section: "Machine", title: "Calls at the engine", note: "by replica", better: null, isQuiet: true, isCount: false, least: 5,
     lines: (s) => levels(s, of("replica_calls"), "replica"), format: aMinute, said: "The number of calls in flight at {}", empty: "No engine." },
   { id: "callsWaiting", section: "Machine", title: "Calls that wait", note: "for a replica", better: "down", isCount: false, least: 5,
     lines: (s) => levels(s, of("replica_waiting"), "replica").filter(isEver), format: aMinute, said: "The number of calls that wait for {}", empty: "No call waited." },
   { id: "answer", section: "Machine", title: "Time of a call", note: "until the engine has answered", better: "down", isCount: false, least: 0.2,
     lines: (s) => ratios(s, of("engine_seconds_sum"), of("engine_seconds_count"), "path"), format: duration,
     said: "The engine's time for a call ({})", empty: "The engine was not called." },
-  { id: "running", section: "Machine", title: "Rollouts now", note: "in workers", better: null, isCount: false, least: 4,
+  { id: "running", section: "Machine", title: "Rollouts now", note: "in workers", better: null, isQuiet: true, isCount: false, least: 4,
     lines: (s) => levels(s, of("rollouts_running"), "environment"), format: aMinute, said: "The number of running rollouts of {}",
     empty: "No workers.", ...EVERY },
-  { id: "sandboxes", section: "Machine", title: "Sandboxes", note: "open", better: null, isCount: false, least: 4,
+  { id: "sandboxes", section: "Machine", title: "Sandboxes", note: "open", better: null, isQuiet: true, isCount: false, least: 4,
     lines: (s) => levels(s, of("sandboxes"), "environment").filter(isEver), format: aMinute, said: "The number of sandboxes of {}",
     empty: "No sandbox was open.", ...EVERY },
   { id: "lag", section: "Machine", title: "Lag of the server", note: "99th percentile", better: "down", isCount: false, least: 0.05,

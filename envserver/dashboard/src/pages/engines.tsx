@@ -84,7 +84,8 @@ function Row({ engine, version }: { engine: Engine; version: number }) {
         <State engine={engine} />
       </td>
       <td>
-        <meter min={0} max={Math.max(1, engine.limit)} value={engine.calls} aria-label="calls of the limit" /> {engine.calls} of {number(engine.limit)}
+        {engine.limit > 0 && <meter min={0} max={engine.limit} value={engine.calls} aria-label="calls of the limit" />} {engine.calls}{" "}
+        {engine.limit > 0 ? `of ${number(engine.limit)}` : <span class="dim">no limit</span>}
       </td>
       <td class="n">{engine.waiting ? <span class="warn">{number(engine.waiting)}</span> : 0}</td>
       <td class="n">{duration(engine.seconds_p50)}</td>

@@ -1,6 +1,6 @@
 // Failures: the last thousand, whose fault they were, in which words; what was dropped, and why.
 
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { get, useGet } from "../api";
 import { useLive } from "../live";
 import { useKeys } from "../parts/keys";
@@ -52,7 +52,7 @@ export function Failures() {
         <Show of={first} what="failures">
           {() => (
             <>
-              <Table rows={list.rows} />
+              <Table rows={list.rows} known={list.known} />
               {list.rows.length === 0 && <p class="dim">{isAny(filter) ? "None of the last 1,000 is of this kind." : "Nothing has failed since the server started."}</p>}
               {list.more && (
                 <button type="button" onClick={list.more}>
@@ -68,10 +68,12 @@ export function Failures() {
 }
 
 /** The first page as it was read last, what came since, and older pages that were asked for. */
-function useList(path: string, first: Answer | null, filter: Record<string, string>): { rows: Failure[]; more: (() => void) | null } {
+function useList(path: string, first: Answer | null, filter: Record<string, string>): { rows: Failure[]; known: number; more: (() => void) | null } {
+  const known = useRef(Infinity); // what is newer came while the page was open
   const [state, set] = useState<{ path: string; rows: Failure[]; next: number | null }>({ path, rows: [], next: null });
   useEffect(() => {
     if (!first) return;
+    known.current = Math.min(known.current, first.failures[0]?.n ?? 0);
     set((old) => {
       const oldest = first.failures.at(-1)?.n ?? 0;
       const newest = first.failures[0]?.n ?? 0;
@@ -90,7 +92,7 @@ function useList(path: string, first: Answer | null, filter: Record<string, stri
     const page = await get<Answer>(`${path}&before=${state.next}`);
     set((old) => (old.path === path && old.next === state.next ? { path, rows: [...old.rows, ...page.failures], next: page.next } : old));
   };
-  return { rows: isShown ? state.rows : [], more: isShown && state.next !== null ? () => void more() : null };
+  return { rows: isShown ? state.rows : [], known: known.current, more: isShown && state.next !== null ? () => void more() : null };
 }
 
 function Filters({ filter, counts }: { filter: { environment: string; kind: string; fault: string }; counts: Record<string, number> }) {
@@ -125,7 +127,7 @@ function Filters({ filter, counts }: { filter: { environment: string; kind: stri
   );
 }
 
-function Table({ rows }: { rows: Failure[] }) {
+function Table({ rows, known }: { rows: Failure[]; known: number }) {
   return (
     <div class="scroll" tabIndex={0} role="group" aria-label="Failures and drops">
       <table class="failures">
@@ -142,7 +144,7 @@ function Table({ rows }: { rows: Failure[] }) {
         </thead>
         <tbody>
           {rows.map((row) => (
-            <tr key={row.n} class="fresh">
+            <tr key={row.n} class={row.n > known ? "fresh" : undefined}>
               <td class="dim n">{clock(row.time)}</td>
               <td>
                 <span class={`badge ${row.fault === "model" ? "" : row.what === "attempt" ? "warn" : "bad"}`}>{visible(row.fault)}</span>

@@ -14,7 +14,6 @@ interface Run {
   created_at: number;
   batch_size: number;
   settings: Record<string, unknown>;
-  policy_version: number;
   state: "open" | "closed";
   delivery: string;
   environments: string[];
@@ -64,7 +63,6 @@ function AllRuns() {
                     <th scope="col" class="n">oldest waits</th>
                     <th scope="col" class="n">leased</th>
                     <th scope="col" class="n">leases</th>
-                    <th scope="col" class="n">version</th>
                     <th scope="col">takes</th>
                     <th scope="col">since</th>
                   </tr>
@@ -103,7 +101,6 @@ function RunRow({ run, backlog }: { run: Run; backlog: Backlog | undefined }) {
       <td class="n">{backlog?.queued_groups ? duration(backlog.lag_seconds) : "–"}</td>
       <td class="n">{number(backlog?.leased_groups)}</td>
       <td class="n">{number(backlog?.open_leases)}</td>
-      <td class="n">{run.policy_version < 0 ? "–" : run.policy_version}</td>
       <td>{run.environments.length ? visible(run.environments.join(", ")) : "all"}</td>
       <td class="dim">{clock(run.created_at)}</td>
     </tr>
@@ -144,7 +141,6 @@ function OneRun({ name }: { name: string }) {
               <span>delivery: {visible(run.delivery)}</span>
               <span>batches of {run.batch_size || "any size"}</span>
               <span>takes {run.environments.length ? visible(run.environments.join(", ")) : "all environments"}</span>
-              <span>{run.policy_version < 0 ? "no version published" : `version ${run.policy_version}`}</span>
               <span>
                 {number(backlog?.queued_groups)} waiting, {number(backlog?.leased_groups)} leased
               </span>

@@ -211,7 +211,8 @@ function heights(low: number | null, high: number | null, top = 0): [number, num
 function drawMarks(plot: uPlot, marks: NonNullable<ChartProps["marks"]>, colour: (name: string) => string): void {
   const { ctx, bbox } = plot;
   ctx.save();
-  for (const { x, text, isStrong } of marks) {
+  const taken: [number, number][] = []; // where words stand already
+  for (const { x, text, isStrong } of marks.toSorted((a, b) => Number(b.isStrong ?? false) - Number(a.isStrong ?? false))) {
     const left = plot.valToPos(x, "x", true);
     if (left < bbox.left || left > bbox.left + bbox.width) continue;
     ctx.strokeStyle = colour(isStrong ? "--bad" : "--dim");
@@ -225,8 +226,12 @@ function drawMarks(plot: uPlot, marks: NonNullable<ChartProps["marks"]>, colour:
     ctx.globalAlpha = 1;
     ctx.fillStyle = colour(isStrong ? "--bad" : "--dim");
     ctx.font = `${10 * devicePixelRatio}px system-ui, sans-serif`;
-    ctx.textAlign = left > bbox.left + 0.9 * bbox.width ? "right" : "center";
-    ctx.fillText(text, left, bbox.top - 3 * devicePixelRatio);
+    const half = ctx.measureText(text).width / 2;
+    const middle = Math.min(left, bbox.left + bbox.width - half);
+    if (taken.some(([from, to]) => middle + half > from && middle - half < to)) continue;
+    taken.push([middle - half - 4, middle + half + 4]);
+    ctx.textAlign = "center";
+    ctx.fillText(text, middle, bbox.top - 3 * devicePixelRatio);
   }
   ctx.restore();
 }

@@ -17,7 +17,7 @@ const BARS = 10;
 export function Estimates({ environments }: { environments: string[] }) {
   if (!environments.length) return null;
   return (
-    <figure class="panel chart">
+    <figure class="panel chart estimates">
       <figcaption>
         <h3>Tasks by success</h3>
         <span class="dim">the curriculum's estimates, from never to always solved</span>
