@@ -143,6 +143,8 @@ export interface Timing {
   to: number | null;
   kind: "engine" | "tool" | "sandbox" | "scoring";
   name: string;
+  /** Number of the model call. */
+  call: number | null;
 }
 
 /** A failed earlier attempt. */
@@ -181,9 +183,15 @@ export interface Rollout {
   others: Conversation[];
   service_calls: unknown[];
   agent_calls: Record<string, number[]>;
-  calls: unknown[];
   hooks: unknown[];
   egress: unknown[];
+  /** Of older servers and groups, these are missing or empty. */
+  started_at?: number;
+  timings?: Timing[];
+  attempts?: Attempt[];
+  logs?: LogLine[];
+  /** Texts are left out of a large group; the rollout's own page has them. */
+  cut?: boolean;
 }
 
 export interface RewardRange {
@@ -208,8 +216,8 @@ export interface GroupHead {
   asked?: number;
   lost?: Record<string, number>;
   provenance?: unknown;
-  /** Public part of the task. */
-  task?: unknown;
+  /** Public part of the task; {} if it is unknown. */
+  public?: Record<string, unknown>;
 }
 
 export interface RolloutAnswer {
@@ -217,10 +225,6 @@ export interface RolloutAnswer {
   rollouts: number;
   number: number;
   rollout: Rollout;
-  timings?: Timing[];
-  attempts?: Attempt[];
-  logs?: LogLine[];
-  use?: Record<string, unknown>;
 }
 
 /** Columns of equal length: tokens of a row from `start`. */

@@ -2,7 +2,7 @@
 
 import { useMemo, useState } from "preact/hooks";
 import { Messages, summaryOf } from "../parts/conversation";
-import { partingOf, useGroup } from "../parts/group_data";
+import { groupPath, partingOf, useGroup } from "../parts/group_data";
 import { filterOf, groupList } from "../parts/group_list";
 import { useKeys } from "../parts/keys";
 import { LongText } from "../parts/long";
@@ -76,7 +76,7 @@ export function GroupPage({ id }: { id: string }) {
       </nav>
       {problem && (
         <p class="bad" role="alert">
-          {problem.message} {problem.hint}
+          {problem.message} {problem.status === 409 && <a href={groupPath(id)}>its JSON</a>}
         </p>
       )}
       {!data && !problem && <p class="dim">Reading …</p>}
@@ -140,10 +140,10 @@ function GroupFacts({ head }: { head: GroupHead }) {
         <span>{clock(head.created_at)}</span>
         {lost.length > 0 && <span class="warn">lost: {visible(lost.join(", "))}</span>}
       </p>
-      {head.task !== undefined && head.task !== null && (
+      {Object.keys(head.public ?? {}).length > 0 && (
         <details class="task">
           <summary>Task (its public part)</summary>
-          <LongText text={asText(head.task)} />
+          <LongText text={asText(head.public)} />
         </details>
       )}
     </>
@@ -160,8 +160,7 @@ export interface Column {
 }
 
 export function SideBySide({ columns, chosen, choose }: { columns: Column[]; chosen: number; choose: (n: number) => void }) {
-  const conversations = columns.map((one) => one.rollout.messages);
-  const parting = useMemo(() => partingOf(conversations), [columns.map((one) => one.rollout.rollout_id).join("\n")]);
+  const parting = useMemo(() => partingOf(columns.filter((one) => !one.rollout.cut).map((one) => one.rollout.messages)), [columns.map((one) => one.rollout.rollout_id).join("\n")]);
   const [isUnfolded, unfold] = useState(false);
   if (columns.length === 0) return null;
   const from = isUnfolded || columns.length === 1 ? 0 : parting.message;
@@ -218,8 +217,14 @@ function Lane({ column, from, isChosen, choose, common }: LaneProps) {
           {Object.keys(rollout.metrics).length > 0 && `; ${Object.entries(rollout.metrics).slice(0, 4).map(([name, value]) => `${visible(name)} ${number(value)}`).join(", ")}`}
         </p>
       </header>
-      <Messages messages={messages} from={Math.min(from, messages.length)} turns={rollout.score.turns.filter((one) => isMain(one.agent, rollout))} {...(common ? { common } : {})} />
-      {from >= messages.length && <p class="dim">Nothing after the common beginning.</p>}
+      <Messages messages={messages} from={Math.min(from, messages.length)} turns={rollout.score.turns.filter((one) => isMain(one.agent, rollout))} timings={rollout.timings?.filter((one) => isMain(one.agent, rollout))} {...(common ? { common } : {})} />
+      {rollout.cut ? (
+        <p>
+          This group is too long to be shown whole. <a href={column.link}>Its own page has the conversation.</a>
+        </p>
+      ) : (
+        from >= messages.length && <p class="dim">Nothing after the common beginning.</p>
+      )}
     </section>
   );
 }

@@ -25,7 +25,7 @@ export function Tokens({ path, answer }: { path: string; answer: RolloutAnswer }
           ))}
         </div>
       )}
-      <Row key={row} path={`${path}/tokens?row=${row}`} facts={rows[row]!} answer={answer} />
+      <Row key={row} path={`${path}/tokens?row=${row}`} facts={rows[row]!} />
     </>
   );
 }
@@ -33,10 +33,9 @@ export function Tokens({ path, answer }: { path: string; answer: RolloutAnswer }
 interface RowProps {
   path: string;
   facts: RowFacts;
-  answer: RolloutAnswer;
 }
 
-function Row({ path, facts, answer }: RowProps) {
+function Row({ path, facts }: RowProps) {
   const { query } = usePlace();
   const [pages, setPages] = useState<ReadonlyMap<number, TokenPage>>(new Map());
   const [problem, setProblem] = useState<Problem | null>(null);
@@ -119,7 +118,7 @@ function Row({ path, facts, answer }: RowProps) {
         </div>
         <aside class="token-panel" aria-live="polite" aria-label="The chosen token">
           {page && chosen !== null ? <Chosen page={page} token={chosen} /> : <p class="dim">Choose a token: click it, or press → or n.</p>}
-          <Stitches facts={facts} pages={[...pages.entries()].sort(([a], [b]) => a - b).map(([, one]) => one)} isWhole={pages.size === pageCount} answer={answer} />
+          <Stitches facts={facts} pages={[...pages.entries()].sort(([a], [b]) => a - b).map(([, one]) => one)} isWhole={pages.size === pageCount} />
         </aside>
       </div>
     </div>
@@ -230,34 +229,25 @@ function Chosen({ page, token }: { page: TokenPage; token: number }) {
   );
 }
 
-/** How the row was put together: which tokens each call sampled, and how its prompt went on. */
-function Stitches({ facts, pages, isWhole, answer }: { facts: RowFacts; pages: TokenPage[]; isWhole: boolean; answer: RolloutAnswer }) {
-  const stretches = stretchesOf(pages);
+/** How the row was put together: which of its tokens each call sampled, and what stands between. */
+function Stitches({ facts, pages, isWhole }: { facts: RowFacts; pages: TokenPage[]; isWhole: boolean }) {
+  const [isOpen, open] = useState(facts.path.length < 12 && innerWidth > 760);
   return (
-    <details class="stitches" open={facts.path.length < 12 && innerWidth > 760}>
+    <details class="stitches" open={isOpen} onToggle={(event) => open(event.currentTarget.open)}>
       <summary>How it was stitched: {count(facts.path.length, "call")}</summary>
-      <ol>
-        {stretches.map((one) => (
-          <li key={one.from}>
-            <button onClick={() => setQuery({ token: one.from })}>
-              {one.from}–{one.to - 1}
-            </button>{" "}
-            {one.call < 0 ? <span class="dim">context</span> : <>call {one.call}{edgeOf(answer, one.call)}</>}
-          </li>
-        ))}
-      </ol>
+      {isOpen && (
+        <ol>
+          {stretchesOf(pages).map((one) => (
+            <li key={one.from}>
+              <button onClick={() => setQuery({ token: one.from })}>
+                {one.from}–{one.to - 1}
+              </button>{" "}
+              {one.call < 0 ? <span class="dim">context</span> : <>call {one.call}</>}
+            </li>
+          ))}
+        </ol>
+      )}
       {!isWhole && <p class="dim">The rest is read as one scrolls.</p>}
     </details>
   );
-}
-
-/** How the prompt of a call continued an earlier one, if calls were kept. */
-function edgeOf(answer: RolloutAnswer, call: number): string {
-  for (const traced of answer.rollout.calls) {
-    const kept = Array.isArray(traced) ? traced.at(-1) : traced;
-    if (typeof kept !== "object" || kept === null || (kept as { index?: number }).index !== call) continue;
-    const { edge = "root", refusal } = kept as { edge?: string; refusal?: string | null };
-    return `, ${edge === "root" ? "from scratch" : `continued: ${edge}`}${refusal ? ` (${visible(refusal)})` : ""}`;
-  }
-  return "";
 }

@@ -6,6 +6,7 @@ import { asText, count, duration, number, shortened, visible } from "../text";
 import { LongText } from "./long";
 
 const IMAGE = /^data:image\/(png|jpeg|gif|webp|avif);base64,[A-Za-z0-9+/=\s]+$/;
+const OF_ROLLOUT = /^v1\/groups\/.*\/images\//;
 const MOST_OF_SYSTEM = 800;
 const ROLES = new Set(["system", "developer", "user", "assistant", "tool"]);
 
@@ -56,7 +57,8 @@ function callOf(call: ToolCall): Said["calls"][number] {
 /** All that a message says, as one text; messages are the same where this is. */
 export function wholeText(message: Message): string {
   const said = saidIn(message);
-  const parts = said.parts.map((part) => (typeof part === "string" ? part : "image" in part ? part.image : part.other));
+  // A picture's link names its rollout; pictures in the same place count as the same.
+  const parts = said.parts.map((part) => (typeof part === "string" ? part : "image" in part ? part.image.replace(OF_ROLLOUT, "") : part.other));
   const calls = said.calls.map((call) => `${call.name} ${call.text}`);
   return [said.role, said.reasoning, ...parts, ...calls].join("\u0000");
 }
@@ -91,7 +93,7 @@ export function Messages({ messages, from = 0, turns = [], timings = [], common 
               {message.name && <span class="dim"> {visible(message.name)}</span>}
               <span class="dim"> #{index}</span>
               {rewards.map((one, n) => (
-                <span key={n} class="turn-reward">
+                <span key={n} class={one.value < 0 ? "turn-reward bad" : "turn-reward good"}>
                   turn {one.turn}: {signed(one.value)}
                 </span>
               ))}
@@ -158,7 +160,7 @@ function Call({ call, result, seconds }: { call: Said["calls"][number]; result: 
 
 /** Only an image that lies in the record itself is shown: nothing is fetched for a model's sake. */
 function Picture({ url }: { url: string }): ComponentChildren {
-  if (IMAGE.test(url) || /^v1\/groups\/[^?#]+\/images\/[\w-]+$/.test(url)) return <img class="picture" src={url} alt="image in the conversation" loading="lazy" />;
+  if (IMAGE.test(url) || /^v1\/groups\/[\w.~%-]+\/rollouts\/\d+\/images\/\d+$/.test(url)) return <img class="picture" src={url} alt="image in the conversation" loading="lazy" />;
   return <p class="dim">image: {visible(shortened(url, 300))}</p>;
 }
 

@@ -1,53 +1,26 @@
 // Reads a group with its rollouts, and says where their conversations part.
 
-import { useEffect, useState } from "preact/hooks";
-import { get, Problem, useGet } from "../api";
-import type { GroupHead, GroupRow, Message, Rollout, RolloutAnswer } from "../records";
+import { type Loaded, useGet } from "../api";
+import type { GroupHead, GroupRow, Message, Rollout } from "../records";
 import { commonLength, wholeText } from "./conversation";
 
 /** GET /v1/groups/ID/rollouts. */
-interface GroupAnswer {
-  group: GroupHead & Partial<GroupRow>;
-  rollouts: RolloutAnswer[];
-}
-
 export interface GroupData {
   group: GroupHead & Partial<GroupRow>;
   rollouts: Rollout[];
 }
 
+export function groupPath(id: string): string {
+  return `v1/groups/${encodeURIComponent(id)}`;
+}
+
 export function rolloutPath(id: string, number: number): string {
-  return `v1/groups/${encodeURIComponent(id)}/rollouts/${number}`;
+  return `${groupPath(id)}/rollouts/${number}`;
 }
 
-/** Reads a group; null while it is read. */
-export function useGroup(id: string | null): { data: GroupData | null; problem: Problem | null } {
-  const answer = useGet<GroupAnswer>(id === null ? null : `v1/groups/${encodeURIComponent(id)}/rollouts`);
-  const [older, setOlder] = useState<{ id: string; data: GroupData | null; problem: Problem | null } | null>(null);
-  const isMissing = answer.problem?.status === 404;
-  useEffect(() => {
-    if (id === null || !isMissing) return;
-    let isOpen = true;
-    const done = (data: GroupData | null, problem: Problem | null) => isOpen && setOlder({ id, data, problem });
-    oneByOne(id).then(
-      (data) => done(data, null),
-      (error) => done(null, error instanceof Problem ? error : new Problem(0, String(error))),
-    );
-    return () => {
-      isOpen = false;
-    };
-  }, [id, isMissing]);
-  if (answer.data) return { data: { group: answer.data.group, rollouts: answer.data.rollouts.map((one) => one.rollout) }, problem: null };
-  if (isMissing) return older?.id === id ? older : { data: null, problem: null };
-  return { data: null, problem: answer.problem };
-}
-
-/** Of a server that does not answer for all rollouts at once. */
-async function oneByOne(id: string): Promise<GroupData> {
-  const first = await get<RolloutAnswer>(rolloutPath(id, 0));
-  const rest = Array.from({ length: Math.min(first.rollouts, 64) - 1 }, (_, n) => get<RolloutAnswer>(rolloutPath(id, n + 1)));
-  const all = [first, ...(await Promise.all(rest))];
-  return { group: first.group, rollouts: all.map((one) => one.rollout) };
+/** Reads a group with its rollouts; of null nothing. */
+export function useGroup(id: string | null): Loaded<GroupData> {
+  return useGet<GroupData>(id === null ? null : `${groupPath(id)}/rollouts`);
 }
 
 /** Where conversations part. */
@@ -61,6 +34,7 @@ export interface Parting {
 }
 
 export function partingOf(conversations: Message[][]): Parting {
+  if (conversations.length < 2) return { message: 0, common: null, isSame: false };
   const least = Math.min(...conversations.map((one) => one.length));
   for (let at = 0; at < least; at += 1) {
     const texts = conversations.map((one) => wholeText(one[at]!));

@@ -14,7 +14,7 @@ interface Props {
 }
 
 export function LongText({ text, most = 6000, common = 0 }: Props) {
-  const [shown, show] = useState(most);
+  const [shown, show] = useState(text.length <= 1.5 * most ? text.length : most);
   const [unfolded, unfold] = useState(false);
   const folded = common > 400 && !unfolded ? lineBefore(text, common - 200) : 0;
   const end = Math.min(text.length, folded + shown);

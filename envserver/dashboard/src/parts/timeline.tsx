@@ -7,6 +7,13 @@ import { count, duration, number, visible } from "../text";
 const MOST_BARS = 200;
 const KINDS = ["engine", "tool", "sandbox", "scoring"] as const;
 
+const NAMES: Record<Timing["kind"], [string, string]> = {
+  engine: ["engine call", "engine calls"],
+  tool: ["tool call", "tool calls"],
+  sandbox: ["program in the sandbox", "programs in the sandbox"],
+  scoring: ["scoring", "scorings"],
+};
+
 interface Props {
   answer: RolloutAnswer;
   /** Link to a token of a row. */
@@ -14,8 +21,7 @@ interface Props {
 }
 
 export function Timeline({ answer, tokenLink }: Props) {
-  const timings = answer.timings ?? [];
-  const { usage } = answer.rollout;
+  const { usage, timings = [] } = answer.rollout;
   const [most, setMost] = useState(MOST_BARS);
   const end = Math.max(usage.seconds, ...timings.map((one) => one.started + one.seconds), 1e-3);
   return (
@@ -36,10 +42,12 @@ export function Timeline({ answer, tokenLink }: Props) {
           {KINDS.map((kind) => (
             <Sum key={kind} kind={kind} timings={timings.filter((one) => one.kind === kind)} all={usage.seconds} />
           ))}
-          <tr>
-            <th scope="row">scoring</th>
-            <td>{duration(usage.scoring_seconds)}</td>
-          </tr>
+          {!timings.some((one) => one.kind === "scoring") && (
+            <tr>
+              <th scope="row">scoring</th>
+              <td>{duration(usage.scoring_seconds)}</td>
+            </tr>
+          )}
         </tbody>
       </table>
       {timings.length === 0 ? (
@@ -66,14 +74,12 @@ export function Timeline({ answer, tokenLink }: Props) {
   );
 }
 
-function Sum({ kind, timings, all }: { kind: string; timings: Timing[]; all: number }) {
+function Sum({ kind, timings, all }: { kind: Timing["kind"]; timings: Timing[]; all: number }) {
   if (timings.length === 0) return null;
   const seconds = timings.reduce((sum, one) => sum + one.seconds, 0);
   return (
     <tr>
-      <th scope="row">
-        {count(timings.length, kind === "engine" ? "engine call" : kind === "sandbox" ? "program in the sandbox" : kind, kind === "engine" ? "engine calls" : kind === "sandbox" ? "programs in the sandbox" : undefined)}
-      </th>
+      <th scope="row">{kind === "scoring" ? kind : count(timings.length, ...NAMES[kind])}</th>
       <td>
         {duration(seconds)} <span class="dim">{share(seconds, all)}</span>
       </td>

@@ -33,7 +33,7 @@ export function Use({ answer }: { answer: RolloutAnswer }) {
       </Part>
       <Part title="Sandbox">{usage.sandbox ? <Sandbox use={usage.sandbox} /> : <p class="dim">No program ran in a sandbox.</p>}</Part>
       <Attempts answer={answer} />
-      <Logs lines={answer.logs} />
+      <Logs lines={rollout.logs} />
       <Part title="Numbers">
         <Numbers title="of the agent" values={rollout.metrics} />
         <Numbers title="of the score" values={rollout.score.metrics} />
@@ -90,8 +90,7 @@ function Sandbox({ use }: { use: SandboxUsage }) {
 }
 
 function Attempts({ answer }: { answer: RolloutAnswer }) {
-  const failed = answer.attempts;
-  const { attempt } = answer.rollout;
+  const { attempt, attempts: failed } = answer.rollout;
   if (attempt <= 1 && !failed?.length) return null;
   return (
     <Part title="Failed attempts before">
