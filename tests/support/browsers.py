@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, BrowserContext, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
+
+expect.set_options(timeout=60_000)  # the machine may be busy
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "envserver" / "dashboard"

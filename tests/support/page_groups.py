@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import zlib
@@ -26,7 +27,7 @@ from envserver_records.scores import TurnReward
 from envserver_records.timings import FailedAttempt, Printed, Timing
 
 from envserver.api.metrics import Metrics
-from envserver.store import GroupPut, Store
+from envserver.store import GroupPut
 from envserver.store.facts import facts_of_rewards
 from envserver.store.sink import put_of
 
@@ -221,16 +222,26 @@ def many_groups(count: int) -> list[GroupPut]:
     return made
 
 
-async def put_hard_groups(store: Store) -> None:
-    await store.put([put_of(one, pack(one)) for one in hard_groups()])
+class GroupsHouse:
+    """A server with groups, at `url`; it runs in `loop`, in another thread."""
+
+    def __init__(self, api: Api, loop: asyncio.AbstractEventLoop) -> None:
+        self._api = api
+        self._loop = loop
+        self.url = api.url
+
+    def add(self, *groups: GroupPut) -> None:
+        """Puts groups, as if they had just been finished."""
+        putting = self._api.store.put(list(groups))
+        asyncio.run_coroutine_threadsafe(putting, self._loop).result(60)
 
 
 @contextlib.asynccontextmanager
-async def api_of_groups(folder: Path, many: int = 0) -> AsyncIterator[Api]:
-    """The trainer API over a store with `hard_groups`, after `many_groups(many)`."""
+async def groups_house(folder: Path, many: int = 0) -> AsyncIterator[GroupsHouse]:
+    """The trainer API over a store with `many_groups(many)` and then `hard_groups`."""
     async with running_api(folder / "groups.db", metrics=Metrics()) as api:
         made = many_groups(many)
         for start in range(0, many, 5000):
             await api.store.put(made[start : start + 5000])
-        await put_hard_groups(api.store)
-        yield api
+        await api.store.put([put_of(one, pack(one)) for one in hard_groups()])
+        yield GroupsHouse(api, asyncio.get_running_loop())

@@ -147,7 +147,6 @@ export function Groups() {
               open={open}
               linkOf={linkOf}
               line={(row) => <Cells row={row} low={low} high={high} />}
-              say={sentence}
               more={() => void list.more()}
               atTop={setAtTop}
             />
@@ -167,7 +166,7 @@ function Cells({ row, low, high }: { row: GroupRow; low: number; high: number })
       <span>{visible(row.env)}</span>
       <span>{visible(row.task_id || row.group_id)}</span>
       <span class="right">{number(row.reward_mean)}</span>
-      <span class="sparks">{sparks(row.rewards ?? [], low, high)}</span>
+      <span class="sparks" aria-hidden="true">{sparks(row.rewards ?? [], low, high)}</span>
       <span class="right">{row.policy_version < 0 ? "–" : row.policy_version}</span>
       <span class="right">{number(row.turns)}</span>
       <span class="right">{amount(row.completion_tokens ?? row.tokens)}</span>
@@ -199,12 +198,6 @@ function notes(row: GroupRow): string {
   parts.push(...(row.flags ?? []));
   if (row.state === "dropped") parts.push("dropped");
   return parts.join(", ");
-}
-
-function sentence(row: GroupRow): string {
-  const mean = row.reward_mean === null ? "no reward" : `mean reward ${number(row.reward_mean)}`;
-  const more = notes(row);
-  return visible(`${row.env}, task ${row.task_id || row.group_id}, ${mean}, ${count(row.size, "rollout")}${more ? `, ${more}` : ""}`);
 }
 
 function pick(from: Record<string, string>, ...names: string[]): Record<string, string> {

@@ -1,6 +1,6 @@
 // A rollout: as conversation, as tokens, over time, with what it used, and as JSON.
 
-import { useGet } from "../api";
+import { get, useGet } from "../api";
 import { Messages, summaryOf } from "../parts/conversation";
 import { Copy } from "../parts/copy";
 import { rolloutPath } from "../parts/group_data";
@@ -20,6 +20,9 @@ import { Tokens } from "./tokens";
 const TABS = ["conversation", "tokens", "timing", "use", "raw"] as const;
 type Tab = (typeof TABS)[number];
 
+/** Rollouts of the groups that were seen, so that keys act before a page is read. */
+const sizes = new Map<string, number>();
+
 export function RolloutPage({ id, number }: { id: string; number: number }) {
   const { query } = usePlace();
   const path = rolloutPath(id, number);
@@ -32,14 +35,18 @@ export function RolloutPage({ id, number }: { id: string; number: number }) {
   const show = (next: Tab) => setQuery({ tab: next === "conversation" ? null : next, row: null, token: null });
   const rolloutLink = (group: string, n: number) => link(["groups", group, String(n)], kept);
 
+  if (data) sizes.set(id, data.rollouts);
   const step = (by: 1 | -1) => {
     const next = number + by;
-    if (data && next >= 0 && next < data.rollouts) go(rolloutLink(id, next));
+    const size = sizes.get(id);
+    if (size === undefined) return; // not read yet
+    if (next >= 0 && next < size) go(rolloutLink(id, next));
     else void goBeside(id, by, query, (other) => rolloutLink(other, 0));
   };
   const failure = async () => {
-    for (let next = number + 1; data && next < data.rollouts; next += 1) {
-      const one = await fetch(rolloutPath(id, next)).then((answer) => answer.json() as Promise<RolloutAnswer>);
+    if (!data) return; // not read yet
+    for (let next = number + 1; next < data.rollouts; next += 1) {
+      const one = await get<RolloutAnswer>(rolloutPath(id, next));
       if (isFailure(one.rollout, one.group.reward_range)) return go(rolloutLink(id, next));
     }
     await goBeside(id, 1, query, (other) => rolloutLink(other, 0), true);

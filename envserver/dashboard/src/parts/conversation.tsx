@@ -125,7 +125,7 @@ function Body({ said, same }: { said: Said; same: string | null }) {
   return (
     <>
       {said.reasoning && (
-        <details class="reasoning">
+        <details class="reasoning" open={same !== null && ofReasoning < said.reasoning.length}>
           <summary>
             reasoning <span class="dim">{shortened(visible(said.reasoning.trim()), 90)}</span>
           </summary>

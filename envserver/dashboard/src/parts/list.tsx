@@ -23,8 +23,6 @@ interface Props<T> {
   linkOf: (row: T) => string;
   /** The cells of a row. */
   line: (row: T) => ComponentChildren;
-  /** What a screen reader says of a row. */
-  say?: (row: T) => string;
   /** Called when the end comes near. */
   more: () => void;
   /** Called with whether the first row is in view. */
@@ -90,7 +88,7 @@ export function WindowedList<T>(props: Props<T>) {
   // A list that is opened again shows the row that was chosen.
   useLayoutEffect(() => {
     if (chosenAt >= 0) show(chosenAt);
-  }, [chosenAt]);
+  }, [chosen, chosenAt >= 0]);
 
   const moves: Record<string, () => void> = {
     ArrowDown: () => move(start + 1),
@@ -142,7 +140,6 @@ export function WindowedList<T>(props: Props<T>) {
               aria-selected={index === chosenAt}
               aria-setsize={props.total ?? -1}
               aria-posinset={index + 1}
-              aria-label={props.say?.(row)}
               style={{ top: `${index * ROW_HEIGHT}px` }}
               onClick={(event) => clicked(event, row)}
               onAuxClick={(event) => clicked(event, row)}

@@ -4,6 +4,8 @@ import type { RewardRange, Rollout } from "../records";
 import { count, duration, number, visible } from "../text";
 import { signed } from "./conversation";
 
+const MARKS = { "not scorable": "?", solved: "✓", "lowest reward": "✗", partly: "" };
+
 export function Reward({ value, range }: { value: number | null; range: RewardRange | undefined }) {
   const solvedAt = range?.solved_at ?? 1;
   const low = range?.low ?? 0;
@@ -11,7 +13,8 @@ export function Reward({ value, range }: { value: number | null; range: RewardRa
   const word = value === null ? "not scorable" : value >= solvedAt - 1e-9 ? "solved" : value <= low ? "lowest reward" : "partly";
   return (
     <span class={`reward ${kind}`} title={word}>
-      {number(value)} <span class="reward-mark" aria-label={word}>{value === null ? "?" : value >= solvedAt - 1e-9 ? "✓" : value <= low ? "✗" : ""}</span>
+      {number(value)} <span aria-hidden="true">{MARKS[word]}</span>
+      <span class="unseen">{word}</span>
     </span>
   );
 }
