@@ -175,7 +175,10 @@ def test_what_a_model_wrote_is_only_text(house: GroupsHouse, visitor: Visitor) -
     expect(page.get_by_text("image: https://example.com/spy.png")).to_be_visible()
     for tab in ("raw", "use", "conversation"):
         page.get_by_role("tab", name=tab).click()
-        assert page.locator("main script, main b:text('bold?'), main a[href^='javascript']").count() == 0
+        assert (
+            page.locator("main script, main b:text('bold?'), main a[href^='javascript']").count()
+            == 0
+        )
     assert page.get_by_role("img", name="image in the conversation").count() == 1
     assert "pwned" not in page.title()
     page.goto(f"{house.url}/#/tasks/rooms/{'lamp%20%3Cb%3E'}")
@@ -184,7 +187,9 @@ def test_what_a_model_wrote_is_only_text(house: GroupsHouse, visitor: Visitor) -
     page.get_by_role("button", name="all 1.15 M").click()
     expect(page.locator(".piece").last).to_be_attached()
     assert nodes(page) < MOST_NODES
-    shown = page.locator(".lane .long", has_text="A line").evaluate("(one) => one.textContent.length")
+    shown = page.locator(".lane .long", has_text="A line").evaluate(
+        "(one) => one.textContent.length"
+    )
     assert shown > len(LONG) - 200  # the ends of the pieces' lines are blocks' ends
 
 

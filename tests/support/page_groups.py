@@ -1,4 +1,4 @@
-"""Groups that are hard to show: several agents, pictures, hostile and long texts, long rows, many."""
+"""Groups that are hard to show: several agents, pictures, hostile texts, long ones, many."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def picture(width: int = 64, height: int = 40) -> str:
 
 
 def row(length: int, agent: str | None = None, seed: int = 0) -> Sequence:
-    """A row in which turns of 200 tokens follow contexts of 100; every third turn is by version 4."""
+    """A row: contexts of 100 tokens, turns of 200; every third turn is by version 4."""
     rng = np.random.default_rng(seed)
     place = np.arange(length)
     trained = (place % 300 >= 100).astype(np.uint8)

@@ -11,7 +11,7 @@ import { Outcome } from "../parts/outcome";
 import { Timeline } from "../parts/timeline";
 import { Use } from "../parts/use";
 import { isFailure, type Rollout, type RolloutAnswer, type Timing, type Tool } from "../records";
-import { go, link, setQuery, usePlace } from "../router";
+import { go, link, place, setQuery, usePlace } from "../router";
 import { useSource } from "../source";
 import { asText, count, quoted, visible } from "../text";
 import { goBeside } from "./group";
@@ -37,11 +37,12 @@ export function RolloutPage({ id, number }: { id: string; number: number }) {
 
   if (data) sizes.set(id, data.rollouts);
   const step = (by: 1 | -1) => {
-    const next = number + by;
-    const size = sizes.get(id);
+    const [, group = id, at = ""] = place().path; // further than what is shown, if keys come fast
+    const next = Number(at) + by;
+    const size = sizes.get(group);
     if (size === undefined) return; // not read yet
-    if (next >= 0 && next < size) go(rolloutLink(id, next));
-    else void goBeside(id, by, query, (other) => rolloutLink(other, 0));
+    if (next >= 0 && next < size) go(rolloutLink(group, next));
+    else void goBeside(group, by, query, (other) => rolloutLink(other, 0));
   };
   const failure = async () => {
     if (!data) return; // not read yet
