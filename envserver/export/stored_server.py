@@ -28,7 +28,8 @@ def of_server(url: str) -> Iterator[RawGroup]:
         ConflictError: it refuses.
     """
     token = os.environ.get("ENVSERVER_TOKEN")
-    headers = {"authorization": f"Bearer {token}"} if token else {}
+    headers = {"accept-encoding": "identity"}  # httpx fails on zstd in several frames
+    headers |= {"authorization": f"Bearer {token}"} if token else {}
     with httpx.Client(base_url=url, timeout=_SECONDS, headers=headers) as http:
         after: int | None = 0
         while after is not None:

@@ -86,7 +86,8 @@ class ServerSource:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._http = httpx.AsyncClient(base_url=url, timeout=_SECONDS)
+        headers = {"accept-encoding": "identity"}  # httpx fails on zstd in several frames
+        self._http = httpx.AsyncClient(base_url=url, timeout=_SECONDS, headers=headers)
 
     async def __aenter__(self) -> ServerSource:
         return self

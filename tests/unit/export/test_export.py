@@ -221,6 +221,8 @@ def test_traces_stand_by_model_and_label_and_go_into_unified_records(tmp_path: P
 
 def test_the_same_groups_come_from_files_folders_stores_and_servers(tmp_path: Path) -> None:
     groups = [native_group(f"g-{number}") for number in range(3)]
+    # Long enough to be stored, and offered, as zstd in several frames.
+    groups[1] = native_group("g-1", output="A long answer. " * 10_000)
 
     async def stored() -> None:
         async with open_store(tmp_path / "groups.db") as store:
