@@ -90,6 +90,16 @@ def _good(answer: httpx.Response) -> Any:
     return answer.json()
 
 
+async def head_or_answer(
+    http: httpx.AsyncClient, method: str, path: str, **more: Any
+) -> httpx.Response:
+    """The answer; of a stream of events, which has no end, only the status and the headers."""
+    async with http.stream(method, path, **more) as answer:
+        if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+            await answer.aread()
+        return answer
+
+
 @asynccontextmanager
 async def running_api(
     place: Path | str,

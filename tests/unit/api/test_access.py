@@ -15,7 +15,7 @@ import pytest
 import yaml
 from envserver_records.errors import ConfigError, ConflictError, NotFoundError
 from envserver_records.records import Group
-from support.api import Api, native_group, put_native, running_api
+from support.api import Api, head_or_answer, native_group, put_native, running_api
 from support.proxy_house import house
 
 from envserver import ServerConfig, main
@@ -74,7 +74,7 @@ def bearer(token: str) -> dict[str, str]:
 
 async def ask(api: Api, token: str | None, method: str, path: str, **more: Any) -> httpx.Response:
     headers = {**(bearer(token) if token else {}), **more.pop("headers", {})}
-    return await api.http.request(method, path, headers=headers, **more)
+    return await head_or_answer(api.http, method, path, headers=headers, **more)
 
 
 def filled(path: str) -> str:

@@ -93,7 +93,7 @@ def judge(url: str, examples: int) -> None:
     document = schemathesis.openapi.from_url(f"{url}/openapi.json")
     for found in document.get_all_operations():
         operation = found.ok()
-        if not operation.path.endswith("/stream"):  # it has no end
+        if not operation.path.endswith(("/stream", "/events")):  # they have no end
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
                 # Groups are slow to make up; the corpus has some.
                 _judge(operation, mode, examples // 2 if "scored" in operation.path else examples)
