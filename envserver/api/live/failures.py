@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from envserver_records.errors import Blame, RolloutError, Stale, by_kind
+from envserver_records.errors import Fault, RolloutError, by_kind, fault_of
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
@@ -26,7 +26,6 @@ from ...telemetry.printable import printable
 from ...telemetry.redaction import redacted
 from ..native.answers import answers, json_answer
 
-Fault = Literal["model", "environment", "infrastructure", "trainer", "engine"]
 What = Literal["attempt", "rollout", "group", "drop"]
 
 MOST_ROWS: Final = 1000
@@ -34,13 +33,6 @@ _MOST_CHARACTERS: Final = 2000
 _MOST_ALIKE: Final = 20
 """Rows for one request of a trainer."""
 _LIMIT: Final = 2**63 - 1
-_FAULTS: Final[Mapping[Blame, Fault]] = {
-    Blame.MODEL: "model",
-    Blame.ENVIRONMENT: "environment",
-    Blame.ENGINE: "engine",
-    Blame.SERVER: "infrastructure",
-    Blame.USER: "environment",
-}
 _FAULTS_OF_DROPS: Final[Mapping[str, Fault]] = {
     "zero_variance": "model",
     "too_long": "model",
@@ -210,12 +202,6 @@ class FailureLog:
         wanted = [row for row in alike if row.n < before and kind in ("", row.kind)]
         shown = wanted[:limit]
         return shown, counts, shown[-1].n if len(wanted) > limit else None
-
-
-def fault_of(kind: str, blame: Blame) -> Fault:
-    """Returns whose fault a failed attempt is."""
-    # It was not too slow by itself: the trainer went on.
-    return "trainer" if kind == Stale.kind else _FAULTS[blame]
 
 
 def _counted(rows: Iterable[FailureRow]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 import structlog
-from envserver_records.errors import StoreError
+from envserver_records.errors import Fault, StoreError
 
 from ...store import GroupStore
 from ...store.listing import GroupQuery
@@ -20,7 +20,6 @@ from ..native.groups import summary
 from . import Live
 from .engines import engine_rows
 from .events import missed
-from .failures import Fault
 
 log = structlog.get_logger(__name__)
 
