@@ -82,7 +82,7 @@ class IndexReader(GroupLookups):
             found = (await connection.execute(_PLACE, {"group_id": group_id})).one_or_none()
         if found is None:
             raise NotFoundError(f"There is no group {group_id}.", group_id=group_id)
-        return await asyncio.to_thread(_packed, *found)
+        return await asyncio.to_thread(_packed, group_id, *found)
 
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[AsyncConnection]:
@@ -99,11 +99,18 @@ async def open_index(path: Path) -> AsyncIterator[IndexReader]:
 
 
 def _packed(
-    path: str | None, start: int, length: int, line: int, encoding: int | None, body: Any
+    group_id: str,
+    path: str | None,
+    start: int,
+    length: int,
+    line: int,
+    encoding: int | None,
+    body: Any,
 ) -> bytes:
+    """Returns a packed group under the id that it has here."""
     place = f"{path}, line {line}" if line else str(path)
     data = _read(Path(path or ""), start, length) if encoding is None else decode(encoding, body)
-    return pack(group_of_line(data, place))
+    return pack(replace(group_of_line(data, place), group_id=group_id))
 
 
 def _read(path: Path, start: int, length: int) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,10 +54,11 @@ def test_two_runs_are_compared_down_to_both_groups_of_a_task(
     page.get_by_label("Search").fill("math-000002")
     expect(page.get_by_role("region", name="Tasks").get_by_role("row")).to_have_count(2)
     assert "text=math-000002" in page.url and "order=best" in page.url
-    expect(first.get_by_role("link", name="side by side")).to_have_attribute(
-        "href",
-        "#/compare?a=base%2Fmath-train-0-000002&b=tuned%2Fmath-train-0-000002",
-    )
+    first.get_by_role("link", name="side by side").click()
+    for run in ("base", "tuned"):
+        expect(page.get_by_text(f"{run}/math-train-0-000002").first).to_be_visible()
+    expect(page.get_by_text("It is 2, says the 1.").first).to_be_visible()
+    visitor.shot(page, "comparison-groups")
 
 
 def test_its_pages_are_clean_in_the_dark_and_on_a_small_screen(
@@ -68,6 +71,34 @@ def test_its_pages_are_clean_in_the_dark_and_on_a_small_screen(
             axe(page)
             no_sideways_scroll(page)
             visitor.shot(page, f"{path}-{name}")
+
+
+@pytest.mark.slow
+def test_a_file_of_a_gigabyte_is_shown_while_it_is_read(tmp_path: Path, visitor: Visitor) -> None:
+    file, size = tmp_path / "run.jsonl", 0
+    with file.open("wb") as out:
+        for number in itertools.count():
+            if size > 1_000_000_000:
+                break
+            answers = [f"{which} " * 20_000 for which in range(8)]
+            size += out.write(orjson.dumps(line(number, (0.0, 1.0) * 4, answers=answers)) + b"\n")
+    visitor.allow("ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_REFUSED")  # at its end
+    with running("view", file, folder=tmp_path) as view:
+        started = time.monotonic()
+        page = visitor.page(view.wait_for(r"http://[\d.]+:\d+/")[0])
+        rows = page.get_by_role("listbox", name="Groups").get_by_role("option")
+        expect(rows.first).to_contain_text("math-")
+        shown = time.monotonic() - started
+        expect(page.get_by_text("so far")).to_have_count(0, timeout=120_000)
+        whole = time.monotonic() - started
+        memory = peak_mb(view.pid)
+        print(f"{number} groups: page after {shown:.2f} s, all after {whole:.2f} s, {memory} MB")
+        assert memory < 400
+
+
+def peak_mb(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) // 1024
 
 
 def test_what_is_skipped_is_told_and_new_groups_appear(tmp_path: Path, visitor: Visitor) -> None:
