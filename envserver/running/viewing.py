@@ -84,6 +84,7 @@ async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     from ..api.live.feed import Feed
     from ..viewing.app import create_viewer
     from ..viewing.evaluations import Evaluations
+    from ..viewing.failure_files import FailureFiles
     from ..viewing.following import follow_index
     from ..viewing.index_reader import open_index
     from .bootstrap import beside
@@ -91,10 +92,17 @@ async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     await found.first()
     groups = await stack.enter_async_context(open_index(found.index))
     feed = Feed()
+    failures = FailureFiles(looked_at)
+    await failures.read_new()
     await stack.enter_async_context(beside("view-index", follow_index(feed, groups, found)))
+    await stack.enter_async_context(beside("view-failures", failures.follow(feed)))
     has_results = looked_at.kind in ("evaluation", "comparison")
     evaluations = Evaluations(looked_at, groups) if has_results else None
-    return create_viewer(groups, feed, lambda: _source(looked_at, found), evaluations)
+
+    def source() -> dict[str, Any]:
+        return _source(looked_at, found, has_failures=failures.are_there)
+
+    return create_viewer(groups, feed, source, evaluations, failures.log)
 
 
 async def _over_store(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
@@ -108,7 +116,7 @@ async def _over_store(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     feed = Feed()
     feed.seq = await last_number(groups)
     await stack.enter_async_context(beside("view-store", follow_store(feed, groups)))
-    return create_viewer(groups, feed, lambda: _source(looked_at, None), None)
+    return create_viewer(groups, feed, lambda: _source(looked_at, None))
 
 
 async def _over_server(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
@@ -135,7 +143,9 @@ async def _over_server(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     return create_relay(url, http)
 
 
-def _source(looked_at: Viewed, found: Indexing | None) -> dict[str, Any]:
+def _source(
+    looked_at: Viewed, found: Indexing | None, *, has_failures: bool = False
+) -> dict[str, Any]:
     """Returns what GET /v1/source answers."""
     progress = None if found is None else found.progress
     is_file = looked_at.kind == "file"
@@ -143,7 +153,7 @@ def _source(looked_at: Viewed, found: Indexing | None) -> dict[str, Any]:
         "kind": looked_at.kind,
         "title": looked_at.title,
         "live": True,
-        "parts": _PARTS[looked_at.kind],
+        "parts": [*_PARTS[looked_at.kind], *(("failures",) if has_failures else ())],
         "replay_source": looked_at.places[0] if is_file or looked_at.kind == "store" else None,
         "sources": looked_at.places,
         "reading": None

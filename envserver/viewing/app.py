@@ -20,6 +20,7 @@ from ..api.access.middleware import KnownNames
 from ..api.access.pages import KnownPages
 from ..api.leasing import GroupEncoder
 from ..api.live.events import add_event_routes
+from ..api.live.failures import FailureLog, add_failure_routes
 from ..api.live.feed import Feed
 from ..api.native.answers import json_answer
 from ..api.native.groups import add_group_routes
@@ -54,13 +55,17 @@ class ComparisonSearch(BaseModel):
 
 
 def create_viewer(
-    groups: ReadGroups, feed: Feed, source: Source, evaluations: Evaluations | None
+    groups: ReadGroups,
+    feed: Feed,
+    source: Source,
+    evaluations: Evaluations | None = None,
+    failures: FailureLog | None = None,
 ) -> FastAPI:
     """Builds the application over groups on disk.
 
     Args:
         source: returns the answer of GET /v1/source without the version.
-        evaluations: None where there are none.
+        evaluations, failures: None where there are none.
     """
     router = APIRouter()
     encoder = GroupEncoder(groups, most_bytes=0)  # a file may be replaced
@@ -69,6 +74,8 @@ def create_viewer(
     add_task_routes(router, groups)
     add_event_routes(router, feed)
     add_session_routes(router, None)
+    if failures is not None:
+        add_failure_routes(router, failures)
 
     @router.get("/v1/source")
     async def get_source() -> Response:

@@ -13,15 +13,19 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from envserver_records.errors import EnvserverError
+from envserver_records.errors import EngineTimeout, EnvserverError
 from support.api import native_group, put_native, running_api
 from support.commands import envserver, running
 from support.delivered import line, write_lines
 from support.views import looking_at, write_evaluation
 
 from envserver.api import create_token
+from envserver.export.jsonl import FailuresFile
+from envserver.rollouts.events import GroupDropped, RolloutFailed
 from envserver.running.viewing import viewing
 from envserver.store import open_store
+from envserver.viewing.failure_files import FailureFiles
+from envserver.viewing.sources import viewed
 
 
 async def got(http: httpx.AsyncClient, path: str, **parameters: Any) -> Any:
@@ -81,6 +85,43 @@ def test_a_file_is_shown_and_followed_until_ctrl_c(tmp_path: Path) -> None:
         view.send(signal.SIGINT)
         assert view.end(30) == 0
     assert file.with_name("run.jsonl.index").exists()
+
+
+def test_failures_beside_a_file_are_told_as_a_server_tells_them(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "run.jsonl", [line(1)])
+    beside = FailuresFile(file, resume=False)
+    names: dict[str, Any] = {
+        "group_id": "math-train-0-000007-ab",
+        "index": 7,
+        "task_id": "math-000007",
+    }
+    failure = EngineTimeout("No answer came.").failure()
+    failed = RolloutFailed(
+        **names,
+        rollout_id="math-train-0-000007-ab-r1",
+        attempt=2,
+        failure=failure,
+        final=True,
+        at=5.0,
+    )
+    beside.write(failed)
+
+    async def look() -> None:
+        found = FailureFiles(viewed([str(file)]))
+        await found.read_new()
+        (row,) = found.log.after(0)
+        assert (row.kind, row.fault, row.what) == (failure.kind, "engine", "rollout")
+        assert (row.environment, row.rollout, row.attempt, row.time) == ("math", 1, 2, 5.0)
+        dropped = GroupDropped(
+            **names, reason="zero_variance", failed=False, message="Same.", at=6.0
+        )
+        beside.write(dropped)
+        with beside.path.open("ab") as file_of_failures:
+            file_of_failures.write(b'{"event": "rollout_fai')
+        await found.read_new()
+        assert [one.what for one in found.log.after(1)] == ["drop"]
+
+    asyncio.run(look())
 
 
 @pytest.mark.parametrize(
