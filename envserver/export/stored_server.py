@@ -58,7 +58,8 @@ def _get(
     http: httpx.Client, url: str, path: str, accept: str = "application/json"
 ) -> httpx.Response:
     try:
-        answer = http.get(path, headers={"accept": accept})
+        # Not zstd: a group is several frames of it, and httpx fails when one ends with a chunk.
+        answer = http.get(path, headers={"accept": accept, "accept-encoding": "gzip"})
     except httpx.TransportError as error:
         why = error or type(error).__name__
         raise NotFoundError(f"No server answers at {url}: {why}.") from error

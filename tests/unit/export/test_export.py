@@ -6,12 +6,16 @@ import asyncio
 import gzip
 import hashlib
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import orjson
 import pytest
+from envserver_records.records import pack
 from envserver_records.seals import link_of
 from envserver_records.zstd import zstd
 from hypothesis import given, settings
@@ -22,7 +26,7 @@ from support.delivered import line, write_lines
 from support.extent import examples
 
 from envserver import main
-from envserver.export import problems_of, problems_of_trace, read_groups
+from envserver.export import problems_of, problems_of_trace, read_groups, stored_server
 from envserver.export.decontaminate import Forbidden
 from envserver.export.traces import unified_of_trace
 from envserver.store import GroupPut, open_store
@@ -217,6 +221,26 @@ def test_traces_stand_by_model_and_label_and_go_into_unified_records(tmp_path: P
     good["steps"][1]["i"] = 7
     good["outcome"]["num_steps"] = 1
     assert len(problems_of_trace(good)) == 2
+
+
+def test_a_server_that_sends_frame_by_frame_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = pack(native_group("g"))
+    packed = msgspec.msgpack.encode(
+        {"group_id": "g", "env": "math", "format": "group", "policy_version": 7, "body": body}
+    )
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/groups":
+            listed = {"groups": [{"group_id": "g", "state": "queued"}], "next": None}
+            return httpx.Response(200, json=listed)
+        if "zstd" not in request.headers["accept-encoding"]:
+            return httpx.Response(200, content=packed)
+        frames = (zstd.compress(part) for part in (packed[:20], packed[20:]))
+        return httpx.Response(200, headers={"content-encoding": "zstd"}, content=frames)
+
+    client = partial(httpx.Client, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(stored_server.httpx, "Client", client)
+    assert len(list(read_groups(["http://envserver.test"]))) == 1
 
 
 def test_the_same_groups_come_from_files_folders_stores_and_servers(tmp_path: Path) -> None:
