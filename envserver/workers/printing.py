@@ -15,36 +15,38 @@ from typing import IO, Any
 
 from envserver_records.timings import MOST_PRINTED, Stream
 
+_MOST_LINES = 200
+_LONGEST_LINE = 1000
+
 
 class PrintedLines:
-    """The last lines of one rollout, `MOST_PRINTED` characters at most."""
+    """The last lines of one rollout. Its threads may write at the same time: nothing here fails or
+    waits, at worst two unfinished lines are mixed."""
 
     def __init__(self) -> None:
-        self._lines: deque[tuple[float, Stream, str]] = deque()
+        self._lines: deque[tuple[float, Stream, str]] = deque(maxlen=_MOST_LINES)
         self._begun: dict[Stream, str] = {}
-        self._size = 0
 
     def add(self, stream: Stream, text: str) -> None:
         """Adds what was written; a line is kept when it is complete."""
         *whole, rest = (self._begun.get(stream, "") + text[-MOST_PRINTED:]).split("\n")
-        self._begun[stream] = rest[-MOST_PRINTED:]
-        for line in whole:
-            self._keep(stream, line)
+        self._begun[stream] = rest[:_LONGEST_LINE]
+        now = time.time()
+        self._lines.extend((now, stream, line[:_LONGEST_LINE]) for line in whole)
 
     def taken(self) -> list[tuple[float, Stream, str]]:
-        """Returns (time, stream, text) of each line, unfinished ones last."""
-        for stream, rest in self._begun.items():
-            if rest:
-                self._keep(stream, rest)
-        self._begun.clear()
-        return list(self._lines)
-
-    def _keep(self, stream: Stream, line: str) -> None:
-        line = line[-MOST_PRINTED:]
-        self._lines.append((time.time(), stream, line))
-        self._size += len(line) + 1
-        while self._size > MOST_PRINTED and len(self._lines) > 1:
-            self._size -= len(self._lines.popleft()[2]) + 1
+        """Returns (time, stream, text) of the last lines, `MOST_PRINTED` characters at most,
+        unfinished ones last."""
+        now = time.time()
+        unfinished = [(now, stream, rest) for stream, rest in list(self._begun.items()) if rest]
+        left = MOST_PRINTED
+        kept: list[tuple[float, Stream, str]] = []
+        for line in reversed([*self._lines, *unfinished]):
+            left -= len(line[2])
+            if left < 0:
+                break
+            kept.append(line)
+        return kept[::-1]
 
 
 PRINTING: ContextVar[PrintedLines | None] = ContextVar("envserver_printing", default=None)

@@ -247,7 +247,7 @@ def test_what_one_rollout_keeps_is_bounded() -> None:
     assert len(timings_of(timeline, [], [])) == MOST_TIMINGS
     assert timeline.timings[0].seconds == 0
     assert sum(len(one.text) for one in timeline.lines()) <= MOST_PRINTED
-    assert sum(len(text) for _, _, text in lines.taken()) <= 2 * MOST_PRINTED
+    assert 0 < sum(len(text) for _, _, text in lines.taken()) <= MOST_PRINTED
     kept = bounded_public({"small": 1, "large": "x" * MOST_BYTES, "strange": object()})
     assert kept["small"] == 1
     assert kept["large"] == {"left_out_bytes": MOST_BYTES + 2}
