@@ -12,7 +12,9 @@ Cases take turns, forth and back, so that the growing store and whatever else th
 all of them alike; shown are medians of the rounds, and what watchers took beyond the case without
 any in the same round.
 
-Exits with 1 if a watcher takes more than 2 % of a core at full load.
+At full load many groups are told of as one event, so watchers take less there; but 1 % of a busy
+core is less than what busy cores differ by. So the smaller load is judged: exits with 1 if one
+watcher takes more than 2 % of a core there, or 20 more than 4 %.
 """
 
 from __future__ import annotations
@@ -39,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
 from api_peer import Server, ours
 
-MOST_SHARE = 0.02
 TOKENS = 256
 GROUP_SIZE = 8
 RATE = 15.0
@@ -57,6 +58,8 @@ class Case(NamedTuple):
         return f"{self.watchers} {kind}{'' if self.watchers == 1 else 's'}"
 
 
+BUDGETS = {Case(1): 0.02, Case(20): 0.04}
+"""What watchers may take of a core at the smaller load."""
 CASES = (Case(0), Case(1), Case(20), Case(1, is_page=True), Case(20, is_page=True))
 
 
@@ -242,10 +245,10 @@ def main() -> int:
     if arguments.output is not None:
         with arguments.output.open("w") as file:
             Console(file=file, width=120).print(table)
-    share = beyond(found, "full", Case(1))
-    if share > MOST_SHARE:
-        print(f"a watcher takes {100 * share:.1f} % of a core; {100 * MOST_SHARE:.0f} % are held")
-    return int(share > MOST_SHARE)
+    over = [case for case, most in BUDGETS.items() if beyond(found, "steady", case) > most]
+    for case in over:
+        print(f"over the budget: {case} may take {100 * BUDGETS[case]:g} % of a core")
+    return int(bool(over))
 
 
 if __name__ == "__main__":

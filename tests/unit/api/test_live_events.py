@@ -25,6 +25,7 @@ from envserver.api.access.tokens import create_token
 from envserver.api.alarms import AlarmWatch
 from envserver.api.live import Feed, Live, events
 from envserver.api.live.events import EventsAnswer
+from envserver.api.live.feed import FellBehind
 from envserver.api.live.follower import MOST_ALONE, Follower
 from envserver.api.metrics import Metrics
 from envserver.running.api_serving import api_serving
@@ -182,6 +183,21 @@ async def test_a_server_that_stops_ends_the_streams(tmp_path: Path) -> None:
         with pytest.raises(EOFError):  # not an answer that breaks off
             await connection.until("nothing")
         await context.__aexit__(None, None, None)
+
+
+def test_the_ring_keeps_so_many_events_and_so_many_bytes() -> None:
+    for bounds in ({"most_events": 3}, {"most_bytes": 200}):
+        feed = Feed(boot="0123abcd", **bounds)
+        for number in range(10):
+            feed.publish("policy", {"version": number})
+        kept = [event.data["version"] for event in events_in(feed.after(7)[0].decode())]
+        assert kept == [7, 8, 9]
+        assert feed.start("0123abcd.7.0").resync == ""
+        assert feed.start("0123abcd.6.0").resync == "missed"
+        assert feed.start("0123abcd.99.0").resync == "missed"
+        assert feed.start("89abcdef.9.0").resync == feed.start("nonsense").resync == "restarted"
+        with pytest.raises(FellBehind):
+            feed.after(6)
 
 
 class FakeStore:
