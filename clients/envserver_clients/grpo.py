@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from envserver_records import EnvserverError
+from envserver_records.tracking import TrackerName, open_tracker
 from rich.console import Console
 
 from envserver_clients.records import Batch
@@ -43,8 +44,7 @@ from envserver_clients.training.metrics import (
     JsonLines,
     Line,
     Metrics,
-    TensorBoard,
-    Tracker,
+    Tracked,
     Writer,
 )
 from envserver_clients.training.policy import Policy
@@ -205,14 +205,19 @@ def _batches_until_limit(
 def _metrics(settings: TrainerSettings, step: int, console: Console) -> Metrics:
     lines = JsonLines(settings.output / "metrics.jsonl", step)
     writers: list[Writer] = [lines, ConsoleLines(console)]
-    if settings.tensorboard:
-        writers.append(TensorBoard(settings.output / "tensorboard", step))
+    trackers: list[TrackerName] = ["tensorboard"] if settings.tensorboard else []
     if settings.tracker != "none":
-        named: dict[str, Any] = settings.model_dump(mode="json", exclude={"token"})
-        name = settings.output.name
-        writers.append(
-            Tracker(settings.tracker, project=settings.project, name=name, settings=named)
+        trackers.append(settings.tracker)
+    named: dict[str, Any] = settings.model_dump(mode="json", exclude={"token"})
+    for tracker in trackers:
+        opened = open_tracker(
+            tracker,
+            project=settings.project,
+            run=settings.output.name,
+            folder=settings.output,
+            step=step,
         )
+        writers.append(Tracked(opened, named))
     earlier = [line["reward_mean"] for line in lines.kept if "reward_mean" in line]
     return Metrics(writers, window=settings.window, earlier=earlier)
 

@@ -42,6 +42,7 @@ from .harnesses import identity_of
 from .judging import judge_line
 from .spec import RunSpec
 from .stopping import Stop
+from .tracking import Tracking, tracking
 
 M = TypeVar("M", bound=MixSettings)
 
@@ -194,13 +195,18 @@ async def evaluate_members(
     for part in parts:
         _check_passable(part, choice)
     failures: list[EnvserverError] = []
-    async with shared_engine(
-        members[0].settings, need_engine=True, need_exact=False, folder=folder
-    ) as shared:
+    settings = members[0].settings
+    names = [one.name for one in members]
+    async with (
+        tracking(
+            settings.track, settings.tracking, settings, command="evaluate", environments=names
+        ) as tracked,
+        shared_engine(settings, need_engine=True, need_exact=False, folder=folder) as shared,
+    ):
         for number, part in enumerate(parts, 1):
             if len(parts) > 1:
                 view.say(f"{part.member.name} ({number} of {len(parts)})")
-            failure = await _make_part(part, choice, view, shared, stop)
+            failure = await _make_part(part, choice, view, shared, stop, tracked)
             if failure is not None:
                 failures.append(failure)
                 if len(parts) > 1:
@@ -209,7 +215,29 @@ async def evaluate_members(
                 break
         if shared.judge is not None:
             view.say(judge_line(shared.judge))
-    return _reported(folder, parts, failures, view, stopped=stop.asked)
+        done = _reported(folder, parts, failures, view, stopped=stop.asked)
+        if tracked is not None and done.report is not None:
+            tracked.summary(summary_scalars(done.report))
+        return done
+
+
+def summary_scalars(report: Report | Suite) -> dict[str, float]:
+    """Returns the results of an evaluation as numbers by name, for trackers."""
+    found: dict[str, float] = {}
+    for part in report.parts if isinstance(report, Suite) else [report]:
+        measured = part.run.overall
+        if measured is None:
+            continue
+        of = f"evaluate/{part.name or part.env}"
+        estimates = {
+            "mean_reward": measured.mean_reward,
+            **{f"pass_at_{k}": one for k, one in measured.pass_at.items()},
+            **{f"pass_hat_{k}": one for k, one in measured.pass_hat.items()},
+        }
+        for name, one in estimates.items():
+            ends = {"": one.value, "_low": one.low, "_high": one.high}
+            found |= {f"{of}/{name}{end}": at for end, at in ends.items() if at is not None}
+    return found
 
 
 def _check_passable(part: _Part, choice: Choice) -> None:
@@ -315,7 +343,12 @@ def _evaluated(environment: Environment, settings: MixSettings, baselines: list[
 
 
 async def _make_part(
-    part: _Part, choice: Choice, view: EvaluationView, shared: SharedEngine, stop: Stop
+    part: _Part,
+    choice: Choice,
+    view: EvaluationView,
+    shared: SharedEngine,
+    stop: Stop,
+    tracked: Tracking | None,
 ) -> EnvserverError | None:
     """Makes the groups of an environment and its baselines; returns an error that ended it."""
     failure = None
@@ -323,7 +356,8 @@ async def _make_part(
         if name:
             view.say(f"Baseline {name}")
         try:
-            await _make(run, part, choice, view, shared, stop)
+            watched = None if name else tracked  # not the baselines
+            await _make(run, part, choice, view, shared, stop, watched)
         except EnvserverError as error:
             failure = error
         if part.begun:
@@ -352,16 +386,20 @@ async def _make(
     view: EvaluationView,
     shared: SharedEngine,
     stop: Stop,
+    tracked: Tracking | None,
 ) -> None:
     """Makes the groups of one environment or baseline."""
     environment = run.environment
     environment.config.max_token_length = sys.maxsize  # long answers count like others
     member = owner.member
+    track = None if tracked is None else tracked.observer(member.name)
 
     def observe(event: Event) -> None:
         if isinstance(event, GroupDelivered):
             owner.begin(choice)
         run.observe(event)
+        if track is not None:
+            track(event)
 
     part = Part(
         spec=member.spec,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ from .mix import Several
 from .spec import RunSpec
 from .stopping import Stop, run_until_stopped
 from .tally import Rewards, Tally
+from .tracking import Tracking
 
 Give = Callable[[Group], Awaitable[None]]
 
@@ -88,6 +89,15 @@ def show_nothing(tally: Tally, expected: int | None, already: int) -> AbstractCo
     return contextlib.nullcontext(NoView())
 
 
+Track = Callable[[], AbstractAsyncContextManager[Tracking | None]]
+"""Opens the trackers of a run, for as long as its groups are made."""
+
+
+def no_tracking() -> AbstractAsyncContextManager[Tracking | None]:
+    """See Track."""
+    return contextlib.nullcontext()
+
+
 @dataclass(frozen=True)
 class GroupFiles:
     """A file of groups and the file of failures next to it."""
@@ -106,6 +116,7 @@ class GroupRun:
         expected: number of groups at the end, as far as it is known.
         for_training: the groups are for a trainer: see `rollout_context`.
         shared: the engine, if others use it too; default: a new one.
+        track: opens trackers of its numbers.
         give: receives each group after it is in its file, if it has one; the run awaits it.
     """
 
@@ -123,6 +134,7 @@ class GroupRun:
         give: Give | None = None,
         show: Show = show_nothing,
         stop: Stop | None = None,
+        track: Track = no_tracking,
     ) -> None:
         self.tally = Tally()
         self.groups: Counter[str] = Counter()
@@ -141,6 +153,8 @@ class GroupRun:
         self._give = give
         self._show = show
         self._stop = stop or Stop()
+        self._track = track
+        self._tracked: Tracking | None = None
 
     @property
     def shares(self) -> dict[str, float]:
@@ -175,6 +189,7 @@ class GroupRun:
             tokens = part.spec.settings.tokens
             chosen(tokens.train, tokens.mask, tokens.drop)
         async with contextlib.AsyncExitStack() as stack:
+            self._tracked = await stack.enter_async_context(self._track())
             await self._open_files(stack)
             if self._shared is None:
                 self._shared = await stack.enter_async_context(
@@ -186,6 +201,8 @@ class GroupRun:
                     )
                 )
             already = {part.share.name: self._already(part) for part in self._parts}
+            if self._tracked is not None:
+                self._tracked.already = sum(already.values())
             view = stack.enter_context(
                 self._show(self.tally, self._expected, sum(already.values()))
             )
@@ -237,6 +254,7 @@ class GroupRun:
 
     def _observer(self, part: Part, view: View) -> Observer:
         failures = None if part.path is None else self.files[part.path].failures
+        tracked = None if self._tracked is None else self._tracked.observer(part.share.name)
 
         def observe(event: Event) -> None:
             if failures is not None:
@@ -244,6 +262,8 @@ class GroupRun:
             self.tally(event)
             self._count(event)
             view(event)
+            if tracked is not None:
+                tracked(event)
             if part.observe is not None:
                 part.observe(event)
 

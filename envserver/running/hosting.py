@@ -38,6 +38,7 @@ from .judging import JudgeNumbers
 from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
 from .mix import Member, Several
 from .tally import Tally
+from .tracking import Tracking
 
 Members = list[Member[MixSettings]]
 
@@ -88,8 +89,13 @@ class Hosted(msgspec.Struct, frozen=True):
 
 
 @contextlib.asynccontextmanager
-async def hosted(members: Members, server: BootstrapServer) -> AsyncIterator[Hosted]:
+async def hosted(
+    members: Members, server: BootstrapServer, tracked: Tracking | None = None
+) -> AsyncIterator[Hosted]:
     """Starts everything that `members` need and shows its metrics at `server`.
+
+    Args:
+        tracked: gets the numbers of all environments.
 
     Raises:
         ConfigError, EngineError: see `rollout_context`.
@@ -115,6 +121,9 @@ async def hosted(members: Members, server: BootstrapServer) -> AsyncIterator[Hos
             is not None
         }
         observe = partial(_observer, tally, numbers, auditor, curricula, server.live.failures)
+        if tracked is not None:
+            observe = partial(_tracked, observe, tracked)
+            tracked.link(f"{server.url}/#/groups/")
         players = PlayedEngine()
         parts = await stack.enter_async_context(
             _machineries(members, room, players, observe, server.health)
@@ -138,7 +147,7 @@ async def hosted(members: Members, server: BootstrapServer) -> AsyncIterator[Hos
             staleness=Staleness(server.store, most_staleness),
             elsewhere=elsewhere,
             schedulers=await _schedulers(
-                members, parts, server.store, demand, elsewhere, curricula
+                members, parts, server.store, demand, elsewhere, curricula, tracked
             ),
             orders=orders,
             episodes=await stack.enter_async_context(episodes),
@@ -216,6 +225,17 @@ def _observer(
     return told
 
 
+def _tracked(observe: Callable[[str], Observer], tracked: Tracking, environment: str) -> Observer:
+    """Returns an observer that trackers hear, too."""
+    first, then = observe(environment), tracked.observer(environment)
+
+    def told(event: Event) -> None:
+        first(event)
+        then(event)
+
+    return told
+
+
 def _warn(event: GroupDropped, tally: Tally) -> None:
     _log.warning(
         "group_dropped",
@@ -287,12 +307,15 @@ async def _schedulers(
     demand: Demand,
     elsewhere: RunnerRegistry,
     curricula: Mapping[str, TaskStream],
+    tracked: Tracking | None,
 ) -> Several:
     """Makes a scheduler for each environment; several take turns."""
     settings = members[0].spec.settings
     made = {
         one.share.name: await store.count_with_prefix(id_prefix(one.environment)) for one in members
     }
+    if tracked is not None:
+        tracked.already = sum(made.values())
     total = settings.total_groups
     turns = Turns(
         Shares(targets(one.share for one in members), made),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..environment import Environment
@@ -11,6 +12,7 @@ from .group_run import Give, GroupRun, Part, Show, show_nothing
 from .mix import Member
 from .run_settings import ProcessSettings
 from .stopping import Stop
+from .tracking import tracking
 
 
 def default_path(environment: Environment) -> Path:
@@ -44,6 +46,14 @@ def process_run(
         give=give,
         show=show,
         stop=stop,
+        track=partial(
+            tracking,
+            settings.track,
+            settings.tracking,
+            settings,
+            command="process",
+            environments=[member.share.name for member in members],
+        ),
     )
 
 

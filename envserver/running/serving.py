@@ -27,6 +27,7 @@ from .hosting import Hosted, Members, hosted, loaded_parts
 from .judging import judge_line
 from .mix import Several
 from .stopping import Ending, Stop, run_until_stopped
+from .tracking import tracking
 
 POLL_SECONDS = 0.2
 
@@ -136,9 +137,13 @@ async def serving(members: Members) -> AsyncIterator[Serving]:
     for one in members:
         check_sampling(one.environment, settings.sampling)
     expected = ["engine", *loaded_parts(members)]
+    names = [one.share.name for one in members]
     async with (
+        tracking(
+            settings.track, settings.tracking, settings, command="serve", environments=names
+        ) as tracked,
         bootstrap_server(settings.server, settings.telemetry, settings.store, expected) as opened,
-        hosted(members, opened) as host,
+        hosted(members, opened, tracked) as host,
     ):
         watch = AlarmWatch(settings.alarms, partial(alarm_facts, opened, host, settings.store))
         await opened.open(_api(members, opened, host, watch))

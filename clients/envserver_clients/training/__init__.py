@@ -10,7 +10,7 @@
     learner       one optimizer step from one batch
     checkpoints   everything needed to continue, in folders that are always complete
     publishing    new weights to the engine, the new version to the server
-    metrics       one line per step: console, JSONL, TensorBoard, trackio, W&B
+    metrics       one line per step: console, JSONL, trackers
     curves        metrics.jsonl -> curves.png
 
 `advantages`, `examples` and `padding` need only numpy; the rest imports torch where it computes.

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from envserver_records.files import replace_file
+from envserver_records.tracking import Tracker, numbers
 from rich.console import Console
 
 Line = dict[str, Any]
@@ -149,46 +150,17 @@ def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-class TensorBoard:
-    """Writes event files; hides steps after `step` of an earlier trainer."""
+class Tracked:
+    """Writes to a tracker: W&B, Trackio, MLflow, TensorBoard."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
-
-    def write(self, line: Line) -> None:
-        for name, value in _numbers(line).items():
-            self._writer.add_scalar(name, value, line["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Tracker:
-    """Logs to trackio or Weights & Biases, which have the same interface.
-
-    Args:
-        module: "trackio" or "wandb".
-    """
-
-    def __init__(self, module: str, *, project: str, name: str, settings: dict[str, Any]) -> None:
-        import importlib
-
-        self._module = importlib.import_module(module)
-        self._module.init(project=project, name=name, config=settings, resume="allow")
+    def __init__(self, tracker: Tracker, settings: dict[str, Any]) -> None:
+        self._tracker = tracker
+        tracker.config(settings)
 
     def write(self, line: Line) -> None:
-        self._module.log(_numbers(line), step=line["step"])
+        values = numbers(line)
+        step = int(values.pop("step"))
+        self._tracker.scalars(step, values)
 
     def close(self) -> None:
-        self._module.finish()
-
-
-def _numbers(line: Line) -> dict[str, float]:
-    """Returns all numbers except the step, which trackers take separately."""
-    return {
-        name: value
-        for name, value in line.items()
-        if isinstance(value, (int, float)) and name != "step"
-    }
+        self._tracker.close()

@@ -145,8 +145,8 @@ class TrainerSettings(BaseModel):
     with bfloat16 0.2."""
     tensorboard: bool = False
     """Also write metrics for TensorBoard, below `output`."""
-    tracker: Literal["none", "trackio", "wandb"] = "none"
-    """Also log metrics to trackio or Weights & Biases."""
+    tracker: Literal["none", "trackio", "wandb", "mlflow"] = "none"
+    """Also log metrics to trackio, Weights & Biases or MLflow (offline unless you logged in)."""
     project: str = "envserver"
     """Project name at the tracker."""
 

@@ -17,9 +17,10 @@ from envserver_clients.training.curves import draw
 from envserver_clients.training.examples import Example
 from envserver_clients.training.guard import Guard, GuardSettings
 from envserver_clients.training.learner import Learner, StepSettings
-from envserver_clients.training.metrics import JsonLines, Metrics, TensorBoard, Tracker, read_lines
+from envserver_clients.training.metrics import JsonLines, Metrics, Tracked, read_lines
 from envserver_clients.training.padding import padded
 from envserver_clients.training.policy import Policy
+from envserver_records.tracking import TensorBoardTracker, open_tracker
 from support.tiny_model import main as make_tiny
 
 torch.set_num_threads(1)
@@ -279,7 +280,7 @@ def test_lora_leaves_the_model_and_is_its_own_reference(model: Path, tmp_path: P
 
 def test_metrics_of_steps_that_are_made_again_are_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    board = TensorBoard(tmp_path / "board", 0)
+    board = Tracked(TensorBoardTracker(tmp_path / "board"), {"seed": 0})
     with Metrics([JsonLines(path, 0), board], window=2, earlier=[]) as metrics:
         for step, reward in enumerate([0.0, 0.5, 1.0], start=1):
             metrics.write({"step": step, "reward_mean": reward})
@@ -298,11 +299,12 @@ def test_metrics_of_steps_that_are_made_again_are_taken_out(tmp_path: Path) -> N
 
 
 def test_trackio_gets_each_step_once_also_of_a_run_that_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for step in (1, 2):
-        tracker = Tracker("trackio", project="envserver", name="run", settings={"seed": 0})
+        opened = open_tracker("trackio", project="envserver", run="run", folder=tmp_path)
+        tracker = Tracked(opened, {"seed": 0})
         tracker.write({"step": step, "reward_mean": step / 4, "group_ids": ["g"]})
         tracker.close()
     kept = sqlite3.connect(Path(os.environ["TRACKIO_DIR"], "envserver.db"))

@@ -1,0 +1,169 @@
+"""`--track`: numbers and sample rollouts of a run; a tracker that fails stops nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+from envserver_records.records import Score, Usage
+from envserver_records.tracking import JsonLinesTracker, Row, Tracker
+from support.api import native_group
+from support.waiting import until
+
+import envserver
+from envserver import ConfigError
+from envserver.rollouts.events import GroupDelivered, GroupDropped, RolloutScored
+from envserver.running.tracked_numbers import TrackedNumbers
+from envserver.running.tracking import without_secrets
+
+SIM: dict[str, Any] = {"model": "sim", "env": {"total_steps": 2, "group_size": 2}}
+KEY = "sk-" + "a1b2c3d4" * 4
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def delivered(numbers: TrackedNumbers, environment: str, **changes: Any) -> None:
+    numbers.observe(environment, GroupDelivered(group=native_group("g1", 3, **changes)))
+
+
+def test_scalars_are_of_the_time_since_the_last_call() -> None:
+    numbers = TrackedNumbers(4)
+    for tokens in (100, 300):
+        event = RolloutScored(
+            group_id="g", rollout_id="r", scorable=True, turns=2, completion_tokens=tokens,
+            seconds=5, limit="tokens" if tokens == 300 else None,
+        )  # fmt: skip
+        numbers.observe("math", event)
+    delivered(numbers, "math")
+    drop = GroupDropped(
+        group_id="g", index=0, task_id="t", reason="stale", failed=False, message="", at=0
+    )
+    numbers.observe("math", drop)
+    found = numbers.scalars(10.0)
+    assert (found["reward"], found["completion_tokens"]) == (pytest.approx(1 / 3), 200)
+    assert (found["limited_share"], found["tokens_per_second"]) == (0.5, 40)
+    assert (found["policy_version"], found["groups/math"], found["dropped/stale"]) == (7, 1, 1)
+    assert not any(name.endswith("reward/math") for name in found)  # there is only one
+    delivered(numbers, "math")
+    delivered(numbers, "code", score=Score(reward=1.0))
+    found = numbers.scalars(10.0)
+    assert (found["reward/math"], found["reward/code"]) == (pytest.approx(1 / 3), 1.0)
+    assert (found["reward"], found["groups/math"]) == (pytest.approx(2 / 3), 2)
+    assert "turns" not in found
+
+
+def test_rows_are_the_best_and_the_worst_of_a_group_bounded_and_without_secrets() -> None:
+    numbers = TrackedNumbers(1, "http://a/#/groups/")
+    call = {"function": {"name": "look", "arguments": '{"at": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "text", "text": f"Use {KEY}"}, {"type": "image"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "x" * 10_000},
+    ]
+    delivered(numbers, "math")
+    delivered(numbers, "math", messages=messages, usage=Usage(ended_by="tokens"))
+    best, worst = numbers.rows(5, numbers.take_groups())
+    assert (best["reward"], worst["reward"]) == (1.0, 0.0)
+    assert best["advantage"] == pytest.approx(1.414, abs=1e-3)
+    assert [best[name] for name in ("step", "environment", "task_id", "end", "link")] == [
+        5, "math", "task-1", "tokens", "http://a/#/groups/g1/1"
+    ]  # fmt: skip
+    assert best["prompt"] == "system: Be kind.\n\nuser: Use [redacted]"
+    completion = str(best["completion"])
+    assert completion.startswith('assistant: [look({"at": 1})]\n\ntool: xxx')
+    assert len(completion) < 4100 and "characters ..." in completion
+    assert numbers.take_groups() == []
+    assert without_secrets({"a": [f"http://u:{KEY}@b/", 1]}) == {"a": ["http://[redacted]@b/", 1]}
+
+
+class Refuses:
+    """A tracker whose every call fails."""
+
+    def config(self, settings: Mapping[str, Any]) -> None:
+        pass
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        raise RuntimeError("no room")
+
+    def rollouts(self, step: int, rows: Sequence[Row]) -> None:
+        raise RuntimeError("no room")
+
+    def close(self) -> None:
+        raise RuntimeError("closed")
+
+
+async def test_a_tracker_that_fails_or_hangs_stops_nothing_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+
+    def opened(name: str, *, folder: Path, run: str, **_: Any) -> Tracker:
+        if name == "wandb":
+            raise OSError("no such host")
+        if name == "mlflow":
+            never.wait()
+        return Refuses() if name == "trackio" else JsonLinesTracker(folder / f"{run}.jsonl")
+
+    monkeypatch.setattr("envserver.running.tracking.open_tracker", opened)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    names = ["wandb", "trackio", "mlflow", "jsonl"]
+    config = {"folder": tmp_path, "name": "run", "close_seconds": 0.5, "seconds": 0.01}
+    with structlog.testing.capture_logs() as logged:
+        result = await envserver.aio.process("math", **SIM, track=names, tracking=config)
+    never.set()
+    assert result.delivered == 2
+    told = {one["tracker"]: one["reason"] for one in logged if one["event"] == "tracker_failed"}
+    assert told.pop("mlflow").startswith("It did not end in time")
+    assert told == {"wandb": "OSError: no such host", "trackio": "RuntimeError: no room"}
+    assert sum(one["event"] == "tracker_failed" for one in logged) == 3
+    lines = lines_of(tmp_path / "run.jsonl")
+    assert lines[0]["config"]["env"]["group_size"] == 2
+    assert [line["step"] for line in lines if "reward" in line][-1] == 2
+    assert any(row["link"] == "" for line in lines for row in line.get("rollouts", ()))
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--track mlflow needs the package mlflow"):
+        envserver.process("math", out=tmp_path / "out.jsonl", **SIM, track=["mlflow"])
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.thorough
+async def test_a_server_goes_on_where_it_was_and_an_evaluation_ends_with_its_results(
+    tmp_path: Path,
+) -> None:
+    settings = {
+        "model": "sim", "env": {"group_size": 2}, "store": str(tmp_path / "s.db"),
+        "server": {"port": 0, "drain_seconds": 0},
+    }  # fmt: skip
+    track = {"track": ["jsonl"], "tracking": {"folder": tmp_path, "name": "serve", "seconds": 0.1}}
+    path, steps = tmp_path / "serve.jsonl", [0]
+    for _ in range(2):
+        before = len(lines_of(path)) if path.exists() else 0
+        async with (
+            envserver.aio.serve("math", **settings, **track) as server,
+            httpx.AsyncClient(base_url=server.url) as http,
+        ):
+            await until(lambda: path.exists() and len(lines_of(path)) > before + 3)  # noqa: B023
+            assert (await http.get("/v1/groups")).is_success
+        lines = lines_of(path)[before:]
+        found = [line["step"] for line in lines if "time" in line]
+        assert found[0] > steps[-1] and found == sorted(set(found))
+        steps = found
+        links = [row["link"] for line in lines for row in line.get("rollouts", ())]
+        assert links and all(link.startswith(f"{server.url}/#/groups/math-") for link in links)
+    track["tracking"] = {"folder": tmp_path, "name": "evaluate"}
+    evaluation = await envserver.aio.evaluate("math", out=tmp_path / "e", **SIM, **track)
+    last = [line for line in lines_of(tmp_path / "evaluate.jsonl") if "time" in line][-1]
+    assert evaluation.report is not None
+    mean = evaluation.report.run.overall.mean_reward.value  # type: ignore[union-attr]
+    assert (last["step"], last["evaluate/math/mean_reward"]) == (2, mean)
