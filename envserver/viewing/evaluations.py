@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 from envserver_records.errors import InputError, NotFoundError
 
-from ..evaluation.comparison import Comparison, Sides, compare, task_pairs
+from ..evaluation.comparison import Comparison, compare, task_pairs
 from ..evaluation.comparison_tables import comparison_notes, verdicts_of
 from ..evaluation.folders import RUN_FILE, View
 from ..evaluation.report import Report, Rules, RunReport, TaskRow, counted_rewards
@@ -91,7 +91,7 @@ class Evaluations:
         two = called_alike(one, await self._run(b))
         found = await self._compared_runs((a, one), (b, two))
         start = _start(wanted.cursor)
-        pairs = _chosen(task_pairs(one, two, found.rules), found.rules, wanted)
+        pairs = await asyncio.to_thread(_chosen, one, two, found.rules, wanted)
         page = pairs[start : start + wanted.limit]
         parts = {pair.part for pair in page}
         a_groups = {part: await self._groups(a, one[part]) for part in parts}
@@ -209,11 +209,11 @@ class _Pair(NamedTuple):
     b_mean: float
 
 
-def _chosen(pairs: Mapping[str, Sequence[Sides]], rules: Rules, wanted: TaskSearch) -> list[_Pair]:
+def _chosen(a: Run, b: Run, rules: Rules, wanted: TaskSearch) -> list[_Pair]:
     """Returns the tasks that are asked for, in order."""
     found = [
         _Pair(part, one, two, _mean(one, rules), _mean(two, rules))
-        for part, sides in pairs.items()
+        for part, sides in task_pairs(a, b, rules).items()
         if wanted.environment in ("", part)
         for one, two in sides
         if wanted.text.lower() in one.task_id.lower()

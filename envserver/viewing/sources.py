@@ -164,8 +164,8 @@ def _of_evaluation(folder: Path, run: str) -> list[ViewedFile]:
 
 def _title(place: str) -> str:
     if "://" in place:
-        return place.rpartition("@")[2] if "@" in place else place
-    return str(Path(place))
+        return place.rpartition("@")[2]
+    return "/".join(Path(os.path.abspath(place)).parts[-2:])  # noqa: PTH100 - see `_name`
 
 
 def _name(place: str) -> str:

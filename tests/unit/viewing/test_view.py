@@ -87,6 +87,31 @@ def test_a_file_is_shown_and_followed_until_ctrl_c(tmp_path: Path) -> None:
     assert file.with_name("run.jsonl.index").exists()
 
 
+@pytest.mark.thorough
+def test_two_look_at_the_same_file_and_the_second_goes_on_alone(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "run.jsonl", [line(1)])
+
+    async def ids_at(url: str) -> list[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            return [one["task_id"] for one in (await got(http, "/v1/groups"))["groups"]]
+
+    async def grow() -> None:
+        with file.open("ab") as more:
+            more.write(orjson.dumps(line(2)) + b"\n")
+
+    async def look() -> None:
+        async with viewing([str(file)]) as first:
+            second = viewing([str(file)])
+            server = await second.__aenter__()
+            assert await ids_at(first.url) == await ids_at(server.url) == ["math-000001"]
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            assert (await told_of(http, grow))[1]["task_id"] == "math-000002"
+        assert await ids_at(server.url) == ["math-000001", "math-000002"]
+        await second.__aexit__(None, None, None)
+
+    asyncio.run(look())
+
+
 def test_failures_beside_a_file_are_told_as_a_server_tells_them(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "run.jsonl", [line(1)])
     beside = FailuresFile(file, resume=False)
