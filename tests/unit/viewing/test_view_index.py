@@ -117,7 +117,7 @@ def test_a_file_is_listed_as_a_server_lists_the_same_groups(tmp_path: Path) -> N
         def answered(groups: ReadGroups, query: GroupQuery, limit: int) -> list[Any]:
             return asyncio.run_coroutine_threadsafe(all_pages(groups, query, limit), loop).result()
 
-        @settings(max_examples=examples(60), deadline=None)
+        @settings(max_examples=examples(40), deadline=None)
         @given(QUERIES, st.sampled_from([1, 5, 100]))
         def same(query: GroupQuery, limit: int) -> None:
             assert answered(index, query, limit) == answered(store, query, limit)
@@ -171,8 +171,7 @@ def test_compressed_files_have_the_same_groups(
     assert indexed(tmp_path / "b", other).problems == 1
 
 
-@pytest.mark.parametrize("to", ["unified", "traces"])
-@pytest.mark.parametrize("in_lines", [True, False])
+@pytest.mark.parametrize(("to", "in_lines"), [("unified", True), ("traces", False)])
 def test_trajectories_and_traces_are_groups_of_their_tasks(
     tmp_path: Path, to: str, in_lines: bool
 ) -> None:
