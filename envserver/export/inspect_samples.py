@@ -15,7 +15,7 @@ from envserver_records.records import Message, Result, text_of
 from ..environment import answer_text
 from .inspect_messages import arguments_of, calls_of, inspect_message
 from .stored import StoredGroup, StoredRollout
-from .turn_times import Span, main_agent, rollout_times, turn_times
+from .turn_times import Span, main_agent, rollout_times, turn_times, used
 
 Json = dict[str, Any]
 
@@ -96,8 +96,8 @@ def lost_sample(group: StoredGroup, sibling: StoredRollout, kind: str) -> Sample
         metadata={"group_id": sibling.group_id, LOST: kind},
         error=EvalError(message=words, traceback=words, traceback_ansi=words),
     )
-    began = sibling.created_at
-    return Sample(sample, sibling.env, sibling.model or "unknown", began, began)
+    _, ended = rollout_times(sibling)
+    return Sample(sample, sibling.env, sibling.model or "unknown", ended, ended)
 
 
 def _question(messages: list[Message]) -> str:
@@ -139,7 +139,7 @@ def _limit(rollout: StoredRollout) -> Any:
     reached: dict[str, float] = {
         "turns": rollout.turns,
         "tokens": rollout.sampled,
-        "time": float(rollout.usage.get("seconds") or 0.0),
+        "time": used(rollout, "seconds"),
         "context": rollout.length,
     }
     return EvalSampleLimit(
@@ -274,10 +274,10 @@ def _no_output(rollout: StoredRollout) -> Any:
 def _usage(rollout: StoredRollout) -> Any:
     from inspect_ai.model import ModelUsage
 
-    told = int(rollout.usage.get("completion_tokens") or rollout.sampled)
-    seen = int(rollout.usage.get("prompt_tokens") or 0)
+    told = int(used(rollout, "completion_tokens")) or rollout.sampled
+    seen = int(used(rollout, "prompt_tokens"))
     return ModelUsage(input_tokens=seen, output_tokens=told, total_tokens=seen + told)
 
 
 def _moment(seconds: float) -> datetime:
-    return datetime.fromtimestamp(max(seconds, 0.0), UTC)
+    return datetime.fromtimestamp(seconds, UTC)

@@ -29,7 +29,7 @@ from ..telemetry.genai import (
 )
 from .formats import Options, Row, Written
 from .stored import StoredGroup, StoredRollout
-from .turn_times import Span, main_agent, rollout_times, turn_times
+from .turn_times import Span, main_agent, rollout_times, turn_times, used
 
 Json = dict[str, Any]
 _SCORING = 0.001
@@ -92,7 +92,7 @@ class OtlpSender:
         rollout: StoredRollout = row["rollout"]
         self._traces.begin(f"{rollout.rollout_id}/{rollout.attempt}")
         began, played = rollout_times(rollout)
-        ended = played + float(rollout.usage.get("scoring_seconds") or _SCORING)
+        ended = played + (used(rollout, "scoring_seconds") or _SCORING)
         measured = turn_times(rollout, main_agent(rollout), rollout.messages) is not None
         about = {
             "envserver.rollout_id": rollout.rollout_id,
@@ -138,8 +138,8 @@ class OtlpSender:
         for agent, model, messages, tools in told:
             turns = [n for n, one in enumerate(messages) if one.get("role") == "assistant"]
             times = turn_times(rollout, agent, messages) or _spread(began, ended, len(turns))
-            nexts = [*(start for start, _ in times[1:]), ended]
-            for place, (start, answered), following in zip(turns, times, nexts, strict=True):
+            starts = [start for start, _ in times] + [ended]
+            for place, (start, answered), following in zip(turns, times, starts[1:], strict=True):
                 about = chat_span(
                     model, rollout.rollout_id, agent, row["provider"], row["sampling"]
                 )
@@ -165,7 +165,8 @@ class OtlpSender:
             for one in messages[place + 1 :]
             if one.get("role") == "tool"
         }
-        for call in messages[place].get("tool_calls") or ():
+        calls = messages[place].get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
             name, call_id, arguments = tool_of(call)
             if (result := results.get(call_id)) is None:
                 continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Final
 
 from envserver_records.records import Message
 
@@ -11,12 +13,23 @@ from .stored import StoredRollout
 Span = tuple[float, float]
 """Begin and end, seconds since 1970."""
 
+_LATEST: Final = 9.2e9
+"""A moment of the year 2261, the last one of 64 bits of nanoseconds: files may say anything."""
+
 
 def rollout_times(rollout: StoredRollout) -> Span:
     """Returns when a rollout ran; in files of older versions it is taken to end with its group."""
-    seconds = max(0.0, float(rollout.usage.get("seconds") or 0.0))
-    began = rollout.started_at or max(0.0, rollout.created_at - seconds)
-    return began, began + seconds
+    seconds = used(rollout, "seconds")
+    began = _moment(rollout.started_at or rollout.created_at - seconds)
+    return began, _moment(began + seconds)
+
+
+def used(rollout: StoredRollout, name: str) -> float:
+    """Returns a number of `rollout.usage`, at least 0; 0 where there is none."""
+    value = rollout.usage.get(name)
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return 0.0
+    return max(0.0, float(value))
 
 
 def turn_times(
@@ -28,8 +41,9 @@ def turn_times(
     """
     turns = sum(one.get("role") == "assistant" for one in messages)
     calls = rollout.agent_calls.get(agent or "", [])
+    began = rollout.started_at
     measured = {
-        one.call: (rollout.started_at + one.started, rollout.started_at + one.started + one.seconds)
+        one.call: (_moment(began + one.started), _moment(began + one.started + one.seconds))
         for one in rollout.timings
         if one.kind == "engine"
     }
@@ -46,3 +60,7 @@ def main_agent(rollout: StoredRollout) -> str | None:
         return named[0]
     known = [agent for agent in rollout.agent_calls if agent and agent not in others]
     return known[0] if len(known) == 1 else None
+
+
+def _moment(seconds: float) -> float:
+    return min(max(seconds, 0.0), _LATEST) if math.isfinite(seconds) else 0.0

@@ -46,7 +46,8 @@ TALK: list[dict[str, Any]] = [
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 CALLS = st.lists(
-    st.builds(
+    st.sampled_from([None, {"function": 3}, {"function": {"name": None, "arguments": {"x": 1}}}])
+    | st.builds(
         lambda text: {**CALL, "function": {"name": "f", "arguments": text}},
         st.sampled_from(['{"x": 1}', '{"x":1}', "[1]", "{", ""]),
     ),
@@ -63,7 +64,7 @@ PARTS = st.lists(
 MESSAGE = st.fixed_dictionaries(
     {
         "role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "critic"]),
-        "content": st.one_of(TEXTS, st.none(), PARTS),
+        "content": st.one_of(TEXTS, st.none(), PARTS, st.just({"odd": [1]})),
     },
     optional={
         "reasoning_content": TEXTS,

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.delivered import line, write_lines
-from support.otlp_receiver import receiver, values
+from support.extent import examples
+from support.otlp_receiver import Traces, receiver, values
 
 from envserver import main
 
@@ -63,6 +68,44 @@ def test_a_rollout_is_a_trace_of_calls_tools_and_reward(source: Path) -> None:
     scores = [values(one) for one in traces.spans() if one.name == "score"]
     rewards = {one.get("gen_ai.evaluation.score.value") for one in scores}
     assert rewards == {0.25, None}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=4,
+)
+ANYTHING = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"])},
+    optional={
+        "content": JSON,
+        "reasoning_content": JSON,
+        "tool_call_id": JSON,
+        "tool_calls": JSON | st.lists(JSON | st.builds(lambda it: {"function": it}, JSON)),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def anybody() -> Iterator[Traces]:
+    with receiver() as traces:
+        yield traces
+
+
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
+@given(
+    messages=st.lists(ANYTHING, max_size=4),
+    usage=st.dictionaries(st.sampled_from(["seconds", "scoring_seconds"]), JSON),
+    started_at=st.floats(allow_nan=False, allow_infinity=False),
+    tools=st.lists(st.dictionaries(st.sampled_from(["function", "name"]), JSON), max_size=2),
+)
+def test_whatever_a_file_holds_is_sent(
+    anybody: Traces, tmp_path_factory: pytest.TempPathFactory, **facts: Any
+) -> None:
+    source = write_lines(tmp_path_factory.mktemp("in") / "run.jsonl", [line(0, (1.0,), **facts)])
+    anybody.bodies.clear()
+    assert send(source, anybody.url, "--otlp_texts") == 0
+    assert anybody.spans()[0].name == "task"
 
 
 def test_turns_have_their_own_times_where_they_are_stored(tmp_path: Path) -> None:
