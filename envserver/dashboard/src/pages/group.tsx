@@ -1,6 +1,6 @@
 // A group: all rollouts of one task side by side, from where their conversations part.
 
-import { useMemo, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import { Messages, summaryOf } from "../parts/conversation";
 import { groupPath, partingOf, useGroup } from "../parts/group_data";
 import { filterOf, groupList } from "../parts/group_list";
@@ -17,6 +17,25 @@ const MOST_COLUMNS = 8;
 export async function goBeside(id: string, by: 1 | -1, query: URLSearchParams, to: (other: string) => string, failures = false): Promise<void> {
   const row = await groupList(query).beside(id, by, failures ? hasFailure : undefined);
   if (row) go(to(row.group_id));
+  ended(row ? "" : failures ? "No further failure in this filter." : by > 0 ? "The last of this filter." : "The first of this filter.");
+}
+
+let ended = (_: string) => {};
+
+/** Says that there is no next one. */
+export function Ended() {
+  const [text, say] = useState("");
+  ended = say;
+  useEffect(() => {
+    if (!text) return;
+    const timer = setTimeout(() => say(""), 3000);
+    return () => clearTimeout(timer);
+  }, [text]);
+  return (
+    <span class="dim" role="status">
+      {text}
+    </span>
+  );
 }
 
 export function GroupPage({ id }: { id: string }) {
@@ -67,6 +86,7 @@ export function GroupPage({ id }: { id: string }) {
       <nav class="trail" aria-label="Where this is">
         <a href={link(["groups"], { ...filter, chosen: id })}>Groups</a> / <b class="mono">{visible(id)}</b>
         <span class="spacer" />
+        <Ended />
         <button title="[" onClick={() => toGroup(-1)}>
           previous
         </button>

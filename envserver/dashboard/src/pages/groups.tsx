@@ -23,6 +23,7 @@ export function Groups() {
   const list = groupList(query);
   useGroupList(list);
   const [isAtTop, setAtTop] = useState(true);
+  const [marked, mark] = useState<string | null>(null);
   const isOver = useRef(false);
   const chosen = query.get("chosen");
   const filter = filterOf(query);
@@ -35,7 +36,8 @@ export function Groups() {
   const total = (filter.min_reward || filter.max_reward ? matching : rewards).data?.groups ?? null;
 
   useEffect(() => {
-    void list.more();
+    if (list.rows.length === 0) void list.more();
+    else void list.look();
     const timer = setInterval(() => look(), LOOK_SECONDS * 1000);
     return () => clearInterval(timer);
   }, [list, turn]);
@@ -65,6 +67,7 @@ export function Groups() {
   };
   const take = () => {
     if (!list.take()) readAgain();
+    rewards.again();
     document.querySelector(".group-list")?.scrollTo({ top: 0 });
   };
   // Nobody is reading: what arrives slides in.
@@ -83,7 +86,13 @@ export function Groups() {
     const found = await list.beside(from, 1, hasFailure);
     if (found) choose(found.group_id);
   };
+  const compare = () => {
+    if (chosen === null || chosen === marked) return mark(null);
+    if (marked === null) return mark(chosen);
+    go(link(["compare"], { a: marked, b: chosen }));
+  };
   useKeys("Groups", [
+    { key: "c", text: "compare: mark a group, then another", run: compare },
     { key: "f", text: "next group with a failure", run: () => void failure() },
     { key: ".", text: "show what is new", run: take },
     { key: "/", text: "search", run: () => document.querySelector<HTMLInputElement>("#filter-text")?.focus() },
@@ -100,6 +109,7 @@ export function Groups() {
         <p class="groups-count" role="status">
           {total === null ? count(list.rows.length, "group") + (list.isWhole ? "" : " and more") : count(total, "group")}
           {rewards.data && rewards.data.unscored > 0 && <span class="dim"> ({rewards.data.unscored.toLocaleString("en")} without a reward)</span>}{" "}
+          {marked !== null && <span class="dim">comparing {visible(marked)} with … (c) </span>}
           {list.fresh.length > 0 && (
             <button class="new" onClick={take}>
               {list.freshCount} new

@@ -1,5 +1,6 @@
 // A rollout: as conversation, as tokens, over time, with what it used, and as JSON.
 
+import { useMemo } from "preact/hooks";
 import { get, useGet } from "../api";
 import { Messages, summaryOf } from "../parts/conversation";
 import { Copy } from "../parts/copy";
@@ -14,7 +15,7 @@ import { isFailure, type Rollout, type RolloutAnswer, type Timing, type Tool } f
 import { go, link, place, setQuery, usePlace } from "../router";
 import { useSource } from "../source";
 import { asText, count, quoted, visible } from "../text";
-import { goBeside } from "./group";
+import { Ended, goBeside } from "./group";
 import { Tokens } from "./tokens";
 
 const TABS = ["conversation", "tokens", "timing", "use", "raw"] as const;
@@ -74,6 +75,7 @@ export function RolloutPage({ id, number }: { id: string; number: number }) {
       <nav class="trail" aria-label="Where this is">
         <a href={link(["groups"], { ...filter, chosen: id })}>Groups</a> / <a href={link(["groups", id], { ...filter, at: number })} class="mono">{visible(id)}</a> / <b>rollout {number}</b>
         <span class="spacer" />
+        <Ended />
         <button title="[" onClick={() => step(-1)}>
           previous
         </button>
@@ -118,12 +120,17 @@ export function RolloutPage({ id, number }: { id: string; number: number }) {
             {tab === "tokens" && <Tokens key={`${id}/${number}`} path={path} answer={data} />}
             {tab === "timing" && <Timeline answer={data} tokenLink={(row, token) => link(["groups", id, String(number)], { ...filter, tab: "tokens", row, token })} />}
             {tab === "use" && <Use answer={data} />}
-            {tab === "raw" && <LongText text={asText(data)} most={30_000} />}
+            {tab === "raw" && <Raw answer={data} />}
           </div>
         </>
       )}
     </article>
   );
+}
+
+function Raw({ answer }: { answer: RolloutAnswer }) {
+  const text = useMemo(() => asText(answer), [answer]);
+  return <LongText text={text} most={30_000} />;
 }
 
 function arrows(event: KeyboardEvent, tab: Tab, show: (tab: Tab) => void): void {
@@ -219,5 +226,5 @@ function curl(path: string): string {
 
 /** The command that runs the rollout again from its record. */
 function replay(source: string | null, { rollout }: RolloutAnswer): string {
-  return `envserver replay ${quoted(source ?? base())} --rollout ${quoted(rollout.rollout_id)} --env ${quoted(rollout.env)}`;
+  return `envserver replay ${quoted(source ?? base())} --rollout ${quoted(rollout.rollout_id)}`;
 }

@@ -219,7 +219,7 @@ function TaskPage({ environment, task }: { environment: string; task: string }) 
               line={(row) => (
                 <>
                   <span class="dim">{clock(row.created_at)}</span>
-                  <span>{row.policy_version < 0 ? "version unknown" : `version ${row.policy_version}`}</span>
+                  <span>{row.policy_version < 0 ? "v –" : `v ${row.policy_version}`}</span>
                   <span class="right">{number(row.reward_mean)}</span>
                   <span class="sparks" aria-hidden="true">{sparks(row.rewards ?? [], 0, Math.max(1, row.reward_max ?? 1))}</span>
                   <span class="dim">{visible(row.model ?? "")}</span>

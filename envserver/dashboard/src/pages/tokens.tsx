@@ -153,7 +153,9 @@ function Page({ page, shading, chosen, choose }: PageProps) {
     range.setStart(node, page.starts[chosen]!);
     range.setEnd(node, page.starts[chosen + 1]!);
     const place = range.getBoundingClientRect();
-    if (place.top < 60 || place.bottom > innerHeight - 20) scrollBy({ top: place.top - innerHeight / 3 });
+    // On a small screen the panel covers the lower half.
+    const bottom = innerWidth > 760 ? innerHeight - 20 : innerHeight / 2;
+    if (place.top < 60 || place.bottom > bottom) scrollBy({ top: place.top - innerHeight / 3 });
     return off;
   }, [page, chosen]);
   const clicked = (event: MouseEvent) => {

@@ -3,6 +3,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { type GroupRow } from "../records";
 import { link, setQuery } from "../router";
+import { useSource } from "../source";
 import { FILTERS, ORDERS } from "./group_list";
 
 const STATES = ["buffered", "queued", "leased", "acked", "dropped"];
@@ -11,18 +12,19 @@ const WAIT_MS = 300;
 const FIRST = ["text", "environment", "task", "end", "flag"];
 
 export function Filters({ query, rows }: { query: URLSearchParams; rows: readonly GroupRow[] }) {
+  const source = useSource();
   const rest = FILTERS.filter((name) => !FIRST.includes(name));
   const [isOpen, open] = useState(() => rest.some((name) => query.get(name)));
   const environments = useKnown(rows, (row) => [row.env]);
   const flags = useKnown(rows, (row) => row.flags ?? []);
   const isFiltered = FILTERS.some((name) => query.get(name));
   return (
-    <form class="filters" role="search" onSubmit={(event) => event.preventDefault()}>
-      <Field query={query} name="text" label="Search" type="search" hint="part of an id or a task" />
+    <form class={isOpen ? "filters" : "filters folded"} role="search" onSubmit={(event) => event.preventDefault()}>
+      <Field query={query} name="text" label="Search" type="search" hint={source && source.kind !== "server" ? "words, or part of an id" : "part of an id or a task"} />
       <Field query={query} name="environment" label="Environment" options={environments} />
-      <Field query={query} name="task" label="Task" hint="its id" />
-      <Field query={query} name="end" label="End" options={ENDS} />
-      <Field query={query} name="flag" label="Flag" options={flags} />
+      <Field query={query} name="task" isRare label="Task" hint="its id" />
+      <Field query={query} name="end" isRare label="End" options={ENDS} />
+      <Field query={query} name="flag" isRare label="Flag" options={flags} />
       <label>
         Order
         <select value={query.get("order") ?? "newest"} onChange={(event) => setQuery({ order: event.currentTarget.value, chosen: null })}>
@@ -68,10 +70,12 @@ interface FieldProps {
   type?: "text" | "search" | "number";
   hint?: string;
   options?: readonly string[];
+  /** Hidden on a small screen until more filters are asked for. */
+  isRare?: boolean;
 }
 
 /** A field that changes the address a moment after the last key. */
-function Field({ query, name, label, type = "text", hint, options }: FieldProps) {
+function Field({ query, name, label, type = "text", hint, options, isRare }: FieldProps) {
   const given = query.get(name) ?? "";
   const [text, write] = useState(given);
   const timer = useRef(0);
@@ -79,7 +83,7 @@ function Field({ query, name, label, type = "text", hint, options }: FieldProps)
   useEffect(() => () => clearTimeout(timer.current), []);
   const put = (value: string) => setQuery({ [name]: value.trim() || null, chosen: null });
   return (
-    <label>
+    <label class={isRare ? "rare" : undefined}>
       {label}
       <input
         id={`filter-${name}`}

@@ -3,7 +3,8 @@
 import type { GroupRow } from "../records";
 import { clock, number } from "../text";
 
-const WIDTH = 720;
+const WIDE = 720;
+const NARROW = 360; // of a small screen, so that its text can be read
 const HEIGHT = 200;
 const LEFT = 44;
 const BOTTOM = 22;
@@ -11,22 +12,23 @@ const BOTTOM = 22;
 export function VersionsChart({ groups, linkOf }: { groups: GroupRow[]; linkOf: (row: GroupRow) => string }) {
   const scored = groups.filter((row) => row.reward_mean !== null).toSorted((a, b) => a.created_at - b.created_at);
   if (scored.length === 0) return null;
+  const width = innerWidth < 560 ? NARROW : WIDE;
   const byVersion = new Set(scored.map((row) => row.policy_version)).size > 1;
   const xOf = (row: GroupRow) => (byVersion ? row.policy_version : row.created_at);
   const xs = scored.map(xOf);
   const ys = scored.flatMap((row) => [row.reward_min ?? 0, row.reward_max ?? 0]);
   const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
   const [y0, y1] = [Math.min(0, ...ys), Math.max(1, ...ys)];
-  const left = (x: number) => LEFT + 8 + ((x - x0) / (x1 - x0 || 1)) * (WIDTH - LEFT - 16);
+  const left = (x: number) => LEFT + 8 + ((x - x0) / (x1 - x0 || 1)) * (width - LEFT - 16);
   const top = (y: number) => 8 + (1 - (y - y0) / (y1 - y0)) * (HEIGHT - BOTTOM - 16);
   const line = meansOf(scored, xOf).map(([x, y]) => `${left(x).toFixed(1)},${top(y).toFixed(1)}`);
   const say = (x: number) => (byVersion ? `version ${x}` : clock(x));
   return (
     <figure class="versions">
-      <svg viewBox={`0 0 ${WIDTH} ${HEIGHT}`} role="group" aria-label={`Rewards of ${scored.length} groups over ${byVersion ? "policy versions" : "time"}`}>
+      <svg viewBox={`0 0 ${width} ${HEIGHT}`} role="group" aria-label={`Rewards of ${scored.length} groups over ${byVersion ? "policy versions" : "time"}`}>
         {[y0, (y0 + y1) / 2, y1].map((y) => (
           <g key={y}>
-            <line class="rule" x1={LEFT} x2={WIDTH} y1={top(y)} y2={top(y)} />
+            <line class="rule" x1={LEFT} x2={width} y1={top(y)} y2={top(y)} />
             <text x={LEFT - 6} y={top(y) + 4} text-anchor="end">
               {number(y)}
             </text>
@@ -45,7 +47,7 @@ export function VersionsChart({ groups, linkOf }: { groups: GroupRow[]; linkOf: 
         <text x={LEFT} y={HEIGHT - 4}>
           {say(x0)}
         </text>
-        <text x={WIDTH} y={HEIGHT - 4} text-anchor="end">
+        <text x={width} y={HEIGHT - 4} text-anchor="end">
           {say(x1)}
         </text>
       </svg>
