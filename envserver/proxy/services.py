@@ -21,6 +21,7 @@ from envserver_records.errors import LimitReached, NotFoundError, ServiceError, 
 from envserver_records.records import ServiceCall
 
 from ..environment import Caller, Service, Services
+from ..tools.mcp_client import SHARED_PREFIX
 from .asgi import Interrupted, Interrupts, Receive, Scope, Send, parse_object, read_body, send_bytes
 from .attempts import ProxyAttempt, ended
 from .service_state import AttemptState
@@ -94,8 +95,10 @@ class ServiceRouter:
         attempt.service_calls += 1
         if attempt.service_calls > MOST_CALLS:
             raise attempt.reached("turns", f"All {MOST_CALLS} tool calls are used up.")
+        # The worker times the tools of shared MCP servers, whose names only it knows.
+        is_timed = not name.startswith(SHARED_PREFIX)
         try:
-            with attempt.timeline.timed("tool", name):
+            with attempt.timeline.timed("tool", name) if is_timed else nullcontext():
                 body = await self._within(attempt, name, service, arguments, receive)
         except Interrupted as interrupted:
             if interrupted.reason == "sealed":

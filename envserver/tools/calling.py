@@ -11,7 +11,9 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 
 MAX_RESULT_CHARACTERS = 4000
 CUT_MARKER = "\n[cut: the result is longer]"
+
+
+Timed = Callable[[str, float, float], None]
+"""Gets a tool's name, when a call of it began (`time.time()`), and the seconds that it took."""
 
 
 class ToolError(Exception):
@@ -37,6 +43,7 @@ class Tool:
         max_characters: longer results are cut.
         parallel: whether its calls in one message may run at the same time.
         on_server: whether the server runs it (see `typed.tool`).
+        timed: is told of each call, also of a refused one; the server times what it runs itself.
     """
 
     description: dict[str, Any]
@@ -44,6 +51,7 @@ class Tool:
     max_characters: int = MAX_RESULT_CHARACTERS
     parallel: bool = False
     on_server: bool = False
+    timed: Timed | None = None
 
     @property
     def name(self) -> str:
@@ -137,7 +145,11 @@ def run_tool_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> ToolRes
     """
     try:
         tool, arguments = checked_call(tools, call)
-        text = tool.function(**arguments)
+    except ToolError as error:
+        return _refused_call(tools, call, error)
+    try:
+        with _timing(tool):
+            text = tool.function(**arguments)
     except ToolError as error:
         return refused(error)
     if not isinstance(text, str):
@@ -152,7 +164,7 @@ async def call_tool(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> ToolR
     try:
         tool, arguments = checked_call(tools, call)
     except ToolError as error:
-        return refused(error)
+        return _refused_call(tools, call, error)
     return await _called(tool, arguments)
 
 
@@ -161,17 +173,40 @@ async def use_tool(tools: Mapping[str, Tool], name: object, arguments: object) -
     try:
         tool, valid = checked_arguments(tools, name, arguments)
     except ToolError as error:
-        return refused(error)
+        return _refused_call(tools, {"function": {"name": name}}, error)
     return await _called(tool, valid)
 
 
 async def _called(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
     try:
-        outcome = tool.function(**arguments)
-        text = await outcome if inspect.isawaitable(outcome) else outcome
+        with _timing(tool):
+            outcome = tool.function(**arguments)
+            text = await outcome if inspect.isawaitable(outcome) else outcome
     except ToolError as error:
         return refused(error)
     return ToolResult(cut(str(text), tool.max_characters), ok=True)
+
+
+@contextmanager
+def _timing(tool: Tool) -> Iterator[None]:
+    began = time.time()
+    try:
+        yield
+    finally:
+        if tool.timed is not None and not tool.on_server:
+            tool.timed(tool.name, began, time.time() - began)
+
+
+def _refused_call(
+    tools: Mapping[str, Tool], call: Mapping[str, Any], error: ToolError
+) -> ToolResult:
+    """Returns the result of a call that never ran; its tool, if it names one, is told."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    tool = tools.get(name) if isinstance(name, str) else None
+    if tool is not None and tool.timed is not None:
+        tool.timed(tool.name, time.time(), 0.0)
+    return refused(error)
 
 
 def refused(error: ToolError) -> ToolResult:

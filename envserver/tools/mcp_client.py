@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")
 CONNECT_SECONDS = 60.0
 """Seconds to start or reach a server; overloaded machines are slow."""
+SHARED_PREFIX = "mcp/"
+"""Services with such names are tools of shared servers."""
 _MODELS_FAULT = (-32602,)  # JSON-RPC's "invalid params"
 
 
@@ -81,7 +83,7 @@ class McpServer:
     @property
     def service(self) -> str:
         """The prefix of its services' names, if it is shared."""
-        return f"mcp/{self.name}"
+        return f"{SHARED_PREFIX}{self.name}"
 
 
 class McpConnection:

@@ -6,8 +6,6 @@ until the end of the block.
 
 from __future__ import annotations
 
-import inspect
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -23,16 +21,12 @@ from .mcp_client import McpServer, connect
 from .sources import Tools
 from .typed import as_tool
 
-Timed = Callable[[str, float, float], None]
-"""Gets a tool's name, when a call of it began (`time.time()`), and the seconds that it took."""
-
 
 @asynccontextmanager
 async def open_tools(tools: Tools, run: Rollout) -> AsyncIterator[Mapping[str, Tool]]:
     """Yields tools by name; MCP servers that are not shared run within the block.
 
-    If `run` has a method `tool_called` (of type Timed), it is told of each call that runs here; the
-    server times its own.
+    If `run` has a method `tool_called`, it is the tools' `timed`.
 
     Raises:
         TypeError: two have the same name, or a function cannot be a tool (see `typed.tool`).
@@ -45,33 +39,8 @@ async def open_tools(tools: Tools, run: Rollout) -> AsyncIterator[Mapping[str, T
                 opened += await _tools_of(one, run, stack)
             else:
                 opened.append(_here(as_tool(one), run))
-        timed: Timed | None = getattr(run, "tool_called", None)
-        yield _by_name(opened if timed is None else [_timing(one, timed) for one in opened])
-
-
-def _timing(tool: Tool, timed: Timed) -> Tool:
-    """Returns a tool that tells how long each call takes, unless the server runs it."""
-    if tool.on_server:
-        return tool
-    function = tool.function
-
-    def call(**arguments: Any) -> str | Awaitable[str]:
-        began = time.time()
-        answer: str | Awaitable[str] | None = None
-        try:
-            answer = function(**arguments)
-        finally:
-            if not inspect.isawaitable(answer):
-                timed(tool.name, began, time.time() - began)
-        return awaited(answer, began) if inspect.isawaitable(answer) else answer
-
-    async def awaited(answer: Awaitable[str], began: float) -> str:
-        try:
-            return await answer
-        finally:
-            timed(tool.name, began, time.time() - began)
-
-    return replace(tool, function=call)
+        timed = getattr(run, "tool_called", None)
+        yield _by_name([replace(one, timed=timed) for one in opened])
 
 
 def _by_name(tools: list[Tool]) -> dict[str, Tool]:
@@ -109,10 +78,7 @@ async def _tools_of(server: McpServer, run: Rollout, stack: AsyncExitStack) -> l
             f"The server does not know the shared MCP server {server.name!r}: {error.message}",
             hint="List it in `Environment.tools`.",
         ) from error
-    return [
-        replace(_of_mcp(server, one, partial(_through, run, server, one["name"])), on_server=True)
-        for one in listed
-    ]
+    return [_of_mcp(server, one, partial(_through, run, server, one["name"])) for one in listed]
 
 
 async def _through(run: Rollout, server: McpServer, name: str, arguments: dict[str, Any]) -> str:

@@ -188,7 +188,7 @@ class AttemptRun:
         return end
 
     def tool_called(self, name: str, began: float, seconds: float) -> None:
-        """See `tools.opening.Timed`."""
+        """See `tools.calling.Timed`."""
         if len(self.tool_times) < MOST_TIMINGS:
             self.tool_times.append((name, began, seconds))
 
