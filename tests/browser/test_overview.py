@@ -23,7 +23,7 @@ def house(_has_browser: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """
     folder = tmp_path_factory.mktemp("house")
     put_history(folder / "groups.db", hours=3)
-    with page_house(folder, groups=GROUPS) as opened:
+    with page_house(folder, "--alarms.no_trainer_minutes", 0.01, groups=GROUPS) as opened:
         opened.consume(2)
         yield opened
 
@@ -88,6 +88,15 @@ def test_what_changed_stands_out_in_words(house: PageHouse, visitor: Visitor) ->
     expect(changed).not_to_contain_text("reward of math")  # it rose as slowly as all the hour
     failed = page.get_by_role("figure").filter(has=page.get_by_role("heading", name="Failed"))
     expect(failed).to_contain_text("changed")
+
+
+def test_an_alarm_stands_above_every_page(house: PageHouse, visitor: Visitor) -> None:
+    page = visitor.page(f"{house.url}#/workers")
+    alarms = page.get_by_role("status", name="Alarms")
+    expect(alarms).to_contain_text("No trainer has leased")
+    expect(page).to_have_title(re.compile(r"^\(1\) Workers"))
+    axe(page)
+    visitor.shot(page, "alarm")
 
 
 def test_keys_help_and_colours(house: PageHouse, visitor: Visitor) -> None:

@@ -31,8 +31,9 @@ export interface Figure {
 }
 
 const of = (name: string, where?: Record<string, string>) => ({ name: `envserver_${name}`, ...(where && { where }) });
-const percent = (value: number) => `${number(100 * value, 2)} %`;
-const aMinute = (value: number) => number(value, 3);
+/** Without digits that nobody reads: the tail of a moving mean is 0. */
+const aMinute = (value: number) => number(Math.round(100 * value) / 100, 3);
+const percent = (value: number) => `${number(Math.round(10_000 * value) / 100, 2)} %`;
 const bytes = (value: number) => (value >= 1e9 ? `${number(value / 1e9, 3)} GB` : `${Math.round(value / 1e6)} MB`);
 const byAgent = ({ environment, agent }: Record<string, string>) => (agent ? `${environment} · ${agent}` : (environment ?? ""));
 
