@@ -63,7 +63,7 @@ export interface Loaded<T> {
   again: () => void;
 }
 
-/** Reads `path` when it changes, and every `seconds` (0: once). null: reads nothing. */
+/** Reads `path` when it changes, and every `seconds` (0: once) while the tab is seen. null: reads nothing. */
 export function useGet<T>(path: string | null, seconds = 0): Loaded<T> {
   const [state, set] = useState<{ path: string | null; data: T | null; problem: Problem | null }>({
     path: null,
@@ -83,11 +83,18 @@ export function useGet<T>(path: string | null, seconds = 0): Loaded<T> {
         if (stop.signal.aborted) return;
         const problem = error instanceof Problem ? error : new Problem(0, String(error));
         set((old) => ({ path, data: old.path === path ? old.data : null, problem }));
-        if (problem.status === 0 || problem.status === 503) timer = setTimeout(read, 2000);
-        else if (seconds > 0) timer = setTimeout(read, seconds * 1000);
+        if (problem.status === 0 || problem.status === 503) later(2);
+        else if (seconds > 0) later(seconds);
         return;
       }
-      if (seconds > 0) timer = setTimeout(read, seconds * 1000);
+      if (seconds > 0) later(seconds);
+    };
+    const later = (wait: number) => {
+      timer = setTimeout(() => {
+        // Nobody sees a hidden tab: it asks again when it is shown.
+        if (document.hidden) addEventListener("visibilitychange", () => void read(), { once: true, signal: stop.signal });
+        else void read();
+      }, wait * 1000);
     };
     void read();
     return () => {

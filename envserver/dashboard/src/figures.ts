@@ -116,7 +116,7 @@ export const FIGURES: Figure[] = [
     lines: (s) => levels(s, of("sandboxes"), "environment").filter(isEver), format: aMinute, said: "The number of sandboxes of {}",
     empty: "No sandbox was open.", ...EVERY },
   { id: "lag", section: "Machine", title: "Lag of the server", note: "99th percentile", better: "down", isCount: false, least: 0.05,
-    lines: (s) => levels(s, of("loop_lag_p99_seconds"), ""), format: (value) => `${number(1000 * value, 2)} ms`, said: "The lag of the server (seconds)", empty: "Not known." },
+    lines: (s) => levels(s, of("loop_lag_p99_seconds"), ""), format: (value) => `${number(1000 * value, 2)} ms`, said: "The lag of the server", empty: "Not known." },
   { id: "memory", section: "Machine", title: "Memory", note: "resident", better: "down", isCount: false, least: 3e8,
     lines: (s) => [
       ...levels(s, { name: "process_resident_memory_bytes" }, () => "server"),

@@ -16,6 +16,8 @@ export interface SeriesAnswer {
 /** A sample as the stream has it: name, labels (an object, or pairs), value. */
 export type Sample = [string, Record<string, string> | [string, string][], number];
 
+/** Counters that fall only when the server starts again. */
+const COUNTED = /^(process_cpu_seconds_total|envserver_(rollouts|tokens|groups_delivered)_total|envserver_(reward|engine_seconds)_count)$/;
 /** Rows further apart than this many usual steps have a gap between them. */
 const GAP_STEPS = 4;
 
@@ -76,7 +78,7 @@ export class Series {
     if (this.begun?.length === this.times.length) return this.begun;
     const again = this.times.map(() => false);
     for (const { name, values } of this.byKey.values()) {
-      if (!/_(total|count)$/.test(name)) continue;
+      if (!COUNTED.test(name)) continue;
       for (let row = 1; row < again.length; row++) {
         if (values[row]! < values[row - 1]! && values[row] !== null) again[row] = true;
       }

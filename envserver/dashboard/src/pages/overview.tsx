@@ -71,7 +71,11 @@ function Choices({ range, isByVersion }: { range: string; isByVersion: boolean }
           over policy versions
         </a>
       </span>
-      <span class="dim legend">Thick: moving mean. Faint: each measurement. Dashed upright: a policy version; red: a start of the server.</span>
+      <span class="dim legend">
+        {isByVersion
+          ? "Means of what ended while each version was the published one."
+          : "Thick: moving mean. Faint: each measurement. Dashed upright: a policy version; red: a start of the server."}
+      </span>
     </nav>
   );
 }

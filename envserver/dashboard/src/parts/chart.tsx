@@ -43,6 +43,8 @@ export interface ChartProps {
 const MOST_LINES = 8;
 const HEIGHT = 150;
 const DASHES: number[][] = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [4, 2, 1, 2, 1, 2], [1, 2], [7, 2, 7, 6]];
+/** Between two marks. */
+const LEAST_PIXELS = 7;
 const AT_ALL = "charts";
 
 export function Chart(props: ChartProps) {
@@ -173,7 +175,7 @@ function options(latest: { current: ChartProps & { onCursor: (place: number | nu
     width: Math.max(100, box.clientWidth),
     height: HEIGHT,
     legend: { show: false },
-    padding: [15, 8, 0, 0],
+    padding: [15, 16, 0, 0],
     cursor: { sync: { key: AT_ALL }, drag: { x: false, y: false }, points: { size: 6 } },
     scales: {
       x: { time: isTime, range: (_, low, high) => edges(latest.current, low, high) },
@@ -212,9 +214,12 @@ function drawMarks(plot: uPlot, marks: NonNullable<ChartProps["marks"]>, colour:
   const { ctx, bbox } = plot;
   ctx.save();
   const taken: [number, number][] = []; // where words stand already
+  let last = -Infinity;
   for (const { x, text, isStrong } of marks.toSorted((a, b) => Number(b.isStrong ?? false) - Number(a.isStrong ?? false))) {
     const left = plot.valToPos(x, "x", true);
     if (left < bbox.left || left > bbox.left + bbox.width) continue;
+    if (!isStrong && Math.abs(left - last) < LEAST_PIXELS * devicePixelRatio) continue;
+    last = left;
     ctx.strokeStyle = colour(isStrong ? "--bad" : "--dim");
     ctx.globalAlpha = isStrong ? 0.9 : 0.35;
     ctx.lineWidth = devicePixelRatio;
