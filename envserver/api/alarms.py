@@ -38,6 +38,7 @@ class AlarmWatch:
         self.book = AlarmBook()
         self._config = config
         self._facts = facts
+        self._failed: set[str] = set()
 
     async def check(self, now: float, history: History) -> None:
         """Finds what is wrong now."""
@@ -46,7 +47,8 @@ class AlarmWatch:
 
     def _find(self, now: float, history: History, facts: AlarmFacts) -> list[Finding]:
         times, columns = history.columns(now - _SECONDS, NEEDED)
-        return findings(Situation(Curves(times, columns), facts, self._config, self.book.keys))
+        at = Situation(Curves(times, columns), facts, self._config, self.book.keys)
+        return findings(at, self._failed)
 
     async def families(self) -> Iterable[Metric]:
         """See `api.metrics.Source`."""

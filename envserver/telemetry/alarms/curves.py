@@ -33,7 +33,7 @@ class Curves:
 
     def values_of(self, name: str, label: str, **labels: str) -> list[str]:
         """Returns the values of a label, sorted."""
-        return sorted({of[label] for of, _ in self._matching(name, labels)})
+        return sorted({of[label] for of, _ in self._matching(name, labels) if label in of})
 
     def level(self, name: str, **labels: str) -> Array:
         """Returns the sum of gauges at each time."""

@@ -278,19 +278,21 @@ def engine_down(at: Situation) -> Iterator[Finding]:
 
 
 def old_weights(at: Situation) -> Iterator[Finding]:
-    """A replica serves older weights than were published."""
+    """The engine was restarted, and serves older weights than were published."""
+    lost = at.grown("envserver_flags_total", flag="weights_lost")
+    if not lost:
+        return
     version = int(at.curves.now("envserver_policy_version"))
-    for replica, served in at.facts.old_weights.items():
-        yield Finding(
-            name="old_weights",
-            severity="critical",
-            text=(
-                f"The replica {without_credentials(replica)} of the engine serves the weights of "
-                f"version {served}; version {version} is published."
-            ),
-            about=replica,
-            link="#/engines",
-        )
+    yield Finding(
+        name="old_weights",
+        severity="critical",
+        text=(
+            f"The engine serves older weights than those of version {version}, which were "
+            f"published: it was restarted. {counted(lost, 'rollout')} {at.recently()} are not "
+            "delivered."
+        ),
+        link="#/groups?flag=weights_lost",
+    )
 
 
 def runners_silent(at: Situation) -> Iterator[Finding]:

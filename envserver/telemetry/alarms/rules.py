@@ -21,7 +21,7 @@ RULES: Final = (
     Rule("workers_die", "worker processes die", flow.workers_die),
     Rule("runners_silent", "runners on other machines are silent", flow.runners_silent),
     Rule("engine_down", "the engine or a replica does not answer", flow.engine_down),
-    Rule("old_weights", "a replica serves old weights", flow.old_weights),
+    Rule("old_weights", "the engine lost the published weights", flow.old_weights),
     Rule("disk_full", "the disk of the store is full, or soon", flow.disk_full),
     Rule("store_slow", "commits of the store take long", flow.store_slow),
     Rule("reward_fell", "the reward fell", rewards.reward_fell),
@@ -56,15 +56,19 @@ NEEDED: Final = frozenset(
 """Names of the samples that rules read."""
 
 
-def findings(at: Situation) -> list[Finding]:
+def findings(at: Situation, failed: set[str]) -> list[Finding]:
     """Returns everything that is wrong now, without the alarms that are off.
 
-    A rule that fails is logged: it must not keep the others from speaking.
+    Args:
+        failed: names of rules that raised; one that does is logged once and keeps no other from
+            speaking.
     """
     found: list[Finding] = []
     for rule in RULES:
         try:
             found += rule.find(at)
-        except Exception:  # noqa: BLE001 (a bug of one rule)
-            _log.exception("alarm_rule_failed", rule=rule.name)
+        except Exception as error:  # noqa: BLE001 (a bug of one rule)
+            if rule.name not in failed:
+                failed.add(rule.name)
+                _log.error("alarm_rule_failed", rule=rule.name, error=repr(error))
     return [one for one in found if one.name not in at.config.off]

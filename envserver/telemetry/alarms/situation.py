@@ -30,7 +30,6 @@ class AlarmFacts(msgspec.Struct, frozen=True, kw_only=True):
         groups_wanted: groups that the least demanding trainer takes at a time; 0: no trainer.
         disk_free_bytes: left on the disk of the store; None: unknown.
         audited, differing: rows whose logprobs were computed again; those that differ.
-        old_weights: policy versions of replicas that serve older weights than published.
     """
 
     reward_ranges: Mapping[str, tuple[float, float]] = {}
@@ -40,7 +39,6 @@ class AlarmFacts(msgspec.Struct, frozen=True, kw_only=True):
     disk_free_bytes: int | None = None
     audited: int = 0
     differing: int = 0
-    old_weights: Mapping[str, int] = {}
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

@@ -78,7 +78,9 @@ def _name(name: str, labels: dict[str, str]) -> Name:
     return Name(f"envserver_{name}", tuple(sorted(labels.items())))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(one, marks=pytest.mark.thorough) for one in (1, 2))]
+)
 async def test_a_healthy_run_of_thousands_of_groups_raises_nothing(seed: int) -> None:
     """Two hours: rewards rise slowly, answers vary, some rollouts are lost or cut, weights are
     updated, trainers take a batch every few minutes, and the server is started again once."""
@@ -155,11 +157,11 @@ async def test_what_needs_facts_is_told() -> None:
     facts = AlarmFacts(
         audited=40,
         differing=30,
-        old_weights={"http://name:secret@a:8000": 3},
         broken={"engine": "no answer within 2 seconds", "disk": "full"},
     )
     run = Run(facts)
     run.set("policy_version", 5)
+    run.set("replica_breaker", 2, replica="http://name:secret@a:8000")
     run.set("joined_environments", 1, environment="code", standing="silent")
     for _ in range(50):
         run.group([1.0] * 8)
@@ -168,6 +170,7 @@ async def test_what_needs_facts_is_told() -> None:
         run.group([1.0] * 8)
     run.add("groups_delivered_total", environment="code")
     run.add("groups_alike_total", alike="highest", environment="code")
+    run.add("flags_total", 7, flag="weights_lost")
     await run.step()
     sentences = await run.step()
     assert sentences == {
@@ -175,12 +178,18 @@ async def test_what_needs_facts_is_told() -> None:
         "engine_down": "The engine does not answer: no answer within 2 seconds.",
         "logprobs_differ": "The logprobs of 75 % of the audited rows (30 of 40) differ from what "
         "the engine computes again.",
-        "old_weights": "The replica http://a:8000 of the engine serves the weights of version 3; "
-        "version 5 is published.",
+        "old_weights": "The engine serves older weights than those of version 5, which were "
+        "published: it was restarted. 7 rollouts in the last 20 seconds are not delivered.",
         "reward_always_highest": "The reward of code is always 1 (51 groups in the last 20 "
         "seconds): its tasks are too easy, or the reward is cheated.",
         "runners_silent": "1 runner of code on another machine is silent.",
     }
+    run.facts = AlarmFacts()
+    for _ in range(3):
+        sentences = await run.step()
+    assert sentences["engine_down"] == (
+        "The replica http://a:8000 of the engine is set aside after failures (1 of 1)."
+    )
 
 
 async def test_a_trainer_that_waits_for_more_groups_is_not_accused() -> None:
@@ -260,6 +269,10 @@ async def test_alarms_go_on_after_a_restart_and_the_route_has_them(tmp_path: Pat
 async def test_alarms_can_be_turned_off_and_a_broken_rule_stops_none() -> None:
     run = Run(AlarmFacts(broken={"engine": ""}), off=["disk_full"], disk_free_gb=np.inf)
     run.facts = AlarmFacts(broken={"engine": "", "disk": ""}, audited="many")  # type: ignore[arg-type]
-    for _ in range(3):
-        sentences = await run.step()
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3):
+            sentences = await run.step()
     assert sentences == {"engine_down": "The engine does not answer."}
+    assert [one["rule"] for one in lines if one["event"] == "alarm_rule_failed"] == [
+        "logprobs_differ"
+    ]

@@ -99,7 +99,7 @@ async def serving(
         envserver.aio.serve(
             mix if len(mix) > 1 else mix[0],
             **sections,
-            alarms=AT_ONCE | (alarms or {}),
+            alarms=AT_ONCE if alarms is None else alarms,
             store=str(folder / "groups.db"),
             server={"port": 0, "drain_seconds": 0},
         ) as server,
@@ -175,6 +175,21 @@ async def delivered(alarms: Alarms, environment: str, groups: int) -> bool:
     return bool(found["server"]["environments"][environment] >= groups)
 
 
+async def test_a_healthy_server_with_a_trainer_raises_nothing(tmp_path: Path, quick: None) -> None:
+    groups = {"env": {"group_size": 4, "folder": str(tmp_path)}}
+    async with serving(tmp_path, "Healthy", alarms={}, **groups) as alarms:
+        await alarms.post("/v1/runs", {"name": "trainer", "batch_size": 8})
+
+        async def is_long() -> bool:
+            lease = await alarms.http.post("/v1/runs/trainer/lease", json={})
+            assert lease.is_success
+            assert await alarms.texts() == {}
+            found = (await alarms.http.get("/v1/status")).json()
+            return bool(found["server"]["groups_delivered"] >= 150)
+
+        await until(is_long)
+
+
 async def test_rollouts_that_hang_are_told(tmp_path: Path, quick: None) -> None:
     async with serving(tmp_path, "Hangs", rollouts={"max_concurrent": 2}) as alarms:
         await alarms.raised(
@@ -184,7 +199,7 @@ async def test_rollouts_that_hang_are_told(tmp_path: Path, quick: None) -> None:
 
 async def test_groups_that_wait_too_long_are_stale(tmp_path: Path, quick: None) -> None:
     limits = {"rollouts": {"max_concurrent": 4, "max_staleness_at_delivery": 0}}
-    async with serving(tmp_path, "Healthy", alarms={"fewest": 5}, **limits) as alarms:
+    async with serving(tmp_path, "Healthy", alarms=AT_ONCE | {"fewest": 5}, **limits) as alarms:
 
         async def is_raised(version: list[int] = [0]) -> bool:  # noqa: B006 (counts the calls)
             version[0] += 1
