@@ -19,6 +19,7 @@ from envserver.api import create_api, create_token, serve_api
 from envserver.api.access.tokens import revoke_token
 from envserver.api.bootstrap import BootstrapApp
 from envserver.api.health import Health
+from envserver.api.metrics import Metrics
 from envserver.store import open_store
 
 LINK = "#/?window=900"
@@ -83,6 +84,7 @@ def test_a_shared_link_opens_after_the_login_and_no_token_stays(
     expect(page.get_by_role("navigation", name="Pages")).to_be_visible()
     assert page.url == f"{api.url}/{LINK}"
     expect(page.get_by_role("banner")).to_contain_text("ada (reader)")
+    expect(page.get_by_role("banner")).to_contain_text("live")  # the stream takes the cookie, too
     axe(page)
     kept = page.evaluate("() => JSON.stringify([localStorage, sessionStorage, document.cookie])")
     assert "evs_" not in kept and "envserver_" not in kept
@@ -120,7 +122,9 @@ def test_the_page_works_behind_a_path_prefix(guarded: tuple[Api, str], visitor: 
         page.on("request", lambda request: asked.append(request.url))
         page.reload()
         expect(page.get_by_role("banner")).to_contain_text("ada (reader)")
+        expect(page.get_by_role("banner")).to_contain_text("live")
         assert page.url == f"{url}{LINK}"
+        page.close()  # and its stream with it, before the proxy goes
     assert len(asked) >= 4
     assert all(address.startswith(url) for address in asked), asked
 
@@ -166,7 +170,7 @@ def test_a_server_that_starts_is_waited_for(tmp_path: Path, visitor: Visitor) ->
         async def open_later() -> None:
             while not ready.exists():
                 await asyncio.sleep(0.05)
-            await app.open(create_api(store, settings=settings))
+            await app.open(create_api(store, settings=settings, metrics=Metrics()))
 
         async with (
             open_store(tmp_path / "s.db") as store,
@@ -184,3 +188,4 @@ def test_a_server_that_starts_is_waited_for(tmp_path: Path, visitor: Visitor) ->
         ready.touch()
         expect(page.get_by_role("navigation", name="Pages")).to_be_visible()
         assert page.url == f"{url}/{LINK}"
+        page.close()

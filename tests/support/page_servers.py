@@ -71,10 +71,11 @@ async def prefix_proxy(target: str, prefix: str) -> AsyncIterator[str]:
             ]
             sent = web.StreamResponse(status=answer.status)
             sent.headers.extend(kept)
-            await sent.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await sent.write(chunk)
-            await sent.write_eof()
+            with contextlib.suppress(ConnectionError):  # the browser left
+                await sent.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    await sent.write(chunk)
+                await sent.write_eof()
             return sent
 
     async with (

@@ -2,8 +2,8 @@
 
 In: requests. Out: 403 for a request that would change something and that a browser sends for a
 page of another origin. What holds: only pages of the server itself and of listed origins change
-anything or read an answer; other pages get no CORS headers. Programs other than browsers send
-neither `Origin` nor `Sec-Fetch-Site`.
+anything or read an answer; other pages get no CORS headers, and cannot embed an answer; browsers
+keep no data. Programs other than browsers send neither `Origin` nor `Sec-Fetch-Site`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..problems import error_answer
 from .rules import rules_of
@@ -20,6 +21,12 @@ from .rules import rules_of
 _EXPOSED: Final = ("Retry-After", "X-Envserver-Lease", "X-Envserver-Reason")
 _FOREIGN: Final = frozenset({b"cross-site", b"same-site"})
 """A page of the same site has another origin: another port of this machine, for example."""
+_TO_BROWSERS: Final = {
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+    "x-content-type-options": "nosniff",
+}
+"""Headers of answers that do not set them themselves."""
 
 
 class KnownPages:
@@ -49,6 +56,8 @@ class KnownPages:
             )
             await error_answer(scope["path"], 403, message)(scope, receive, send)
             return
+        if any(name == b"sec-fetch-site" for name, _ in scope.get("headers", ())):
+            send = _to_browser(send)
         await self._app(scope, receive, send)
 
     def _is_foreign(self, scope: Scope) -> bool:
@@ -62,6 +71,17 @@ class KnownPages:
             origin not in self._origins and origin.partition(b"://")[2] not in hosts
             for origin in origins
         )
+
+
+def _to_browser(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in _TO_BROWSERS.items():
+                headers.setdefault(name, value)
+        await send(message)
+
+    return sending
 
 
 def _is_change(scope: Scope) -> bool:

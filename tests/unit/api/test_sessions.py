@@ -75,6 +75,10 @@ async def test_a_login_reads_until_it_is_ended(path: Path, tokens: dict[str, str
         assert await api.get("/v1/session", headers=OWN | {"cookie": cookie}) == me
         for place in ("/v1/status", "/v1/groups", "/v1/source", "/openapi.json"):
             assert await status_of(api, cookie, place) == 200, place
+        headers = (await api.http.get("/v1/status", headers=OWN | {"cookie": cookie})).headers
+        assert headers["cache-control"] == "no-store"  # nothing stays after the login
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert headers["x-content-type-options"] == "nosniff"
         gone = await api.http.delete("/v1/session", headers=OWN)
         assert gone.status_code == 204
         name = cookie.partition("=")[0]
