@@ -43,8 +43,13 @@ def missing() -> str:
         return "The built page"
     if not AXE.exists():
         return "axe-core"
+    return "" if has_chromium() else "Chromium"
+
+
+def has_chromium() -> bool:
+    """Whether there is a browser; enough for pages that are not ours."""
     with sync_playwright() as playwright:
-        return "" if _chromium(playwright) else "Chromium"
+        return _chromium(playwright) is not None
 
 
 def _chromium(playwright: Playwright) -> str | None:
