@@ -20,6 +20,7 @@ from ..leasing import GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
 from .models import GroupsAnswer, LeasedGroup, RewardsAnswer
 from .searching import GroupFilter, GroupSearch
+from .words import find
 
 _COUNT_SECONDS: Final = 5.0
 """Counts are this old at most; however many pages watch, the store counts once in this time."""
@@ -35,7 +36,14 @@ def add_group_routes(router: APIRouter, store: ReadGroups, encoder: GroupEncoder
         oldest first only, is the `after` of the next page, null on the last one. Nothing is leased
         or consumed.
         """
-        page = await store.list_groups(wanted.query(), wanted.cursor, wanted.limit)
+        query = wanted.query()
+        if wanted.words:
+            found = await find(store, query, wanted.words, wanted.cursor, wanted.limit)
+            rows = [summary(one) for one in found.groups]
+            return json_answer(
+                {"groups": rows, "cursor": found.cursor, "next": None, "searched": found.searched}
+            )
+        page = await store.list_groups(query, wanted.cursor, wanted.limit)
         is_last = not page.cursor or wanted.order != "oldest"
         following = None if is_last else page.groups[-1].row.seq
         shown = [summary(one) for one in page.groups]

@@ -215,6 +215,8 @@ class GroupsAnswer(BaseModel):
     """Of the next page; "" on the last one."""
     next: int | None
     """The `after` of the next page; null on the last one, and in other orders than oldest."""
+    searched: int | None = None
+    """With `words`: the groups that were read for this page."""
 
 
 class RewardsAnswer(BaseModel):

@@ -60,9 +60,12 @@ class GroupSearch(GroupFilter):
 
     order: Order = "oldest"
     """best, worst: by mean reward; widest: by the difference of rewards; longest: by tokens"""
+    words: _Name = ""
+    """words in its conversations or outputs; a page searches 256 groups at most, and may have none
+    and still a cursor"""
     cursor: _Name = ""
     """of the page before; empty: the first page"""
     limit: int = Field(100, ge=1, le=MOST_GROUPS)
 
     def _values(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"cursor", "limit"})
+        return self.model_dump(exclude={"words", "cursor", "limit"})

@@ -30,6 +30,7 @@ export interface GroupRow {
 export interface GroupsPage {
   groups: GroupRow[];
   cursor: string;
+  searched?: number | null;
 }
 
 export interface ToolCall {

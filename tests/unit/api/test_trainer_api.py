@@ -183,6 +183,27 @@ async def test_groups_are_listed_and_read_without_being_leased(api: Api) -> None
         assert body["errors"][0]["loc"] == ["query", query.partition("=")[0]]
 
 
+async def test_words_are_found_in_conversations(api: Api) -> None:
+    for number in range(300):
+        text = "It cannot be\nDIVIDED: “½”" if number == 3 else f"{number}"
+        said = [{"role": "assistant", "content": text}]
+        await put_native(api.store, native_group(f"group-{number}", messages=said))
+    posted = wire_group(2, 5) | {"messages": [[{"role": "user", "content": "divided by “½”"}]] * 2}
+    await api.post("/scored_data", posted)
+    first = await api.get("/v1/groups?order=newest&words=divided&limit=9")
+    assert [group["format"] for group in first["groups"]] == ["atropos"]
+    assert first["searched"] == 256
+    rest = await api.get(f"/v1/groups?order=newest&words=divided&cursor={first['cursor']}")
+    assert ([group["group_id"] for group in rest["groups"]], rest["cursor"]) == (["group-3"], "")
+    assert first["searched"] + rest["searched"] == 301
+    for words, many in (("“½”", 2), ("be\ndivided", 1), ("user", 1), ("task-1", 0)):
+        found = await api.get("/v1/groups", params={"words": words, "order": "oldest"})
+        more = await api.get(
+            "/v1/groups", params={"words": words, "order": "oldest", "cursor": found["cursor"]}
+        )
+        assert len(found["groups"]) + len(more["groups"]) == many, words
+
+
 async def test_policy_versions_go_up_and_survive(tmp_path: Path) -> None:
     seen: list[int] = []
     place = tmp_path / "store.db"

@@ -27,13 +27,13 @@ export function Groups() {
   const isOver = useRef(false);
   const chosen = query.get("chosen");
   const filter = filterOf(query);
-  const { min_reward: _, max_reward: __, order: ___, ...others } = filter;
+  const { min_reward: _, max_reward: __, order: ___, words, ...others } = filter;
   const rewards = useGet<Rewards>(`v1/rewards?${new URLSearchParams(others)}`, COUNT_SECONDS);
   const matching = useGet<Rewards>(
     filter.min_reward || filter.max_reward ? `v1/rewards?${new URLSearchParams({ ...others, ...pick(filter, "min_reward", "max_reward") })}` : null,
     COUNT_SECONDS,
   );
-  const total = (filter.min_reward || filter.max_reward ? matching : rewards).data?.groups ?? null;
+  const total = words ? null : ((filter.min_reward || filter.max_reward ? matching : rewards).data?.groups ?? null);
 
   useEffect(() => {
     if (list.rows.length === 0) void list.more();
@@ -108,6 +108,7 @@ export function Groups() {
         <Histogram rewards={rewards.data} query={query} />
         <p class="groups-count" role="status">
           {total === null ? count(list.rows.length, "group") + (list.isWhole ? "" : " and more") : count(total, "group")}
+          {words && <span class="dim"> of {count(list.searched, "group")} searched</span>}
           {rewards.data && rewards.data.unscored > 0 && <span class="dim"> ({rewards.data.unscored.toLocaleString("en")} without a reward)</span>}{" "}
           {marked !== null && <span class="dim">comparing {visible(marked)} with … (c) </span>}
           {list.fresh.length > 0 && (

@@ -9,7 +9,7 @@ import { FILTERS, ORDERS } from "./group_list";
 const STATES = ["buffered", "queued", "leased", "acked", "dropped"];
 const ENDS = ["agent", "turns", "tokens", "time", "context", "record", "crash"];
 const WAIT_MS = 300;
-const FIRST = ["text", "environment", "task", "end", "flag"];
+const FIRST = ["text", "words", "environment", "task", "end", "flag"];
 
 export function Filters({ query, rows }: { query: URLSearchParams; rows: readonly GroupRow[] }) {
   const source = useSource();
@@ -21,6 +21,9 @@ export function Filters({ query, rows }: { query: URLSearchParams; rows: readonl
   return (
     <form class={isOpen ? "filters" : "filters folded"} role="search" onSubmit={(event) => event.preventDefault()}>
       <Field query={query} name="text" label="Search" type="search" hint={source && source.kind !== "server" ? "words, or part of an id" : "part of an id or a task"} />
+      {(source === null || source.kind === "server" || source.kind === "store") && (
+        <Field query={query} name="words" isRare label="Words" type="search" hint="in conversations" />
+      )}
       <Field query={query} name="environment" label="Environment" options={environments} />
       <Field query={query} name="task" isRare label="Task" hint="its id" />
       <Field query={query} name="end" isRare label="End" options={ENDS} />

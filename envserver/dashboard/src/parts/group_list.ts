@@ -6,7 +6,7 @@ import type { GroupRow, GroupsPage } from "../records";
 
 /** The parameters of GET /v1/groups that a view's address may have. */
 export const FILTERS = [
-  "text", "environment", "task", "split", "model", "state", "end", "flag", "min_reward", "max_reward", "spread_above",
+  "text", "words", "environment", "task", "split", "model", "state", "end", "flag", "min_reward", "max_reward", "spread_above",
   "version_from", "version_to", "min_length", "max_length",
 ] as const;
 export const ORDERS = ["newest", "oldest", "best", "worst", "widest", "longest"] as const;
@@ -30,6 +30,8 @@ export class GroupList {
   problem: Problem | null = null;
   /** Whether there are no more pages. */
   isWhole = false;
+  /** Groups whose texts were read for words. */
+  searched = 0;
   /** Groups that arrived since, the newest first; they wait until they are asked for. */
   fresh: GroupRow[] = [];
   private cursor = "";
@@ -68,14 +70,19 @@ export class GroupList {
 
   private async readPage(): Promise<void> {
     try {
-      const asked: Record<string, string> = { order: this.order, limit: String(PAGE) };
-      if (this.cursor) asked.cursor = this.cursor;
-      const page = await get<GroupsPage>(this.path(asked));
-      this.rows = [...this.rows, ...page.groups];
-      for (const row of page.groups) this.newest = Math.max(this.newest, row.seq);
-      this.cursor = page.cursor;
-      this.isWhole = page.cursor === "";
-      this.problem = null;
+      // A search for words may need many pages to find the next group: it goes on while one looks.
+      for (const before = this.rows.length; this.rows.length === before && !this.isWhole && this.watchers.size > 0; ) {
+        const asked: Record<string, string> = { order: this.order, limit: String(PAGE) };
+        if (this.cursor) asked.cursor = this.cursor;
+        const page = await get<GroupsPage>(this.path(asked));
+        this.rows = [...this.rows, ...page.groups];
+        for (const row of page.groups) this.newest = Math.max(this.newest, row.seq);
+        this.cursor = page.cursor;
+        this.isWhole = page.cursor === "";
+        this.searched += page.searched ?? 0;
+        this.problem = null;
+        this.changed();
+      }
     } catch (error) {
       this.problem = error instanceof Problem ? error : new Problem(0, String(error));
     }
