@@ -99,6 +99,11 @@ def test_filters_and_the_bars_of_the_histogram_lie_in_the_address(
     expect(status).to_contain_text("25,000 groups")
     page.get_by_label("Search").fill("nothing like this")
     expect(page.get_by_text("No group matches.")).to_be_visible()
+    page = visitor.page(f"{house.url}/#/groups?words=shelf+with+number")
+    expect(page.locator(".list-row").first).to_contain_text("rooms")
+    status = page.get_by_role("status").filter(has_text="searched")
+    expect(status).to_contain_text(re.compile(r"^\d groups and more in 5,\d\d\d groups searched"))
+    expect(status.get_by_role("button", name="search further")).to_be_visible()
 
 
 def test_the_keys_lead_through_groups_and_rollouts(house: GroupsHouse, visitor: Visitor) -> None:

@@ -108,7 +108,8 @@ export function Groups() {
         <Histogram rewards={rewards.data} query={query} />
         <p class="groups-count" role="status">
           {total === null ? count(list.rows.length, "group") + (list.isWhole ? "" : " and more") : count(total, "group")}
-          {words && <span class="dim"> of {count(list.searched, "group")} searched</span>}
+          {words && <span class="dim"> in {count(list.searched, "group")} searched</span>}{" "}
+          {list.isPaused && <button onClick={() => list.searchFurther()}>search further</button>}
           {rewards.data && rewards.data.unscored > 0 && <span class="dim"> ({rewards.data.unscored.toLocaleString("en")} without a reward)</span>}{" "}
           {marked !== null && <span class="dim">comparing {visible(marked)} with … (c) </span>}
           {list.fresh.length > 0 && (

@@ -30,8 +30,9 @@ export class GroupList {
   problem: Problem | null = null;
   /** Whether there are no more pages. */
   isWhole = false;
-  /** Groups whose texts were read for words. */
+  /** Groups whose texts were read for words, and how many may be without being asked again. */
   searched = 0;
+  private mostSearched = MOST_SEARCHED;
   /** Groups that arrived since, the newest first; they wait until they are asked for. */
   fresh: GroupRow[] = [];
   private cursor = "";
@@ -58,9 +59,20 @@ export class GroupList {
     return `v1/groups?${new URLSearchParams({ ...this.filter, ...parameters })}`;
   }
 
+  /** Whether a search for words waits until it is told to go on. */
+  get isPaused(): boolean {
+    return !this.isWhole && this.searched >= this.mostSearched;
+  }
+
+  /** Lets a search for words go on. */
+  searchFurther(): void {
+    this.mostSearched = this.searched + MOST_SEARCHED;
+    void this.more();
+  }
+
   /** Reads the next page. */
   more(): Promise<void> {
-    if (this.isWhole) return Promise.resolve();
+    if (this.isWhole || this.isPaused) return Promise.resolve();
     this.reading ??= this.readPage().finally(() => {
       this.reading = null;
       this.changed();
@@ -71,7 +83,8 @@ export class GroupList {
   private async readPage(): Promise<void> {
     try {
       // A search for words may need many pages to find the next group: it goes on while one looks.
-      for (const before = this.rows.length; this.rows.length === before && !this.isWhole && this.watchers.size > 0; ) {
+      const before = this.rows.length;
+      do {
         const asked: Record<string, string> = { order: this.order, limit: String(PAGE) };
         if (this.cursor) asked.cursor = this.cursor;
         const page = await get<GroupsPage>(this.path(asked));
@@ -82,7 +95,7 @@ export class GroupList {
         this.searched += page.searched ?? 0;
         this.problem = null;
         this.changed();
-      }
+      } while (this.rows.length === before && !this.isWhole && !this.isPaused && this.watchers.size > 0);
     } catch (error) {
       this.problem = error instanceof Problem ? error : new Problem(0, String(error));
     }
@@ -128,7 +141,7 @@ export class GroupList {
         if (wanted(this.rows[next]!)) return this.rows[next]!;
       }
       const isSearched = at >= 0 && by < 0;
-      if (isSearched || this.isWhole || this.problem || this.rows.length >= MOST_SEARCHED) return null;
+      if (isSearched || this.isWhole || this.isPaused || this.problem || this.rows.length >= MOST_SEARCHED) return null;
       await this.more();
     }
   }
