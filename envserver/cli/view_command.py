@@ -13,6 +13,8 @@ from .console import Console
 from .loop import run_loop
 from .specs.view_command import COMMAND, ViewSettings
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 def run(argv: list[str]) -> int:
     """Serves the page until Ctrl-C or SIGTERM.
@@ -29,12 +31,15 @@ def run(argv: list[str]) -> int:
 
 async def _view(settings: ViewSettings) -> int:
     stop = asyncio.Event()
-    async with viewing(settings.source, host=settings.host, port=settings.port) as server:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    loop = asyncio.get_running_loop()
+    async with viewing(settings.source, host=settings.host, port=settings.port) as found:
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, stop.set)
         console = Console(highlight=False, soft_wrap=True)
-        console.print(f"{', '.join(settings.source)}: {server.url}/", markup=False)
+        console.print(f"{found.title}: {found.url}/", markup=False)
         if settings.open:
-            await asyncio.to_thread(webbrowser.open, f"{server.url}/")
+            await asyncio.to_thread(webbrowser.open, f"{found.url}/")
         await stop.wait()
+        for number in _SIGNALS:  # a second one does not wait for what is being read
+            loop.remove_signal_handler(number)
     return 0

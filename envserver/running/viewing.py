@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from envserver_records.errors import ConflictError, InputError, NotFoundError, UsageError
 
@@ -18,8 +18,6 @@ from ..viewing.sources import Viewed, store_at, viewed
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from ..api.server import RunningServer
-
 _PARTS: Final = {
     "store": ["groups", "tasks"],
     "file": ["groups", "tasks"],
@@ -29,10 +27,17 @@ _PARTS: Final = {
 }
 
 
+class Viewing(NamedTuple):
+    """What is looked at, without passwords, and the address of its page."""
+
+    title: str
+    url: str
+
+
 @asynccontextmanager
 async def viewing(
     places: Sequence[str], *, host: str = "127.0.0.1", port: int = 0
-) -> AsyncIterator[RunningServer]:
+) -> AsyncIterator[Viewing]:
     """Serves the page while the context is open.
 
     Args:
@@ -55,7 +60,7 @@ async def viewing(
 
         server = await serve_api(app, host, port)
         stack.push_async_callback(server.close, at_once=True)
-        yield server
+        yield Viewing(looked_at.title, server.url)
 
 
 def _check(looked_at: Viewed) -> None:
@@ -125,22 +130,23 @@ async def _over_server(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     from ..viewing.relay import client_of, create_relay
 
     url = looked_at.places[0]
-    http = await stack.enter_async_context(client_of(url, os.environ.get("ENVSERVER_TOKEN")))
     try:
-        answer = await http.get("v1/source")
-    except httpx.TransportError as error:
+        http = client_of(url, os.environ.get("ENVSERVER_TOKEN"))
+        answer = await (await stack.enter_async_context(http)).get("v1/source")
+    except (httpx.TransportError, httpx.InvalidURL) as error:
         why = error or type(error).__name__
-        raise NotFoundError(f"No server answers at {url}: {why}.") from error
+        raise NotFoundError(f"No server answers at {looked_at.title}: {why}.") from error
     if answer.status_code in (401, 403):
         raise ConflictError(
-            f"{url} asks for an access token.", hint="Set ENVSERVER_TOKEN to one that may read."
+            f"{looked_at.title} asks for an access token.",
+            hint="Set ENVSERVER_TOKEN to one that may read.",
         )
     if not answer.is_success:
         raise UsageError(
-            f"{url} has no page to show: HTTP {answer.status_code}.",
+            f"{looked_at.title} has no page to show: HTTP {answer.status_code}.",
             hint="Is it an envserver of this version?",
         )
-    return create_relay(url, http)
+    return create_relay(looked_at.title, http)
 
 
 def _source(
@@ -148,14 +154,13 @@ def _source(
 ) -> dict[str, Any]:
     """Returns what GET /v1/source answers."""
     progress = None if found is None else found.progress
-    is_file = looked_at.kind == "file"
+    can_be_named = looked_at.kind in ("file", "store") and "://" not in looked_at.places[0]
     return {
         "kind": looked_at.kind,
         "title": looked_at.title,
         "live": True,
         "parts": [*_PARTS[looked_at.kind], *(("failures",) if has_failures else ())],
-        "replay_source": looked_at.places[0] if is_file or looked_at.kind == "store" else None,
-        "sources": looked_at.places,
+        "replay_source": looked_at.places[0] if can_be_named else None,
         "reading": None
         if progress is None
         else {

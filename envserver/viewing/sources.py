@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
-from envserver_records.errors import ConfigError, NotFoundError
+from envserver_records.errors import ConfigError, InputError, NotFoundError
 
 from ..evaluation.folders import RunFile, groups_path, read_run_file
 from ..export.stored_files import ENDINGS, files_of
@@ -43,6 +43,7 @@ class Viewed(msgspec.Struct, frozen=True):
     """What is looked at.
 
     Args:
+        title: what it is called, without passwords.
         places: as the user named them.
         runs: names of the runs, one for each place.
     """
@@ -74,10 +75,10 @@ def viewed(places: Sequence[str]) -> Viewed:
     """Returns what `places` name.
 
     Raises:
-        NotFoundError: there is no such thing.
-        InputError: the run file of an evaluation cannot be read.
-        ConfigError: several places, one of which is a server or a store.
+        ConfigError: a place is a pipe, or there are several, and one is a server or a store.
     """
+    if pipes := [place for place in places if place == "-" or Path(place).is_fifo()]:
+        raise ConfigError(f"{pipes[0]} is a pipe, which cannot be looked at twice.")
     titles = [_title(place) for place in places]
     alone = [kind for place in places if (kind := _alone(place))]
     if alone and len(places) > 1:
@@ -99,7 +100,10 @@ def viewed(places: Sequence[str]) -> Viewed:
 
 def is_evaluation(folder: Path) -> bool:
     """Returns whether `folder` was written by `evaluate`."""
-    return folder.is_dir() and read_run_file(folder) not in (None, RunFile())
+    try:
+        return folder.is_dir() and read_run_file(folder) not in (None, RunFile())
+    except InputError:
+        return False  # another program's run.json
 
 
 def _alone(place: str) -> Literal["server", "store"] | None:
@@ -163,8 +167,10 @@ def _of_evaluation(folder: Path, run: str) -> list[ViewedFile]:
 
 
 def _title(place: str) -> str:
+    """Returns what a place is called on the page; a URL without its password."""
     if "://" in place:
-        return place.rpartition("@")[2]
+        scheme, _, rest = place.partition("?")[0].partition("://")
+        return f"{scheme}://{rest.rpartition('@')[2]}"
     return "/".join(Path(os.path.abspath(place)).parts[-2:])  # noqa: PTH100 - see `_name`
 
 

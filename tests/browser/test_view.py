@@ -13,6 +13,7 @@ from playwright.sync_api import expect
 from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
 from support.commands import running
 from support.delivered import line, write_lines
+from support.page_house import PageHouse
 from support.views import write_evaluation
 
 HOSTILE = '<img src=x onerror="alert(1)">\u202eevil'
@@ -71,6 +72,20 @@ def test_its_pages_are_clean_in_the_dark_and_on_a_small_screen(
             axe(page)
             no_sideways_scroll(page)
             visitor.shot(page, f"{path}-{name}")
+
+
+def test_a_server_elsewhere_has_all_its_pages(
+    house: PageHouse, tmp_path: Path, visitor: Visitor
+) -> None:
+    with running("view", house.url, folder=tmp_path) as view:
+        visitor.allow("ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_REFUSED")  # at its end
+        page = visitor.page(view.wait_for(r"http://[\d.]+:\d+/")[0])
+        expect(page.get_by_role("link", name="Engines")).to_be_visible()
+        expect(page.get_by_text("● live")).to_be_visible()
+        visitor.shot(page, "view-server")
+        page.get_by_role("link", name="Groups").click()
+        page.get_by_role("listbox", name="Groups").get_by_role("option").first.dblclick()
+        expect(page.get_by_text("rollout 0").first).to_be_visible()
 
 
 @pytest.mark.slow

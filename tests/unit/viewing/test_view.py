@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import sqlite3
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from envserver_records.errors import EngineTimeout, EnvserverError
+from envserver_records.errors import ConfigError, EngineTimeout, EnvserverError
 from support.api import native_group, put_native, running_api
 from support.commands import envserver, running
 from support.delivered import line, write_lines
@@ -171,6 +173,28 @@ def test_what_cannot_be_shown_is_told(
     with pytest.raises(EnvserverError) as found:
         asyncio.run(look())
     assert all(word in str(found.value) for word in words)
+
+
+def test_places_are_what_they_hold_and_no_title_has_a_password(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "runs" / "run.jsonl", [line(1)])
+    (file.parent / "run.json").write_text('{"parts": 7}')
+    with sqlite3.connect(tmp_path / "groups.db") as sql:
+        sql.execute("CREATE TABLE t (x)")
+    sql.close()
+    places = {
+        str(file): ("file", "runs/run.jsonl"),
+        str(file.parent): ("folder", f"{tmp_path.name}/runs"),
+        str(tmp_path / "groups.db"): ("store", f"{tmp_path.name}/groups.db"),
+        "postgresql://me:secret@host/db?password=secret": ("store", "postgresql://host/db"),
+        "https://me:secret@lab.example:80": ("server", "https://lab.example:80"),
+    }
+    for place, told in places.items():
+        found = viewed([place])
+        assert (found.kind, found.title) == told
+    os.mkfifo(tmp_path / "pipe")
+    for wrong in ([str(tmp_path / "pipe")], [str(file), "https://lab.example"]):
+        with pytest.raises(ConfigError):
+            viewed(wrong)
 
 
 def test_the_command_line_is_told_what_is_wrong(tmp_path: Path) -> None:
