@@ -21,7 +21,7 @@ type Told =
   | { kind: "connection"; connection: Connection }
   | { kind: "who" };
 
-const EVENTS = ["hello", "group", "groups", "sample", "failure", "policy", "run", "engine", "alarm", "resync"];
+const EVENTS = ["hello", "group", "groups", "sample", "failure", "failures", "policy", "run", "engine", "alarm", "resync"];
 const POLL_SECONDS = 10;
 const RETRY_SECONDS = 2;
 /** After a login the page begins anew. */

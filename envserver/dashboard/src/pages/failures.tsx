@@ -35,6 +35,7 @@ interface Answer {
 const FAULTS = ["model", "environment", "engine", "trainer", "infrastructure"];
 const WHATS = { attempt: "attempt, tried again", rollout: "rollout lost", group: "group lost", drop: "group dropped" };
 const PAGE = 100;
+const MANY_MS = 2000;
 
 export function Failures() {
   const { query } = usePlace();
@@ -43,6 +44,14 @@ export function Failures() {
   const first = useGet<Answer>(path, 60);
   const list = useList(path, first.data, filter);
   useLive("resync", first.again);
+  // Many at once are only counted: they are read, once in two seconds.
+  const waiting = useRef(0);
+  useLive("failures", () => {
+    waiting.current ||= window.setTimeout(() => {
+      waiting.current = 0;
+      first.again();
+    }, MANY_MS);
+  });
   useKeys("Failures", [{ key: "x", text: "show all failures", run: () => setQuery({ environment: null, kind: null, fault: null }) }]);
   return (
     <>
@@ -77,8 +86,9 @@ function useList(path: string, first: Answer | null, filter: Record<string, stri
     set((old) => {
       const oldest = first.failures.at(-1)?.n ?? 0;
       const newest = first.failures[0]?.n ?? 0;
-      // Numbers that are smaller than before: the server has started again.
-      const isOther = old.path !== path || (old.rows[0]?.n ?? 0) > newest;
+      const last = old.rows[0]?.n ?? 0;
+      // Smaller numbers than before: the server has started again. Much larger ones: rows are left out.
+      const isOther = old.path !== path || last > newest || last < oldest;
       const older = isOther ? [] : old.rows.filter(({ n }) => n < oldest);
       return { path, rows: [...first.failures, ...older], next: older.length ? old.next : first.next };
     });
