@@ -7,21 +7,22 @@ import { clock, visible } from "../text";
 const MOST = 8;
 
 export function Changes({ found, news, isEarly }: { found: Change[]; news: News[]; isEarly: boolean }) {
+  const [bad, other] = [news.filter(({ tone }) => tone === "bad"), news.filter(({ tone }) => tone !== "bad")];
   return (
     <section class="panel changes" aria-labelledby="changes-title">
       <h2 id="changes-title">What changed</h2>
       <ul>
+        {bad.map((one) => (
+          <NewsItem key={one.text} news={one} />
+        ))}
         {found.slice(0, MOST).map((change) => (
           <li key={`${change.figure.id} ${change.label}`} class={change.tone}>
             <Sentence change={change} />
           </li>
         ))}
         {found.length > MOST && <li class="dim">and {found.length - MOST} smaller changes: see the charts with “changed”</li>}
-        {news.map(({ text, time, tone }) => (
-          <li key={text} class={tone}>
-            <span aria-hidden="true">{tone === "bad" ? "✕" : "·"}</span> <span class="words">{visible(text)}</span>{" "}
-            <span class="dim">{clock(time)}</span>
-          </li>
+        {other.map((one) => (
+          <NewsItem key={one.text} news={one} />
         ))}
         {found.length + news.length === 0 && (
           <li class="dim">
@@ -31,6 +32,14 @@ export function Changes({ found, news, isEarly }: { found: Change[]; news: News[
       </ul>
       {found.length > 0 && <p class="dim">The last 5 minutes against the hour before, where the difference is larger than its noise.</p>}
     </section>
+  );
+}
+
+function NewsItem({ news: { text, time, tone } }: { news: News }) {
+  return (
+    <li class={tone}>
+      <span aria-hidden="true">{tone === "bad" ? "✕" : "·"}</span> <span class="words">{visible(text)}</span> <span class="dim">{clock(time)}</span>
+    </li>
   );
 }
 

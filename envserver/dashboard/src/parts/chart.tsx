@@ -43,6 +43,8 @@ export interface ChartProps {
 const MOST_LINES = 8;
 const HEIGHT = 150;
 const DASHES: number[][] = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [4, 2, 1, 2, 1, 2], [1, 2], [7, 2, 7, 6]];
+/** Of more points, the dots would hide the line. */
+const MOST_POINTS = 30;
 /** Between two marks. */
 const LEAST_PIXELS = 7;
 const AT_ALL = "charts";
@@ -60,7 +62,6 @@ export function Chart(props: ChartProps) {
         <h3>{title}</h3>
         {note && <span class="dim">{note}</span>}
         {badge && <span class="badge warn">{badge}</span>}
-        {place !== null && <span class="dim at">{isTime ? clock(x[place]!) : `version ${x[place]}`}</span>}
       </figcaption>
       {isEmpty ? (
         <p class="dim none">{empty}</p>
@@ -73,9 +74,7 @@ export function Chart(props: ChartProps) {
             </caption>
             <thead>
               <tr>
-                <th scope="col" class="unseen">
-                  line
-                </th>
+                <th scope="col">{place === null ? <span class="unseen">line</span> : isTime ? clock(x[place]!) : `version ${x[place]}`}</th>
                 <th scope="col" class="n">
                   {place === null ? "last" : "here"}
                 </th>
@@ -169,7 +168,7 @@ function options(latest: { current: ChartProps & { onCursor: (place: number | nu
     stroke: colour(`--c${line.style % MOST_LINES}`),
     dash: DASHES[line.style % MOST_LINES]!,
     width: 1.75,
-    points: { show: !isTime, size: 5 },
+    points: { show: !isTime && latest.current.x.length <= MOST_POINTS, size: 5 },
   });
   return {
     width: Math.max(100, box.clientWidth),

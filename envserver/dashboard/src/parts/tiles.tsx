@@ -6,8 +6,8 @@ import type { Series } from "../series";
 import { number } from "../text";
 
 const of = (name: string, where?: Record<string, string>) => ({ name: `envserver_${name}`, ...(where && { where }) });
-const percent = (value: number) => `${number(100 * value, 2)} %`;
-const short = (value: number) => number(value, 3);
+const percent = (value: number) => `${number(Math.round(10_000 * value) / 100, 2)} %`;
+const short = (value: number) => number(Math.round(1000 * value) / 1000, 3);
 
 export function Tiles({ series }: { series: Series }) {
   const lines: [string, Line | undefined, (value: number) => string][] = [
