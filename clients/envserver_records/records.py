@@ -452,6 +452,7 @@ class Group(msgspec.Struct, kw_only=True):
         failures: failures of the rollouts that are missing or were retried.
         asked: number of rollouts that were started (0 in groups of older versions).
         lost: missing rollouts by the kind of the last failure ("straggler", "stale": cancelled).
+        missing: the failed attempts of each missing rollout, by its number.
         generation_params: the sampling settings of all rollouts.
         rendering: how prompts were made: the engine's server and mode, whether calls were continued
             by tokens (or why not), the think policy, digests of template and tokenizer.
@@ -486,5 +487,6 @@ class Group(msgspec.Struct, kw_only=True):
     reward_range: RewardRange = UNIT_RANGE
     component_weights: dict[str, float] = msgspec.field(default_factory=dict)
     public: dict[str, Any] = msgspec.field(default_factory=dict)
+    missing: dict[str, list[FailedAttempt]] = msgspec.field(default_factory=dict)
     provenance: dict[str, Any] = msgspec.field(default_factory=dict)
     digest: str = ""

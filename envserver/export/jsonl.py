@@ -72,6 +72,8 @@ def group_line(
     }
     if group.digest:
         line["envserver"] |= {"provenance": group.provenance, "group_digest": group.digest}
+    if group.missing:
+        line["envserver"]["missing"] = msgspec.to_builtins(group.missing)
     if group.public and include_messages:
         line["envserver"]["public"] = group.public
     if group.env_config:

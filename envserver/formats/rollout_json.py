@@ -18,7 +18,7 @@ import msgspec
 import orjson
 from envserver_records.errors import NotFoundError, fault_of
 from envserver_records.records import Group, Message, Sequence, Trajectory, Usage
-from envserver_records.timings import timing_as_json
+from envserver_records.timings import FailedAttempt, timing_as_json
 
 MOST_BYTES: Final = 8 << 20
 """Size of the JSON of all rollouts of a group; the texts of further ones are left out."""
@@ -47,6 +47,9 @@ def shown_group(group: Group) -> dict[str, Any]:
     facts = msgspec.structs.replace(group, trajectories=[], env_config={})
     shown: dict[str, Any] = msgspec.to_builtins(facts, enc_hook=str)
     del shown["trajectories"], shown["env_config"]
+    shown["missing"] = {
+        number: [_failed(one) for one in attempts] for number, attempts in group.missing.items()
+    }
     return shown
 
 
@@ -65,10 +68,7 @@ def shown_rollout(rollout: Trajectory, link: str) -> dict[str, Any]:
         other["messages"] = [_with_links(one, links) for one in other["messages"]]
     shown["sequences"] = [_row(one) for one in rollout.sequences]
     shown["timings"] = [timing_as_json(one) for one in rollout.timings]
-    shown["attempts"] = [
-        {**msgspec.to_builtins(one), "fault": fault_of(one.kind, one.blame)}
-        for one in rollout.attempts
-    ]
+    shown["attempts"] = [_failed(one) for one in rollout.attempts]
     shown["logs"] = [
         {"time": one.time, "stream": one.stream, "text": one.text} for one in rollout.printed
     ]
@@ -168,6 +168,11 @@ def _kind_of(data: bytes) -> str | None:
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"
     return next((kind for magic, kind in _MAGIC.items() if data.startswith(magic)), None)
+
+
+def _failed(attempt: FailedAttempt) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(attempt)
+    return {**shown, "fault": fault_of(attempt.kind, attempt.blame)}
 
 
 def _row(row: Sequence) -> dict[str, Any]:

@@ -11,7 +11,14 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import msgspec
-from envserver_records.errors import Failure, JudgeError, RolloutError, ScorerError, Unscorable
+from envserver_records.errors import (
+    Failure,
+    JudgeError,
+    RolloutError,
+    ScorerError,
+    Straggler,
+    Unscorable,
+)
 from envserver_records.timings import MOST_ATTEMPTS, FailedAttempt
 
 from ..telemetry.redaction import redacted
@@ -103,3 +110,11 @@ def _safe(failure: Failure, hidden: dict[str, Any]) -> Failure:
 def rollout_id_of(request: GroupRequest, number: int) -> str:
     """Returns the id of rollout `number` of a group."""
     return f"{request.group_id}-r{number}"
+
+
+def straggler(seconds: float) -> Straggler:
+    """Returns the failure of a rollout that was not done when its group was so old."""
+    return Straggler(
+        f"The rollout was cancelled when its group was {seconds:.1f} s old.",
+        hint="See rollouts.group_timeout_seconds and rollouts.straggler_grace_seconds.",
+    )

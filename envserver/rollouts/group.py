@@ -16,7 +16,6 @@ import msgspec
 from envserver_records.errors import (
     ConfigError,
     RolloutError,
-    Straggler,
 )
 from envserver_records.records import Group, Message, Score, Task, Trajectory
 from envserver_records.seals import sealed
@@ -39,7 +38,7 @@ from .attempt import Finished, run_attempt
 from .costs import RolloutPrices, ScoringSpent, with_scoring
 from .estimates import scored_of
 from .events import Observer, RolloutScored
-from .failures import GroupFailures, rollout_id_of
+from .failures import GroupFailures, rollout_id_of, straggler
 from .hidden_text import without_hidden
 from .policy import (
     Drop,
@@ -224,7 +223,7 @@ async def _members(
         await asyncio.gather(*tasks, return_exceptions=True)
     if not failures.bug and judge_losses(failures.lost, rules) is None:
         for number in sorted(tasks[task] for task in pending):
-            failures.add(number, _straggler(time.monotonic() - started), final=True)
+            failures.add(number, straggler(time.monotonic() - started), final=True)
     return dict(sorted(members.items()))
 
 
@@ -450,23 +449,24 @@ def _judged(
     shown: dict[str, Any],
 ) -> Group | Drop:
     """Returns the group of the deliverable trajectories, or why the group is dropped."""
-    kept = []
+    kept: dict[int, Trajectory] = {}
     for number, trajectory in trajectories.items():
         why_not = judge_trajectory(
             trajectory, need_exact=context.need_exact, actions=context.actions
         )
         if why_not is None:
-            kept.append(trajectory)
+            kept[number] = trajectory
         else:
             failures.add(number, why_not, final=True)
-    versions = [int(row.versions[row.mask == 1].min()) for item in kept for row in item.sequences]
+    rows = [row for item in kept.values() for row in item.sequences]
+    versions = [int(row.versions[row.mask == 1].min()) for row in rows]
     group = Group(
         group_id=request.group_id,
         index=request.index,
         env=request.env,
         task_id=request.task.id,
         split=request.split,
-        trajectories=kept,
+        trajectories=list(kept.values()),
         model=context.model,
         policy_version=min(versions, default=-1),
         generation_params=context.sampling.model_dump(),
@@ -481,12 +481,13 @@ def _judged(
         reward_range=context.scorer.rules.range,
         component_weights=context.scorer.rules.weights,
         public=bounded_public(request.task.public),
+        missing={str(n): failures.of(n) for n in range(rules.size) if n not in kept},
         provenance=provenance_of(
             context.made_with,
             engine=context.proxy.engine_identity(),
             model=context.model,
             sampling=context.sampling.model_dump(),
-            trajectories=kept,
+            trajectories=kept.values(),
         ),
     )
     drop = judge_group(group, rules, context.staleness.version)
@@ -494,10 +495,3 @@ def _judged(
         return group
     is_whole = judge_losses(group.lost, rules) is None
     return msgspec.structs.replace(drop, scored=scored_of(group) if is_whole else None)
-
-
-def _straggler(seconds: float) -> Straggler:
-    return Straggler(
-        f"The rollout was cancelled when its group was {seconds:.1f} s old.",
-        hint="See rollouts.group_timeout_seconds and rollouts.straggler_grace_seconds.",
-    )

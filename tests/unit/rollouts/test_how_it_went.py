@@ -78,6 +78,8 @@ class Talky(Environment):
         first = await run.chat([{"role": "user", "content": "a"}])
         talk = [{"role": "user", "content": "a"}, first.message, {"role": "user", "content": "b"}]
         await run.chat(talk)
+        if run.rollout_id.endswith("r2"):
+            raise OSError("never")
         if run.attempt == 1 and run.rollout_id.endswith("r0"):
             raise OSError("no luck, password=hunter2hunter2")
         return run.attempt
@@ -93,8 +95,9 @@ class Talky(Environment):
 def group(tmp_path_factory: pytest.TempPathFactory) -> Group:
     path = tmp_path_factory.mktemp("talky") / "talky.py"
     path.write_text(ENVIRONMENT)
-    sizes = {"group_size": 2, "total_steps": 1, "ensure_scores_are_not_same": False}
-    (made,) = envserver.groups(str(path), model="sim", env=sizes)
+    sizes = {"group_size": 3, "total_steps": 1, "ensure_scores_are_not_same": False}
+    rules = {"max_attempts": 2, "min_group_size": 2}
+    (made,) = envserver.groups(str(path), model="sim", env=sizes, rollouts=rules)
     return made
 
 
@@ -125,6 +128,11 @@ def test_failures_of_earlier_attempts_are_kept_without_what_is_secret(group: Gro
     assert failed[0][0].message == "OSError: no luck, password=[redacted]"
     assert failed[1][0].message == "The scorer raised ValueError: expected [hidden]"
     assert all(0 < some[0].seconds < 60 for some in failed)
+    (lost,) = group.missing.values()
+    assert list(group.missing) == ["2"]
+    assert [(one.attempt, one.message) for one in lost] == [
+        (1, "OSError: never"), (2, "OSError: never"),
+    ]  # fmt: skip
     stored = pack(group)
     assert b"HIDDEN-ANSWER" not in stored
     assert b"hunter2" not in stored
@@ -152,7 +160,7 @@ def test_files_hold_it_and_are_read_again(group: Group) -> None:
         assert len(document["metadata"]["timings"]) == len(made.timings)
         assert document["metadata"]["attempts"][0]["kind"] == made.attempts[0].kind
     record = group_record(stored)
-    assert record.public == stored.public
+    assert (record.public, record.missing) == (stored.public, group.missing)
     for rollout, made in zip(record.trajectories, group.trajectories, strict=True):
         assert rollout.timings == made.timings
         assert (rollout.sequences[0].calls == made.sequences[0].calls).all()
@@ -171,6 +179,7 @@ async def test_the_api_shows_it(group: Group, tmp_path: Path) -> None:
         for name in ("seq", "state", "rewards", "reward_mean", "turns"):
             assert found["group"][name] == row[name]
         assert found["group"]["task"]["question"] == "Hm?"
+        assert [one["fault"] for one in found["group"]["missing"]["2"]] == ["environment"] * 2
         for number, shown in enumerate(found["rollouts"]):
             alone = (await api.get(f"{path}/{number}"))["rollout"]
             assert alone == shown
