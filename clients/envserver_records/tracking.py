@@ -24,6 +24,9 @@ NAMES: Final[tuple[TrackerName, ...]] = get_args(TrackerName)
 TABLE: Final = "completions"
 """The name of the table of rollouts; TRL's."""
 
+_MOST_ROWS: Final = 500
+"""Rows after which MLflow gets another file."""
+
 Row = Mapping[str, str | float | int | None]
 """A rollout; the columns are the same in each row."""
 
@@ -112,7 +115,6 @@ class WandbTracker:
         self._run = self._wandb.init(
             project=project, name=run, dir=str(folder), mode=mode, resume="allow", settings=quiet
         )
-        self._table: Any = None
 
     def config(self, settings: Mapping[str, Any]) -> None:
         self._run.config.update(dict(settings), allow_val_change=True)
@@ -121,11 +123,9 @@ class WandbTracker:
         self._run.log(numbers(values), step=step)
 
     def rollouts(self, step: int, rows: Sequence[Row]) -> None:
-        if self._table is None:
-            self._table = self._wandb.Table(columns=[*rows[0]], log_mode="INCREMENTAL")
-        for row in rows:
-            self._table.add_data(*row.values())
-        self._run.log({TABLE: self._table}, step=step)
+        # A table for each step, as TRL's: one that grows would be kept in memory as a whole.
+        data = [[*row.values()] for row in rows]
+        self._run.log({TABLE: self._wandb.Table(columns=[*rows[0]], data=data)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -180,6 +180,7 @@ class MlflowTracker:
             experiment = self._client.create_experiment(project, artifact_location=place)
         self._entities = importlib.import_module("mlflow.entities")
         self._id = self._client.create_run(experiment, run_name=run).info.run_id
+        self._rows = 0
 
     def config(self, settings: Mapping[str, Any]) -> None:
         of = self._entities.Param
@@ -195,7 +196,10 @@ class MlflowTracker:
 
     def rollouts(self, step: int, rows: Sequence[Row]) -> None:
         columns = {name: [row[name] for row in rows] for name in rows[0]}
-        self._client.log_table(self._id, data=columns, artifact_file=f"{TABLE}.json")
+        part = self._rows // _MOST_ROWS  # a file is written anew for each addition
+        self._rows += len(rows)
+        file = f"{TABLE}-{part}.json" if part else f"{TABLE}.json"
+        self._client.log_table(self._id, data=columns, artifact_file=file)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

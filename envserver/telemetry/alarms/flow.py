@@ -95,6 +95,9 @@ def rollouts_hang(at: Situation) -> Iterator[Finding]:
         )
         usual = took / count if count else 0.0
         limit = max(60 * at.config.no_rollout_minutes, _ROLLOUT_TIMES * usual)
+        # Before the first one has ended, nobody knows how long they take: are there calls?
+        if not count and curves.grown(limit, "envserver_engine_seconds_count"):
+            continue
         if not still[-1] or seconds < limit:
             continue
         yield Finding(
@@ -157,8 +160,12 @@ def workers_die(at: Situation) -> Iterator[Finding]:
             (at.grown("envserver_worker_deaths_total", kind=kind, **of), kind)
             for kind in at.curves.values_of("envserver_worker_deaths_total", "kind", **of)
         ]
-        deaths = sum(count for count, _ in kinds)
-        if deaths < at.bound("workers_die", environment, at.config.worker_deaths):
+        # What the model's own code ended is no fault of ours: `rollouts_cut` tells of it.
+        crashes = at.grown("envserver_rollouts_total", end="limit_crash", **of)
+        deaths = sum(count for count, _ in kinds) - crashes
+        ended = at.grown("envserver_rollouts_total", **of)
+        least = max(at.config.worker_deaths, at.config.lost_share * ended)
+        if deaths < at.bound("workers_die", environment, least):
             continue
         _, kind = max(kinds)
         yield Finding(

@@ -50,7 +50,7 @@ NEEDED: Final = frozenset(
         *("groups_dropped_total", "groups_alike_total", "groups_equal_total", "store_events_total"),
         *("replica_breaker", "policy_version", "joined_environments", "store_waiting"),
         *("store_commit_seconds_sum", "store_commit_seconds_count", "reward_sum", "reward_count"),
-        *("tokens_total", "untrained_share", "untrained_tokens_total"),
+        *("engine_seconds_count", "tokens_total", "untrained_share", "untrained_tokens_total"),
     )
 )
 """Names of the samples that rules read."""

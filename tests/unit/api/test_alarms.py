@@ -209,6 +209,35 @@ async def test_a_trainer_that_waits_for_more_groups_is_not_accused() -> None:
     assert sentences == {}
 
 
+async def test_first_rollouts_that_take_long_do_not_hang_while_calls_are_answered() -> None:
+    run = Run()
+    run.set("rollouts_running", 8, environment="code")
+    for _ in range(90):
+        run.add("engine_seconds_count", path="/v1/chat/completions")
+        assert await run.step() == {}
+    for _ in range(62):
+        sentences = await run.step()
+    assert sentences == {
+        "rollouts_hang": "No rollout of code has ended for 25 minutes, while 8 rollouts run."
+    }
+
+
+async def test_workers_that_the_model_ends_are_not_told_as_deaths() -> None:
+    run = Run(off=["rollouts_cut"])
+    for deaths in (1, 1, 1, 1, 5):
+        for _ in range(deaths):
+            run.add("worker_deaths_total", kind="worker_died", environment="code")
+        run.add("rollouts_total", 1, end="limit_crash", environment="code")
+        run.add("rollouts_total", 20, end="scored", environment="code")
+        assert await run.step() == {}
+    for _ in range(4):
+        run.add("worker_deaths_total", kind="worker_died", environment="code")
+        sentences = await run.step()
+    assert sentences == {
+        "workers_die": "8 workers of code died in the last 80 seconds (worker_died)."
+    }
+
+
 def test_an_alarm_that_comes_and_goes_is_not_told_each_time() -> None:
     book, heard = AlarmBook(), []
     book.listeners.append(lambda alarm, begins: heard.append((alarm.name, begins)))
