@@ -49,7 +49,8 @@ def test_it_is_read_after_the_login_and_calls_may_send_a_token(
         page.get_by_label("Access token").fill(token)
         page.get_by_role("button", name="Log in").click()
         expect(page.get_by_role("navigation", name="Pages")).to_be_visible()
-        page.goto(f"{api.url}/docs")
+        page.get_by_role("button", name="Help").click()
+        page.get_by_role("link", name="HTTP API").click()
         expect(page.get_by_role("button", name="Authorize").first).to_be_visible()
         with page.expect_response("**/v1/status") as told:
             try_status(page)

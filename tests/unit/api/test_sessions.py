@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http.cookies import SimpleCookie
@@ -11,7 +12,7 @@ import httpx
 import pytest
 import yaml
 from envserver_records.errors import ConfigError
-from support.api import Api, head_or_answer, running_api
+from support.api import Api, head_or_answer, native_group, put_native, running_api
 
 from envserver.api import create_token
 from envserver.api.access import sessions as module
@@ -195,6 +196,19 @@ async def test_a_login_ends_with_its_token(path: Path, tokens: dict[str, str]) -
         tree["tokens"][-1]["id"] = entry.id  # another token under the same id
         path.write_text(yaml.safe_dump(tree))
         assert await status_of(api, cookie) == 401
+
+
+async def test_the_stream_of_a_login_ends_with_its_token(
+    path: Path, tokens: dict[str, str]
+) -> None:
+    async with guarded(path) as api:
+        headers = OWN | {"cookie": cookie_of(await log_in(api, tokens["reader"]))}
+        async with asyncio.timeout(60), api.http.stream("GET", "/v1/events", headers=headers) as it:
+            parts = it.aiter_bytes()
+            assert b"hello" in await anext(parts)
+            revoke_token(path, "reader")
+            await put_native(api.store, native_group("late"))
+            assert b"late" not in b"".join([part async for part in parts])
 
 
 async def test_a_login_survives_a_restart_and_not_another_key(

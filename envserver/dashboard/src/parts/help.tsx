@@ -1,6 +1,7 @@
 // The dialog of "?": the keys that act now, and those of all other pages.
 
 import { useEffect, useRef, useState } from "preact/hooks";
+import { useSource } from "../source";
 import { shownKeys, useKeys } from "./keys";
 
 const NAMES: Record<string, string> = { ArrowDown: "↓", ArrowUp: "↑", ArrowLeft: "←", ArrowRight: "→", Escape: "Esc" };
@@ -17,6 +18,7 @@ const ELSEWHERE: [string, [string, string][]][] = [
 ];
 
 export function Help() {
+  const source = useSource();
   const [isOpen, open] = useState(false);
   const dialog = useRef<HTMLDialogElement>(null);
   useKeys("Everywhere", [{ key: "?", text: "this help", run: () => open(true) }]);
@@ -31,8 +33,9 @@ export function Help() {
       {isOpen && (
         <dialog ref={dialog} aria-labelledby="help-title" onClose={() => open(false)}>
           <Keys />
-          <form method="dialog">
+          <form method="dialog" class="row">
             <button type="submit">Close</button>
+            {source?.kind === "server" && <a href="docs">HTTP API</a>}
           </form>
         </dialog>
       )}
