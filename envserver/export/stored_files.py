@@ -29,7 +29,7 @@ _BUFFER = 1 << 20
 
 def files_of(source: str) -> list[Path]:
     """Returns the JSONL files that a path, a folder or a glob names, sorted, without
-    `.failures.jsonl`.
+    `.failures.jsonl` and, in the folder of an evaluation, without what describes its tasks.
 
     Raises:
         NotFoundError: there are none.
@@ -39,7 +39,7 @@ def files_of(source: str) -> list[Path]:
         return [path]
     if path.is_dir():
         found = [one for one in sorted(path.rglob("*")) if one.name.endswith(ENDINGS)]
-        found = [one for one in found if not one.name.startswith(".")]
+        found = [one for one in found if not one.name.startswith(".") and not _about_tasks(one)]
     else:
         found = [Path(one) for one in sorted(glob.glob(source, recursive=True))]  # noqa: PTH207
     files = [one for one in found if one.is_file() and ".failures.jsonl" not in one.name]
@@ -47,6 +47,12 @@ def files_of(source: str) -> list[Path]:
         what = "no .jsonl file in it" if path.is_dir() else "no such file, folder or store"
         raise NotFoundError(f"{source}: there is {what}.")
     return files
+
+
+def _about_tasks(path: Path) -> bool:
+    """Whether it is the `tasks.jsonl` of an evaluation, beside its `groups.jsonl`."""
+    name = path.name
+    return name.startswith("tasks") and path.with_name(f"groups{name[5:]}").exists()
 
 
 @contextlib.contextmanager

@@ -269,7 +269,11 @@ def test_the_same_groups_come_from_files_folders_stores_and_servers(tmp_path: Pa
     asyncio.run(served())
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(whole))
     (tmp_path / "a.jsonl.zst").write_bytes(zstd.compress(whole))
-    for source in ("in", "a.jsonl.gz", "a.jsonl.zst", "in/*.jsonl"):
+    evaluation = tmp_path / "evaluation"
+    evaluation.mkdir()
+    (evaluation / "groups.jsonl").write_bytes(whole)
+    (evaluation / "tasks.jsonl").write_text('{"task_id": "task-1"}\n')
+    for source in ("in", "a.jsonl.gz", "a.jsonl.zst", "in/*.jsonl", "evaluation"):
         out = tmp_path / "again.jsonl"
         assert export(tmp_path / source, "--to", "atropos", "--out", out, "--overwrite") == 0
         assert out.read_bytes() == whole
