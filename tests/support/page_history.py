@@ -22,8 +22,7 @@ _SIZE = 8
 def put_history(path: Path, hours: float) -> None:
     """Puts the minutes of the last `hours` into a new store.
 
-    The server starts anew after half of the time; in the last minutes the reward of `code` falls,
-    and calls fail.
+    The server starts anew after half of the time; see `rows`.
     """
     with ThreadPoolExecutor(1) as thread:  # this one may have the event loop of a browser
         thread.submit(asyncio.run, _put_history(path, hours)).result()
@@ -33,17 +32,18 @@ async def _put_history(path: Path, hours: float) -> None:
     now = int(time.time() // 60)
     minutes = int(hours * 60)
     async with open_store(str(path)) as store:
-        for number, numbers in enumerate(_rows(minutes)):
+        for number, numbers in enumerate(rows(minutes)):
             await store.put_minute(now - minutes + number, as_json(numbers), 0)
 
 
-def _rows(minutes: int) -> Iterator[dict[Name, float]]:
+def rows(minutes: int, bad_minutes: int = 6) -> Iterator[dict[Name, float]]:
+    """Yields the numbers of each minute. In the last `bad_minutes` the reward falls, calls fail."""
     rng = random.Random(0)
     counts: Counter[Name] = Counter()
     for minute in range(minutes):
         if minute == minutes // 2:
             counts.clear()
-        done, falls = minute / minutes, minute > minutes - 6
+        done, falls = minute / minutes, minute > minutes - bad_minutes
         for environment, speed in _SPEED.items():
             _environment(counts, rng, environment, speed, done, falls)
         _count(counts, "engine_seconds_sum", 240 * (0.8 + done), path="/v1/chat/completions")
