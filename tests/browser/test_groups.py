@@ -186,6 +186,9 @@ def test_what_a_model_wrote_is_only_text(house: GroupsHouse, visitor: Visitor) -
         )
     assert page.get_by_role("img", name="image in the conversation").count() == 1
     assert "pwned" not in page.title()
+    page.goto(f"{house.url}/#/groups/hostile/1")
+    expect(page.locator("[data-message='9']")).to_be_attached()  # the last of the odd ones
+    expect(page.get_by_text('"no": "list"')).to_be_visible()
     page.goto(f"{house.url}/#/tasks/rooms/{'lamp%20%3Cb%3E'}")
     expect(page.get_by_text("lamp <b>")).to_be_visible()
     page.goto(f"{house.url}/#/groups/long/0")

@@ -40,6 +40,14 @@ HOSTILE = (
     " \x1b[31mred\x1b[0m \u202eevil\u202c \u200bunseen\u200b \x00 \U000e0041"
 )
 LONG = "A line of a very long text, which has no end.\n" * 25_000  # more than a megabyte
+ODD = [
+    {"role": 5, "name": {"a": 1}, "content": [None, 5, {"type": "text", "text": 7}]},
+    {"role": "assistant", "content": {"no": "list"}, "tool_calls": [None, "x", {"function": "f"}]},
+    {"role": "assistant", "content": None, "reasoning": ["r"], "tool_calls": {"function": {}}},
+    {"role": "tool", "tool_call_id": 7, "content": [{"type": "image_url", "image_url": 5}]},
+    {},
+]
+"""Messages that are not as any API has them."""
 LONG_ROW = 30_000
 _ENVIRONMENTS = ("math", "code", "tau", "video")
 
@@ -190,7 +198,7 @@ def hard_groups() -> list[Group]:
     ended = Usage(seconds=9.0, model_seconds=8.0, completion_tokens=2048, ended_by="tokens")
     hostile = [
         _rollout("hostile", 0, HOSTILE),
-        _rollout("hostile", 1, HOSTILE, usage=ended, **limit),
+        _rollout("hostile", 1, usage=ended, messages=[*conversation(1, HOSTILE), *ODD], **limit),
     ]
     long = [_rollout("long", 0, LONG, sequences=[row(LONG_ROW, "seeker")])]
     return [

@@ -14,6 +14,7 @@ import { Runs } from "./pages/runs";
 import { TasksRoutes } from "./pages/tasks";
 import { Workers } from "./pages/workers";
 import { Alarms, useAlarms } from "./parts/alarms";
+import { Guard } from "./parts/guard";
 import { Gone, Header } from "./parts/header";
 import { Reading } from "./parts/reading";
 import { link, replace, usePlace } from "./router";
@@ -67,7 +68,13 @@ function Shell() {
         <Gone />
         <Alarms alarms={alarms} />
         <Reading />
-        {isThere ? <shown.page /> : (source || !shown) && <p>There is no such page.</p>}
+        {isThere ? (
+          <Guard key={path.join("/")}>
+            <shown.page />
+          </Guard>
+        ) : (
+          (source || !shown) && <p>There is no such page.</p>
+        )}
       </main>
     </SourceContext.Provider>
   );

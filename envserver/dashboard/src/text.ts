@@ -5,7 +5,7 @@ const HIDDEN =
 
 /** Replaces characters that would not be seen, or would change the order of others: "\u202e". */
 export function visible(text: string): string {
-  return text.replace(HIDDEN, (c) => `\\u${c.codePointAt(0)!.toString(16).padStart(4, "0")}`);
+  return String(text).replace(HIDDEN, (c) => `\\u${c.codePointAt(0)!.toString(16).padStart(4, "0")}`);
 }
 
 /** Shortens text to `most` characters. */

@@ -41,7 +41,8 @@ export function Groups() {
     const timer = setInterval(() => look(), LOOK_SECONDS * 1000);
     return () => clearInterval(timer);
   }, [list, turn]);
-  // However many groups arrive, the list is asked once in two seconds.
+  // A single group is told with its row. Of many only the number is told: then the list is asked,
+  // once in two seconds at most.
   const waiting = useRef(0);
   const look = () => {
     if (document.hidden || waiting.current) return;
@@ -57,7 +58,7 @@ export function Groups() {
     if (waiting.current) missed.current = true;
     else look();
   };
-  useLive("group", arrived);
+  useLive("group", (row: GroupRow) => list.tell(row));
   useLive("groups", arrived);
   useLive("resync", arrived);
 

@@ -18,11 +18,16 @@ export interface Said {
   calls: { id: string; name: string; text: string }[];
 }
 
+/** Takes a message apart. Whatever an agent or a model made of it, something is shown. */
 export function saidIn(message: Message): Said {
-  const said: Said = { role: message.role ?? "unknown", reasoning: message.reasoning_content ?? message.reasoning ?? "", parts: [], calls: [] };
-  const content = message.content ?? [];
-  for (const part of Array.isArray(content) ? content : [content]) said.parts.push(partOf(part));
-  if (message.refusal) said.parts.push(message.refusal);
+  const { role, content, refusal, tool_calls: calls } = message;
+  const said: Said = {
+    role: typeof role === "string" ? role : "unknown",
+    reasoning: textOf(message.reasoning_content ?? message.reasoning ?? ""),
+    parts: (Array.isArray(content) ? content : content === null || content === undefined ? [] : [content]).map(partOf),
+    calls: Array.isArray(calls) ? calls.map(callOf) : calls ? [callOf(calls)] : [],
+  };
+  if (refusal) said.parts.push(textOf(refusal));
   const [first] = said.parts;
   if (said.role === "assistant" && typeof first === "string" && !said.reasoning) {
     // Engines without a reasoning parser leave the marks in the text.
@@ -32,26 +37,32 @@ export function saidIn(message: Message): Said {
       said.parts[0] = first.slice(close + "</think>".length).replace(/^\s+/, "");
     }
   }
-  said.calls = (message.tool_calls ?? []).map(callOf);
   return said;
 }
 
-function partOf(part: string | ContentPart): Said["parts"][number] {
-  if (typeof part === "string") return part;
-  if (typeof part.text === "string") return part.text;
-  const image = typeof part.image_url === "string" ? part.image_url : part.image_url?.url;
-  return image === undefined ? { other: asText(part) } : { image };
+function textOf(value: unknown): string {
+  return typeof value === "string" ? value : asText(value);
 }
 
-function callOf(call: ToolCall): Said["calls"][number] {
-  const given = call.function?.arguments;
-  let text = asText(given);
+function partOf(part: unknown): Said["parts"][number] {
+  if (typeof part !== "object" || part === null) return textOf(part);
+  const { text, image_url: given } = part as ContentPart;
+  if (typeof text === "string") return text;
+  const image: unknown = typeof given === "object" && given !== null ? given.url : given;
+  return typeof image === "string" ? { image } : { other: asText(part) };
+}
+
+function callOf(call: unknown): Said["calls"][number] {
+  const { id = "", function: called } = (call ?? {}) as ToolCall;
+  const named = typeof called === "object" && called !== null;
+  const given: unknown = named ? called.arguments : call;
+  let text = textOf(given);
   try {
     if (typeof given === "string") text = asText(JSON.parse(given));
   } catch {
     // The model wrote what is not JSON; it is shown as it is.
   }
-  return { id: call.id ?? "", name: call.function?.name ?? "", text };
+  return { id: textOf(id), name: named ? textOf(called.name ?? "") : "", text };
 }
 
 /** All that a message says, as one text; messages are the same where this is. */
@@ -75,7 +86,7 @@ interface Props {
 }
 
 export function Messages({ messages, from = 0, turns = [], timings = [], common }: Props) {
-  const results = new Map(messages.filter((one) => one.role === "tool" && one.tool_call_id).map((one) => [one.tool_call_id!, one]));
+  const results = new Map(messages.filter((one) => one.role === "tool" && typeof one.tool_call_id === "string").map((one) => [one.tool_call_id!, one]));
   const shownWithCall = new Set<Message>();
   const times = timesByTool(timings);
   let turn = -1;
@@ -189,6 +200,6 @@ export function signed(value: number): string {
 
 /** "3 messages, 2 tool calls". */
 export function summaryOf(messages: Message[]): string {
-  const calls = messages.reduce((sum, one) => sum + (one.tool_calls?.length ?? 0), 0);
+  const calls = messages.reduce((sum, one) => sum + saidIn(one).calls.length, 0);
   return count(messages.length, "message") + (calls ? `, ${count(calls, "tool call")}` : "");
 }

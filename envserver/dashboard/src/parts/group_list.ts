@@ -38,7 +38,10 @@ export class GroupList {
   private cursor = "";
   private reading: Promise<void> | null = null;
   private asking = false;
-  private newest = 0;
+  /** Groups up to this `seq` were asked for. */
+  private checked = 0;
+  /** Later ones that the server told of by itself. */
+  private readonly told = new Set<number>();
   private readonly watchers = new Set<() => void>();
 
   constructor(
@@ -82,14 +85,19 @@ export class GroupList {
 
   private async readPage(): Promise<void> {
     try {
+      const isListedByTime = this.order === "newest" && this.filter.words === undefined;
+      if (this.checked === 0 && !isListedByTime) await this.findNewest();
       // A search for words may need many pages to find the next group: it goes on while one looks.
       const before = this.rows.length;
       do {
         const asked: Record<string, string> = { order: this.order, limit: String(PAGE) };
         if (this.cursor) asked.cursor = this.cursor;
         const page = await get<GroupsPage>(this.path(asked));
+        if (isListedByTime && this.rows.length === 0) {
+          this.checked = page.groups[0]?.seq ?? 0;
+          this.fresh = this.fresh.filter((row) => row.seq > this.checked);
+        }
         this.rows = [...this.rows, ...page.groups];
-        for (const row of page.groups) this.newest = Math.max(this.newest, row.seq);
         this.cursor = page.cursor;
         this.isWhole = page.cursor === "";
         this.searched += page.searched ?? 0;
@@ -101,22 +109,41 @@ export class GroupList {
     }
   }
 
+  /** What is later than the newest group now is new, whatever the order. */
+  private async findNewest(): Promise<void> {
+    const { words: _, ...filter } = this.filter; // of which a page may find none
+    const { groups } = await get<GroupsPage>(`v1/groups?${new URLSearchParams({ ...filter, order: "newest", limit: "1" })}`);
+    this.checked = groups[0]?.seq ?? 0;
+  }
+
   /** Asks what arrived since. */
   async look(): Promise<void> {
     if (this.asking || this.reading || this.fresh.length >= MOST_NEW) return;
     if (this.problem) return this.more();
     this.asking = true;
     try {
-      const asked = { order: "oldest", after: String(this.newest), limit: String(MOST_NEW) };
+      const asked = { order: "oldest", after: String(this.checked), limit: String(MOST_NEW) };
       const { groups } = await get<GroupsPage>(this.path(asked));
-      for (const row of groups) this.newest = Math.max(this.newest, row.seq);
-      this.fresh = [...groups.toReversed(), ...this.fresh];
-      if (groups.length > 0) this.changed();
+      const added = groups.filter((row) => row.seq > this.checked && !this.told.has(row.seq));
+      for (const row of groups) this.checked = Math.max(this.checked, row.seq);
+      for (const seq of this.told) if (seq <= this.checked) this.told.delete(seq);
+      if (added.length === 0) return;
+      this.fresh = [...added, ...this.fresh].sort((a, b) => b.seq - a.seq);
+      this.changed();
     } catch {
       // The next look tells; what is shown stays.
     } finally {
       this.asking = false;
     }
+  }
+
+  /** Takes in a group that the server told of, without asking; a later look finds what was missed. */
+  tell(row: GroupRow): void {
+    if (this.filter.words !== undefined || row.seq <= this.checked || this.told.has(row.seq) || !matches(row, this.filter)) return;
+    this.told.add(row.seq);
+    if (this.fresh.length >= MOST_NEW) return;
+    this.fresh = [row, ...this.fresh];
+    this.changed();
   }
 
   /** What is said of `fresh`: "37", "200+". */
@@ -145,6 +172,24 @@ export class GroupList {
       await this.more();
     }
   }
+}
+
+/** What the server's filters do, for a group that arrives. */
+function matches(row: GroupRow, filter: Record<string, string>): boolean {
+  const spread = row.reward_max === null || row.reward_min === null ? null : row.reward_max - row.reward_min;
+  const { text = "" } = filter;
+  const equal: [string, unknown][] = [["environment", row.env], ["task", row.task_id], ["split", row.split], ["model", row.model], ["state", row.state]];
+  const atLeast: [string, number | null][] = [["min_reward", row.reward_mean], ["version_from", row.policy_version], ["min_length", row.max_length]];
+  const atMost: [string, number | null][] = [["max_reward", row.reward_mean], ["version_to", row.policy_version], ["max_length", row.max_length]];
+  return (
+    equal.every(([name, value]) => filter[name] === undefined || filter[name] === value) &&
+    atLeast.every(([name, value]) => filter[name] === undefined || (value !== null && value >= Number(filter[name]))) &&
+    atMost.every(([name, value]) => filter[name] === undefined || (value !== null && value <= Number(filter[name]))) &&
+    (filter.spread_above === undefined || (spread !== null && spread > Number(filter.spread_above))) &&
+    (filter.flag === undefined || (row.flags ?? []).includes(filter.flag)) &&
+    (filter.end === undefined || filter.end in (row.ends ?? {})) &&
+    [row.group_id, row.task_id ?? ""].some((one) => one.toLowerCase().includes(text.toLowerCase()))
+  );
 }
 
 let kept: GroupList | null = null;
