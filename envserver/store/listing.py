@@ -163,9 +163,8 @@ def filters_of(query: GroupQuery) -> list[ColumnElement[bool]]:
 
 
 def _listed(row: Row[Any]) -> ListedGroup:
-    count = len(group_columns())
-    columns = [column.name for column in group_facts.c]
-    read = dict(zip(columns, row[count : count + len(columns)], strict=True))
+    count = _GROUP_COLUMNS
+    read = dict(zip(_FACTS, row[count : count + len(_FACTS)], strict=True))
     if read.pop("seq") is None:
         return ListedGroup(GroupRow(*row[:count]), None)
     del read["env"]  # as in the group
@@ -174,6 +173,8 @@ def _listed(row: Row[Any]) -> ListedGroup:
     return ListedGroup(GroupRow(*row[:count]), GroupFacts(**read))
 
 
+_GROUP_COLUMNS: Final = len(group_columns())
+_FACTS: Final = [column.name for column in group_facts.c]
 _IN_JSON: Final[dict[str, Any]] = {
     "rewards": list[float | None],
     "flags": list[str],
