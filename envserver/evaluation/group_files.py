@@ -7,25 +7,28 @@ from pathlib import Path
 import msgspec
 from envserver_records.errors import InputError
 
+from ..export.stored_files import files_of
 from .folders import View
 from .report import Counted, Report, report_run
 from .results import GroupFacts, TaskResult, read_facts
 
 
-def report_of_file(path: Path, view: View) -> list[Report]:
-    """Returns a report for each environment in a JSONL file of groups.
+def report_of_files(place: Path, view: View) -> list[Report]:
+    """Returns a report for each environment in a JSONL file of groups, or in a folder of them.
 
     A task that came several times is one task with the attempts of all its groups.
 
     Raises:
-        InputError: a line is not a group, or the file has none.
+        InputError: a line is not a group, or there is none.
+        NotFoundError: there is no file.
     """
     by_env: dict[str, list[GroupFacts]] = {}
-    for facts in read_facts(path):
-        by_env.setdefault(facts.env, []).append(facts)
+    for path in files_of(str(place)):
+        for facts in read_facts(path):
+            by_env.setdefault(facts.env, []).append(facts)
     if not by_env:
-        raise InputError(f"{path} holds no group.", place=str(path))
-    return [_report(path, env, groups, view) for env, groups in by_env.items()]
+        raise InputError(f"{place} holds no group.", place=str(place))
+    return [_report(place, env, groups, view) for env, groups in by_env.items()]
 
 
 def _report(path: Path, env: str, groups: list[GroupFacts], view: View) -> Report:

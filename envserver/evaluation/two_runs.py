@@ -1,4 +1,4 @@
-"""Reads runs that are compared: folders of `evaluate` or `lm-eval`, or files of `process`."""
+"""Reads runs that are compared: folders of `evaluate` or `lm-eval`, or what `process` wrote."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from envserver_records.errors import InputError, UsageError
 
-from .folders import View, read_folder
-from .group_files import report_of_file
+from .folders import View, read_folder, read_run_file
+from .group_files import report_of_files
 from .report import Report
 
 
@@ -18,11 +18,11 @@ def read_run(path: Path, view: View) -> dict[str, Report]:
     Raises:
         InputError: there is no such run, or its files cannot be read.
     """
-    if path.is_dir():
+    if path.is_dir() and (read_run_file(path) is not None or not any(path.rglob("*.jsonl*"))):
         return {one.name or one.env: one for one in read_folder(path, view)}
     if not path.exists():
         raise InputError(f"There is no {path}.", place=str(path))
-    return {one.env: one for one in report_of_file(path, view)}
+    return {one.env: one for one in report_of_files(path, view)}
 
 
 def called_alike(a: Mapping[str, Report], b: Mapping[str, Report]) -> dict[str, Report]:

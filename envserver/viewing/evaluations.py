@@ -19,6 +19,7 @@ from ..evaluation.comparison import Comparison, compare, task_pairs
 from ..evaluation.comparison_tables import comparison_notes, verdicts_of
 from ..evaluation.folders import RUN_FILE, View
 from ..evaluation.report import Report, Rules, RunReport, TaskRow, counted_rewards
+from ..evaluation.suite import suite_of
 from ..evaluation.tables import notes_of
 from ..evaluation.two_runs import called_alike, read_run
 from .index_reader import IndexReader
@@ -58,6 +59,8 @@ class Evaluations:
         self._viewed = viewed
         self._index = index
         self._known: dict[str, tuple[Any, Run]] = {}
+        self._averages: dict[str, Any] = {}
+        """Mean over the environments of a run; None where there is one."""
         self._reading = asyncio.Lock()
         self._compared: tuple[Any, Comparison] | None = None
 
@@ -71,7 +74,8 @@ class Evaluations:
                 problems.append({"name": name, "message": error.message})
                 continue
             parts = [_part(part, report) for part, report in run.items()]
-            found.append({"name": name, "model": _models(run), "environments": parts})
+            facts = {"average": self._averages[name], "environments": parts}
+            found.append({"name": name, "model": _models(run), **facts})
         return {"evaluations": found, "problems": problems}
 
     async def comparison(self, a: str, b: str, wanted: TaskSearch) -> dict[str, Any]:
@@ -143,8 +147,13 @@ class Evaluations:
             known = self._known.get(name)
             if known is None or known[0] != state:
                 run = await asyncio.to_thread(read_run, place, View())
+                self._averages[name] = await asyncio.to_thread(_average, run)
                 known = self._known[name] = (state, run)
         return known[1]
+
+
+def _average(run: Run) -> Any:
+    return _plain(suite_of(list(run.values())).average) if len(run) > 1 else None
 
 
 def _part(name: str, report: Report) -> dict[str, Any]:

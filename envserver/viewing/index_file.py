@@ -180,6 +180,7 @@ def _opened(path: Path) -> sqlite3.Connection:
             pass
         connection.close()
         path.unlink()
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # it may hold what others may not read
     connection = sqlite3.connect(path, timeout=10)
     _prepare(connection)
     engine = create_engine("sqlite://")

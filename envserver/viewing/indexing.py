@@ -11,6 +11,7 @@ what the first one did.
 from __future__ import annotations
 
 import fcntl
+import os
 import select
 import sqlite3
 import sys
@@ -46,7 +47,8 @@ def main() -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Waits until no other process writes the index; ends this one if nobody looks any more."""
-    with path.open("ab") as file:  # never closed before the end: SQLite's locks would go with it
+    # Never closed before the end: SQLite's locks would go with it.
+    with open(path, "ab", opener=_for_the_user) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,6 +58,10 @@ def _locked(path: Path) -> Iterator[None]:
                 if _is_over(_POLL_SECONDS):
                     return
         yield
+
+
+def _for_the_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _tell_of_other(path: Path) -> None:

@@ -20,6 +20,8 @@ from .lines import LineFacts, facts_of_line
 
 _BUFFER: Final = 1 << 20
 _COMPRESSED: Final = (".gz", ".zst")
+_MOST_ROLLOUTS: Final = 256
+"""Documents of one task beyond this are another group."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -141,7 +143,7 @@ class Documents:
 
         document = unified_document(value, place)
         task = task_of(document)
-        if task != self._task:
+        if task != self._task or len(self._waiting) >= _MOST_ROLLOUTS:
             yield from self.flush()
             self._task, self._place = task, place
         self._waiting.append(document)

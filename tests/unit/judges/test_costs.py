@@ -13,7 +13,7 @@ from support.judging import judge_engine
 
 from envserver import ConfigError, Settings
 from envserver.evaluation.folders import View
-from envserver.evaluation.group_files import report_of_file
+from envserver.evaluation.group_files import report_of_files
 from envserver.judge_config import JudgeConfig
 from envserver.rollouts.costs import RolloutPrices, ScoringSpent
 from envserver.running.prices import rollout_prices
@@ -67,7 +67,7 @@ def test_records_hold_the_cost_of_tokens_and_of_the_judge(tmp_path: Path) -> Non
     assert sum(judge["prompt_tokens"] for judge in judges) == 4 * 100
     models = sum(usage["cost"]["models"][""] for usage in usages)
     assert f"{models:.4f} USD" in ran.stderr
-    (report,) = report_of_file(tmp_path / "priced.jsonl", View())
+    (report,) = report_of_files(tmp_path / "priced.jsonl", View())
     costs = report.run.costs
     total = sum(usage["cost"]["models"][""] + usage["cost"]["judge"] for usage in usages)
     assert costs is not None and costs.currency == "USD"

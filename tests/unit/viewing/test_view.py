@@ -239,6 +239,27 @@ def test_two_evaluations_are_compared_down_to_the_groups_of_a_task(tmp_path: Pat
     asyncio.run(look())
 
 
+def test_folders_of_process_are_compared_by_environment(tmp_path: Path) -> None:
+    for name, low in (("base", 0.0), ("tuned", 0.5)):
+        groups = [line(n, (low, 1.0), env=env) for n in range(3) for env in ("math", "code")]
+        write_lines(tmp_path / name / "a.jsonl", groups[:2])
+        write_lines(tmp_path / name / "b.jsonl", groups[2:])
+
+    async def look() -> None:
+        places = tmp_path / "base", tmp_path / "tuned"
+        async with looking_at(tmp_path / "index", *places) as http:
+            runs = (await got(http, "/v1/evaluations"))["evaluations"]
+            assert [(one["average"]["value"], len(one["environments"])) for one in runs] == [
+                (0.5, 2),
+                (0.75, 2),
+            ]
+            found = await got(http, "/v1/comparison", environment="code", limit=1)
+            assert found["together"]["reward"]["difference"]["value"] == 0.25
+            assert (found["total"], found["tasks"][0]["a_group"]) == (3, "base/code-train-0-000000")
+
+    asyncio.run(look())
+
+
 @pytest.mark.thorough
 def test_a_store_is_looked_at_while_a_server_has_it(where: str) -> None:
     async def look() -> None:

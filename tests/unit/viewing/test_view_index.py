@@ -299,6 +299,7 @@ def test_an_index_lies_beside_its_file_or_in_the_cache_and_overwrites_nothing(
     assert index_path([str(file)]) == beside
     indexed(beside, file)
     assert index_path([str(file)]) == beside
+    assert beside.stat().st_mode & 0o077 == 0, "others may not be allowed to read the file"
     with sqlite3.connect(beside) as sql:
         sql.execute("PRAGMA user_version = 99")
     sql.close()

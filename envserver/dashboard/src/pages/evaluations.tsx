@@ -46,6 +46,8 @@ interface Part extends Numbers {
 export interface Evaluation {
   name: string;
   model: string;
+  /** Over its environments, each counted alike; null: there is one. */
+  average: Estimate | null;
   environments: Part[];
 }
 
@@ -67,11 +69,41 @@ export function EvaluationsPage() {
         </p>
       ))}
       {data.evaluations.length > 1 && <Choice runs={data.evaluations.map((one) => one.name)} />}
+      <Averages runs={data.evaluations} />
       {names.map((name) => (
         <EnvironmentPanel key={name} name={name} runs={data.evaluations} />
       ))}
       {!names.length && !data.problems.length && <p>There is no result yet.</p>}
     </>
+  );
+}
+
+/** The mean over all environments of a run. */
+function Averages({ runs }: { runs: Evaluation[] }) {
+  const means = runs.flatMap(({ name, average }) => (average ? [{ name, average }] : []));
+  if (!means.length) return null;
+  const parts = runs.flatMap((one) => one.environments);
+  const ends: [number, number] = [Math.min(...parts.map((one) => one.lowest)), Math.max(...parts.map((one) => one.highest))];
+  return (
+    <section class="panel" aria-label="All environments">
+      <h2>
+        All environments <span class="dim">(each counts alike)</span>
+      </h2>
+      <table>
+        <tbody>
+          {means.map(({ name, average }) => (
+            <tr key={name}>
+              <th scope="row">{visible(name)}</th>
+              <td class="n">{intervalText(average)}</td>
+              <td>
+                <Interval mean={average} ends={ends} />
+              </td>
+              <td class="n">{number(average.tasks)} tasks</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </section>
   );
 }
 
