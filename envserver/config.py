@@ -451,7 +451,7 @@ class TelemetryConfig(Section):
     """Endpoint for traces (OTLP over HTTP), such as http://localhost:4318; unset: no traces."""
     otlp_texts: bool = False
     """Traces hold prompts, answers, and what tools got and returned: without what looks like a
-    secret, and at most 65,536 characters in an attribute."""
+    secret, and at most 32,768 characters in an attribute."""
     service_name: str = "envserver"
     """Service name in traces."""
     sample_ratio: float = Field(default=1.0, ge=0, le=1)

@@ -19,10 +19,10 @@ from .redaction import redacted
 Json = dict[str, Any]
 Attributes = dict[str, Any]
 
-MOST_CHARACTERS: Final = 65_536
+MOST_CHARACTERS: Final = 32_768
 """Maximum characters of one attribute; of a longer conversation the oldest messages are left out.
 """
-_MOST_OF_A_TEXT: Final = 16_384
+_MOST_OF_A_TEXT: Final = 8192
 _LONGEST_SECRET: Final = 4096
 _MOST_OF_A_NAME: Final = 256
 _REQUEST: Final = ("temperature", "top_p", "max_tokens", "seed")

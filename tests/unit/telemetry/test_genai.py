@@ -63,6 +63,6 @@ def test_of_a_long_conversation_the_last_messages_are_kept() -> None:
 
 
 def test_a_secret_that_the_cut_would_halve_is_removed() -> None:
-    text = f"{'x' * 8186} {SECRET} {'y' * 20_000}"
+    text = f"{'x' * 4090} {SECRET} {'y' * 20_000}"
     (cut,) = {value for key, value in tool_texts("", text).items() if key.endswith("result")}
-    assert "sk-" not in cut and len(cut) < 17_000
+    assert "sk-" not in cut and len(cut) < 9000
