@@ -15,7 +15,7 @@ from envserver_records.records import Message, Result, text_of
 from ..environment import answer_text
 from .inspect_messages import arguments_of, calls_of, inspect_message
 from .stored import StoredGroup, StoredRollout
-from .turn_times import Span, main_agent, rollout_times, turn_times, used
+from .turn_times import Span, Turn, main_agent, rollout_times, turn_times, used
 
 Json = dict[str, Any]
 
@@ -194,8 +194,8 @@ def _conversation(
     results = {one.get("tool_call_id"): place for place, one in enumerate(said)}
     results.pop(None, None)
     measured = turn_times(rollout, agent, said)
-    turns = iter([*measured, times] if measured else repeat((times[0], times[0])))
-    begin, end = next(turns)
+    turns = iter([*measured, Turn(*times)] if measured else repeat(Turn(times[0], times[0])))
+    turn = next(turns)
     for place, (message, made) in enumerate(zip(said, messages, strict=True)):
         if made.role != "assistant":
             continue
@@ -207,11 +207,11 @@ def _conversation(
             tools=offered,
             tool_choice="auto",
             config=GenerateConfig(),
-            output=_output(model, made, rollout if is_last else None),
+            output=_output(model, made, rollout if is_last else None, turn),
             span_id=span,
-            **_at(begin, times, end if measured else None),
+            **_at(turn.began, times, turn.ended if measured else None),
         )
-        called, (begin, end) = end, next(turns)
+        called, turn = turn.ended, next(turns)
         for call, theirs in zip(calls_of(message), made.tool_calls or (), strict=True):
             name, arguments, _ = arguments_of(call)
             found = results.get(call.get("id"))
@@ -222,7 +222,7 @@ def _conversation(
                 result="" if found is None else text_of(said[found]),
                 message_id=None if found is None else messages[found].id,
                 span_id=span,
-                **_at(called, times, begin if measured else None),
+                **_at(called, times, turn.began if measured else None),
             )
 
 
@@ -254,15 +254,19 @@ def _tools(tools: list[Json]) -> Iterator[Any]:
             yield ToolInfo(name=name, description=description)
 
 
-def _output(model: str, message: Any, last: StoredRollout | None) -> Any:
+def _output(model: str, message: Any, last: StoredRollout | None, turn: Turn | None = None) -> Any:
     """Returns the output of one turn; `last`: the rollout, at its last turn."""
-    from inspect_ai.model import ChatCompletionChoice, ModelOutput
+    from inspect_ai.model import ChatCompletionChoice, ModelOutput, ModelUsage
 
     stop = "tool_calls" if message.tool_calls else "stop"
     if last is not None:
         stop = _STOPS.get(last.finish_reason or "", "unknown")
     choice = ChatCompletionChoice(message=message, stop_reason=stop)
-    return ModelOutput(model=model or "unknown", choices=[choice])
+    usage = None
+    if turn is not None and turn.seen is not None and turn.sampled is not None:
+        total = turn.seen + turn.sampled
+        usage = ModelUsage(input_tokens=turn.seen, output_tokens=turn.sampled, total_tokens=total)
+    return ModelOutput(model=model or "unknown", choices=[choice], usage=usage)
 
 
 def _no_output(rollout: StoredRollout) -> Any:

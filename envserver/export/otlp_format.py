@@ -26,10 +26,11 @@ from ..telemetry.genai import (
     tool_of,
     tool_span,
     tool_texts,
+    used_tokens,
 )
 from .formats import Options, Row, Written
 from .stored import StoredGroup, StoredRollout
-from .turn_times import Span, main_agent, rollout_times, turn_times, used
+from .turn_times import Turn, main_agent, rollout_times, turn_times, used
 
 Json = dict[str, Any]
 _SCORING = 0.001
@@ -138,18 +139,20 @@ class OtlpSender:
         for agent, model, messages, tools in told:
             turns = [n for n, one in enumerate(messages) if one.get("role") == "assistant"]
             times = turn_times(rollout, agent, messages) or _spread(began, ended, len(turns))
-            starts = [start for start, _ in times] + [ended]
-            for place, (start, answered), following in zip(turns, times, starts[1:], strict=True):
+            starts = [turn.began for turn in times] + [ended]
+            for place, turn, following in zip(turns, times, starts[1:], strict=True):
                 about = chat_span(
                     model, rollout.rollout_id, agent, row["provider"], row["sampling"]
                 )
+                if turn.seen is not None and turn.sampled is not None:
+                    about |= used_tokens(turn.seen, turn.sampled)
                 if self._texts:
                     about |= inputs(messages[:place], tools)
                     reason = rollout.finish_reason if place == len(messages) - 1 else "tool_calls"
                     about |= outputs([(messages[place], reason)])
                 name = f"chat {model}"
-                self._traces.add(name, about, start, answered, parent=parent, client=True)
-                self._tools(rollout, messages, place, parent, (answered, following))
+                self._traces.add(name, about, turn.began, turn.ended, parent=parent, client=True)
+                self._tools(rollout, messages, place, parent, (turn.ended, following))
 
     def _tools(
         self,
@@ -176,7 +179,7 @@ class OtlpSender:
             self._traces.add(f"execute_tool {name}", about, *times, parent=parent)
 
 
-def _spread(began: float, ended: float, turns: int) -> list[Span]:
+def _spread(began: float, ended: float, turns: int) -> list[Turn]:
     """Returns times of turns, each as long as what comes after it."""
     each = (ended - began) / max(1, turns)
-    return [(began + turn * each, began + (turn + 0.5) * each) for turn in range(turns)]
+    return [Turn(began + turn * each, began + (turn + 0.5) * each) for turn in range(turns)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from envserver_records.records import Message
 
@@ -12,6 +12,16 @@ from .stored import StoredRollout
 
 Span = tuple[float, float]
 """Begin and end, seconds since 1970."""
+
+
+class Turn(NamedTuple):
+    """A turn of a model: its times, and the tokens that it saw and sampled, if they are known."""
+
+    began: float
+    ended: float
+    seen: int | None = None
+    sampled: int | None = None
+
 
 _LATEST: Final = 9.2e9
 """A moment of the year 2261, the last one of 64 bits of nanoseconds: files may say anything."""
@@ -34,8 +44,8 @@ def used(rollout: StoredRollout, name: str) -> float:
 
 def turn_times(
     rollout: StoredRollout, agent: str | None, messages: Sequence[Message]
-) -> list[Span] | None:
-    """Returns the times of the model's messages in the conversation of `agent`.
+) -> list[Turn] | None:
+    """Returns the turns that the model's messages are in the conversation of `agent`.
 
     None where they are not stored, or where the conversation does not have all of its calls.
     """
@@ -43,7 +53,12 @@ def turn_times(
     calls = rollout.agent_calls.get(agent or "", [])
     began = rollout.started_at
     measured = {
-        one.call: (_moment(began + one.started), _moment(began + one.started + one.seconds))
+        one.call: Turn(
+            _moment(began + one.started),
+            _moment(began + one.started + one.seconds),
+            one.start,
+            None if one.start is None or one.end is None else one.end - one.start,
+        )
         for one in rollout.timings
         if one.kind == "engine"
     }

@@ -21,6 +21,7 @@ from ..telemetry.genai import (
     tool_of,
     tool_span,
     tool_texts,
+    used_tokens,
 )
 from ..telemetry.tracing import Span, within
 from .attempts import ProxyAttempt
@@ -66,8 +67,7 @@ def note_answer(span: Span, engine_answer: EngineAnswer) -> None:
         {
             "gen_ai.response.model": engine_answer.model,
             "gen_ai.response.finish_reasons": [one.finish_reason or "" for one in choices],
-            "gen_ai.usage.input_tokens": sum(map(len, prompts)),
-            "gen_ai.usage.output_tokens": engine_answer.tokens(),
+            **used_tokens(sum(map(len, prompts)), engine_answer.tokens()),
         }
     )
     if span.texts:

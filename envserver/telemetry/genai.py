@@ -64,6 +64,11 @@ def chat_span(
     }
 
 
+def used_tokens(seen: int, sampled: int) -> Attributes:
+    """Returns the token counts of a call."""
+    return {"gen_ai.usage.input_tokens": seen, "gen_ai.usage.output_tokens": sampled}
+
+
 def tool_span(name: str, call_id: str, rollout_id: str) -> Attributes:
     """Returns the attributes of `execute_tool NAME`."""
     return {

@@ -125,7 +125,10 @@ def by_id(path: Path) -> dict[str, Any]:
 
 def test_a_log_says_in_inspect_what_the_rollout_was(inspect_python: Path, tmp_path: Path) -> None:
     lost = Failure(kind="engine_error", blame="engine", outcome="retry", message="It was away.")
-    timings = [Timing(kind="engine", started=n, seconds=0.5, call=n) for n in range(2)]
+    timings = [
+        Timing(kind="engine", started=n, seconds=0.5, call=n, row=0, start=4, end=6)
+        for n in range(2)
+    ]
     right = trajectory(
         "g-1-r0",
         messages=TALK,
@@ -166,6 +169,7 @@ def test_a_log_says_in_inspect_what_the_rollout_was(inspect_python: Path, tmp_pa
     assert (tool["function"], tool["result"]) == ("search", "On the shelf.")
     began = [(one["working_start"], one.get("working_time")) for one in first["events"]]
     assert began == [(0.0, 0.5), (0.5, 0.5), (1.0, 0.5), (2.0, None)]
+    assert asked["output"]["usage"]["output_tokens"] == 2
     assert second["events"][0].get("completed") is None  # its times are not stored
     assert first["scores"]["reward"]["value"] == 1.0
     assert second["limit"]["type"] == "turn"

@@ -111,7 +111,15 @@ def test_whatever_a_file_holds_is_sent(
 def test_turns_have_their_own_times_where_they_are_stored(tmp_path: Path) -> None:
     timings = [
         {"kind": "engine", "started": 1.0, "seconds": 0.5, "name": "m", "call": 0},
-        {"kind": "engine", "started": 2.25, "seconds": 0.25, "name": "m", "call": 1},
+        {
+            "kind": "engine",
+            "started": 2.25,
+            "seconds": 0.25,
+            "name": "m",
+            "call": 1,
+            "from": 9,
+            "to": 12,
+        },
     ]
     facts = {"messages": TALK, "usage": {"seconds": 3.0}, "started_at": 1_600_000_000.0}
     facts |= {"timings": timings, "agent_calls": {"": [0, 1]}}
@@ -120,6 +128,8 @@ def test_turns_have_their_own_times_where_they_are_stored(tmp_path: Path) -> Non
         assert send(source, traces.url) == 0
     (spans,) = traces.by_trace().values()
     assert values(spans[0])["envserver.times"] == "measured"
+    last = values(spans[4])
+    assert (last["gen_ai.usage.input_tokens"], last["gen_ai.usage.output_tokens"]) == (9, 3)
 
     def seconds(nanoseconds: int) -> float:
         return round(nanoseconds / 1e9 - 1_600_000_000, 3)
