@@ -114,6 +114,7 @@ def test_the_keys_lead_through_groups_and_rollouts(house: GroupsHouse, visitor: 
     expect(page.get_by_text("2 messages in common; they part at message #2")).to_be_visible()
     lanes = page.get_by_role("region", name=re.compile("^Rollout [0-9]"))
     expect(lanes).to_have_count(4)
+    expect(page.get_by_text("1 rollout is missing")).to_be_visible()
     expect(lanes.nth(1)).to_contain_text("turn 0: +0.25")
     expect(lanes.nth(1)).to_contain_text("found 0")
     expect(page.get_by_role("img", name="differs from here").first).to_be_visible()

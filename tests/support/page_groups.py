@@ -193,6 +193,9 @@ def group_of(group_id: str, rollouts: list[Trajectory], **changes: Any) -> Group
 
 def hard_groups() -> list[Group]:
     """`rooms`: side by side; `hostile`: texts that attack; `long`: a megabyte, 30,000 tokens."""
+    lost = FailedAttempt(
+        attempt=3, kind="engine_error", blame=Blame.ENGINE, message="No answer.", seconds=2.0
+    )
     rooms = [_rollout("rooms", place) for place in range(4)]
     limit = {"truncated": True, "limit": "tokens"}
     ended = Usage(seconds=9.0, model_seconds=8.0, completion_tokens=2048, ended_by="tokens")
@@ -202,7 +205,7 @@ def hard_groups() -> list[Group]:
     ]
     long = [_rollout("long", 0, LONG, sequences=[row(LONG_ROW, "seeker")])]
     return [
-        group_of("rooms", rooms),
+        group_of("rooms", rooms, asked=5, lost={"engine_error": 1}, missing={"4": [lost]}),
         group_of("hostile", hostile, task_id="lamp <b>", policy_version=4),
         group_of("long", long, policy_version=5),
     ]

@@ -216,6 +216,8 @@ export interface GroupHead {
   failures?: unknown[];
   asked?: number;
   lost?: Record<string, number>;
+  /** Failed attempts of each missing rollout, by the number in its id. */
+  missing?: Record<string, Attempt[]>;
   provenance?: unknown;
   /** Public part of the task; {} if it is unknown. */
   public?: Record<string, unknown>;

@@ -7,6 +7,7 @@ import { filterOf, groupList } from "../parts/group_list";
 import { useKeys } from "../parts/keys";
 import { LongText } from "../parts/long";
 import { endOf, Outcome, Reward } from "../parts/outcome";
+import { FailedAttempts } from "../parts/use";
 import { type GroupHead, hasFailure, isFailure, type Message, type RewardRange, type Rollout } from "../records";
 import { go, link, setQuery, usePlace } from "../router";
 import { asText, clock, count, number, visible } from "../text";
@@ -146,6 +147,7 @@ function shownOf(text: string | null, size: number): number[] | null {
 }
 
 function GroupFacts({ head }: { head: GroupHead }) {
+  const missing = Object.entries(head.missing ?? {});
   const lost = Object.entries(head.lost ?? {}).map(([kind, times]) => `${times} × ${kind}`);
   return (
     <>
@@ -160,6 +162,19 @@ function GroupFacts({ head }: { head: GroupHead }) {
         <span>{clock(head.created_at)}</span>
         {lost.length > 0 && <span class="warn">lost: {visible(lost.join(", "))}</span>}
       </p>
+      {missing.length > 0 && (
+        <details class="task">
+          <summary>
+            {count(missing.length, "rollout is missing", "rollouts are missing")} <span class="dim">and why</span>
+          </summary>
+          {missing.map(([number, attempts]) => (
+            <div key={number}>
+              <h3>Rollout r{visible(number)}</h3>
+              <FailedAttempts attempts={attempts} />
+            </div>
+          ))}
+        </details>
+      )}
       {Object.keys(head.public ?? {}).length > 0 && (
         <details class="task">
           <summary>Task (its public part)</summary>

@@ -95,15 +95,21 @@ function Attempts({ answer }: { answer: RolloutAnswer }) {
   return (
     <Part title="Failed attempts before">
       {failed?.length ? (
-        <ul class="plain">
-          {failed.map((one) => (
-            <FailedAttempt key={one.attempt} one={one} />
-          ))}
-        </ul>
+        <FailedAttempts attempts={failed} />
       ) : (
         <p class="dim">This is attempt {attempt}; why the ones before failed was not recorded.</p>
       )}
     </Part>
+  );
+}
+
+export function FailedAttempts({ attempts }: { attempts: Attempt[] }) {
+  return (
+    <ul class="plain">
+      {attempts.map((one) => (
+        <FailedAttempt key={one.attempt} one={one} />
+      ))}
+    </ul>
   );
 }
 
