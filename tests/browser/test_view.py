@@ -55,7 +55,10 @@ def test_two_runs_are_compared_down_to_both_groups_of_a_task(
     page.get_by_label("Search").fill("math-000002")
     expect(page.get_by_role("region", name="Tasks").get_by_role("row")).to_have_count(2)
     assert "text=math-000002" in page.url and "order=best" in page.url
-    first.get_by_role("link", name="side by side").click()
+    page.get_by_label("Search").blur()
+    page.keyboard.press("j")
+    expect(first.get_by_role("link", name="side by side")).to_be_focused()
+    page.keyboard.press("Enter")
     for run in ("base", "tuned"):
         expect(page.get_by_text(f"{run}/math-train-0-000002").first).to_be_visible()
     expect(page.get_by_text("It is 2, says the 1.").first).to_be_visible()

@@ -1,8 +1,9 @@
 // "#/comparison?a=RUN&b=RUN": two runs task by task; each row leads to both groups side by side.
 
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { get, Problem, useGet } from "../api";
 import { Interval, intervalText, type Mean } from "../parts/interval";
+import { useKeys } from "../parts/keys";
 import { link, setQuery, usePlace } from "../router";
 import { number, visible } from "../text";
 import { type Evaluations, RunChoice } from "./evaluations";
@@ -196,6 +197,12 @@ function Tasks({ found, path }: { found: Comparison; path: string }) {
   const [read, setMore] = useState<{ path: string; tasks: Task[]; cursor: string } | null>(null);
   const [problem, setProblem] = useState("");
   const more = read?.path === path ? read : null;
+  const search = useRef<HTMLInputElement>(null);
+  useKeys("Comparison", [
+    { key: "j", text: "next task", run: () => focusPair(1) },
+    { key: "k", text: "previous task", run: () => focusPair(-1) },
+    { key: "/", text: "search a task", run: () => search.current?.focus() },
+  ]);
   const cursor = more?.cursor ?? found.cursor;
   const tasks = [...found.tasks, ...(more?.tasks ?? [])];
   const readMore = async () => {
@@ -235,7 +242,7 @@ function Tasks({ found, path }: { found: Comparison; path: string }) {
         )}
         <label>
           Search
-          <input type="search" value={query.get("text") ?? ""} onInput={(event) => setQuery({ text: event.currentTarget.value })} />
+          <input ref={search} type="search" value={query.get("text") ?? ""} onInput={(event) => setQuery({ text: event.currentTarget.value })} />
         </label>
         <span class="dim" role="status">
           {number(found.total)} tasks
@@ -269,6 +276,13 @@ function Tasks({ found, path }: { found: Comparison; path: string }) {
   );
 }
 
+/** Moves the focus by so many links to two groups; Enter then follows the link. */
+function focusPair(by: number): void {
+  const links = [...document.querySelectorAll<HTMLElement>("a.pair")];
+  const at = links.findIndex((one) => one === document.activeElement);
+  links[Math.min(links.length - 1, Math.max(0, at + by))]?.focus();
+}
+
 function Row({ task, found }: { task: Task; found: Comparison }) {
   const { a_group: a, b_group: b, difference } = task;
   const sign = difference > 1e-9 ? "good" : difference < -1e-9 ? "bad" : "dim";
@@ -290,7 +304,12 @@ function Row({ task, found }: { task: Task; found: Comparison }) {
         {number(difference)}
       </td>
       <td class="n">
-        {a && b && <a href={link(["compare"], { a, b })}>side by side</a>} {a && <a href={link(["groups", a])}>{visible(found.a)}</a>}{" "}
+        {a && b && (
+          <a class="pair" href={link(["compare"], { a, b })}>
+            side by side
+          </a>
+        )}{" "}
+        {a && <a href={link(["groups", a])}>{visible(found.a)}</a>}{" "}
         {b && <a href={link(["groups", b])}>{visible(found.b)}</a>}
       </td>
     </tr>
