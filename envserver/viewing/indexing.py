@@ -99,6 +99,7 @@ class Indexer:
         self._seen: dict[str, tuple[int, int, int]] = {}
         """Inode, size and time of each file when it was last read to its end."""
         self._read: dict[str, int] = {}
+        self._has_begun = False
         self._total = 0
         self._committed = 0.0
 
@@ -135,7 +136,8 @@ class Indexer:
             known = {}
         stats = {one.path: _stat(one.path) for one in files}
         self._total = sum(size for _, size, _ in stats.values())
-        if not self._seen:
+        if not self._has_begun:
+            self._has_begun = True
             self._read = {path: min(at.offset, max(0, at.size)) for path, (_, at) in known.items()}
             self._tell()  # what is known from before can be shown
         new = [one for one in files if self._seen.get(one.path) != stats[one.path]]

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from support.api import native_group, put_native, sequence
 from support.delivered import line, write_lines
 from support.extent import examples
-from support.views import indexed, opened, write_groups
+from support.views import indexed, opened, write_evaluation, write_groups
 
 from envserver import main
 from envserver.export import read_groups
@@ -32,6 +32,9 @@ from envserver.store import open_store
 from envserver.store.interface import ReadGroups
 from envserver.store.listing import GroupQuery, ListedGroup
 from envserver.viewing.index_place import index_path
+from envserver.viewing.indexing import Indexer
+from envserver.viewing.indexing_process import Progress
+from envserver.viewing.sources import viewed
 
 QUERIES = st.builds(
     GroupQuery,
@@ -313,6 +316,16 @@ def test_an_index_lies_beside_its_file_or_in_the_cache_and_overwrites_nothing(
     beside.unlink()
     beside.symlink_to(tmp_path / "elsewhere")
     assert index_path([str(file)]) == cached
+
+
+def test_an_evaluation_without_groups_is_read_once(tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "base", [line(1)])
+    (folder / "groups.jsonl").unlink()
+    told: list[Progress] = []
+    indexer = Indexer(viewed([str(folder)]), tmp_path / "index", told.append)
+    assert not (indexer.read_new() or indexer.read_new())
+    indexer.close()
+    assert len(told) == 1
 
 
 def test_a_place_that_is_no_longer_there_is_told(tmp_path: Path) -> None:
