@@ -32,6 +32,7 @@ class Samples:
         self._clock = clock
         self._shown = 0
         self._shown_at = -math.inf
+        self._printing = asyncio.Lock()
 
     async def __call__(self, group: Group) -> None:
         """Shows the best and the worst rollout of `group`, if it is time for a sample."""
@@ -40,7 +41,8 @@ class Samples:
             return
         self._shown += 1
         self._shown_at = now
-        await asyncio.to_thread(show_sample, self._console, group)
+        async with self._printing:  # groups may be done at the same time
+            await asyncio.to_thread(show_sample, self._console, group)
 
 
 @asynccontextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,17 @@ async def test_of_equal_rollouts_one_is_enough(rewards: list[float | None], show
     console, written = terminal()
     await Samples(console)(rated(*rewards))
     assert written.getvalue().count("Reward:") == shown
+
+
+async def test_groups_that_are_done_at_the_same_time_are_shown_one_after_the_other() -> None:
+    console, written = terminal()
+    samples = Samples(console)
+    groups = [replace(rated(0.0, 1.0, 0.5, turns=3), task_id=f"task-{n}") for n in range(3)]
+    await asyncio.gather(*map(samples, groups))
+    headings = [line for line in written.getvalue().splitlines() if "task task-" in line]
+    assert len(headings) == 6
+    tasks = [re.findall("task-[0-9]", line) for line in headings]
+    assert tasks == [["task-0"]] * 2 + [["task-1"]] * 2 + [["task-2"]] * 2
 
 
 async def test_after_the_first_groups_a_sample_comes_now_and_then() -> None:
