@@ -192,7 +192,8 @@ def group_of(group_id: str, rollouts: list[Trajectory], **changes: Any) -> Group
 
 
 def hard_groups() -> list[Group]:
-    """`rooms`: side by side; `hostile`: texts that attack; `long`: a megabyte, 30,000 tokens."""
+    """`rooms`: side by side; `hostile`: texts that attack; `long`: a megabyte, 30,000 tokens, 125
+    messages."""
     lost = FailedAttempt(
         attempt=3, kind="engine_error", blame=Blame.ENGINE, message="No answer.", seconds=2.0
     )
@@ -203,7 +204,9 @@ def hard_groups() -> list[Group]:
         _rollout("hostile", 0, HOSTILE),
         _rollout("hostile", 1, usage=ended, messages=[*conversation(1, HOSTILE), *ODD], **limit),
     ]
-    long = [_rollout("long", 0, LONG, sequences=[row(LONG_ROW, "seeker")])]
+    more = [{"role": "user", "content": f"And then, {number}?"} for number in range(120)]
+    messages = [*conversation(0, LONG), *more]
+    long = [_rollout("long", 0, messages=messages, sequences=[row(LONG_ROW, "seeker")])]
     return [
         group_of("rooms", rooms, asked=5, lost={"engine_error": 1}, missing={"4": [lost]}),
         group_of("hostile", hostile, task_id="lamp <b>", policy_version=4),

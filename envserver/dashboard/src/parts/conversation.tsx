@@ -1,12 +1,14 @@
 // A conversation: messages by role, reasoning folded, tool calls with their results and times.
 
 import type { ComponentChildren } from "preact";
+import { useState } from "preact/hooks";
 import type { ContentPart, Message, Timing, ToolCall, TurnReward } from "../records";
 import { asText, count, duration, number, shortened, visible } from "../text";
 import { LongText } from "./long";
 
 const IMAGE = /^data:image\/(png|jpeg|gif|webp|avif);base64,[A-Za-z0-9+/=\s]+$/;
 const OF_ROLLOUT = /^v1\/groups\/.*\/images\//;
+const MOST_MESSAGES = 100;
 const MOST_OF_SYSTEM = 800;
 const ROLES = new Set(["system", "developer", "user", "assistant", "tool"]);
 
@@ -88,11 +90,13 @@ interface Props {
 export function Messages({ messages, from = 0, turns = [], timings = [], common }: Props) {
   const results = new Map(messages.filter((one) => one.role === "tool" && typeof one.tool_call_id === "string").map((one) => [one.tool_call_id!, one]));
   const shownWithCall = new Set<Message>();
+  const [most, setMost] = useState(MOST_MESSAGES);
+  const end = Math.min(messages.length, from + most);
   const times = timesByTool(timings);
   let turn = -1;
   return (
     <>
-      {messages.map((message, index) => {
+      {messages.slice(0, end).map((message, index) => {
         if (message.role === "assistant") turn += 1;
         if (index < from || shownWithCall.has(message)) return null;
         const said = saidIn(message);
@@ -118,6 +122,11 @@ export function Messages({ messages, from = 0, turns = [], timings = [], common 
           </section>
         );
       })}
+      {end < messages.length && (
+        <p>
+          <button onClick={() => setMost(most + MOST_MESSAGES)}>{count(Math.min(MOST_MESSAGES, messages.length - end), "message")} more</button> <span class="dim">of {messages.length.toLocaleString("en")}</span>
+        </p>
+      )}
     </>
   );
 }
