@@ -97,9 +97,14 @@ def test_a_shared_link_opens_after_the_login_and_no_token_stays(
     assert page.context.cookies() == []
     log_in(page, token)
     expect(page.get_by_role("navigation", name="Pages")).to_be_visible()
+    # The token is revoked: the page asks for another, and goes on where it was.
     revoke_token(tokens, "ada")
+    again, _ = create_token(tokens, "grace", "reader")
     page.reload()
     expect(page.get_by_label("Access token")).to_be_visible()
+    log_in(page, again)
+    expect(page.get_by_role("banner")).to_contain_text("grace (reader)")
+    assert page.url == f"{api.url}/{LINK}"
 
 
 def test_the_login_in_the_dark_and_on_a_small_screen(
