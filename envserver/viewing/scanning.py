@@ -70,12 +70,19 @@ class FileScan:
                     yield from self._lines(file, documents)
             else:
                 with self.path.open("rb", buffering=_BUFFER) as file:
-                    file.seek(self.offset)
+                    self._go_on(file)
                     yield from self._lines(file, documents)
         except InputError as error:  # a compressed file is damaged
             yield error
         except OSError as error:
             yield InputError(f"{self.path} cannot be read: {error.strerror}.")
+
+    def _go_on(self, file: IO[bytes]) -> None:
+        """Goes to `offset`, and past the end of a line that was whole without it."""
+        file.seek(max(0, self.offset - 1))
+        if self.offset and file.read(1) != b"\n" and file.read(1) == b"\n":
+            self.offset += 1
+        file.seek(self.offset)
 
     def _count(self, read: int) -> None:
         self.disk_bytes += read

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import os
 import sqlite3
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,25 @@ def test_a_file_that_grows_is_read_on_and_one_that_was_replaced_is_read_anew(
     file.write_bytes(lines[4] + lines[5].replace(b"says the 0", b"says no one"[:10]))
     os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
     assert indexed(index, file).resets == 1
+
+
+LINES = b"".join(orjson.dumps(line(n)) + b"\n" for n in range(3))
+ENDS = [at for at, byte in enumerate(LINES) if byte == ord("\n")]
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.sets(st.integers(0, len(LINES)) | st.sampled_from(ENDS), max_size=4))
+def test_however_a_file_grows_its_groups_are_the_same(cuts: set[int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file, index = Path(folder) / "run.jsonl", Path(folder) / "index"
+        for cut in sorted({*cuts, len(LINES)}):
+            file.write_bytes(LINES[:cut])
+            found = indexed(index, file)
+            assert (found.problems, found.resets) == (0, 0)
+        assert ids(index, file) == [f"math-train-0-{n:06d}" for n in range(3)]
+        with file.open("ab") as more:
+            more.write(b"nothing\n")
+        assert "line 4 is not JSON" in indexed(index, file).first_problems[0]
 
 
 def test_the_second_time_only_the_index_is_read(
