@@ -6,7 +6,7 @@ Nothing is counted twice: what a part counts already is read from it when `/metr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import pstdev
 from typing import Final
@@ -29,6 +29,7 @@ from ..rollouts.rewards import alike, all_equal
 from ..rollouts.task_stream import TaskStream
 from ..store import GroupStore, Lease
 from ..store.states import GroupState
+from ..store.statistics import StoreStatistics
 from ..telemetry.families import by_key, counter, gauge, histogram, single
 from ..telemetry.numbers import OTHER, SECONDS, Counts, Distribution, Labelled
 
@@ -338,6 +339,7 @@ class Deliveries:
         nacks, set_aside = (_by_reason(counters, event) for event in ("nacked", "set_aside"))
         leases = {**seen.leases, "expired": counters.get("expired", 0)}
         return [
+            *_arrived(seen),
             gauge(
                 "envserver_deliveries", "Groups by queue, environment and state",
                 ("queue", "environment", "state"), _tallies(store.tallies),
@@ -383,6 +385,21 @@ class Deliveries:
                 single(store.waiting_operations),
             ),
         ]  # fmt: skip
+
+
+def _arrived(seen: StoreStatistics) -> Iterator[Metric]:
+    """Yields the metrics of the groups that came, made here or elsewhere."""
+    of = ("environment",)
+    each = [((name,), one) for name, one in sorted(seen.arrived.items())]
+    for what, words, values in (
+        ("groups", "Groups stored, of this server's rollouts and others'", "groups"),
+        ("equal_groups", "Stored groups whose rewards are all equal", "equal"),
+        ("tokens", "Sampled tokens in stored groups", "tokens"),
+    ):
+        counts = [(labels, float(getattr(one, values))) for labels, one in each]
+        yield counter(f"envserver_stored_{what}", words, of, counts)
+    rewards = [(labels, one.rewards) for labels, one in each]
+    yield histogram("envserver_stored_reward", "Rewards in stored groups", of, rewards)
 
 
 def _by_reason(counters: dict[str, int], event: str) -> dict[str, int]:

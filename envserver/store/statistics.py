@@ -1,4 +1,4 @@
-"""Statistics of an open store: commits and leases since it was opened."""
+"""Statistics of an open store since it was opened: commits, leases, what groups came."""
 
 from __future__ import annotations
 
@@ -7,18 +7,42 @@ from collections.abc import Callable
 from typing import Final
 
 from ..telemetry.numbers import SHORT_SECONDS, Distribution
+from .facts import GroupFacts
 from .rows import Lease
 
 _SIZES: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
+_MOST_ENVIRONMENTS: Final = 200
+_OTHER: Final = "other"
+
+
+class Arrived:
+    """The groups of one environment, whoever made them. `rewards` has no bounds: sum and count."""
+
+    def __init__(self) -> None:
+        self.groups = self.equal = self.tokens = 0
+        self.rewards = Distribution(())
+
+    def add(self, facts: GroupFacts | None) -> None:
+        """Counts a group."""
+        self.groups += 1
+        if facts is None or facts.reward_mean is None:
+            return
+        self.equal += facts.rated > 1 and facts.reward_min == facts.reward_max
+        self.tokens += facts.completion_tokens or 0
+        self.rewards.counts[0] += facts.rated
+        self.rewards.total += facts.reward_mean * facts.rated
+
+
 class StoreStatistics:
-    """Counts commits and leases.
+    """Counts commits, leases and groups.
 
     Args:
         commit_seconds: seconds of each transaction, from its first statement until it is durable.
         commit_sizes: operations in each commit.
         leases: number of leases that were leased, acked, nacked.
+        arrived: groups that were stored, by environment.
         on_lease: called with each lease that is handed out.
     """
 
@@ -26,12 +50,19 @@ class StoreStatistics:
         self.commit_seconds = Distribution(SHORT_SECONDS)
         self.commit_sizes = Distribution(_SIZES)
         self.leases: Counter[str] = Counter()
+        self.arrived: dict[str, Arrived] = {}
         self.on_lease: Callable[[Lease], None] | None = None
 
     def committed(self, operations: int, seconds: float) -> None:
         """Counts one commit."""
         self.commit_seconds.add(seconds)
         self.commit_sizes.add(operations)
+
+    def stored(self, environment: str, facts: GroupFacts | None) -> None:
+        """Counts a group that is new to the store."""
+        if environment not in self.arrived and len(self.arrived) >= _MOST_ENVIRONMENTS:
+            environment = _OTHER
+        self.arrived.setdefault(environment, Arrived()).add(facts)
 
     def leased(self, lease: Lease | None) -> Lease | None:
         """Counts `lease` unless it is None, and returns it."""

@@ -90,7 +90,11 @@ class Writer:
 
     async def put(self, groups: Sequence[EncodedPut]) -> list[bool]:
         """Stores groups; see `groups.put_all`."""
-        return cast(list[bool], await self._submit(_Entry(_Put(groups), adds=True)))
+        accepted = cast(list[bool], await self._submit(_Entry(_Put(groups), adds=True)))
+        for item, is_new in zip(groups, accepted, strict=True):
+            if is_new:
+                self.statistics.stored(item.put.env, item.put.facts)
+        return accepted
 
     async def do(self, operation: Operation[T], *, adds: bool = False) -> T:
         """Runs `operation` in a transaction. It may run more than once; one run is committed.

@@ -22,7 +22,9 @@ KEPT: Final = frozenset(
     for name in (
         *("rollouts_total", "failed_attempts_total", "reward_sum", "reward_count"),
         *("group_deviation_sum", "group_deviation_count", "groups_equal_total"),
-        *("rollout_turns_sum", "rollout_turns_count"),
+        *("rollout_turns_sum", "rollout_turns_count", "stored_groups_total"),
+        *("stored_equal_groups_total", "stored_tokens_total"),
+        *("stored_reward_sum", "stored_reward_count"),
         *("rollout_seconds_sum", "rollout_seconds_count", "tokens_total", "tokens_cost_total"),
         *("flags_total", "untrained_share", "groups_delivered_total", "groups_dropped_total"),
         *("tasks_solved_share", "policy_version", "engine_seconds_sum", "engine_seconds_count"),

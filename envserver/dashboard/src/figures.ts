@@ -43,13 +43,13 @@ const EVERY = { isByEnvironment: true } as const;
 
 export const FIGURES: Figure[] = [
   { id: "reward", section: "Learning", title: "Reward", note: "mean of delivered groups", better: "up", isCount: true, least: 0.03,
-    lines: (s) => ratios(s, of("reward_sum"), of("reward_count"), byAgent), format: number, said: "The reward of {}", hasVersions: true,
+    lines: (s) => withOthers(ratios(s, of("reward_sum"), of("reward_count"), byAgent), ratios(s, of("stored_reward_sum"), of("stored_reward_count"), "environment")), format: number, said: "The reward of {}", hasVersions: true,
     empty: "No group was delivered in this time.", ...EVERY },
   { id: "spread", section: "Learning", title: "Spread", note: "deviation of rewards within a group", better: null, isCount: false, least: 0.03,
     lines: (s) => ratios(s, of("group_deviation_sum"), of("group_deviation_count"), "environment"), format: number,
     said: "The spread of rewards within groups of {}", hasVersions: true, empty: "No group was delivered in this time.", ...EVERY },
   { id: "equal", section: "Learning", title: "All-equal groups", note: "share that teaches nothing", better: "down", isCount: true, least: 0.05, top: 1,
-    lines: (s) => ratios(s, of("groups_equal_total"), FINISHED, "environment"), format: percent,
+    lines: (s) => withOthers(ratios(s, of("groups_equal_total"), FINISHED, "environment"), ratios(s, of("stored_equal_groups_total"), of("stored_groups_total"), "environment")), format: percent,
     said: "The share of groups of {} whose rewards are all equal", hasVersions: true, empty: "No group was finished in this time.", ...EVERY },
   { id: "solved", section: "Learning", title: "Solved share", note: "of the last 1,000 scored tasks", better: "up", isCount: false, least: 0.03, top: 1,
     lines: (s) => levels(s, of("tasks_solved_share"), "environment"), format: percent, said: "The share of solved tasks of {}",
@@ -62,14 +62,17 @@ export const FIGURES: Figure[] = [
     lines: (s) => rates(s, of("rollouts_total"), "environment"), format: aMinute, said: "The number of rollouts of {} a minute",
     empty: "No rollout ended in this time.", ...EVERY },
   { id: "groups", section: "Speed", title: "Groups a minute", note: "delivered", better: null, isCount: true, least: 1,
-    lines: (s) => rates(s, of("groups_delivered_total"), "environment"), format: aMinute, said: "The number of groups of {} a minute",
+    lines: (s) => withOthers(rates(s, of("groups_delivered_total"), "environment"), rates(s, of("stored_groups_total"), "environment")), format: aMinute, said: "The number of groups of {} a minute",
     empty: "No group was delivered in this time.", ...EVERY },
   { id: "seconds", section: "Speed", title: "Time of a rollout", note: "from start to result", better: "down", isCount: false, least: 0.5,
     lines: (s) => ratios(s, of("rollout_seconds_sum"), of("rollout_seconds_count"), "environment"), format: duration,
     said: "The time that a rollout of {} takes", empty: "No rollout ended in this time.", ...EVERY },
 
   { id: "length", section: "Lengths and ends", title: "Length", note: "sampled tokens of a rollout", better: null, isCount: false, least: 10,
-    lines: (s) => ratios(s, of("tokens_total", { kind: "completion" }), of("rollout_seconds_count"), "environment"), format: aMinute,
+    lines: (s) => withOthers(
+      ratios(s, of("tokens_total", { kind: "completion" }), of("rollout_seconds_count"), "environment"),
+      ratios(s, of("stored_tokens_total"), of("stored_reward_count"), "environment").filter(isEver),
+    ), format: aMinute,
     said: "The length of rollouts of {} (tokens)", hasVersions: true, empty: "No rollout was scored in this time.", ...EVERY },
   { id: "turns", section: "Lengths and ends", title: "Turns", note: "of a rollout", better: null, isCount: false, least: 0.3,
     lines: (s) => ratios(s, of("rollout_turns_sum"), of("rollout_turns_count"), "environment"), format: number,
@@ -123,6 +126,12 @@ export const FIGURES: Figure[] = [
       ...levels(s, of("children_resident_bytes"), () => "its processes"),
     ], format: bytes, said: "The memory of {}", empty: "Not known." },
 ];
+
+/** Adds the lines of environments that others run: of those, only what was stored is known. */
+function withOthers(own: Line[], stored: Line[]): Line[] {
+  const known = new Set(own.map(({ label }) => label.split(" · ")[0]));
+  return [...own, ...stored.filter(({ label, below }) => !known.has(label) && below.some((value) => value))];
+}
 
 function isEver(line: Line): boolean {
   return line.above.some((value) => value);

@@ -18,6 +18,7 @@ const NAMES = [
   ...["paused", "replica_calls", "replica_limit", "replica_waiting", "replica_breaker", "workers", "rollouts_running"],
   ...["worker_deaths_total", "sandboxes", "groups", "queue_depth", "leases_total", "nacks_total", "staleness_versions_sum"],
   ...["staleness_versions_count", "joined_environments", "joined_open_groups", "loop_lag_p99_seconds", "part_ready"],
+  ...["stored_groups_total", "stored_equal_groups_total", "stored_tokens_total", "stored_reward_sum", "stored_reward_count"],
   "children_resident_bytes",
 ]
   .map((name) => `envserver_${name}`)

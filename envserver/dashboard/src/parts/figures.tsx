@@ -6,6 +6,8 @@ import { link } from "../router";
 import type { Series } from "../series";
 import { Chart, type ChartProps, type DrawnLine } from "./chart";
 
+/** Of a server that has just started, less than the whole range is shown; at least this. */
+const LEAST_SECONDS = 300;
 const MOST_MARKS = 40;
 const MOST_NAMED_MARKS = 6;
 /** Of more lines, the single measurements would cover the means. */
@@ -65,7 +67,7 @@ export function chartOf(figure: Figure, environments: string[], { series, second
     ...{ title, note, format, top, empty },
     isTime: true,
     x: series.times.slice(first),
-    from: end - seconds,
+    from: Math.max(end - seconds, Math.min(series.times[0] ?? end, end - LEAST_SECONDS)),
     to: end,
     lines: drawn,
     marks: marksOf(series, end - seconds),
@@ -93,6 +95,6 @@ function marksOf(series: Series, start: number): { x: number; text: string; isSt
 
 /** The names of the environments, in the order of their colours. */
 export function environmentsOf(series: Series): string[] {
-  const curves = ["envserver_workers", "envserver_groups_delivered_total"].flatMap((name) => series.named(name));
+  const curves = ["envserver_workers", "envserver_groups_delivered_total", "envserver_stored_groups_total"].flatMap((name) => series.named(name));
   return [...new Set(curves.map(({ labels }) => labels.environment ?? ""))].toSorted();
 }

@@ -11,8 +11,8 @@ const short = (value: number) => number(Math.round(1000 * value) / 1000, 3);
 
 export function Tiles({ series }: { series: Series }) {
   const lines: [string, Line | undefined, (value: number) => string][] = [
-    ["Reward", ratios(series, of("reward_sum"), of("reward_count"), "")[0], short],
-    ["Groups / min", rates(series, of("groups_delivered_total"), "")[0], short],
+    ["Reward", ratios(series, of("stored_reward_sum"), of("stored_reward_count"), "")[0], short],
+    ["Groups / min", rates(series, of("stored_groups_total"), "")[0], short],
     ["Rollouts / min", rates(series, of("rollouts_total"), "")[0], short],
     ["Tokens / s", rates(series, of("tokens_total", { kind: "completion" }), "", 1)[0], short],
     ["Lost rollouts", ratios(series, of("rollouts_total", { end: "lost" }), of("rollouts_total"), "")[0], percent],
