@@ -151,6 +151,7 @@ async def test_readers_may_watch_and_a_token_has_so_many_streams(tmp_path: Path)
             assert (await api.http.get(path_, headers=headers)).status_code == 200
 
 
+@pytest.mark.thorough
 async def test_who_reads_nothing_is_disconnected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ async def test_runners_and_trainers_tell_of_failures_too(server: Server) -> None
     assert (row["message"], row["what"]) == ("too hard", "drop")
 
 
+@pytest.mark.thorough
 async def test_many_failures_are_one_event(server: Server) -> None:
     page = Page()
     async with watching(server.api.http, page) as connection:
