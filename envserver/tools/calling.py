@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -27,6 +28,9 @@ CUT_MARKER = "\n[cut: the result is longer]"
 
 Timed = Callable[[str, float, float], None]
 """Gets a tool's name, when a call of it began (`time.time()`), and the seconds that it took."""
+TIMED: ContextVar[Timed | None] = ContextVar("envserver_timed", default=None)
+"""Is told of each call of a tool in its context, also of a refused one; not of those that the
+server runs, which it times itself."""
 
 
 class ToolError(Exception):
@@ -43,7 +47,6 @@ class Tool:
         max_characters: longer results are cut.
         parallel: whether its calls in one message may run at the same time.
         on_server: whether the server runs it (see `typed.tool`).
-        timed: is told of each call, also of a refused one; the server times what it runs itself.
     """
 
     description: dict[str, Any]
@@ -51,7 +54,6 @@ class Tool:
     max_characters: int = MAX_RESULT_CHARACTERS
     parallel: bool = False
     on_server: bool = False
-    timed: Timed | None = None
 
     @property
     def name(self) -> str:
@@ -193,8 +195,8 @@ def _timing(tool: Tool) -> Iterator[None]:
     try:
         yield
     finally:
-        if tool.timed is not None and not tool.on_server:
-            tool.timed(tool.name, began, time.time() - began)
+        if not tool.on_server:
+            _told(tool, began)
 
 
 def _refused_call(
@@ -204,9 +206,14 @@ def _refused_call(
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     tool = tools.get(name) if isinstance(name, str) else None
-    if tool is not None and tool.timed is not None:
-        tool.timed(tool.name, time.time(), 0.0)
+    if tool is not None:
+        _told(tool, time.time())
     return refused(error)
+
+
+def _told(tool: Tool, began: float) -> None:
+    if (timed := TIMED.get()) is not None:
+        timed(tool.name, began, time.time() - began)
 
 
 def refused(error: ToolError) -> ToolResult:

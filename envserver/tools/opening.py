@@ -26,8 +26,6 @@ from .typed import as_tool
 async def open_tools(tools: Tools, run: Rollout) -> AsyncIterator[Mapping[str, Tool]]:
     """Yields tools by name; MCP servers that are not shared run within the block.
 
-    If `run` has a method `tool_called`, it is the tools' `timed`.
-
     Raises:
         TypeError: two have the same name, or a function cannot be a tool (see `typed.tool`).
         ConfigError, ServiceError: an MCP server is not set up well, or failed.
@@ -39,8 +37,7 @@ async def open_tools(tools: Tools, run: Rollout) -> AsyncIterator[Mapping[str, T
                 opened += await _tools_of(one, run, stack)
             else:
                 opened.append(_here(as_tool(one), run))
-        timed = getattr(run, "tool_called", None)
-        yield _by_name([replace(one, timed=timed) for one in opened])
+        yield _by_name(opened)
 
 
 def _by_name(tools: list[Tool]) -> dict[str, Tool]:

@@ -29,6 +29,7 @@ from envserver_records.errors import AgentError, LimitReached
 
 from ..environment import Environment, tools_of
 from ..harness_interface import HarnessSpec
+from ..tools.calling import TIMED
 from .elsewhere import asked_elsewhere
 from .failures import failure_of, output_of, sendable
 from .harness import CallRecord, harness_task, play
@@ -131,6 +132,7 @@ class WorkerAttempt:
 
     async def _output(self, job: Job, run: AttemptRun) -> Any:
         PRINTING.set(run.printed)
+        TIMED.set(run.tool_called)
         environment: Environment[Any] = await self._workshop.instances.get(
             job.env_reference, job.env_config
         )
