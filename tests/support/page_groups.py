@@ -113,6 +113,7 @@ def conversation(place: int, said: str = "") -> list[dict[str, Any]]:
         },
         {"role": "tool", "tool_call_id": f"call-{place}", "content": f"There are {place} lamps."},
         {"role": "assistant", "content": said or f"The answer is {place}."},
+        {"role": "user", "content": "Thank you."},
     ]
 
 
@@ -192,7 +193,7 @@ def group_of(group_id: str, rollouts: list[Trajectory], **changes: Any) -> Group
 
 
 def hard_groups() -> list[Group]:
-    """`rooms`: side by side; `hostile`: texts that attack; `long`: a megabyte, 30,000 tokens, 125
+    """`rooms`: side by side; `hostile`: texts that attack; `long`: a megabyte, 30,000 tokens, 126
     messages."""
     lost = FailedAttempt(
         attempt=3, kind="engine_error", blame=Blame.ENGINE, message="No answer.", seconds=2.0

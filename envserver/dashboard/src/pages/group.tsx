@@ -217,7 +217,7 @@ export function SideBySide({ columns, chosen, choose }: { columns: Column[]; cho
       )}
       <div class="lanes" tabIndex={0} role="region" aria-label="Rollouts side by side">
         {columns.map((one) => (
-          <Lane key={one.name} column={one} from={from} isChosen={one.number === chosen} choose={() => choose(one.number)} common={columns.length > 1 ? sameText(parting.message, parting.common) : undefined} />
+          <Lane key={one.name} column={one} from={from} isChosen={one.number === chosen} choose={() => choose(one.number)} common={columns.length > 1 ? sameText(parting.message, parting.common) : undefined} beside={parting.later} />
         ))}
       </div>
     </>
@@ -234,9 +234,10 @@ interface LaneProps {
   isChosen: boolean;
   choose: () => void;
   common: ((index: number) => string | null) | undefined;
+  beside: ReadonlySet<number>;
 }
 
-function Lane({ column, from, isChosen, choose, common }: LaneProps) {
+function Lane({ column, from, isChosen, choose, common, beside }: LaneProps) {
   const { rollout } = column;
   const messages: Message[] = rollout.messages;
   return (
@@ -252,7 +253,7 @@ function Lane({ column, from, isChosen, choose, common }: LaneProps) {
           {Object.keys(rollout.metrics).length > 0 && `; ${Object.entries(rollout.metrics).slice(0, 4).map(([name, value]) => `${visible(name)} ${number(value)}`).join(", ")}`}
         </p>
       </header>
-      <Messages messages={messages} from={Math.min(from, messages.length)} turns={rollout.score.turns.filter((one) => isMain(one.agent, rollout))} timings={rollout.timings?.filter((one) => isMain(one.agent, rollout))} {...(common ? { common } : {})} />
+      <Messages messages={messages} from={Math.min(from, messages.length)} turns={rollout.score.turns.filter((one) => isMain(one.agent, rollout))} timings={rollout.timings?.filter((one) => isMain(one.agent, rollout))} beside={beside} {...(common ? { common } : {})} />
       {rollout.cut ? (
         <p>
           This group is too long to be shown whole. <a href={column.link}>Its own page has the conversation.</a>

@@ -137,15 +137,15 @@ export function Groups() {
         </p>
       ) : (
         <>
-          <div class="list-head group-cells" aria-hidden="true">
-            <span>age</span>
+          <div class="list-head group-cells">
+            <Sort title="age" order={list.order} by={["newest", "oldest"]} />
             <span>environment</span>
             <span>task</span>
-            <span class="right">mean</span>
-            <span>rewards</span>
+            <Sort title="mean" order={list.order} by={["worst", "best"]} isRight />
+            <Sort title="rewards" order={list.order} by={["widest"]} />
             <span class="right">version</span>
             <span class="right">turns</span>
-            <span class="right">tokens</span>
+            <Sort title="tokens" order={list.order} by={["longest"]} isRight />
             <span>ends, flags</span>
           </div>
           <div class="group-list-box" onMouseEnter={() => (isOver.current = true)} onMouseLeave={() => (isOver.current = false)}>
@@ -167,6 +167,19 @@ export function Groups() {
         </>
       )}
     </div>
+  );
+}
+
+/** A column's head that sorts, one way and the other. */
+function Sort({ title, order, by, isRight = false }: { title: string; order: string; by: string[]; isRight?: boolean }) {
+  const at = by.indexOf(order);
+  const next = by[(at + 1) % by.length]!;
+  const mark = at < 0 ? "" : order === "worst" || order === "oldest" ? " ↑" : " ↓";
+  return (
+    <button class={isRight ? "sort right" : "sort"} aria-pressed={at >= 0} title={`order: ${next}`} onClick={() => setQuery({ order: next === "newest" ? null : next, chosen: null })}>
+      {title}
+      {mark}
+    </button>
   );
 }
 

@@ -85,9 +85,11 @@ interface Props {
   timings?: Timing[] | undefined;
   /** Text of the same message in the rollouts beside this one, up to where they part. */
   common?: (index: number) => string | null;
+  /** Numbers of messages that the rollouts beside this one have, too. */
+  beside?: ReadonlySet<number> | undefined;
 }
 
-export function Messages({ messages, from = 0, turns = [], timings = [], common }: Props) {
+export function Messages({ messages, from = 0, turns = [], timings = [], common, beside }: Props) {
   const results = new Map(messages.filter((one) => one.role === "tool" && typeof one.tool_call_id === "string").map((one) => [one.tool_call_id!, one]));
   const shownWithCall = new Set<Message>();
   const [most, setMost] = useState(MOST_MESSAGES);
@@ -102,11 +104,15 @@ export function Messages({ messages, from = 0, turns = [], timings = [], common 
         const said = saidIn(message);
         const rewards = message.role === "assistant" ? turns.filter((one) => one.turn === turn) : [];
         return (
-          <section key={index} class={`message ${ROLES.has(said.role) ? said.role : "unknown"}`} data-message={index} tabIndex={-1}>
+          <section key={index} class={`message ${ROLES.has(said.role) ? said.role : "unknown"} ${beside?.has(index) ? "as-beside" : ""}`} data-message={index} tabIndex={-1}>
             <h3>
               {visible(said.role)}
               {message.name && <span class="dim"> {visible(message.name)}</span>}
-              <span class="dim"> #{index}</span>
+              <span class="dim">
+                {" "}
+                #{index}
+                {beside?.has(index) && ", the same in all"}
+              </span>
               {rewards.map((one, n) => (
                 <span key={n} class={one.value < 0 ? "turn-reward bad" : "turn-reward good"}>
                   turn {one.turn}: {signed(one.value)}

@@ -31,18 +31,29 @@ export interface Parting {
   common: string | null;
   /** Whether they are the same to their ends. */
   isSame: boolean;
+  /** Later messages that are the same in all, by their numbers. */
+  later: Set<number>;
 }
 
 export function partingOf(conversations: Message[][]): Parting {
-  if (conversations.length < 2) return { message: 0, common: null, isSame: false };
+  if (conversations.length < 2) return { message: 0, common: null, isSame: false, later: new Set() };
   const least = Math.min(...conversations.map((one) => one.length));
   for (let at = 0; at < least; at += 1) {
     const texts = conversations.map((one) => wholeText(one[at]!));
     let common = texts[0]!;
     for (const text of texts.slice(1)) common = common.slice(0, commonLength(common, text));
-    if (texts.some((text) => text.length !== common.length)) return { message: at, common: wordStart(common), isSame: false };
+    if (texts.some((text) => text.length !== common.length)) return { message: at, common: wordStart(common), isSame: false, later: laterSame(conversations, at + 1, least) };
   }
-  return { message: least, common: null, isSame: conversations.every((one) => one.length === least) };
+  return { message: least, common: null, isSame: conversations.every((one) => one.length === least), later: new Set() };
+}
+
+function laterSame(conversations: Message[][], from: number, to: number): Set<number> {
+  const same = new Set<number>();
+  for (let at = from; at < to; at += 1) {
+    const [first, ...others] = conversations.map((one) => wholeText(one[at]!));
+    if (others.every((text) => text === first)) same.add(at);
+  }
+  return same;
 }
 
 /** Cuts a common beginning where the word begins that differs. */
