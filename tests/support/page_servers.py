@@ -90,7 +90,7 @@ async def site(routes: list[web.RouteDef]) -> AsyncIterator[str]:
     """A web site on a free port of this machine; yields its address."""
     app = web.Application()
     app.add_routes(routes)
-    runner = web.AppRunner(app, shutdown_timeout=1)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
