@@ -139,6 +139,20 @@ def test_ten_tabs_share_one_stream(house: PageHouse, visitor: Visitor) -> None:
     assert len(streams) == 2
 
 
+def test_without_locks_each_tab_has_its_own_stream(house: PageHouse, visitor: Visitor) -> None:
+    context = visitor.context()  # as over plain HTTP from another machine
+    context.add_init_script(
+        "Object.defineProperty(Navigator.prototype, 'locks', {value: undefined})"
+    )
+    streams: list[str] = []
+    context.on("request", lambda one: streams.append(one.url) if "v1/events" in one.url else None)
+    for _ in range(2):
+        tab = context.new_page()
+        tab.goto(f"{house.url}#/failures")
+        expect(tab.get_by_text("● live")).to_be_visible()
+    assert len(streams) == 2
+
+
 def test_a_page_that_stays_open_goes_on_when_the_server_was_killed(
     house: PageHouse, visitor: Visitor
 ) -> None:

@@ -1,7 +1,8 @@
 // What the server tells as it happens: one stream for all tabs of this browser.
 //
 // The tab that holds a lock reads GET /v1/events and tells the others. When it is closed, another
-// takes over. When the stream breaks, the browser resumes it where it was; where that cannot be
+// takes over. Over plain HTTP from another machine browsers have no locks: there each tab reads for
+// itself while it is seen, since a browser opens six connections to a server at most. When the stream breaks, the browser resumes it where it was; where that cannot be
 // (another tab took over, the server started again), all pages hear "resync" and read anew.
 
 import { useEffect, useRef, useState } from "preact/hooks";
@@ -31,7 +32,9 @@ const SILENT_SECONDS = 45;
 
 const handlers = new Map<string, Set<Handler>>();
 const watchers = new Set<() => void>();
-const channel = "BroadcastChannel" in window ? new BroadcastChannel(`envserver ${location.pathname}`) : null;
+const NAME = `envserver ${location.pathname}`;
+/** To the other tabs; null: each reads for itself. */
+const channel = navigator.locks && "BroadcastChannel" in window ? new BroadcastChannel(NAME) : null;
 let connection: Connection = { state: "off", since: now() };
 let isStarted = false;
 let leads = false;
@@ -43,12 +46,8 @@ export function start(): void {
   connected("connecting");
   channel?.addEventListener("message", (message) => heard(message.data as Told));
   channel?.postMessage({ kind: "who" } satisfies Told);
-  if (channel && navigator.locks) {
-    // Held until this tab is closed.
-    void navigator.locks.request(`envserver ${location.pathname}`, () => lead());
-  } else {
-    void lead(); // plain HTTP from another machine: browsers have no locks there
-  }
+  if (channel) void navigator.locks.request(NAME, () => lead()); // held until this tab is closed
+  else void lead();
 }
 
 /** Calls `handler` with the data of each event; returns what ends that. */
@@ -108,6 +107,7 @@ function become(next: Connection): void {
 async function lead(): Promise<never> {
   leads = true;
   for (let first = true; ; first = false) {
+    if (!channel) await shown();
     const opened = await listen(first);
     // The stream ended for good: its server is gone, starts, refuses, or has no stream.
     const there = await ask();
@@ -131,7 +131,11 @@ function listen(first: boolean): Promise<boolean> {
     const source = new EventSource("v1/events");
     let opened = false;
     let last = now();
+    const hidden = () => {
+      if (!channel && document.hidden) end();
+    };
     const end = () => {
+      removeEventListener("visibilitychange", hidden);
       clearInterval(watch);
       source.close();
       resolve(opened);
@@ -139,6 +143,7 @@ function listen(first: boolean): Promise<boolean> {
     const watch = setInterval(() => {
       if (source.readyState === EventSource.OPEN && now() - last > SILENT_SECONDS) end();
     }, 5000);
+    addEventListener("visibilitychange", hidden);
     source.addEventListener("open", () => {
       last = now();
       if (!opened && !first) tellAll("resync", { reason: "stream" });
@@ -166,6 +171,19 @@ async function ask(): Promise<number> {
   } catch (error) {
     return error instanceof Problem ? error.status : 0;
   }
+}
+
+/** Waits until this tab is seen. */
+function shown(): Promise<void> {
+  return new Promise((resolve) => {
+    const look = () => {
+      if (document.hidden) return;
+      removeEventListener("visibilitychange", look);
+      resolve();
+    };
+    addEventListener("visibilitychange", look);
+    look();
+  });
 }
 
 function wait(seconds: number): Promise<void> {
