@@ -1,7 +1,8 @@
 // Tasks that were seen, and all rollouts of one task over time.
 
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { get, Problem, useGet } from "../api";
+import { useLive } from "../live";
 import { useKeys } from "../parts/keys";
 import { WindowedList } from "../parts/list";
 import { VersionsChart } from "../parts/versions_chart";
@@ -42,6 +43,7 @@ function Tasks() {
   const asked = new URLSearchParams({ order, limit: String(PAGE) });
   for (const name of ["environment", "text"]) if (query.get(name)) asked.set(name, query.get(name)!);
   const list = usePages(asked.toString());
+  useLive("resync", () => list.rows.length <= PAGE && list.again()); // further down, nothing moves
   const chosen = query.get("chosen");
   const keyOf = (row: SeenTask) => JSON.stringify([row.environment, row.task_id]);
   const linkOf = (row: SeenTask) => link(["tasks", row.environment, row.task_id]);
@@ -147,6 +149,8 @@ interface Pages {
   isWhole: boolean;
   problem: Problem | null;
   more: () => void;
+  /** Reads from the start. */
+  again: () => void;
 }
 
 /** Reads GET /v1/tasks/seen page by page. */
@@ -155,17 +159,22 @@ function usePages(asked: string): Pages {
   const [held, hold] = useState(empty);
   const state = held.asked === asked ? held : empty;
   const [wanted, want] = useState(0);
+  const [turn, setTurn] = useState(0);
+  const read = useRef(0);
   useEffect(() => {
-    if (state.isWhole) return;
+    const base = read.current === turn ? state : empty;
+    read.current = turn;
+    if (base.isWhole) return;
     const stop = new AbortController();
-    const cursor = state.cursor ? `&cursor=${encodeURIComponent(state.cursor)}` : "";
+    const cursor = base.cursor ? `&cursor=${encodeURIComponent(base.cursor)}` : "";
     get<{ tasks: SeenTask[]; cursor: string }>(`v1/tasks/seen?${asked}${cursor}`, stop.signal).then(
-      (page) => hold({ asked, rows: [...state.rows, ...page.tasks], cursor: page.cursor, isWhole: page.cursor === "", problem: null }),
+      (page) => hold({ asked, rows: [...base.rows, ...page.tasks], cursor: page.cursor, isWhole: page.cursor === "", problem: null }),
       (error) => !stop.signal.aborted && hold({ ...state, problem: error instanceof Problem ? error : new Problem(0, String(error)) }),
     );
     return () => stop.abort();
-  }, [asked, wanted]);
-  return { ...state, more: () => state.rows.length > 0 && !state.isWhole && want(state.rows.length) };
+  }, [asked, wanted, turn]);
+  const again = () => setTurn((n) => n + 1);
+  return { ...state, more: () => state.rows.length > 0 && !state.isWhole && want(state.rows.length), again };
 }
 
 function TaskPage({ environment, task }: { environment: string; task: string }) {

@@ -3,7 +3,7 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { get, Problem } from "../api";
 import { useKeys } from "../parts/keys";
-import { isSampled, markChosen, PAGE, pageOf, probability, shade, SHADES, SHADINGS, type Shading, shownText, stretchesOf, tokenAt, type TokenPage, UNLIKELY } from "../parts/token_text";
+import { HAS_HIGHLIGHTS, isSampled, markChosen, offsetAt, PAGE, pageOf, probability, shade, SHADES, SHADINGS, type Shading, shownText, stretchesOf, tokenAt, type TokenPage, UNLIKELY } from "../parts/token_text";
 import type { RolloutAnswer, RowFacts, TokenColumns } from "../records";
 import { setQuery, usePlace } from "../router";
 import { amount, count, number, visible } from "../text";
@@ -102,7 +102,7 @@ function Row({ path, facts }: RowProps) {
           next unlikely
         </button>
       </p>
-      <Legend shading={shading} />
+      {HAS_HIGHLIGHTS ? <Legend shading={shading} /> : <p class="warn">This browser cannot shade tokens; choose one to see its numbers.</p>}
       {problem && (
         <p class="bad" role="alert">
           {problem.message} {problem.hint}
@@ -160,8 +160,8 @@ function Page({ page, shading, chosen, choose }: PageProps) {
   }, [page, chosen]);
   const clicked = (event: MouseEvent) => {
     if (String(getSelection())) return; // text is being selected
-    const at = document.caretPositionFromPoint(event.clientX, event.clientY);
-    if (at?.offsetNode === box.current!.firstChild) choose(tokenAt(page, Math.min(at.offset, page.text.length - 1)));
+    const at = offsetAt(box.current!.firstChild as Text, event.clientX, event.clientY);
+    if (at !== null) choose(tokenAt(page, Math.min(at, page.text.length - 1)));
   };
   return (
     <div ref={box} class="token-page" onClick={clicked}>

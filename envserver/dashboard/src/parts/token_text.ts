@@ -8,6 +8,9 @@ export const PAGE = 8192;
 /** Below this probability a token is unlikely. */
 export const UNLIKELY = 0.1;
 
+/** Browsers before 2024 or so show tokens without shades. */
+export const HAS_HIGHLIGHTS = "highlights" in CSS;
+
 /** What the shades say. */
 export const SHADINGS = ["probability", "version", "call"] as const;
 export type Shading = (typeof SHADINGS)[number];
@@ -76,6 +79,7 @@ function shadeOf(columns: TokenColumns, n: number, shading: Shading): string {
 
 /** Puts the shades of a page on its text node; returns what takes them off. */
 export function shade(node: Text, { columns, starts }: TokenPage, shading: Shading): () => void {
+  if (!HAS_HIGHLIGHTS) return () => {};
   const made: [Highlight, StaticRange][] = [];
   let from = 0;
   for (let n = 1; n <= columns.ids.length; n += 1) {
@@ -92,11 +96,22 @@ export function shade(node: Text, { columns, starts }: TokenPage, shading: Shadi
 
 /** Marks one token as the chosen one; returns what takes the mark off. */
 export function markChosen(node: Text, { starts }: TokenPage, n: number): () => void {
+  if (!HAS_HIGHLIGHTS) return () => {};
   const highlight = highlightOf("token-chosen");
   highlight.priority = 1;
   const range = rangeOf(node, starts[n]!, starts[n + 1]!);
   highlight.add(range);
   return () => void highlight.delete(range);
+}
+
+/** The place in the text under a point of the window; null: none. */
+export function offsetAt(node: Text, x: number, y: number): number | null {
+  if (document.caretPositionFromPoint) {
+    const at = document.caretPositionFromPoint(x, y);
+    return at?.offsetNode === node ? at.offset : null;
+  }
+  const range = document.caretRangeFromPoint(x, y);
+  return range?.startContainer === node ? range.startOffset : null;
 }
 
 function rangeOf(node: Text, start: number, end: number): StaticRange {
