@@ -51,13 +51,12 @@ function Sentence({ change: { figure, label, before, now, tone } }: { change: Ch
   const mark = { good: "better", bad: "worse", neutral: "" }[tone];
   return (
     <>
-      <span aria-hidden="true">{isUp ? "▲" : "▼"}</span>{" "}
+      <span aria-hidden="true">{isUp ? "▲" : "▼"}</span> {mark && <span class={`badge ${tone}`}>{mark}</span>}{" "}
       <span class="words">
         {head}
         {tail !== undefined && named}
         {tail} {isUp ? "rose" : "fell"} from {figure.format(before)} to <b>{figure.format(now)}</b>.
-      </span>{" "}
-      {mark && <span class={`badge ${tone}`}>{mark}</span>}
+      </span>
     </>
   );
 }
