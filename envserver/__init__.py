@@ -104,7 +104,7 @@ _HOMES = {
     "RolloutsConfig": "envserver.config",
     "SamplingConfig": "envserver.config",
     "SandboxConfig": "envserver.config",
-    "ServerConfig": "envserver.config",
+    "ServerConfig": "envserver.server_config",
     "Settings": "envserver.config",
     "SimConfig": "envserver.config",
     "TokensConfig": "envserver.tokens_config",
@@ -162,7 +162,6 @@ if TYPE_CHECKING:
         RolloutsConfig,
         SamplingConfig,
         SandboxConfig,
-        ServerConfig,
         Settings,
         SimConfig,
         WorkersConfig,
@@ -205,6 +204,7 @@ if TYPE_CHECKING:
         VerifySettings,
     )
     from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
+    from .server_config import ServerConfig
     from .tokens_config import TokensConfig
     from .tools.calling import LoopEnd, Tool, ToolError
     from .tools.mcp_client import McpServer

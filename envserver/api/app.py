@@ -19,13 +19,13 @@ from fastapi import FastAPI
 
 from .. import __version__
 from ..alarms_config import AlarmsConfig
-from ..config import RetentionConfig, ServerConfig
 from ..dashboard import Dashboard
 from ..formats.atropos import ScoreRange
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
 from ..rollouts.episodes import Episodes
 from ..rollouts.ordered import Orders
+from ..server_config import RetentionConfig, ServerConfig
 from ..store import GroupStore
 from ..store.demand import Demand
 from . import document, problems

@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 from envserver_records.errors import ConfigError
 
-from ..config import ServerConfig
+from ..server_config import ServerConfig
 
 log = structlog.get_logger(__name__)
 

@@ -21,10 +21,10 @@ from urllib.parse import unquote
 import orjson
 from envserver_records.errors import UsageError
 
-from ..config import ServerConfig
 from ..descriptors import raise_open_files
 from ..proxy.bounds import KEPT_CONNECTIONS, Connections, InFlight, OverBound
 from ..proxy.server import Proxy, error_answer
+from ..server_config import ServerConfig
 from .access.connections import BoundedHttp, HttpBounds, TooSlow, last_answer
 from .server import RunningServer, serve_api
 

@@ -14,7 +14,7 @@ from envserver_records.errors import UsageError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..config import ServerConfig
+from ..server_config import ServerConfig
 from ..store import GroupStore
 from .direct import Endpoint
 

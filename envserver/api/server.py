@@ -23,8 +23,8 @@ import uvicorn
 from envserver_records.errors import ConfigError
 from starlette.types import ASGIApp
 
-from ..config import ServerConfig, is_loopback
 from ..descriptors import raise_open_files
+from ..server_config import ServerConfig, is_loopback
 from .access.connections import BoundedHttp, HttpBounds
 from .certificates import Certificates
 from .lifespan import Lifespan

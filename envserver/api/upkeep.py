@@ -9,7 +9,7 @@ from typing import Final
 import structlog
 from envserver_records.errors import StoreError
 
-from ..config import RetentionConfig
+from ..server_config import RetentionConfig
 from ..store import GroupStore
 
 log = structlog.get_logger(__name__)

@@ -6,7 +6,6 @@ attempt that has several (so does the header `x-agent`). Any prefix may precede 
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import time
 import weakref
@@ -21,7 +20,6 @@ from envserver_records.errors import (
     LimitReached,
     NotFoundError,
     TooLargeError,
-    UsageError,
 )
 from envserver_records.records import SandboxUsage
 from structlog.contextvars import bind_contextvars
@@ -57,6 +55,7 @@ from .hooks import HookFunctions, Hooks
 from .lookups import MODELS, RESPONSES, SERVER, model_at, model_list, response_at
 from .recorded import RecordedRequests
 from .request_handler import RequestHandler
+from .requests import answer_lifespan, check_bearer, key_and_rest, require
 from .retries import RetryMarks, digest_of
 from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
 from .services import TOOLS_PREFIX, ServiceRouter
@@ -87,14 +86,6 @@ _ASKING = {path.removeprefix("v1/") for path in DIALECTS}
 _CHAT = DIALECTS["v1/chat/completions"]
 
 _log = structlog.get_logger("envserver.proxy")
-
-
-class _WrongKey(UsageError):
-    kind, status = "wrong_key", 401
-
-
-class _WrongMethod(UsageError):
-    kind, status = "method_not_allowed", 405
 
 
 class Proxy:
@@ -256,7 +247,7 @@ class Proxy:
 
     def in_flight(self, path: str) -> InFlight | None:
         """Returns what the owner of the key in `path` has in flight; None for an unknown key."""
-        key = _key_and_rest(path)[0]
+        key = key_and_rest(path)[0]
         if key in self._guests:
             return self._guests_in_flight
         attempt = self._attempts.get(key)
@@ -273,7 +264,7 @@ class Proxy:
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
+            await answer_lifespan(receive, send)
             return
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1000})
@@ -286,7 +277,7 @@ class Proxy:
             await send_json(send, *error_answer(scope["path"], error))
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key, path = _key_and_rest(scope["path"])
+        key, path = key_and_rest(scope["path"])
         attempt = self._attempts.get(key)
         if attempt is None and key not in self._guests:
             self._forget()
@@ -303,7 +294,7 @@ class Proxy:
             # own.
             await self._guest_route(scope, key, path, receive, send)
         else:
-            _check_bearer(scope, key)
+            check_bearer(scope, key)
             if path != "result" or attempt.posted:  # the only result is never too much
                 await attempt.in_flight.admit()
             with Hold(attempt.in_flight) as hold:
@@ -319,22 +310,22 @@ class Proxy:
         agent = attempt.spec.agent(agent and agent[:_MAX_AGENT_NAME])
         method = scope["method"]
         if path in DIALECTS:
-            _require(method, "POST")
+            require(method, "POST")
             await self._ask(scope, attempt, path, agent, receive, send)
             return
         if path.startswith(PREFIX):
-            _require(method, "POST")
+            require(method, "POST")
             path = path.removeprefix(PREFIX)
             await answer_about_sandboxes(self._sandboxes, attempt, path, scope, receive, send)
             return
         if path.startswith(TOOLS_PREFIX):
-            _require(method, "POST")
+            require(method, "POST")
             name = path.removeprefix(TOOLS_PREFIX)
             await self._services.answer(attempt, name, scope, receive, send)
             return
         match path:
             case _ if f"{path}/".startswith(f"{MODELS}/"):
-                _require(method, "GET")
+                require(method, "GET")
                 route = attempt.spec.route(agent)
                 length = await self._endpoints[route.endpoint].max_model_len()
                 await send_json(send, 200, model_at(path, route.model, length))
@@ -343,35 +334,35 @@ class Proxy:
             case "" | "v1" if method in ("GET", "HEAD"):
                 await send_json(send, 200, SERVER)
             case "v1/messages/count_tokens":
-                _require(method, "POST")
+                require(method, "POST")
                 endpoint = self._endpoints[attempt.spec.route(agent).endpoint]
                 body = await read_body(scope, receive, self._max_body_bytes)
                 await send_json(send, 200, await count_tokens(endpoint, attempt, agent, body))
             case "health":
-                _require(method, "GET")
+                require(method, "GET")
                 await self._send_health(send)
             case "rollout":
-                _require(method, "GET")
+                require(method, "GET")
                 await send_json(send, 200, rollout_body(attempt))
             case "record":
-                _require(method, "GET")
+                require(method, "GET")
                 await send_json(send, 200, record_body(attempt))
             case "result":
-                _require(method, "POST")
+                require(method, "POST")
                 await self._take_result(attempt, scope, receive)
                 await send_nothing(send)
             case "log":
-                _require(method, "POST")
+                require(method, "POST")
                 take_log(attempt, await read_body(scope, receive, self._max_body_bytes))
                 await send_nothing(send)
             case "actions":
-                _require(method, "POST")
+                require(method, "POST")
                 body = await read_body(scope, receive, _MAX_ACTIONS_BYTES)
                 with attempt.in_flight.reading():
                     take_actions(attempt, body)
                 await send_nothing(send)
             case "rewards":
-                _require(method, "POST")
+                require(method, "POST")
                 take_rewards(attempt, await read_body(scope, receive, _MAX_REWARDS_BYTES))
                 await send_nothing(send)
             case _:
@@ -425,18 +416,18 @@ class Proxy:
         method = scope["method"]
         match path:
             case "v1/chat/completions" | "v1/completions":
-                _require(method, "POST")
+                require(method, "POST")
                 body = await read_body(scope, receive, self._max_body_bytes)
                 await pass_through(self._engine, key, f"/{path}", body, receive, send)
             case "generate":
-                _require(method, "POST")
+                require(method, "POST")
                 body = await read_body(scope, receive, self._max_body_bytes)
                 await generate(self._engine, key, body, receive, send)
             case "v1/models":
-                _require(method, "GET")
+                require(method, "GET")
                 await send_json(send, 200, model_list(await self._engine.model_name()))
             case "health":
-                _require(method, "GET")
+                require(method, "GET")
                 await self._send_health(send)
             case _:
                 raise NotFoundError(f"/{path[:80]} is not offered here.")
@@ -464,11 +455,6 @@ def error_answer(
     return _status(error), _api_of(path).error(error), headers
 
 
-def _key_and_rest(path: str) -> tuple[str, str]:
-    key, _, rest = path.partition("/r/")[2].partition("/")
-    return key, rest
-
-
 def _status(error: EnvserverError) -> int:
     """Returns the status that agents' clients expect: 400 for an impossible request.
 
@@ -483,28 +469,3 @@ def _api_of(path: str) -> DialectAdapter:
     return next(
         (dialect for known, dialect in DIALECTS.items() if asked.startswith(f"{known}/")), _CHAT
     )
-
-
-def _check_bearer(scope: Scope, key: str) -> None:
-    """
-    Raises:
-        _WrongKey: the client sends a key that differs from the path's.
-    """
-    scheme, _, token = header(scope, b"authorization").partition(" ")
-    bearer = token.strip() if scheme.lower() == "bearer" else scheme
-    for sent in (bearer, header(scope, b"x-api-key")):
-        if sent and not hmac.compare_digest(sent.encode(), key.encode()):
-            raise _WrongKey("The key does not belong to this address.")
-
-
-def _require(method: str, wanted: str) -> None:
-    if method != wanted:
-        raise _WrongMethod(f"Use {wanted} here, not {method[:20]}.")
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return

@@ -12,17 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import pickle
 import signal
-import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn, util
-from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
-from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
 
@@ -43,12 +37,11 @@ from pebble.common.types import CONSTS
 
 from ..judges.client import JudgeAddress
 from ..judges.server import JudgeServer
-from ..registry.interpreters import SETTINGS, InterpreterContext, interpreter_of
-from ..sandbox.places import folder_for_sockets
 from . import scorer_process
 from .costs import ScoringSpent
 from .rewards import RewardRules, delivered_score
 from .scorer_process import Declared, RowToScore, ScoreLimits, ScorerAnswer
+from .scorer_start import scorer_context
 
 START_TIMEOUT_SECONDS = 120.0
 _LISTING_SECONDS = 600.0
@@ -376,7 +369,7 @@ class _Scorer:
             1,
             initializer=scorer_process.load,
             initargs=(*self._arguments, self._address),
-            context=_context_of(self._arguments[0]),
+            context=scorer_context(self._arguments[0]),
         )
         _ = pool.active  # starts the process now, in this thread, not at the first request
         return pool
@@ -419,97 +412,6 @@ class _Timer:
                 with suppress(RuntimeError):  # the score has ended meanwhile
                     self.running.reschedule(now() + self._left)
                 self._left = None
-
-
-class _Popen(popen_forkserver.Popen):
-    """Starts a process that does not import the caller's script.
-
-    multiprocessing would import it into each process, and so run it again where it has no
-    `if __name__ == "__main__"`. Scorers need nothing of it.
-    """
-
-    def _launch(self, process_obj: BaseProcess) -> None:
-        with _without_script():
-            super()._launch(process_obj)  # type: ignore[misc]  # not in typeshed
-
-
-class _ScorerProcess(ForkServerProcess):
-    @staticmethod
-    def _Popen(process_obj: BaseProcess) -> _Popen:  # multiprocessing's name
-        return _Popen(process_obj)
-
-
-class _ScorerContext(ForkServerContext):
-    Process = _ScorerProcess
-
-
-def _context_of(env_reference: str) -> BaseContext:
-    """Returns the context that starts the scorers of an environment, in its interpreter.
-
-    Not by forking the server: it has threads, and scorers must not see its memory.
-    """
-    if (own := interpreter_of(env_reference)) is not None:
-        return InterpreterContext(own)
-    context = _ScorerContext()
-    context.set_forkserver_preload([scorer_process.__name__])
-    _start_forkserver()
-    return context
-
-
-_launching = threading.Lock()
-
-
-@contextmanager
-def _without_script() -> Iterator[None]:
-    """Removes the script (`init_main_from_...`) from the data that a new process gets."""
-    with _launching:
-        original = spawn.get_preparation_data
-
-        def prepared(name: str) -> dict[str, Any]:
-            data = original(name)
-            return {key: value for key, value in data.items() if not key.startswith("init_main")}
-
-        spawn.get_preparation_data = prepared
-        try:
-            yield
-        finally:
-            spawn.get_preparation_data = original
-
-
-def _start_forkserver() -> None:
-    """Starts the process that scorers are forked from, protected from Ctrl-C.
-
-    A terminal sends Ctrl-C to all processes; the server decides how they react.
-    """
-    _place_its_socket()
-    # First multiprocessing's helper: starting it unblocks the signal.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with _without_settings():
-            forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _without_settings() -> Iterator[None]:
-    """Hides the server's own variables, its keys among them, from a process that starts within."""
-    ours = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(SETTINGS)}
-    try:
-        yield
-    finally:
-        os.environ.update(ours)
-
-
-def _place_its_socket() -> None:
-    """Makes multiprocessing choose its folder once, early, where a socket's path fits."""
-    usual = tempfile.tempdir
-    tempfile.tempdir = folder_for_sockets()
-    try:
-        util.get_temp_dir()
-    finally:
-        tempfile.tempdir = usual
 
 
 def _raise(failure: Failure) -> NoReturn:

@@ -17,7 +17,8 @@ from ..api.health import Health, disk_probe, store_probe
 from ..api.live import Live
 from ..api.metrics import Metrics
 from ..api.server import RunningServer, serve_api
-from ..config import ServerConfig, StorePlace, TelemetryConfig
+from ..config import StorePlace
+from ..server_config import ServerConfig, TelemetryConfig
 from ..store import GroupStore, open_store
 from ..store.reserve import RESERVE_BYTES
 from ..telemetry.lag import LoopLag

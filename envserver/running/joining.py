@@ -20,7 +20,6 @@ import structlog
 from envserver_records.errors import ConfigError
 
 from .. import __version__
-from ..config import is_loopback
 from ..curriculum_config import CurriculumConfig
 from ..environment import Environment
 from ..remote.gate import RunnerGate
@@ -33,6 +32,7 @@ from ..rollouts.events import Event, GroupDropped, Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import group_requests
+from ..server_config import is_loopback
 from .context import rollout_context, shared_engine
 from .curricula import MOST_ESTIMATES, Book, has_curriculum
 from .run_settings import JoinSettings

@@ -19,20 +19,18 @@ from ..config import (
     LogLevel,
     MixSettings,
     OpenAIConfig,
-    RetentionConfig,
     SandboxConfig,
     Section,
-    ServerConfig,
     Settings,
     SimConfig,
     StorePlace,
-    TelemetryConfig,
 )
 from ..delivery_config import DeliveryConfig
 from ..evaluation_config import Failures, Truncated
 from ..judge_config import JudgeConfig
 from ..prices_config import PricesConfig
 from ..remote.messages import NAME_PATTERN
+from ..server_config import RetentionConfig, ServerConfig, TelemetryConfig
 
 
 class ServeSettings(MixSettings):

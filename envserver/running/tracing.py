@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from envserver_records.errors import ConfigError
 from envserver_records.extras import install_command
 
-from ..config import TelemetryConfig
+from ..server_config import TelemetryConfig
 from ..telemetry.tracing import NO_TRACER, Tracer
 
 

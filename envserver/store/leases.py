@@ -6,13 +6,14 @@ lease expires.
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from envserver_records.errors import ConflictError, NotFoundError
+from envserver_records.errors import ConflictError, InputError, NotFoundError
 from sqlalchemy import Row, insert, literal_column, select, update
 
 from .checkpoints import mark
@@ -304,3 +305,12 @@ async def _set_state(
         .where(leases.c.lease_id == lease_id)
         .values(state=target, ack_number=ack_number, ended_at=ended_at)
     )
+
+
+def check_seconds(seconds: float) -> None:
+    """
+    Raises:
+        InputError: `seconds` is not a duration.
+    """
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise InputError("seconds must be a number above 0.", place="seconds")

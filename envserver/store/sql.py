@@ -15,7 +15,6 @@ not after StoreLost. The README says what it does in each kind of failure.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -256,7 +255,7 @@ class Store(DatabaseLookups, MemoryLookups):
             ConflictError: the run is closed, a group is not queued or not of the run's
                 environments, or `lease_id` belongs to another lease or to one that has ended.
         """
-        _check_seconds(seconds)
+        leases.check_seconds(seconds)
         limits = {
             "max_groups": max_groups,
             "max_sequences": max_sequences,
@@ -330,7 +329,7 @@ class Store(DatabaseLookups, MemoryLookups):
             NotFoundError: the lease does not exist.
             ConflictError: as for `ack`, or the lease was acked.
         """
-        _check_seconds(seconds)
+        leases.check_seconds(seconds)
         return await self._writer.do(partial(leases.extend, lease_id=lease_id, seconds=seconds))
 
     async def expire(self, now: float | None = None) -> list[str]:
@@ -497,8 +496,3 @@ class Store(DatabaseLookups, MemoryLookups):
         self._writer.check_open()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, argument)
-
-
-def _check_seconds(seconds: float) -> None:
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise InputError("seconds must be a number above 0.", place="seconds")

@@ -13,7 +13,7 @@ from support.commands import Running, free_port, running, until
 
 from envserver.api import create_token
 from envserver.api.access.rules import RULES
-from envserver.config import Role
+from envserver.server_config import Role
 
 pytestmark = pytest.mark.thorough
 

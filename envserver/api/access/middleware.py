@@ -19,7 +19,7 @@ import structlog
 from envserver_records.errors import UsageError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...config import Quota, is_loopback
+from ...server_config import Quota, is_loopback
 from ..problems import error_answer
 from .quotas import Strangers, TooManyRequests, Usage, Usages
 from .rules import Rule, rules_of

@@ -16,7 +16,7 @@ from typing import Final
 from envserver_records.errors import UsageError
 
 from ...buckets import Bucket
-from ...config import Quota
+from ...server_config import Quota
 
 _MEGABYTE: Final = 1_000_000
 _MOST_ADDRESSES: Final = 4096

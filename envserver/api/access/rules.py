@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from starlette.routing import compile_path
 
-from ...config import Role
+from ...server_config import Role
 
 Roles = frozenset[Role]
 

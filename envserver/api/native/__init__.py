@@ -11,8 +11,8 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from ...config import ServerConfig
 from ...rollouts.ordered import Orders
+from ...server_config import ServerConfig
 from ...store import GroupStore
 from ...telemetry.alarms import AlarmBook
 from ..atropos.service import AtroposService

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ...config import EnvironmentSettings, LoopbackHost, SandboxConfig, SimConfig
+from ...config import EnvironmentSettings, SandboxConfig, SimConfig
+from ...server_config import LoopbackHost
 from ..command_line import CommandSpec
 
 SUMMARY = """Serves the simulated engine as an OpenAI-compatible server. It is not a language

@@ -9,7 +9,8 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator
 
-from ...config import Role, Section
+from ...config import Section
+from ...server_config import Role
 from ..command_line import CommandSpec
 
 _UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}

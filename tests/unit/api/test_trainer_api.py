@@ -21,7 +21,7 @@ from support.api import KEYS, Api, native_group, put_native, running_api, wire_g
 
 from envserver.api import serve_api
 from envserver.api.access.rules import RULES
-from envserver.config import ServerConfig
+from envserver.server_config import ServerConfig
 
 MSGPACK = "application/vnd.envserver.groups+msgpack"
 

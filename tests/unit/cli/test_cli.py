@@ -139,7 +139,7 @@ def test_help_of_run_shows_the_fields_of_the_question(capsys: pytest.CaptureFixt
         (["models"], 2, "needs a command: `envserver models list`, "),
         (["models", "prob"], 2, "There is no command `models prob`. Did you mean 'probe'?"),
         (["token"], 2, "`envserver token revoke`"),
-        (["export", "--to", "parquet"], 2, "--out is needed"),
+        (["export", "--to", "parquet"], 2, "`envserver export` needs --out"),
         (["verify", "a.jsonl", "b.jsonl"], 2, "Unexpected argument after SOURCE and its value."),
         (["list", "everything"], 2, "takes no arguments"),
         (["run-api", "--port", "no"], 2, "--port: must be a valid integer"),

@@ -29,10 +29,10 @@ from envserver import OpenAIConfig, ServerConfig
 from envserver.api import Metrics, create_api, serve_api
 from envserver.api.bootstrap import BootstrapApp
 from envserver.api.health import Health
-from envserver.config import TelemetryConfig
 from envserver.models import OpenAIEngine
 from envserver.models.measured import MeasuredEngine
 from envserver.running.bootstrap import bootstrap_server
+from envserver.server_config import TelemetryConfig
 from envserver.store import open_store
 from envserver.telemetry.lag import TICK_SECONDS, LoopLag
 from envserver.telemetry.numbers import OTHER, Counts, Distribution, Labelled

@@ -1,0 +1,162 @@
+"""`--server.*`, `--retention.*` and `--telemetry.*`: the HTTP server, what its store keeps, and its
+traces; part of the tree in `config`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from .curriculum_config import SECTION
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can connect to `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _loopback(host: str) -> str:
+    if not is_loopback(host):
+        raise ValueError(
+            "must be a loopback address (127.0.0.1, ::1 or localhost) unless access tokens are "
+            "required (server.tokens_file)"
+        )
+    return host
+
+
+LoopbackHost = Annotated[str, AfterValidator(_loopback)]
+
+Role = Literal["trainer", "environment", "reader", "admin"]
+"""Role of an access token."""
+
+
+class Quota(BaseModel):
+    """Limits of one access token (`--server.quota.*`); unset fields: no limit."""
+
+    model_config = SECTION
+
+    requests_per_second: float | None = Field(default=1000.0, gt=0)
+    """Average requests per second."""
+    burst: int = Field(default=2000, ge=1)
+    """Requests allowed at once, before `requests_per_second` applies."""
+    megabytes_per_minute: float | None = Field(default=None, gt=0)
+    """Megabytes of bodies per minute, both directions, as transferred; may come in one burst."""
+    open_streams: int | None = Field(default=64, ge=0)
+    """Concurrent lease streams."""
+
+
+class RetentionConfig(BaseModel):
+    """How long the store keeps delivered groups. Groups that wait for a trainer are always kept."""
+
+    model_config = SECTION
+
+    acked_hours: float = Field(default=24.0, ge=0)
+    """Hours until a group that every run has acknowledged is removed, except for its id. Groups
+    acknowledged since a run's second-last checkpoint are kept."""
+    max_gb: float | None = Field(default=None, gt=0)
+    """Remove such groups earlier while all groups take more than this many GB; unset: no limit."""
+
+
+class ServerConfig(BaseModel):
+    """The HTTP server for trainers and people."""
+
+    model_config = SECTION
+
+    tokens_file: Path | None = None
+    """File of access tokens made by `envserver token`; unset: all local users have full access."""
+    host: str = "127.0.0.1"
+    """Address to listen on; other than loopback only with `tokens_file`."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port; 0 picks a free one."""
+    max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """Maximum size of a request body after decompression."""
+    lease_seconds: float = Field(default=600.0, gt=0)
+    """Deliver a leased batch again if it is not acknowledged within this many seconds."""
+    max_open_leases: int = Field(default=1024, ge=1)
+    """Maximum unacknowledged leases per run, for trainers that request them; then HTTP 429."""
+    max_waiting_groups: int = Field(default=100_000, ge=1)
+    """Groups waiting for a run at which posts of groups get HTTP 429, with Retry-After."""
+    max_waiting_gb: float = Field(default=50.0, gt=0)
+    """The same for the GB of these groups, as stored (compressed)."""
+    silent_after_seconds: float = Field(default=30.0, gt=0)
+    """Seconds without a heartbeat until a remote runner's share goes to the others."""
+    drain_seconds: float = Field(default=60.0, ge=0)
+    """`serve`: seconds for open groups to finish on shutdown; then they are cancelled."""
+    openenv_sessions: int = Field(default=64, ge=0)
+    """`serve`: maximum OpenEnv episodes in progress, each in the place of a rollout; 0: none."""
+    openenv_idle_seconds: float = Field(default=600.0, gt=0)
+    """Seconds without a message until an OpenEnv session is closed."""
+    allowed_hosts: list[str] = []
+    """Additional host names that requests may use if there are no access tokens."""
+    allowed_origins: list[Annotated[str, Field(pattern=r"^https?://[a-z0-9.:\[\]-]+$")]] = []
+    """Origins whose web pages may use the API: https://lab.example (lower case, without a path)."""
+    quota: Quota = Quota()
+    max_connections: int = Field(default=4096, ge=1)
+    """Maximum connections; further ones get 503 and are closed."""
+    max_header_bytes: int = Field(default=65536, ge=1024)
+    """Maximum size of the request line and headers together."""
+    max_headers: int = Field(default=100, ge=8)
+    """Maximum headers per request."""
+    max_url_bytes: int = Field(default=8192, ge=256)
+    """Maximum length of path and query."""
+    header_seconds: float = Field(default=20.0, gt=0)
+    """Seconds for a request's headers to arrive, from its first byte; then 408."""
+    body_idle_seconds: float = Field(default=30.0, gt=0)
+    """Seconds without data until a request body is given up; then 408."""
+    body_seconds: float = Field(default=600.0, gt=0)
+    """Seconds for a whole request body; then 408."""
+    ssl_certfile: Path | None = None
+    """Certificate chain (PEM); enables HTTPS."""
+    ssl_keyfile: Path | None = None
+    """Private key of the certificate; unset: in the same file."""
+    ssl_keyfile_password: SecretStr | None = None
+    """Password of the private key; never logged or written."""
+    ssl_ca_certs: Path | None = None
+    """Certificate authorities (PEM) for client certificates."""
+    ssl_cert_reqs: Literal["none", "optional", "required"] = "none"
+    """Whether clients need a certificate signed by `ssl_ca_certs`."""
+
+    @field_validator("host")
+    @classmethod
+    def _who_may_connect(cls, host: str, info: ValidationInfo) -> str:
+        return host if info.data.get("tokens_file") is not None else _loopback(host)
+
+    @model_validator(mode="after")
+    def _certificates_fit(self) -> ServerConfig:
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ValueError("ssl_keyfile and ssl_ca_certs need an ssl_certfile")
+        if self.ssl_cert_reqs != "none" and self.ssl_ca_certs is None:
+            raise ValueError(f"ssl_cert_reqs {self.ssl_cert_reqs!r} needs ssl_ca_certs")
+        return self
+
+
+class TelemetryConfig(BaseModel):
+    """Tracing of a running server: `--telemetry.*`."""
+
+    model_config = SECTION
+
+    otlp_endpoint: str | None = None
+    """Endpoint for traces (OTLP over HTTP), such as http://localhost:4318; unset: no traces."""
+    otlp_texts: bool = False
+    """Traces hold prompts, answers, and what tools got and returned: without what looks like a
+    secret, and at most 32,768 characters in an attribute."""
+    service_name: str = "envserver"
+    """Service name in traces."""
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the rollouts that are traced."""
+    slow_callback_seconds: float | None = Field(default=None, gt=0)
+    """Log the stack if the event loop is blocked for longer than this; unset: off."""
