@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from envserver_records.errors import InputError, NotFoundError
-from envserver_records.records import pack
+from envserver_records.records import Group, pack, unpack
 from msgspec.structs import replace
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -110,7 +111,12 @@ def _packed(
     """Returns a packed group under the id that it has here."""
     place = f"{path}, line {line}" if line else str(path)
     data = _read(Path(path or ""), start, length) if encoding is None else decode(encoding, body)
-    return pack(replace(group_of_line(data, place), group_id=group_id))
+    packed = pack(replace(group_of_line(data, place), group_id=group_id))
+    try:
+        unpack(packed, Group)  # a file may hold anything
+    except msgspec.DecodeError as error:
+        raise InputError(f"{place} is not a group: {error}.", place=place) from error
+    return packed
 
 
 def _read(path: Path, start: int, length: int) -> bytes:

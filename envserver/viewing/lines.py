@@ -7,7 +7,7 @@ has only Atropos's keys is a group with a rollout for each row.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import orjson
@@ -43,7 +43,7 @@ def facts_of_line(line: bytes, place: str) -> LineFacts | None:
         return _facts(_DECODER.decode(line), place)
     except msgspec.ValidationError:
         return None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{place} is not JSON: {error}.", place=place) from error
 
 
@@ -57,18 +57,25 @@ def group_of_line(line: bytes, place: str) -> Group:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise InputError(f"{place} is not JSON: {error}.", place=place) from error
-    return group_record(group_of(value, place))
+    try:
+        return group_record(group_of(value, place))
+    except (TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
+        raise InputError(f"{place} is not a group: {error}.", place=place) from error
+
+
+_Count = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**53)]
+"""A number that the index can hold, also a sum of such."""
 
 
 class _Usage(msgspec.Struct, frozen=True):
     seconds: float = 0.0
-    completion_tokens: int = 0
+    completion_tokens: _Count = 0
     ended_by: str = "agent"
 
 
 class _Rollout(msgspec.Struct):
     reward: float | None = None
-    turns: int = 0
+    turns: _Count = 0
     truncated: bool = False
     flags: list[str] = []
     usage: _Usage = _Usage()
@@ -81,7 +88,7 @@ class _Origin(msgspec.Struct):
     rollouts: list[_Rollout]
     split: str = "train"
     model: str = ""
-    policy_version: int = -1
+    policy_version: _Count = -1
     created_at: float = 0.0
     reward_range: dict[str, float | None] | None = None
 
@@ -116,7 +123,7 @@ def _facts(line: _Line, place: str) -> LineFacts:
         ends=dict(Counter(one.usage.ended_by for one in rollouts)),
     )
     return LineFacts(
-        group_id=origin.group_id,
+        group_id=origin.group_id or names_of_foreign(None, None, place)[1],
         env=origin.env,
         size=len(rollouts),
         tokens=sum(lengths),

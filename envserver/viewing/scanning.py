@@ -104,7 +104,7 @@ class FileScan:
         try:
             facts = facts_of_line(line, place)
             if facts is None:
-                yield from documents.add(orjson.loads(line), place)
+                yield from documents.add(_json(line, place), place)
                 return
         except InputError as error:
             yield error
@@ -117,10 +117,7 @@ class FileScan:
         try:
             data = self.path.read_bytes()
             self.offset = self.disk_bytes = len(data)
-            yield from documents.add(orjson.loads(data), str(self.path))
-        except orjson.JSONDecodeError as error:
-            place = str(self.path)
-            yield InputError(f"{place} is not JSON: {error}.", place=place)
+            yield from documents.add(_json(data, str(self.path)), str(self.path))
         except InputError as error:
             yield error
         except OSError as error:
@@ -150,7 +147,8 @@ class Documents:
 
         document = unified_document(value, place)
         task = task_of(document)
-        if task != self._task or len(self._waiting) >= _MOST_ROLLOUTS:
+        is_other = not self._waiting or task != self._task
+        if is_other or len(self._waiting) >= _MOST_ROLLOUTS:
             yield from self.flush()
             self._task, self._place = task, place
         self._waiting.append(document)
@@ -168,12 +166,18 @@ class Documents:
             body = orjson.dumps(line, default=str)
             facts = facts_of_line(body, self._place)
             if facts is None:
-                raise InputError(f"{self._place} is not a trajectory.", place=self._place)
-        except (InputError, TypeError, ValueError, KeyError, AttributeError) as error:
-            message = str(error) if isinstance(error, InputError) else f"{error!r}"
-            yield InputError(f"{self._place} is not a trajectory: {message}.", place=self._place)
+                raise ValueError("a value has another form than it should")
+        except (InputError, TypeError, ValueError, LookupError, AttributeError) as error:
+            yield InputError(f"{self._place} is not a trajectory: {error}.", place=self._place)
         else:
             yield Found(facts, 0, 0, 0, body)
+
+
+def _json(data: bytes, place: str) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"{place} is not JSON: {error}.", place=place) from error
 
 
 def _is_json(line: bytes) -> bool:

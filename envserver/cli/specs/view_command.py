@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ...config import Section
+from ...config import LogFormat, LogLevel, Section
 from ..command_line import CommandSpec
 
 
@@ -20,6 +20,10 @@ class ViewSettings(Section):
     """Address to listen on, of this machine only; from elsewhere use an SSH tunnel."""
     open: bool = False
     """Open the page in the browser."""
+    log_level: LogLevel = "warning"
+    """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
 
 
 COMMAND = CommandSpec(

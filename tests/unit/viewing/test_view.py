@@ -202,6 +202,40 @@ def test_the_command_line_is_told_what_is_wrong(tmp_path: Path) -> None:
     assert found.returncode == 2 and "none.jsonl" in found.stderr
 
 
+def changed(top: dict[str, Any] | None = None, **of_rollouts: Any) -> dict[str, Any]:
+    found = line(1) | (top or {})
+    for rollout in found["envserver"]["rollouts"]:
+        rollout.update(of_rollouts)
+    return found
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        changed({"masks": [[1]]}),
+        changed({"tokens": [["a"], ["b"]]}),
+        changed({"messages": [[1], [2]]}),
+        changed({"generation_params": 3}),
+        changed(usage={"sandbox": 7}),
+        changed(versions=[[[1]]]),
+        changed(others=[{"agent": "x"}]),
+        changed(rows=[0]),
+    ],
+    ids=range(8),
+)
+def test_a_line_that_only_looks_like_a_group_is_told(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    file = write_lines(tmp_path / "run.jsonl", [wrong])
+
+    async def look() -> None:
+        async with looking_at(tmp_path / "index", file) as http:
+            for path in ("", "/rollouts", "/rollouts/0", "/rollouts/0/tokens"):
+                answer = await http.get(f"/v1/groups/math-train-0-000001{path}")
+                assert answer.status_code == 422
+                assert "run.jsonl, line 1 is not a group" in answer.json()["detail"]
+
+    asyncio.run(look())
+
+
 def test_two_evaluations_are_compared_down_to_the_groups_of_a_task(tmp_path: Path) -> None:
     rewards = {1: (0.0, 1.0), 2: (1.0, 1.0), 3: (0.0, 0.0), 4: (0.0, 0.5)}
     better = {1: (1.0, 1.0), 2: (0.0, 1.0), 3: (0.0, 0.0), 4: (0.0, 0.5)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import os
 import sqlite3
 import tempfile
@@ -244,6 +245,45 @@ def test_a_file_that_grows_is_read_on_and_one_that_was_replaced_is_read_anew(
     file.write_bytes(lines[4] + lines[5].replace(b"says the 0", b"says no one"[:10]))
     os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
     assert indexed(index, file).resets == 1
+
+
+def with_facts(**facts: Any) -> bytes:
+    changed = line(1)
+    changed["envserver"] |= facts
+    return json.dumps(changed).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"tokens":' + b"[" * 100_000 + b"]" * 100_000 + b',"scores":[]}',
+        b'{"tokens":[[1]],"scores":[1],"group_id":"\xff"}',
+        with_facts(group_id="a\ud800b"),
+        with_facts(policy_version=2**70),
+        with_facts(rollouts=None),
+        b"[1, 2]",
+        b"null",
+        b'{"actions": [1], "metadata": {"sequences": 3}}',
+        b'{"actions": [{"tool": 1}], "metadata": {"start_ts": "x", "end_ts": []}}',
+        b'{"actions": [{}], "metadata": {"sequences": [{"messages": [1]}], "flags": 3}}',
+        b'{"actions": [{}], "metadata": {"sequences": [1]}}',
+        b'{"steps": [], "outcome": {}}',
+    ],
+    ids=lambda content: content[:20].decode(errors="replace"),
+)
+def test_nothing_that_is_in_a_file_ends_the_reading(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "run.jsonl"
+    file.write_bytes(b"\n".join([orjson.dumps(line(0)), content, orjson.dumps(line(2)), b""]))
+    found = indexed(tmp_path / "index", file)
+    assert (found.groups, found.problems) == (2, 1)
+    assert "run.jsonl, line 2 is not" in found.first_problems[0]
+
+
+def test_a_group_without_an_id_is_called_by_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    file.write_bytes(with_facts(group_id="") + b"\n")
+    assert ids(tmp_path / "index", file) == ["run.jsonl-line-1"]
 
 
 LINES = b"".join(orjson.dumps(line(n)) + b"\n" for n in range(3))
