@@ -199,7 +199,7 @@ def test_what_a_model_wrote_is_only_text(house: GroupsHouse, visitor: Visitor) -
     expect(page.locator(".piece").last).to_be_attached()
     assert page.locator(".piece").count() < 100
     expect(page.get_by_text("And then, 119?")).to_have_count(0)
-    page.get_by_role("button", name="26 messages more").click()
+    page.get_by_role("button", name="76 messages more").click()
     expect(page.get_by_text("And then, 119?")).to_be_attached()
     shown = page.locator(".lane .long", has_text="A line").evaluate(
         "(one) => one.textContent.length"

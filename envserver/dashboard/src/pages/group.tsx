@@ -47,13 +47,16 @@ export function GroupPage({ id }: { id: string }) {
   const at = Number(query.get("at") ?? 0);
   const size = data?.rollouts.length ?? 0;
   const pair = shownOf(query.get("show"), size);
-  const shown = pair ?? Array.from({ length: Math.min(size, MOST_COLUMNS) }, (_, n) => n);
+  // Of many, those around the chosen one.
+  const first = Math.floor(at / MOST_COLUMNS) * MOST_COLUMNS;
+  const shown = pair ?? Array.from({ length: Math.max(0, Math.min(size - first, MOST_COLUMNS)) }, (_, n) => first + n);
 
+  useEffect(() => showColumn(at), [size]); // of a link
   const choose = (next: number) => {
     if (size === 0) return;
     const place = Math.max(0, Math.min(size - 1, next));
     setQuery({ at: place, ...(pair && !pair.includes(place) ? { show: null } : {}) });
-    showColumn(place);
+    requestAnimationFrame(() => showColumn(place)); // it may be drawn only now
   };
   const compare = () => {
     if (pair) return setQuery({ show: null });
@@ -114,7 +117,7 @@ export function GroupPage({ id }: { id: string }) {
             <button title="c" onClick={compare}>
               {pair ? "show all" : marked === null ? "compare" : `compare ${marked} with ${at === marked ? "…" : at}`}
             </button>
-            {!pair && size > MOST_COLUMNS && <span class="dim">{MOST_COLUMNS} of {size} shown side by side; compare shows any two.</span>}
+            {!pair && size > MOST_COLUMNS && <span class="dim">rollouts {first} to {first + shown.length - 1} are shown; compare shows any two</span>}
           </div>
           <SideBySide
             columns={shown.flatMap((n) => {
@@ -217,7 +220,7 @@ export function SideBySide({ columns, chosen, choose }: { columns: Column[]; cho
       )}
       <div class="lanes" tabIndex={0} role="region" aria-label="Rollouts side by side">
         {columns.map((one) => (
-          <Lane key={one.name} column={one} from={from} isChosen={one.number === chosen} choose={() => choose(one.number)} common={columns.length > 1 ? sameText(parting.message, parting.common) : undefined} beside={parting.later} />
+          <Lane key={one.name} column={one} from={from} isChosen={one.number === chosen} choose={() => choose(one.number)} common={columns.length > 1 ? sameText(parting.message, parting.common) : undefined} beside={parting.later} lanes={columns.length} />
         ))}
       </div>
     </>
@@ -235,9 +238,10 @@ interface LaneProps {
   choose: () => void;
   common: ((index: number) => string | null) | undefined;
   beside: ReadonlySet<number>;
+  lanes: number;
 }
 
-function Lane({ column, from, isChosen, choose, common, beside }: LaneProps) {
+function Lane({ column, from, isChosen, choose, common, beside, lanes }: LaneProps) {
   const { rollout } = column;
   const messages: Message[] = rollout.messages;
   return (
@@ -253,7 +257,7 @@ function Lane({ column, from, isChosen, choose, common, beside }: LaneProps) {
           {Object.keys(rollout.metrics).length > 0 && `; ${Object.entries(rollout.metrics).slice(0, 4).map(([name, value]) => `${visible(name)} ${number(value)}`).join(", ")}`}
         </p>
       </header>
-      <Messages messages={messages} from={Math.min(from, messages.length)} turns={rollout.score.turns.filter((one) => isMain(one.agent, rollout))} timings={rollout.timings?.filter((one) => isMain(one.agent, rollout))} beside={beside} {...(common ? { common } : {})} />
+      <Messages messages={messages} from={Math.min(from, messages.length)} turns={rollout.score.turns.filter((one) => isMain(one.agent, rollout))} timings={rollout.timings?.filter((one) => isMain(one.agent, rollout))} beside={beside} lanes={lanes} {...(common ? { common } : {})} />
       {rollout.cut ? (
         <p>
           This group is too long to be shown whole. <a href={column.link}>Its own page has the conversation.</a>

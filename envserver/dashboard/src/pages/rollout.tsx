@@ -167,7 +167,7 @@ function Conversations({ answer }: { answer: RolloutAnswer }) {
               </h2>
             )}
             <Tools tools={one.tools} />
-            <Messages messages={one.messages} turns={rollout.score.turns.filter((reward) => (reward.agent ?? main) === one.agent)} timings={timingsOf(rollout.timings, one.agent, lanes.length)} />
+            <Messages messages={one.messages} lanes={lanes.length} turns={rollout.score.turns.filter((reward) => (reward.agent ?? main) === one.agent)} timings={timingsOf(rollout.timings, one.agent, lanes.length)} />
             {one.messages.length === 0 && <p class="dim">No messages were recorded.</p>}
           </section>
         ))}

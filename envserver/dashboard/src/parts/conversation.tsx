@@ -9,7 +9,8 @@ import { LongText } from "./long";
 const IMAGE = /^data:image\/(png|jpeg|gif|webp|avif);base64,[A-Za-z0-9+/=\s]+$/;
 const OF_ROLLOUT = /^v1\/groups\/.*\/images\//;
 const MOST_MESSAGES = 100;
-const MOST_OF_SYSTEM = 800;
+const FEWEST_MESSAGES = 20;
+const MOST_OF_SYSTEM = 500;
 const ROLES = new Set(["system", "developer", "user", "assistant", "tool"]);
 
 /** Parts of a message, apart: reasoning, what is said, tool calls. */
@@ -83,16 +84,18 @@ interface Props {
   /** Rewards of this agent's turns. */
   turns?: TurnReward[];
   timings?: Timing[] | undefined;
+  /** Conversations beside this one, and it: each shows the fewer messages at first. */
+  lanes?: number;
   /** Text of the same message in the rollouts beside this one, up to where they part. */
   common?: (index: number) => string | null;
   /** Numbers of messages that the rollouts beside this one have, too. */
   beside?: ReadonlySet<number> | undefined;
 }
 
-export function Messages({ messages, from = 0, turns = [], timings = [], common, beside }: Props) {
+export function Messages({ messages, from = 0, turns = [], timings = [], lanes = 1, common, beside }: Props) {
   const results = new Map(messages.filter((one) => one.role === "tool" && typeof one.tool_call_id === "string").map((one) => [one.tool_call_id!, one]));
   const shownWithCall = new Set<Message>();
-  const [most, setMost] = useState(MOST_MESSAGES);
+  const [most, setMost] = useState(Math.max(FEWEST_MESSAGES, Math.ceil(MOST_MESSAGES / lanes)));
   const end = Math.min(messages.length, from + most);
   const times = timesByTool(timings);
   let turn = -1;
