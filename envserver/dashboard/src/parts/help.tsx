@@ -9,8 +9,8 @@ const NAMES: Record<string, string> = { ArrowDown: "↓", ArrowUp: "↑", ArrowL
 /** What other pages have, said shortly: keys act only where they are shown. */
 const ELSEWHERE: [string, [string, string][]][] = [
   ["Overview", [["1 2 3 4 5", "15 minutes, 1 hour, 2 hours, 24 hours, 30 days"], ["v", "over time, or over policy versions"]]],
-  ["Lists", [["j k", "next, previous row"], ["Enter", "open"], ["/", "search"], ["f", "next failure"], [".", "show what is new"]]],
-  ["Group", [["j k", "next, previous rollout"], ["c", "compare two rollouts"], ["[ ]", "previous, next group of the filter"]]],
+  ["Lists", [["j k", "next, previous row"], ["Enter", "open"], ["/", "search"], ["f", "next failure"], [".", "show what is new"], ["c", "compare two groups"]]],
+  ["Group", [["j k", "next, previous rollout"], ["c", "compare two rollouts"], ["[ ]", "previous, next group of the filter"], ["f", "next failure"]]],
   ["Rollout", [["j k", "next, previous message"], ["t", "next tab: conversation, tokens, timing ..."], ["[ ]", "previous, next within the filter"], ["f", "next failure"]]],
   ["Tokens", [["ArrowLeft ArrowRight", "previous, next token"], ["p n", "previous, next unlikely token"]]],
   ["Failures", [["x", "show all failures"]]],
