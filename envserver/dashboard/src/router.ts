@@ -28,6 +28,8 @@ export function link(path: string[], query: Record<string, string | number | nul
 
 export function go(to: string): void {
   location.hash = to;
+  // The browser tells of it a moment later; a key that comes before that is for the new view.
+  dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
 /** Changes parameters of this view without a new entry in the browser's history. */
