@@ -1,0 +1,94 @@
+"""A server whose environments misbehave, so that its alarms are raised."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import envserver
+
+from .waiting import until
+
+ZOO = Path(__file__).with_name("alarm_zoo.py")
+AT_ONCE = {
+    "fewest": 10,
+    "no_trainer_minutes": 0.05,
+    "no_rollout_minutes": 0,
+    "paused_minutes": 0,
+    "store_seconds": 1e-9,
+    "disk_free_gb": 1e9,
+}
+ENVIRONMENT = {"group_size": 2, "max_turns": 30, "ensure_scores_are_not_same": False}
+
+
+class Alarms:
+    """The alarms of a server, over HTTP."""
+
+    def __init__(self, http: httpx.AsyncClient, url: str) -> None:
+        self.http, self.url = http, url
+
+    async def texts(self) -> dict[str, str]:
+        """The sentences of the active alarms, by name and environment."""
+        await asyncio.sleep(0.1)  # it is asked again and again
+        found = (await self.http.get("/v1/alarms")).raise_for_status().json()["alarms"]
+        return {f"{one['name']} {one['environment'] or ''}".strip(): one["text"] for one in found}
+
+    async def raised(self, **sentences: str) -> None:
+        """Waits until each alarm was seen; `__` stands between a name and an environment."""
+        missing = {name.replace("__", " "): form for name, form in sentences.items()}
+
+        async def were_seen() -> bool:
+            texts = await self.texts()
+            for name in [*missing]:
+                if re.search(missing[name], texts.get(name, "")):
+                    del missing[name]
+            return not missing
+
+        try:
+            await until(were_seen)
+        except TimeoutError:
+            pytest.fail(f"missing {missing}, there are {await self.texts()}")
+
+    async def ended(self, *names: str) -> None:
+        async def are_gone() -> bool:
+            return not (await self.texts()).keys() & set(names)
+
+        await until(are_gone)
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        return (await self.http.post(path, json=body)).raise_for_status().json()
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, *names: str, alarms: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Alarms]:
+    """A server with environments of the zoo."""
+    sections: dict[str, Any] = {
+        "model": "sim",
+        "sim": {"latency_seconds": 0.05, "openers": False, "solve_probability": 1},
+        "env": {**ENVIRONMENT, "folder": str(folder)},
+        "rollouts": {"max_concurrent": 12, "max_attempts": 1, "max_queued_groups": 1_000_000},
+        "workers": {"processes": 1},
+    }
+    for name, section in settings.items():
+        sections[name] = {**sections.get(name, {}), **section} if name != "model" else section
+    mix = [f"{ZOO}:{name}" for name in names]
+    async with (
+        envserver.aio.serve(
+            mix if len(mix) > 1 else mix[0],
+            **sections,
+            alarms=AT_ONCE if alarms is None else alarms,
+            store=str(folder / "groups.db"),
+            server={"port": 0, "drain_seconds": 0},
+        ) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+    ):
+        yield Alarms(http, server.url)
