@@ -242,7 +242,7 @@ def _warn(event: GroupDropped, tally: Tally) -> None:
         group_id=event.group_id,
         reason=event.reason,
         message=event.message,
-        latest_failure=tally.latest_failure,
+        latest_failure=tally.failure_of(event.group_id),
     )
 
 

@@ -210,7 +210,7 @@ def _observer(tally: Tally, book: Book | None) -> Observer:
                 group_id=event.group_id,
                 reason=event.reason,
                 message=event.message,
-                latest_failure=tally.latest_failure,
+                latest_failure=tally.failure_of(event.group_id),
             )
 
     return observe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from typing import Final
 
 import msgspec
 from envserver_records.costs import Cost, added
@@ -66,6 +67,9 @@ def is_full(reward: float, bounds: RewardRange) -> bool:
     return bounds.is_solved(reward) or bounds.share(reward) >= _ALL
 
 
+_MOST_FAILED_GROUPS: Final = 1024
+
+
 class Tally:
     """Counts over the events of a run; an Observer. Rewards are those of delivered groups."""
 
@@ -80,6 +84,7 @@ class Tally:
         self.last_words: dict[str, str] = {}
         """The latest message of each kind of failure."""
         self.latest_failure = ""
+        self._failed_groups: dict[str, str] = {}
         self.lost = 0
         self.drops: Counter[str] = Counter()
         self.flags: Counter[str] = Counter()
@@ -104,11 +109,18 @@ class Tally:
             self.failures[event.failure.kind] += 1
             self.last_words[event.failure.kind] = event.failure.message
             self.latest_failure = event.failure.message
+            self._failed_groups[event.group_id] = event.failure.message
+            if len(self._failed_groups) > _MOST_FAILED_GROUPS:
+                del self._failed_groups[next(iter(self._failed_groups))]
             self.lost += event.final
         elif isinstance(event, GroupDropped):
             self.drops[event.reason] += 1
         elif isinstance(event, GroupDelivered):
             self._add_group(event.group)
+
+    def failure_of(self, group_id: str) -> str:
+        """Returns the latest failure in a group, "" if it had none lately."""
+        return self._failed_groups.get(group_id, "")
 
     def _add_usage(self, usage: Usage) -> None:
         if usage.cost is not None and usage.cost.models:
