@@ -16,6 +16,7 @@ from ..viewing.scanning import Documents, FileScan
 from ..viewing.sources import Viewed, store_at, viewed
 
 if TYPE_CHECKING:
+    import httpx
     from fastapi import FastAPI
 
 _PARTS: Final = {
@@ -146,7 +147,18 @@ async def _over_server(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
             f"{looked_at.title} has no page to show: HTTP {answer.status_code}.",
             hint="Is it an envserver of this version?",
         )
+    if not _is_source(answer):
+        raise UsageError(f"{looked_at.title} is not an envserver.", hint="Is the address right?")
     return create_relay(looked_at.title, http)
+
+
+def _is_source(answer: httpx.Response) -> bool:
+    """Returns whether a server answered as ours do: pages of others are not passed on."""
+    try:
+        value = answer.json()
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "parts" in value
 
 
 def _source(

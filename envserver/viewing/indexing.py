@@ -40,8 +40,14 @@ def main() -> None:
         with _locked(Path(request.index)):
             Indexer(request.viewed, Path(request.index), _tell).run()
     except (EnvserverError, OSError, sqlite3.Error) as error:
-        _tell(Progress(error=str(error)))
+        _tell(Progress(error=_reason(error, request.index)))
         sys.exit(1)
+
+
+def _reason(error: Exception, index: str) -> str:
+    if isinstance(error, sqlite3.Error):
+        return f"The index {index} cannot be written: {error}."
+    return str(error)
 
 
 @contextmanager

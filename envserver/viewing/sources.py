@@ -63,11 +63,14 @@ class Viewed(msgspec.Struct, frozen=True):
 
         Raises:
             NotFoundError: a place has none.
-            InputError: the run file of an evaluation cannot be read.
+            InputError: the name of a file is not UTF-8, or the run file of an evaluation cannot be
+                read.
         """
         found: list[ViewedFile] = []
         for place, run in zip(self.places, self.runs, strict=True):
             found += _files(place, run if len(self.runs) > 1 else "")
+        for one in found:
+            _check_name(one.path)
         return found
 
 
@@ -96,6 +99,11 @@ def viewed(places: Sequence[str]) -> Viewed:
     if is_evaluation(path):
         return Viewed("evaluation", titles[0], [place], [_name(place)])
     return Viewed("file" if path.is_file() else "folder", titles[0], [place], [_name(place)])
+
+
+def _check_name(path: str) -> None:
+    if not path.isascii() and any("\ud800" <= sign <= "\udfff" for sign in path):
+        raise InputError(f"The name {path!r} is not UTF-8.", hint="Rename the file or the folder.")
 
 
 def is_evaluation(folder: Path) -> bool:

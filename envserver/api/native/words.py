@@ -12,14 +12,17 @@ from typing import Any, Final
 
 import msgspec
 import orjson
+from envserver_records.errors import InputError, NotFoundError
 from envserver_records.records import Group, unpack
 
-from ...store.compression import DamagedBody, decode
+from ...store.compression import CHECKED, DamagedBody, decode
 from ...store.interface import ReadGroups
 from ...store.listing import GroupQuery, ListedGroup
 
 _MOST_READ: Final = 256
 _AT_A_TIME: Final = 32
+_UNREADABLE: Final = (CHECKED, b"\1")
+"""Stands for a group that cannot be read: its checksum is wrong."""
 
 
 class FoundPage(msgspec.Struct):
@@ -46,13 +49,23 @@ async def find(
     while len(found) < limit and searched < _MOST_READ:
         most = min(_AT_A_TIME, limit - len(found), _MOST_READ - searched)
         page = await store.list_groups(query, cursor, most)
-        bodies = await store.stored_bodies([one.row.group_id for one in page.groups])
+        bodies = await _bodies(store, [one.row.group_id for one in page.groups])
         found += await asyncio.to_thread(_those, page.groups, bodies, words)
         searched += len(page.groups)
         cursor = page.cursor
         if not cursor:
             break
     return FoundPage(found, cursor, searched)
+
+
+async def _bodies(store: ReadGroups, group_ids: list[str]) -> list[tuple[int, bytes]]:
+    """Returns the stored bodies; an empty one for a group that cannot be read."""
+    try:
+        return await store.stored_bodies(group_ids)
+    except (InputError, NotFoundError):
+        if len(group_ids) == 1:
+            return [_UNREADABLE]
+    return [body for one in group_ids for body in await _bodies(store, [one])]
 
 
 def _those(

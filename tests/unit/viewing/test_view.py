@@ -313,6 +313,35 @@ def test_a_store_is_looked_at_while_a_server_has_it(where: str) -> None:
     asyncio.run(look())
 
 
+async def test_words_are_found_beside_a_group_that_cannot_be_read(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "run.jsonl", [line(n, [1.0], answers=["good"]) for n in range(3)])
+    damaged = file.read_bytes().replace(b"What is 1", b"What is \xff")
+    file.write_bytes(damaged)
+    async with looking_at(tmp_path / "index", file) as http:
+        found = await got(http, "/v1/groups", words="good")
+    assert [row["seq"] for row in found["groups"]] == [1, 3] and found["searched"] == 3
+
+
+async def test_the_page_of_another_program_is_not_passed_on() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n<script>alert(1)</script>")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EnvserverError, match="is not an envserver"):
+            async with viewing([f"http://127.0.0.1:{port}"]):
+                pass
+
+
+def test_a_name_that_is_not_utf8_is_refused_in_words(tmp_path: Path) -> None:
+    file = Path(os.fsdecode(bytes(tmp_path) + b"/\xff.jsonl"))
+    write_lines(file, [line(0)])
+    with pytest.raises(EnvserverError, match="is not UTF-8"):
+        viewed([str(file)]).files()
+
+
 @pytest.mark.thorough
 def test_a_server_elsewhere_is_read_with_a_token_that_the_browser_never_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
