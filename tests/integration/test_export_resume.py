@@ -46,7 +46,7 @@ PROCESS = (
 )  # fmt: skip
 OF_THE_MOMENT = frozenset(
     {"created_at", "seconds", "model_seconds", "scoring_seconds", "start_ts", "end_ts", "ts"}
-    | {"timestamp", "elapsed_seconds", "run_id", "chain", "group_digest"}
+    | {"timestamp", "elapsed_seconds", "run_id", "chain", "group_digest", "started_at", "timings"}
 )
 """Keys of what differs between any two runs: when they ran. `run_id` of a trace tells the time, and
 digests cover it."""
