@@ -108,7 +108,7 @@ def test_a_rollout_keeps_what_it_waited_for(group: Group) -> None:
             ("sandbox", "/bin/true"), *[("tool", "wait")] * 3, *[("tool", "on_server")] * 2,
             ("engine", "sim"), ("engine", "sim"), ("scoring", "score"),
         ]  # fmt: skip
-        assert rollout.timings[1].seconds >= 0.01
+        assert rollout.timings[1].seconds > 0
         starts = [one.started for one in rollout.timings]
         assert starts == sorted(starts)
         assert all(0 <= at <= rollout.usage.seconds + 0.001 for at in starts)
