@@ -180,3 +180,24 @@ def test_a_page_that_stays_open_goes_on_when_the_server_was_killed(
     until(has_each_row_once, 60, lambda: f"{measurements(page)}, not {rows_of_the_server()} rows")
     rows = measurements(page)
     until(lambda: has_each_row_once() and measurements(page) > rows, 60, lambda: "a row more")
+
+
+def test_another_store_and_a_clock_that_is_wrong(house: PageHouse, visitor: Visitor) -> None:
+    visitor.allow("net::ERR_|status of 503")
+    page = visitor.context().new_page()
+    page.add_init_script("const now = Date.now; Date.now = () => now() + 7_200_000")
+    page.goto(f"{house.url}#/groups")
+    status = page.locator(".groups-count")
+    expect(status).to_contain_text(f"{house.made()} groups")
+    expect(page.get_by_text("● live")).to_be_visible()
+    house.kill()
+    for file in house.folder.glob("groups.db*"):
+        file.unlink()
+    house.start()
+    house.wait_for(GROUPS)
+    row = page.locator(".list-row").first
+    newest = house.get("v1/groups", order="newest", limit=1)["groups"][0]
+    expect(row).to_contain_text(newest["task_id"])
+    expect(status).to_contain_text(re.compile(rf"^{house.made()} groups"))
+    assert page.locator(".list-row").count() <= house.made()
+    assert not re.match(r"\d+ (min|h)", row.inner_text()), "by the server's clock it is new"

@@ -27,7 +27,7 @@ class PageHouse:
     """
 
     def __init__(self, folder: Path, *words: object) -> None:
-        self._folder = folder
+        self.folder = folder
         self._words = (*_SERVE, *words)
         self._port = free_port()
         self._stack = ExitStack()
@@ -36,7 +36,7 @@ class PageHouse:
 
     def start(self) -> None:
         """Starts the server; returns when trainers may come."""
-        command = running(*self._words, "--port", self._port, folder=self._folder)
+        command = running(*self._words, "--port", self._port, folder=self.folder)
         self.server = self._stack.enter_context(command)
         self.server.wait_for("Trainers: ")
 

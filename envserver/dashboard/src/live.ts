@@ -7,6 +7,7 @@
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import { get, Problem } from "./api";
+import { setServerTime } from "./text";
 
 export interface Connection {
   /** off: nothing is live here; polling: the server has no stream, pages read again by themselves;
@@ -82,7 +83,8 @@ function heard(told: Told): void {
   else if (leads) channel?.postMessage({ kind: "connection", connection } satisfies Told);
 }
 
-function tell(event: string, data: unknown): void {
+function tell(event: string, data: any): void {
+  if (event === "hello" || event === "sample") setServerTime(data.time);
   for (const handler of handlers.get(event) ?? []) handler(data);
 }
 

@@ -42,8 +42,16 @@ export function amount(value: number): string {
   return value < 1e6 ? `${number(value / 1e3)} k` : `${number(value / 1e6)} M`;
 }
 
-/** Seconds ago in words; the clock where that says more. */
-export function ago(seconds: number, now: number = Date.now() / 1000): string {
+/** Seconds by which the server's clock is ahead of this computer's. */
+let ahead = 0;
+
+/** Tells what the server's clock shows now, in seconds since 1970. */
+export function setServerTime(seconds: number): void {
+  ahead = seconds - Date.now() / 1000;
+}
+
+/** Seconds ago in words, by the server's clock; the time where that says more. */
+export function ago(seconds: number, now: number = Date.now() / 1000 + ahead): string {
   const past = now - seconds;
   return past < 0 || past > 86_400 ? clock(seconds) : past < 1 ? "now" : duration(past);
 }

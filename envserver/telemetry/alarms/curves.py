@@ -8,6 +8,7 @@ after a restart of the server.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from ..history import Name
 
 Array = NDArray[np.float64]
+_OFF_SECONDS: Final = 150.0
+"""Older numbers are kept by the minute."""
 
 
 class Curves:
@@ -78,10 +81,12 @@ class Curves:
         return int(np.searchsorted(self.times, self.times[-1] - seconds))
 
     def seconds_since(self, held: NDArray[np.bool_]) -> float:
-        """Returns for how many seconds `held` has been true without a break; 0: it is not now."""
+        """Returns for how many seconds `held` has been true without a break; 0: it is not now. A
+        time of which nothing was recorded is a break: the server was off.
+        """
         if not held[-1]:
             return 0.0
-        broken = np.flatnonzero(~held)
+        broken = np.flatnonzero(~held[:-1] | (np.diff(self.times) > _OFF_SECONDS))
         first = int(broken[-1]) + 1 if len(broken) else 0
         return float(self.times[-1] - self.times[first])
 

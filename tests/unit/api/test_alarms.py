@@ -209,6 +209,16 @@ async def test_a_trainer_that_waits_for_more_groups_is_not_accused() -> None:
     assert sentences == {}
 
 
+async def test_the_time_in_which_the_server_was_off_does_not_count() -> None:
+    run = Run(AlarmFacts(groups_wanted=64))
+    run.set("groups", 70, state="queued")
+    for _ in range(30):
+        assert await run.step() == {}
+    run.now += 3600
+    for _ in range(30):
+        assert await run.step() == {}
+
+
 async def test_first_rollouts_that_take_long_do_not_hang_while_calls_are_answered() -> None:
     run = Run()
     run.set("rollouts_running", 8, environment="code")

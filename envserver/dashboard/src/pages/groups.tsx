@@ -60,12 +60,13 @@ export function Groups() {
   };
   useLive("group", (row: GroupRow) => list.tell(row));
   useLive("groups", arrived);
-  useLive("resync", arrived);
-
   const readAgain = () => {
     forgetGroupList();
     again(turn + 1);
   };
+  useLive("resync", () => {
+    list.isOfAnotherStore().then((isOther) => (isOther ? readAgain() : arrived()), arrived);
+  });
   const take = () => {
     if (!list.take()) readAgain();
     rewards.again();

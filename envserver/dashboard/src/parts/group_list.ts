@@ -116,6 +116,15 @@ export class GroupList {
     this.checked = groups[0]?.seq ?? 0;
   }
 
+  /** Whether the server has other groups than these: it was started with another store. */
+  async isOfAnotherStore(): Promise<boolean> {
+    const known = [...this.fresh, ...this.rows].reduce<GroupRow | null>((last, row) => (last && last.seq > row.seq ? last : row), null);
+    if (known === null) return true;
+    const { groups } = await get<GroupsPage>(`v1/groups?order=oldest&after=${known.seq - 1}&limit=1`);
+    // Streams are made alike: another store may have the same group at the same place.
+    return groups[0]?.group_id !== known.group_id || groups[0].created_at !== known.created_at;
+  }
+
   /** Asks what arrived since. */
   async look(): Promise<void> {
     if (this.asking || this.reading || this.fresh.length >= MOST_NEW) return;
