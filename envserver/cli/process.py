@@ -155,8 +155,8 @@ def suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) 
     Args:
         exact: the engine returned token ids.
     """
-    yield f"head -c 600 {quote(os.fspath(path))}"
     envserver = program()
+    yield f"{envserver} view {quote(os.fspath(path))}   # in a browser"
     environment = " ".join([f"--env {quote(reference)}", *_as_set(settings)])
     if settings.model != SIMULATED:
         if exact:

@@ -50,12 +50,13 @@ def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
     assert "1 group in data/echo.jsonl" in ran.stderr
     shown = ran.stderr.partition("Try next:\n")[2].splitlines()
     look, real, serve = (line.partition(" # ")[0] for line in shown)
+    assert "view data/echo.jsonl" in look
     assert "echo of mine.py" in real
     assert "echo of mine.py" in serve
     assert "--env.tries 2 --agent.output_kb 32" in real
     assert "--env.tries 2 --agent.output_kb 32" in serve
     assert "hush" not in ran.stderr
-    for command in (look, f"{real} --help", f"{serve} --help"):
+    for command in (f"{look} --help", f"{real} --help", f"{serve} --help"):
         done = subprocess.run(
             command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False
         )
