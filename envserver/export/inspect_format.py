@@ -118,7 +118,7 @@ class InspectLogs:
 
 
 class _Log:
-    """What the header of one log says; grows by ids and counts."""
+    """The header of one log; its ids and counts grow."""
 
     def __init__(self, first: Sample, number: int, title: str) -> None:
         self._task, self._model, self._title = first.task, first.model, title

@@ -109,21 +109,27 @@ def lines_of(file: IO[bytes], name: str) -> Iterator[RawGroup]:
     """Yields the groups of an open file; skips an unfinished last line with a warning."""
     for number, line in enumerate(file, 1):
         place = f"{name}, line {number}"
-        if not line.endswith(b"\n") and not _is_json(line):
+        if not line.endswith(b"\n") and not is_json(line):
             log.warning("stored.torn_line", place=place, size=len(line))
             return
         if line.strip():
-            yield RawGroup(place, lambda line=line, place=place: _decoded(line, place))  # type: ignore[misc]
+            yield RawGroup(place, lambda line=line, place=place: decoded(line, place))  # type: ignore[misc]
 
 
-def _decoded(line: bytes, place: str) -> Any:
+def decoded(line: bytes, place: str) -> Any:
+    """Returns the value of a line.
+
+    Raises:
+        InputError: it is not JSON.
+    """
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise InputError(f"{place} is not JSON: {error}.", place=place) from error
 
 
-def _is_json(line: bytes) -> bool:
+def is_json(line: bytes) -> bool:
+    """Returns whether a line is whole JSON."""
     try:
         orjson.loads(line)
     except orjson.JSONDecodeError:

@@ -15,7 +15,7 @@ import msgspec
 import orjson
 from envserver_records.errors import InputError
 
-from ..export.stored_files import opened
+from ..export.stored_files import decoded, is_json, opened
 from .lines import LineFacts, facts_of_line
 
 _BUFFER: Final = 1 << 20
@@ -89,7 +89,7 @@ class FileScan:
 
     def _lines(self, file: IO[bytes], documents: Documents) -> Iterator[Found | InputError]:
         for line in file:
-            if not line.endswith(b"\n") and not _is_json(line):
+            if not line.endswith(b"\n") and not is_json(line):
                 return  # it is being written, or its writer was killed
             start, self.offset, self.line = self.offset, self.offset + len(line), self.line + 1
             if not self.is_compressed:
@@ -104,7 +104,7 @@ class FileScan:
         try:
             facts = facts_of_line(line, place)
             if facts is None:
-                yield from documents.add(_json(line, place), place)
+                yield from documents.add(decoded(line, place), place)
                 return
         except InputError as error:
             yield error
@@ -117,7 +117,7 @@ class FileScan:
         try:
             data = self.path.read_bytes()
             self.offset = self.disk_bytes = len(data)
-            yield from documents.add(_json(data, str(self.path)), str(self.path))
+            yield from documents.add(decoded(data, str(self.path)), str(self.path))
         except InputError as error:
             yield error
         except OSError as error:
@@ -171,18 +171,3 @@ class Documents:
             yield InputError(f"{self._place} is not a trajectory: {error}.", place=self._place)
         else:
             yield Found(facts, 0, 0, 0, body)
-
-
-def _json(data: bytes, place: str) -> Any:
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise InputError(f"{place} is not JSON: {error}.", place=place) from error
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return False
-    return True

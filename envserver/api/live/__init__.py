@@ -1,4 +1,4 @@
-"""What happens at the server now: live events, failures, running rollouts, engines.
+"""Live state of the server: events, failures, running rollouts, engines.
 
 One `Live` belongs to a server. Parts that run rollouts add themselves to it; the routes read it.
 """
@@ -21,7 +21,7 @@ Running = Callable[[str, int], tuple[list[RunningRollout], int]]
 
 
 class Live:
-    """What a server knows of now.
+    """The live state of one server.
 
     Attributes:
         feed: events for pages that are open.

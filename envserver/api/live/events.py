@@ -36,7 +36,7 @@ _RETRY: Final = b"retry: 1000\n\n"
 _KEEP_ALIVE: Final = b":\n\n"
 _KEEP_ALIVE_SECONDS: Final = 15.0
 _SLOW_SECONDS: Final = 30.0
-"""Who takes nothing for this long is disconnected."""
+"""A client that reads nothing for this long is disconnected."""
 _AGAIN_SECONDS: Final = 5.0
 
 

@@ -37,7 +37,7 @@ class SessionAnswer(BaseModel):
     needs_login: bool
     """Whether this client must log in, or send an access token, to read anything."""
     role: str | None
-    """What this client may do; null: it is not logged in, or everybody may do everything."""
+    """The client's role; null if it is not logged in, or if the server has no access tokens."""
     name: str | None
     """Name of its access token."""
 
@@ -50,7 +50,7 @@ class NotJson(UsageError):
 
 
 class Logins:
-    """What the routes need where access tokens are required."""
+    """The parts that the routes need if access tokens are required."""
 
     def __init__(self, tokens: AccessTokens, sessions: Sessions, strangers: Strangers) -> None:
         self.tokens = tokens

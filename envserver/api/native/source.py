@@ -22,7 +22,7 @@ class SourceAnswer(BaseModel):
 
     kind: Literal["server", "file", "folder", "store", "evaluation", "comparison"]
     title: str
-    """What people call it: the environments, or the name of a file."""
+    """Its title: the environments, or the name of a file."""
     live: bool
     """Whether there is more to come, told by `/v1/events`."""
     parts: list[str]
@@ -30,7 +30,7 @@ class SourceAnswer(BaseModel):
     version: str
     """Version of envserver."""
     replay_source: str | None
-    """What `envserver replay` reads; null: this server's own address."""
+    """The SOURCE for `envserver replay`; null: this server's own address."""
 
 
 def add_source_routes(

@@ -27,7 +27,7 @@ class SeenTask(BaseModel):
     rollouts: int
     """Number of their rollouts with a reward."""
     reward_mean: float | None
-    """Of these rollouts; null without any."""
+    """Mean reward of these rollouts; null if there are none."""
     spread: float | None
     """Mean over its groups of the largest less the smallest reward."""
     solved_share: float | None

@@ -1,4 +1,4 @@
-"""What runners are told, and when: policy versions, pauses, and how many groups each may have open.
+"""Sends news to runners: policy versions, pauses, and how many groups each may have open.
 
 In: what runners report, what trainers want, versions and pauses. Out: news, at once for the
 heartbeats that wait and have something to hear, and for no others. What holds: dealing the room

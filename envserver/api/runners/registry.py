@@ -49,7 +49,7 @@ log = structlog.get_logger(__name__)
 _GONE_SECONDS: Final = 2.0
 """Seconds between checks whether the client of a waiting heartbeat is still there."""
 _CHANGES: Final = attrgetter("open", "capacity", "begun", "quiet")
-"""What of a heartbeat may be news for others."""
+"""The fields of a heartbeat whose change may matter to other runners."""
 
 
 class WrongKey(UsageError):

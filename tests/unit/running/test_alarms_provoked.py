@@ -7,6 +7,7 @@ minutes to pass.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,10 +121,10 @@ async def test_rollouts_that_hang_are_told(tmp_path: Path, quick: None) -> None:
 async def test_groups_that_wait_too_long_are_stale(tmp_path: Path, quick: None) -> None:
     limits = {"rollouts": {"max_concurrent": 4, "max_staleness_at_delivery": 0}}
     async with serving(tmp_path, "Healthy", alarms=AT_ONCE | {"fewest": 5}, **limits) as alarms:
+        versions = itertools.count(1)
 
-        async def is_raised(version: list[int] = [0]) -> bool:  # noqa: B006 (counts the calls)
-            version[0] += 1
-            await alarms.post("/v1/policy-version", {"version": version[0]})
+        async def is_raised() -> bool:
+            await alarms.post("/v1/policy-version", {"version": next(versions)})
             return "stale_groups" in await alarms.texts()
 
         await until(is_raised)
