@@ -65,3 +65,12 @@ def unpack(data: bytes | memoryview, kind: type[T]) -> T:
         msgspec.DecodeError: `data` is not a `kind`.
     """
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_hook, ext_hook=_decode_array)
+
+
+def ready(kind: type) -> None:
+    """Lets msgspec look at `kind`, and at all that is in it, now.
+
+    It keeps what it finds with the class. Two threads that decode a class for the first time at
+    once end the process (msgspec 0.22): modules of records that threads decode call this.
+    """
+    msgspec.msgpack.Decoder(kind)

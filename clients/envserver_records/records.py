@@ -17,6 +17,7 @@ from .egress_requests import EgressRequest
 from .errors import Failure
 from .hook_events import HookEvent
 from .packing import pack as pack
+from .packing import ready
 from .packing import unpack as unpack
 from .sampling import LogprobsKind, SamplingSpan
 from .scores import UNIT_RANGE, RewardRange, TurnReward
@@ -490,3 +491,6 @@ class Group(msgspec.Struct, kw_only=True):
     missing: dict[str, list[FailedAttempt]] = msgspec.field(default_factory=dict)
     provenance: dict[str, Any] = msgspec.field(default_factory=dict)
     digest: str = ""
+
+
+ready(Group)

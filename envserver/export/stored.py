@@ -20,6 +20,7 @@ import numpy as np
 from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import InputError
 from envserver_records.hook_events import HookEvent
+from envserver_records.packing import ready
 from envserver_records.records import Logprobs, Mask, Message, Tokens
 from envserver_records.scores import RewardRange, TurnReward, range_from_json
 from envserver_records.timings import FailedAttempt, Printed, Timing, timing_from_json
@@ -274,6 +275,9 @@ class _Line(msgspec.Struct):
     inference_logprobs: list[list[Any]] | None = None
     messages: list[list[Message]] | None = None
     envserver: _Facts | None = None
+
+
+ready(_Line)
 
 
 def _adopted(line: Json, facts: _Line, place: str) -> Json:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from envserver_records.packing import ready
 from envserver_records.records import Group, Sequence, Tokens, Trajectory, unpack
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from envserver_records.seals import digest_after, is_intact, link_of
@@ -100,6 +101,9 @@ class _Line(msgspec.Struct):
     inference_logprobs: list[list[float | None]] | None = None
     generation_params: dict[str, Any] | None = None
     envserver: _Facts | None = None
+
+
+ready(_Line)
 
 
 def read_line(data: bytes, number: int) -> Delivery:

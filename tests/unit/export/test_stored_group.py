@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from envserver_records.scores import RewardRange, TurnReward
 from msgspec import to_builtins
 from msgspec.structs import replace
 from support.api import native_group, sequence
+from support.delivered import line
 
 from envserver.export import group_line
 from envserver.export.stored import group_of
@@ -69,3 +72,41 @@ def plain(group: Group) -> Any:
 def test_a_wrong_value_is_told_with_its_place() -> None:
     with pytest.raises(InputError, match="line 1 is not a group"):
         read_again(native_group("g"), usage={"seconds": "long"})
+
+
+_AT_ONCE = """
+import sys, threading
+import orjson
+from envserver.export.stored import group_of
+from envserver_records.records import Group, pack, unpack
+
+line = orjson.loads(sys.stdin.read())
+packed = pack(
+    Group(group_id="g", index=0, env="math", task_id="t", split="train", trajectories=[])
+)
+barrier = threading.Barrier(8)
+
+def read():
+    barrier.wait()
+    unpack(packed, Group)
+    group_of(line, "line 1")
+
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=read) for _ in range(8)]
+for one in threads:
+    one.start()
+for one in threads:
+    one.join()
+"""
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_threads_may_read_the_first_groups_of_a_process_at_once(attempt: int) -> None:
+    """msgspec looks at a type when it first decodes one, which ends a process with two threads."""
+    read = subprocess.run(
+        [sys.executable, "-c", _AT_ONCE],
+        input=orjson.dumps(line(attempt)),
+        capture_output=True,
+        timeout=60,
+    )
+    assert (read.returncode, read.stderr) == (0, b"")
