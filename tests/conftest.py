@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+from support import docker_engine as docker
 from support.postgres import Postgres, find_programs, running_postgres
 from support.vllm_server import VllmServer, running_vllm
 
@@ -47,6 +48,7 @@ _PEERS = {
     "trackers_python",
     "verifiers_classic_python",
     "verifiers_v1_python",
+    "docker_engine",
 }
 _FIRST = ("vllm", "tests/hostile/test_hostile.py")
 
@@ -69,6 +71,11 @@ def pytest_configure() -> None:
     # Tests that a shell starts in the background ignore Ctrl-C, and so would what they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        docker.end()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -228,6 +235,26 @@ def postgres(request: pytest.FixtureRequest) -> Iterator[Postgres]:
         _missing("PostgreSQL", "make postgres", request.config)
     with running_postgres(programs) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def docker_engine(request: pytest.FixtureRequest) -> Iterator[docker.Engine]:
+    """A real Docker engine; one for all processes of these tests."""
+    with docker.engine() as engine:
+        if engine.missing:
+            _missing("A Docker engine", engine.missing, request.config)
+        if engine.refused:
+            pytest.skip(f"no Docker engine: {engine.refused}")
+        yield engine
+
+
+@pytest.fixture
+def docker_image(docker_engine: docker.Engine, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An image with Python and git of a real engine, which this test's server finds."""
+    for name, value in docker_engine.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("envserver.sandbox.service._held", {})
+    return docker_engine.python_image
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.containers import image_of_real_engine
 
 TESTS = Path(__file__).parents[1]
 IS_ROOT = os.geteuid() == 0
@@ -115,8 +114,10 @@ def test_the_walls_hold_every_hostile_program_and_no_ordinary_one(
     )
 
 
-def test_a_container_lets_through_what_it_is_known_to(tell: Callable[[str], None]) -> None:
-    told = report(AS_IT_IS, "docker", "--image", image_of_real_engine())
+def test_a_container_lets_through_what_it_is_known_to(
+    docker_image: str, tell: Callable[[str], None]
+) -> None:
+    told = report(AS_IT_IS, "docker", "--image", docker_image)
     assert set(what_got_through(told)) <= DOCKER_LETS_THROUGH
     tell(f"docker: {len(told['programs'])} hostile programs held, {told['seconds']:.0f} s")
 

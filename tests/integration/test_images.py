@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.containers import image_of_real_engine
+from support.docker_engine import Engine
 from support.openenv_server import OPENING, played, transcript
 
 import envserver
-from envserver.sandbox import find_engine, service
-
-pytestmark = pytest.mark.thorough
 
 SERVER = Path(__file__).parents[1] / "support" / "openenv_in_an_image.py"
 TOML = '[environment]\ndocker_image = "{image}"\n[verifier]\nenv = {{ WANTED = "6" }}\n'
@@ -36,37 +32,28 @@ cd /app && awk '{ sum += $1 } END { print sum }' numbers.txt > total.txt && rm o
 Build = Callable[..., str]
 
 
-def engine_output(*words: str | Path) -> str:
-    program = find_engine(image_of_real_engine()).program
-    done = subprocess.run([program, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture
-def build(tmp_path: Path) -> Iterator[Build]:
+def build(docker_engine: Engine, docker_image: str, tmp_path: Path) -> Iterator[Build]:
     """Builds images on the engine's image with Python, and removes them."""
-    base = image_of_real_engine()
     with ExitStack() as made:
 
         def of(lines: str, **files: str) -> str:
             folder, name = tmp_path / "image", f"envserver-test-{uuid.uuid4().hex}"
             folder.mkdir()
-            for file, text in {"Dockerfile": f"FROM {base}\n{lines}", **files}.items():
+            for file, text in {"Dockerfile": f"FROM {docker_image}\n{lines}", **files}.items():
                 path = folder / file.replace("_", ".")
                 path.write_text(text)
                 path.chmod(0o755)
-            engine_output("build", "--tag", name, folder)
-            made.callback(engine_output, "rmi", "--force", name)
+            docker_engine.output("build", "--tag", name, folder)
+            made.callback(docker_engine.output, "rmi", "--force", name)
             return name
 
         yield of
 
 
 def test_a_task_of_harbor_is_played_and_judged_in_its_image(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Build, docker_image: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(service, "_held", {})
     files = {"numbers_txt": "1\n2\n3\n", "old_txt": "old", "run_sh": "#!/bin/sh\necho ran\n"}
     image = build("COPY *.txt run.sh /app/\n", **files)
     task = tmp_path / "tasks/sum"
@@ -83,7 +70,7 @@ def test_a_task_of_harbor_is_played_and_judged_in_its_image(
         model="sim",
         env={"total_steps": 1, "group_size": 2, "ensure_scores_are_not_same": False},
         sim={"solve_probability": 1.0, "openers": False, "latency_seconds": 0},
-        sandbox={"backend": "docker", "docker_image": image_of_real_engine()},
+        sandbox={"backend": "docker", "docker_image": docker_image},
         workers={"processes": 1},
     )
     (group,) = made.groups
@@ -95,7 +82,7 @@ def test_a_task_of_harbor_is_played_and_judged_in_its_image(
 
 
 async def test_the_server_of_an_openenv_image_is_started_and_ended(
-    build: Build, tmp_path: Path
+    build: Build, docker_engine: Engine, tmp_path: Path
 ) -> None:
     lines = 'COPY server.py /server.py\nCMD ["python3", "/server.py"]\n'
     image = build(lines, server_py=SERVER.read_text())
@@ -103,14 +90,14 @@ async def test_the_server_of_an_openenv_image_is_started_and_ended(
     result = await played(f"docker://{image}", script)
     (group,) = result.groups
     assert [one.score.reward for one in group.trajectories] == pytest.approx([1.1, 1.1])
-    assert not engine_output("ps", "--all", "--quiet", "--filter", f"ancestor={image}")
+    assert not docker_engine.output("ps", "--all", "--quiet", "--filter", f"ancestor={image}")
 
 
 async def test_an_openenv_image_whose_server_ends_is_told_with_its_last_output(
-    build: Build, tmp_path: Path
+    build: Build, docker_engine: Engine, tmp_path: Path
 ) -> None:
     image = build('CMD ["python3", "-c", "raise SystemExit(\'no configuration\')"]\n')
     script = transcript(tmp_path / "t.json", OPENING, "4")
     with pytest.raises(envserver.ConfigError, match="has ended: no configuration"):
         await played(f"docker://{image}", script)
-    assert not engine_output("ps", "--all", "--quiet", "--filter", f"ancestor={image}")
+    assert not docker_engine.output("ps", "--all", "--quiet", "--filter", f"ancestor={image}")

@@ -6,7 +6,6 @@ these tests, so the image needs the same version of Python.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,12 +13,10 @@ from pathlib import Path
 
 import orjson
 import pytest
-from support.containers import image_of_real_engine
-from support.installed import ASK, LIBRARIES, LOOK, add_libraries, build_wheels, run
+from support.docker_engine import Engine
+from support.installed import ASK, LIBRARIES, LOOK, add_libraries, build_wheels
 
-from envserver.sandbox import find_engine, selection
-
-pytestmark = pytest.mark.thorough
+from envserver.sandbox import selection
 
 INSTALL = """
 set -e
@@ -34,23 +31,21 @@ PROCESS = "--model sim --env.group_size 2 --env.total_steps 2 --out /tmp/{}/grou
 class Container:
     """A running container with envserver in /opt/venv."""
 
-    def __init__(self, engine: str, name: str) -> None:
+    def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
         self._name = name
 
     def run(self, *words: object, user: int = 0) -> str:
         """The standard output of a command that must succeed."""
         who = ["--user", f"{user}:{user}", "--env", "HOME=/tmp", "--workdir", "/tmp"]
-        return run(self._engine, "exec", *who, self._name, *words)
+        return self._engine.output("exec", *who, self._name, *map(str, words))
 
 
 @pytest.fixture(scope="module")
-def container() -> Iterator[Container]:
-    image = image_of_real_engine()
-    engine = find_engine(image).program
+def container(docker_engine: Engine) -> Iterator[Container]:
+    image, once = docker_engine.python_image, ("run", "--rm", "--network", "none")
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    ask = [engine, "run", "--rm", "--network", "none", image, "python3", "--version"]
-    found = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.split()[-1]
+    found = docker_engine.output(*once, image, "python3", "--version").split()[-1]
     if not found.startswith(f"{version}."):
         pytest.skip(f"{image} has Python {found}; ENVSERVER_TEST_IMAGE may name one with {version}")
     with tempfile.TemporaryDirectory() as name:
@@ -60,13 +55,13 @@ def container() -> Iterator[Container]:
         (folder / "site").mkdir()
         add_libraries(folder / "site", Path("/libraries"))
         mounts = ["--volume", f"{LIBRARIES}:/libraries:ro", "--volume", f"{folder}:/wheels:ro"]
-        start = [engine, "run", "--detach", "--rm", "--network", "none", *mounts, image]
-        running = Container(engine, run(*start, "sleep", "3600").strip())
+        started = docker_engine.output(*once, "--detach", *mounts, image, "sleep", "3600")
+        running = Container(docker_engine, started.strip())
         try:
             running.run("sh", "-c", INSTALL)
             yield running
         finally:
-            run(engine, "kill", running._name)
+            docker_engine.output("kill", running._name)
 
 
 @pytest.mark.parametrize("user", [0, 1000])

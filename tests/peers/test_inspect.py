@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from support.commands import envserver, read_jsonl
-from support.containers import image_of_real_engine
 from support.own_interpreter import install_in
 
 TASKS = Path(__file__).parents[1] / "support" / "inspect_tasks" / "tasks.py"
@@ -141,13 +140,12 @@ def test_a_sandbox_task_runs_in_our_sandbox_and_is_scored_there(folder: Path) ->
 
 
 @pytest.mark.slow
-def test_a_docker_sandbox_is_a_container_of_its_image(folder: Path) -> None:
-    image = image_of_real_engine()
+def test_a_docker_sandbox_is_a_container_of_its_image(folder: Path, docker_image: str) -> None:
     command = "cat state.txt; ls -d /.dockerenv /run/.containerenv; pwd; echo 42 > answer.txt"
     call = {"name": "bash", "arguments": json.dumps({"command": command})}
     (group,) = process(
-        *(folder, "files", "--env.args", '{"kind": "docker"}', "--env.image", image),
-        *("--sandbox.backend", "docker", "--sandbox.docker_image", image),
+        *(folder, "files", "--env.args", '{"kind": "docker"}', "--env.image", docker_image),
+        *("--sandbox.backend", "docker", "--sandbox.docker_image", docker_image),
         *("--sim.transcript", script(folder, "Write 42 into answer.txt.", call, "Done.")),
     )
     assert group["scores"] == [1.0, 1.0]

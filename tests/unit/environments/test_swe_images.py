@@ -16,7 +16,6 @@ from envserver_environments.swe.env import Swe
 from envserver_environments.swe.images import image_of
 from envserver_records.errors import SandboxUnavailable
 from support import fake_engine
-from support.containers import image_of_real_engine
 from support.serving import attempt_spec
 
 from envserver import (
@@ -32,6 +31,7 @@ from envserver.proxy.attempts import ProxyAttempt
 from envserver.sandbox import Open, SandboxService, WatchedSandboxes, service
 from envserver.sandbox.attempt_sandboxes import AttemptSandboxes
 
+ROW = "ENVSERVER_TEST_SWE_ROW"
 IMAGE = fake_engine.WITH_REPOSITORY
 DOCKER = SandboxConfig(backend="docker", docker_image=fake_engine.IMAGE)
 FILES = {
@@ -209,13 +209,11 @@ def test_rows_say_their_image_or_a_template_does() -> None:
     assert image_of({"instance_id": "Acme__Tool-1"}, "") == ""
 
 
-async def test_an_image_of_a_real_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.skipif(ROW not in os.environ, reason=f"{ROW} names no file with a row")
+async def test_an_image_of_a_real_engine(docker_image: str, tmp_path: Path) -> None:
     """ENVSERVER_TEST_SWE_ROW: a file with a row whose image the engine has."""
-    monkeypatch.setattr(service, "_held", {})
-    image, rows = image_of_real_engine(), "ENVSERVER_TEST_SWE_ROW"
-    if rows not in os.environ:
-        pytest.skip(f"{rows} names no file with a row")
-    line = json.loads(Path(os.environ[rows]).read_text())
-    async with SandboxService(SandboxConfig(backend="docker", docker_image=image)) as running:
+    line = json.loads(Path(os.environ[ROW]).read_text())
+    config = SandboxConfig(backend="docker", docker_image=docker_image)
+    async with SandboxService(config) as running:
         swe = swe_of(WatchedSandboxes(running.address), tmp_path / "rows.jsonl", line)
         assert len(list(swe.tasks("test"))) == 1, swe.dropped

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from envserver_records.errors import ConfigError
 from support import fake_engine
-from support.containers import image_of_real_engine
 from support.waiting import until
 
 from envserver import InputError, SandboxConfig, SandboxLimits, SandboxSpec
@@ -94,8 +93,6 @@ async def test_what_is_missing_is_said(engine: Path, image: str, reason: str) ->
     assert reason in refusal.value.message
 
 
-async def test_a_real_engine_holds_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_held", {})
-    image = image_of_real_engine()
-    report = await probe("docker", SandboxConfig(backend="docker", docker_image=image))
+async def test_a_real_engine_holds_it_too(docker_image: str) -> None:
+    report = await probe("docker", SandboxConfig(backend="docker", docker_image=docker_image))
     assert report.works, report.failure
