@@ -364,6 +364,9 @@ class Settings(EnvironmentSettings):
     retention: RetentionConfig = RetentionConfig()
     store: StorePlace = "data/envserver.db"
     """Where groups are stored: a file (SQLite) or a database URL."""
+    store_shared: bool = False
+    """Share a PostgreSQL store with other servers: one leads, the others pass requests on to it and
+    take over when it ends. Also --store.shared."""
 
 
 class MixEntry(Section):

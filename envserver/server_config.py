@@ -82,6 +82,16 @@ class ServerConfig(BaseModel):
     """Address to listen on; other than loopback only with `tokens_file`."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port; 0 picks a free one."""
+    advertise: str | None = Field(default=None, pattern=r"^https?://[^/?#\s]+$")
+    """With `store_shared`: address at which the other servers reach this one (http://host:8000);
+    unset: `host` and `port`."""
+    advertise_ca_certs: Path | None = None
+    """CA certificates (PEM) that verify the leading server, if it has HTTPS; unset: those of this
+    machine."""
+    takeover_seconds: float = Field(default=5.0, ge=1)
+    """With `store_shared`: seconds without a sign of life after which the leading server's session
+    at the database is ended, so that another one takes over; one that is killed is noticed at
+    once."""
     max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
     """Maximum size of a request body after decompression."""
     lease_seconds: float = Field(default=600.0, gt=0)

@@ -27,10 +27,14 @@ _DISCONNECT: Final[Message] = {"type": "http.disconnect", SERVER_ENDS: True}
 
 
 class BootstrapApp:
-    """An ASGI application that wraps another one that becomes available later."""
+    """An ASGI application that wraps another one that becomes available later.
 
-    def __init__(self, health: Health) -> None:
-        self._early = _early(health)
+    Args:
+        meanwhile: answers until then; default: health, the page, and 503.
+    """
+
+    def __init__(self, health: Health, meanwhile: ASGIApp | None = None) -> None:
+        self._early = meanwhile or _early(health)
         self._inside: ASGIApp | None = None
         self._lifespan: Lifespan | None = None
         self._closing = asyncio.Event()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import structlog
@@ -58,6 +58,8 @@ class Health:
     def __init__(self, lag: LoopLag | None = None) -> None:
         self.parts: dict[str, Part] = {}
         self.lag = lag
+        self.role: Callable[[], dict[str, object]] = dict
+        """What the answers say besides: which part this server has among several."""
         self._probes: dict[str, tuple[Probe, PartState]] = {}
         self._started_at = time.time()
         self._asking: asyncio.Task[None] | None = None
@@ -200,7 +202,8 @@ def health_routes(health: Health) -> APIRouter:
         missing = health.missing()
         if missing:
             message = f"Not ready: {missing}."
-            return error_answer("/readyz", 503, message, kind="not_ready", parts=parts)
-        return json_answer({"status": health.status, "parts": parts})
+            more: dict[str, Any] = {"parts": parts, **health.role()}
+            return error_answer("/readyz", 503, message, kind="not_ready", **more)
+        return json_answer({"status": health.status, "parts": parts, **health.role()})
 
     return router

@@ -25,6 +25,7 @@ ALIASES = {
     "port": "server.port",
     "json": "as_json",
     "o": "out",
+    "store.shared": "store_shared",
 }
 """Short flag names, for every command that has the setting and no other setting of that name."""
 

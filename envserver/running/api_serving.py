@@ -32,13 +32,16 @@ async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
         ConfigError: the port is not available.
         StoreError: the store cannot be opened.
     """
-    async with bootstrap_server(settings.server, settings.telemetry, settings.store, ()) as server:
+    starting = bootstrap_server(
+        settings.server, settings.telemetry, settings.store, (), shared=settings.store_shared
+    )
+    async with starting as server:
         delivery = _Delivery(server.store, settings)
         server.metrics.add(Deliveries(server.store, lambda: delivery.version).families)
         api = create_api(
             server.store,
             settings=settings.server,
-            status=delivery.status,
+            status=lambda: delivery.status() | server.facts(),
             on_policy_version=delivery.publish,
             runners=delivery.elsewhere,
             gate=Gate(),  # this server has no engine: environments on other machines pause with it

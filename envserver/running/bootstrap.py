@@ -1,6 +1,7 @@
 """Starts the first parts of `serve` and `run-api`: the store, the port, health and metrics.
 
-Starts first and stops last, so that health and metrics can be read at any time.
+Starts first and stops last, so that health and metrics can be read at any time. A server that
+shares its store answers before it has the store: it passes requests on until it leads.
 """
 
 from __future__ import annotations
@@ -8,20 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
+from envserver_records.errors import ConfigError
 from starlette.types import ASGIApp
 
 from ..api.bootstrap import BootstrapApp
 from ..api.health import Health, disk_probe, store_probe
 from ..api.live import Live
 from ..api.metrics import Metrics
+from ..api.replicas.facts import leads_metric, role
+from ..api.replicas.origin import FromFollowers
 from ..api.server import RunningServer, serve_api
 from ..config import StorePlace
 from ..server_config import ServerConfig, TelemetryConfig
 from ..store import GroupStore, open_store
 from ..store.reserve import RESERVE_BYTES
 from ..telemetry.lag import LoopLag
+
+if TYPE_CHECKING:
+    from ..store.leadership import Leadership
 
 _ROUTES: Final = "routes"
 """The part that is ready when every route serves: until then they answer 503."""
@@ -40,6 +48,7 @@ class BootstrapServer:
         lag: LoopLag,
         app: BootstrapApp,
         server: RunningServer,
+        leads: Leadership | None = None,
     ) -> None:
         self.store = store
         self.health = health
@@ -49,6 +58,9 @@ class BootstrapServer:
         self._lag = lag
         self._app = app
         self._server = server
+        self._leads = leads
+        if leads is not None:
+            self.metrics.add(partial(leads_metric, leads))
 
     @property
     def port(self) -> int:
@@ -61,9 +73,17 @@ class BootstrapServer:
 
     async def open(self, api: ASGIApp) -> None:
         """Lets `api` answer requests from now on; raises what `api` raises while it starts."""
+        if self._leads is not None:
+            api = FromFollowers(api, self._leads.owner)
         await self._app.open(api)
         self.health.found(_ROUTES)
+        if self._leads is not None:
+            self._leads.answer()
         self._lag.begin_anew()
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what `/v1/status` says of the servers that share the store."""
+        return {} if self._leads is None else {"leader": self._leads.facts()}
 
     async def close(self) -> None:
         """Answers waiting requests and takes no others. Calling it twice does no harm."""
@@ -73,35 +93,85 @@ class BootstrapServer:
 
 @contextlib.asynccontextmanager
 async def bootstrap_server(
-    server: ServerConfig, telemetry: TelemetryConfig, store: StorePlace, expected: Sequence[str]
+    server: ServerConfig,
+    telemetry: TelemetryConfig,
+    store: StorePlace,
+    expected: Sequence[str],
+    *,
+    shared: bool = False,
 ) -> AsyncIterator[BootstrapServer]:
     """Opens the store and starts the server.
 
     Args:
         expected: parts other than the store that must be up before the server is ready.
+        shared: other servers share the store: starts the server, waits until it leads, and opens
+            the store then.
 
     Raises:
-        ConfigError: the port is not available.
+        ConfigError: the port is not available, or the store cannot be shared.
         StoreError: the store cannot be opened.
     """
-    async with (
-        LoopLag(telemetry.slow_callback_seconds) as lag,
-        open_store(store, wait_seconds=_DATABASE_SECONDS, reserve_bytes=RESERVE_BYTES) as opened,
-    ):
+    async with LoopLag(telemetry.slow_callback_seconds) as lag:
         health = Health(lag)
-        health.found("store", store_probe(opened))
-        health.found("disk", disk_probe(opened), failing="limited")
-        for part in (*expected, _ROUTES):
-            health.expect(part)
+        start = _sharing if shared else _alone
+        async with start(server, store, health, lag) as bootstrap:
+            health.found("store", store_probe(bootstrap.store))
+            health.found("disk", disk_probe(bootstrap.store), failing="limited")
+            for part in (*expected, _ROUTES):
+                health.expect(part)
+            watching = asyncio.create_task(health.watch(), name="health")
+            try:
+                yield bootstrap
+            finally:
+                watching.cancel()
+                await bootstrap.close()
+
+
+@contextlib.asynccontextmanager
+async def _alone(
+    server: ServerConfig, store: StorePlace, health: Health, lag: LoopLag
+) -> AsyncIterator[BootstrapServer]:
+    opening = open_store(store, wait_seconds=_DATABASE_SECONDS, reserve_bytes=RESERVE_BYTES)
+    async with opening as opened:
         app = BootstrapApp(health)
         running = await serve_api(app, server.host, server.port, server)
-        bootstrap = BootstrapServer(opened, health, lag, app, running)
-        watching = asyncio.create_task(health.watch(), name="health")
+        yield BootstrapServer(opened, health, lag, app, running)
+
+
+@contextlib.asynccontextmanager
+async def _sharing(
+    server: ServerConfig, store: StorePlace, health: Health, lag: LoopLag
+) -> AsyncIterator[BootstrapServer]:
+    """Passes requests on to the server that leads, until this one does."""
+    from ..api.replicas.app import follower_app
+    from ..api.replicas.link import LeaderLink
+    from ..store.leadership import leadership
+
+    _check_reachable(server)
+    async with (
+        leadership(store, server.takeover_seconds) as leads,
+        LeaderLink(leads, server) as link,
+    ):
+        health.role = partial(role, leads)
+        app = BootstrapApp(health, meanwhile=follower_app(leads, link, server, lag))
+        running = await serve_api(app, server.host, server.port, server)
+        leads.url = (server.advertise or running.url).rstrip("/")
         try:
-            yield bootstrap
+            async with leads.lead() as opened:
+                yield BootstrapServer(opened, health, lag, app, running, leads)
         finally:
-            watching.cancel()
-            await bootstrap.close()
+            app.close()
+            await running.close()
+
+
+def _check_reachable(server: ServerConfig) -> None:
+    """Raises ConfigError if other servers could not reach this one at its own address."""
+    if server.advertise is None and server.host in ("", "0.0.0.0", "::"):
+        raise ConfigError(
+            "Servers that share a store must reach each other:"
+            f" {server.host!r} is not an address of this one.",
+            hint="Give --server.advertise http://THIS_MACHINE:PORT.",
+        )
 
 
 @contextlib.asynccontextmanager

@@ -258,6 +258,9 @@ class RunApiSettings(Section):
     server: ServerConfig = ServerConfig()
     store: StorePlace = "data/envserver.db"
     """Where groups are stored: a file (SQLite) or a database URL."""
+    store_shared: bool = False
+    """Share a PostgreSQL store with other servers: one leads, the others pass requests on to it and
+    take over when it ends. Also --store.shared."""
     log_level: LogLevel = "info"
     """Minimum log level."""
     log_format: LogFormat = "auto"

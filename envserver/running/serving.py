@@ -139,10 +139,16 @@ async def serving(members: Members) -> AsyncIterator[Serving]:
     expected = ["engine", *loaded_parts(members)]
     names = [one.share.name for one in members]
     async with (
+        bootstrap_server(
+            settings.server,
+            settings.telemetry,
+            settings.store,
+            expected,
+            shared=settings.store_shared,
+        ) as opened,
         tracking(
             settings.track, settings.tracking, settings, command="serve", environments=names
         ) as tracked,
-        bootstrap_server(settings.server, settings.telemetry, settings.store, expected) as opened,
         hosted(members, opened, tracked) as host,
     ):
         watch = AlarmWatch(settings.alarms, partial(alarm_facts, opened, host, settings.store))
@@ -158,7 +164,7 @@ def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmW
     return create_api(
         server.store,
         settings=settings.server,
-        status=host.status,
+        status=lambda: host.status() | server.facts(),
         on_policy_version=host.publish,
         gate=host.room.endpoint.gate,
         metrics=server.metrics,

@@ -54,7 +54,9 @@ _PAGE_BYTES: Final = 16_384
 _CHECKPOINT_PAGES: Final = 1_024
 _ADVISORY_KEY: Final = 0x656E7673657276
 """Key of the advisory lock in PostgreSQL: "envserv" in bytes."""
-_LOCK_WAIT_MS: Final = 3_000
+_LOCK_WAIT_SECONDS: Final = 3.0
+_SHARED_LOCK_WAIT_SECONDS: Final = 0.1
+"""A server that shares the store looks again and again whether the lock is free."""
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 _SESSION: Final = (
     # A commit that has returned is on disk, whatever the settings of the server are.
@@ -66,11 +68,16 @@ _SESSION: Final = (
     "SET tcp_keepalives_count = 3",
 )
 _START_BACKOFF: Final = Backoff(first_seconds=0.1, max_seconds=2.0)
-_END_SESSION: Final = text(
-    "SELECT pg_terminate_backend(pid) FROM pg_locks"
-    " WHERE locktype = 'advisory' AND granted AND pid = :pid"
+_HELD: Final = (
+    " FROM pg_locks WHERE locktype = 'advisory' AND granted"
+    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
     f" AND (classid::bigint << 32) + objid::bigint = {_ADVISORY_KEY}"
 )
+HOLDER: Final = text(f"SELECT pid{_HELD}")
+"""Selects the process id of the session that holds the lock."""
+END_SESSION: Final = text(f"SELECT pg_terminate_backend(pid){_HELD} AND pid = :pid")
+"""Ends the session `pid`, if it holds the lock."""
+_NOW: Final = text("SELECT extract(epoch FROM clock_timestamp())")
 CLOSE_SECONDS = 5.0
 CONNECT_SECONDS = 10.0
 COMMAND_SECONDS = 60.0
@@ -103,15 +110,27 @@ class Database:
         if self.files is not None:
             self.files.check()
 
+    async def now(self) -> float:
+        """Returns seconds since the epoch: by PostgreSQL, so that all servers agree that have the
+        store one after the other; by this machine for SQLite."""
+        if self.files is not None:
+            return time.time()
+        async with self.reader.connect() as connection:
+            return float(await connection.scalar(_NOW))
+
     async def end_former_session(self) -> None:
         """Asks PostgreSQL to end a lost connection of this process that still holds the lock."""
         async with self.reader.connect() as connection:
-            await connection.execute(_END_SESSION, {"pid": self.session_pid})
+            await connection.execute(END_SESSION, {"pid": self.session_pid})
 
 
 @asynccontextmanager
 async def open_database(
-    where: str | Path, wait_seconds: float = 0.0, reserve_bytes: int = 0
+    where: str | Path,
+    wait_seconds: float = 0.0,
+    reserve_bytes: int = 0,
+    *,
+    shared: bool = False,
 ) -> AsyncIterator[Database]:
     """Opens the database at `where`, or creates it, and locks it for this process.
 
@@ -119,6 +138,7 @@ async def open_database(
         where: a path, `sqlite:///path` or `postgresql://user@host/name`.
         wait_seconds: how long to wait for a PostgreSQL that does not answer yet.
         reserve_bytes: space to hold back on the disk of SQLite's file.
+        shared: other servers may have it: refuse at once.
 
     Raises:
         ConfigError: the kind of database is unknown, the database belongs to another program, or a
@@ -126,7 +146,7 @@ async def open_database(
         ConflictError: another process has it open.
         StoreError: it cannot be reached.
     """
-    url = _locate(where)
+    url = locate(where)
     async with AsyncExitStack() as stack:
         if url.get_backend_name() == "sqlite":
             path = Path(url.database or "")
@@ -138,7 +158,8 @@ async def open_database(
                 database.reserve = Reserve(path, reserve_bytes)
                 database.reserve.begin()
         else:
-            database = _postgresql(url)
+            wait = _SHARED_LOCK_WAIT_SECONDS if shared else _LOCK_WAIT_SECONDS
+            database = _postgresql(url, wait)
         stack.push_async_callback(_close, database)
         with typed_failures():
             if url.get_backend_name() == "postgresql":
@@ -182,7 +203,7 @@ async def _close(database: Database) -> None:
         log.warning("database_did_not_close", store=database.name)
 
 
-def _locate(where: str | Path) -> URL:
+def locate(where: str | Path) -> URL:
     """Returns `where` as a URL with a driver; SQLite paths are absolute, with links resolved."""
     if isinstance(where, Path) or "://" not in where:
         return _sqlite_url(str(where))
@@ -265,7 +286,7 @@ def _pragmas(connection: Any, *settings: str) -> None:
     cursor.close()
 
 
-def _postgresql(url: URL) -> Database:
+def _postgresql(url: URL, lock_wait_seconds: float) -> Database:
     shared: dict[str, Any] = {
         "max_overflow": 0,
         "hide_parameters": True,
@@ -283,7 +304,7 @@ def _postgresql(url: URL) -> Database:
         # A server process notices the end of its client with some delay, hence the wait.
         cursor = connection.cursor()
         try:
-            cursor.execute(f"SET lock_timeout = {_LOCK_WAIT_MS}")
+            cursor.execute(f"SET lock_timeout = {round(1000 * lock_wait_seconds)}")
             cursor.execute(f"SELECT pg_advisory_lock({_ADVISORY_KEY}), pg_backend_pid()")
             [(_, database.session_pid)] = cursor.fetchall()
             cursor.execute("SET lock_timeout = 0")

@@ -41,6 +41,10 @@ class RetryGate:
         self._failures += 1
         self._next_try = self._clock() + _BACKOFF.seconds(self._failures)
 
+    def open(self) -> None:
+        """Lets the next call try, because the database answers again."""
+        self._next_try = 0.0
+
     def worked(self) -> None:
         """Resets the pause after a success."""
         self._failures = 0

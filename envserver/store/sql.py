@@ -36,14 +36,7 @@ from .lock import StoreLock, acquire, read_lock
 from .lookups import DatabaseLookups
 from .memory_lookups import MemoryLookups
 from .retry import DatabaseUnreachable, RetryGate
-from .rows import (
-    UNKNOWN_VERSION,
-    Compacted,
-    Delivery,
-    GroupPut,
-    Lease,
-    Run,
-)
+from .rows import UNKNOWN_VERSION, Compacted, Delivery, GroupPut, Lease, Run
 from .states import GroupState, RunState
 from .transaction import Memory, Transaction, load_memory
 from .writer import Writer
@@ -65,15 +58,17 @@ async def open_store(
     clock: Callable[[], float] | None = None,
     wait_seconds: float = 0.0,
     reserve_bytes: int = 0,
+    shared: bool = False,
 ) -> AsyncIterator[Store]:
     """Opens the store at `where`, or creates it; only one process at a time can have it open.
 
     Args:
         where: a path (missing folders are made), `sqlite:///path` or `postgresql://user@host/name`.
         clock: returns seconds; leases expire by it. Default: a `SteadyClock`, which does not follow
-            changes of the system clock.
+            changes of the system clock; it begins at PostgreSQL's time, or that of this machine.
         wait_seconds: for PostgreSQL, how long to wait for one that does not answer yet.
         reserve_bytes: for SQLite, disk space held back for leases and acks; see `reserve.py`.
+        shared: other servers wait for the store: if one has it, refuse at once; see `leadership`.
 
     Raises:
         ConfigError: the kind of store is unknown, the database belongs to another program, or a
@@ -83,7 +78,7 @@ async def open_store(
         StoreLost: raised later, after the body was cancelled: another process opened the store
             while its database could not be reached, or its file was removed or replaced.
     """
-    async with open_database(where, wait_seconds, reserve_bytes) as database:
+    async with open_database(where, wait_seconds, reserve_bytes, shared=shared) as database:
         # The file stays locked as long as this process lives. Nothing has to be written to hold the
         # lock, which would fail on a full disk.
         is_file = database.files is not None
@@ -93,7 +88,8 @@ async def open_store(
                     lock, memory = await _known(read_lock, connection)
             else:
                 lock, memory = await database.writer.transact(partial(_known, acquire))
-        time_now = ForwardClock(clock or SteadyClock(), lock.last_time)
+            now = await database.now()
+        time_now = ForwardClock(clock or SteadyClock(lambda: now), lock.last_time)
         writer = Writer(database, memory, time_now, lock.owner)
         with ThreadPoolExecutor(_THREADS, "store") as threads:
             async with _running(writer):
@@ -140,7 +136,9 @@ class Store(DatabaseLookups, MemoryLookups):
         threads: ThreadPoolExecutor,
         clock: Callable[[], float],
     ) -> None:
-        self.name = database.name
+        self.name, self.database = database.name, database
+        self.owner = writer.owner
+        """Id of the process that has the store; None for SQLite."""
         self._reader = database.reader
         self._retry = RetryGate()
         self._writer = writer
@@ -148,6 +146,11 @@ class Store(DatabaseLookups, MemoryLookups):
         self._clock = clock
         self.oldest_version = UNKNOWN_VERSION
         """Groups of an older policy version are leased only by id; -1: no limit."""
+
+    def try_again(self) -> None:
+        """Ends the pause until the next try: the database answers again."""
+        self._retry.open()
+        self._writer.retry.open()
 
     async def put(self, groups: Sequence[GroupPut]) -> list[bool]:
         """Stores all of these groups, or none; they are durable on return. See `interface.py`."""

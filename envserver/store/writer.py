@@ -76,13 +76,13 @@ class Writer:
         self.activity = Changes()
         self._database = database
         self._clock = clock
-        self._owner = owner
+        self.owner = owner
         self.statistics = StoreStatistics()
         self.discount = DISCOUNT
         self._queue: asyncio.Queue[_Entry | None] = asyncio.Queue()
         self._closed = False
         self._lost: StoreLost | None = None
-        self._retry = RetryGate()
+        self.retry = RetryGate()
         self._memory_is_stale = False
         self._memory_is_written = True
         self._session = database.sessions
@@ -106,7 +106,7 @@ class Writer:
 
     async def _submit(self, entry: _Entry) -> Any:
         self.check_open()
-        self._retry.check()
+        self.retry.check()
         self._queue.put_nowait(entry)
         return await entry.answer
 
@@ -197,7 +197,7 @@ class Writer:
                 for entry in batch:
                     _answer(entry, problem)
             return not again
-        self._retry.worked()
+        self.retry.worked()
         self.statistics.committed(len(batch), time.perf_counter() - began)
         for entry, outcome in zip(batch, outcomes, strict=True):
             _answer(entry, outcome)
@@ -207,7 +207,7 @@ class Writer:
         """Raises StoreError until the next try is due, and StoreLost if there will be none."""
         if self._lost is not None:
             raise self._lost
-        self._retry.check()
+        self.retry.check()
 
     async def _check_space(self, batch: Sequence[_Entry]) -> None:
         """Raises StoreFull if the disk is full and the batch adds more than fits into the space
@@ -247,7 +247,7 @@ class Writer:
         if isinstance(problem, StoreLost):
             self._lost = problem
         elif isinstance(problem, DatabaseUnreachable):
-            self._retry.failed(problem)
+            self.retry.failed(problem)
         return problem
 
     async def _why_locked(self) -> StoreError:
@@ -264,7 +264,7 @@ class Writer:
 
     async def _require_held(self, connection: AsyncConnection) -> None:
         """Raises StoreLost if another process has opened the store since the last connection."""
-        if self._owner is not None and not await is_owner(connection, self._owner):
+        if self.owner is not None and not await is_owner(connection, self.owner):
             raise lock_lost()
 
     async def _write_down(self) -> None:

@@ -51,6 +51,8 @@ class Access:
     """Lets only authorized requests through.
 
     Args:
+        sessions: logins of the page; None: requests without a token go on to a server that
+            knows them.
         quota: of tokens without one of their own.
     """
 
@@ -58,7 +60,7 @@ class Access:
         self,
         app: ASGIApp,
         tokens: AccessTokens,
-        sessions: Sessions,
+        sessions: Sessions | None,
         strangers: Strangers,
         quota: Quota,
     ) -> None:
@@ -76,7 +78,8 @@ class Access:
         # A WebSocket begins with a GET; routes that answer GET may also answer HEAD.
         method = scope.get("method", "GET")
         rule = rules.get("GET" if method == "HEAD" else method)
-        if rule is not None and rule.roles is None:
+        is_open = rule is not None and rule.roles is None
+        if is_open or (self._sessions is None and not _bearer(scope)):
             await self._app(scope, receive, send)
             return
         try:
@@ -95,7 +98,7 @@ class Access:
     def _admitted(self, scope: Scope, rule: Rule | None) -> Token:
         sent = _bearer(scope)
         token = self._tokens.find(sent) if sent else None
-        if not sent and is_page_read(scope, rule):
+        if not sent and self._sessions is not None and is_page_read(scope, rule):
             token = self._sessions.reader(scope)
             if token is not None and rule is None:
                 raise _NotFound("Not Found")
