@@ -279,6 +279,15 @@ class SandboxConfig(Section):
     """Maximum concurrent sandboxes; further requests wait."""
     docker_image: str = ""
     """Default image of the backend `docker`; it needs python3, bash and git."""
+    docker_pull: Literal["never", "missing"] = "never"
+    """Fetch images that the container engine does not have, or refuse what needs them."""
+    docker_warm: int = Field(default=2, ge=0)
+    """Containers kept started in advance for each image (and limits) in use; 0: none. All images
+    together have at most `concurrent`."""
+    docker_starts: int = Field(default=4, ge=1)
+    """Maximum containers being started at the same time."""
+    docker_starts_per_second: float = Field(default=10.0, gt=0)
+    """Maximum container starts per second."""
 
 
 class RolloutsConfig(DeliveryConfig):

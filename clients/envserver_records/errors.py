@@ -22,6 +22,7 @@
     │   │   └── EngineGarbage  its answer violates the protocol                   retry, then drop
     │   ├── SandboxError       the sandbox of the model's programs failed         retry, then drop
     │   │   ├── SandboxUnavailable it cannot be made (space, backend, supervisor) retry, then drop
+    │   │   │   └── SandboxImageMissing the engine lacks the task's image         drop at once
     │   │   └── SandboxLost    it ended during a program, not because of it       retry, then drop
     │   ├── ServiceError       a service of the environment failed                retry, then drop
     │   │   └── HookError      a hook of the environment raised                   drop at once
@@ -205,6 +206,12 @@ class SandboxError(RolloutError):
 
 class SandboxUnavailable(SandboxError):
     kind, status = "sandbox_unavailable", 503
+
+
+class SandboxImageMissing(SandboxUnavailable):
+    """`detail["missing"]` names the image, which no retry brings."""
+
+    kind, blame, outcome = "sandbox_image_missing", Blame.USER, Outcome.DROP
 
 
 class SandboxLost(SandboxError):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _SUMS = ("wall_seconds", "cpu_seconds", "read_bytes", "written_bytes", "output_bytes", "executions")
-_PEAKS = ("peak_memory", "disk_bytes", "peak_processes")
+_PEAKS = ("disk_bytes", "peak_processes")
 
 
 class Totals:
@@ -26,6 +26,8 @@ class Totals:
     output_bytes = 0
     disk_bytes = 0
     peak_processes = 0
+    cpu_exact = False
+    memory_exact = False
 
     def __init__(self, executions: int = 0) -> None:
         self.executions = executions
@@ -33,6 +35,11 @@ class Totals:
 
     def add(self, other: Totals) -> None:
         """Sums, and the highest peaks."""
+        self.cpu_exact = other.cpu_exact
+        if other.memory_exact:  # what comes after it, and is sampled, was less
+            self.peak_memory, self.memory_exact = other.peak_memory, True
+        elif not self.memory_exact:
+            self.peak_memory = max(self.peak_memory, other.peak_memory)
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in _PEAKS:
@@ -45,7 +52,9 @@ class Totals:
         return {
             "wall_seconds": self.wall_seconds,
             "cpu_seconds": self.cpu_seconds,
+            "cpu_exact": self.cpu_exact,
             "peak_memory_mb": self.peak_memory / MB,
+            "memory_exact": self.memory_exact,
             "read_bytes": self.read_bytes,
             "written_bytes": self.written_bytes,
             "output_bytes": self.output_bytes,
@@ -66,10 +75,25 @@ class Accounts:
         self._whole = _opened("/proc/self/io")
         self._own = _opened(f"/proc/self/task/{os.getpid()}/io")
 
-    def cpu_seconds(self) -> float:
-        """User and system time."""
+    cpu_exact = False
+    """Whether `cpu_seconds` misses nothing."""
+
+    def cpu_seconds(self, living: float = 0.0) -> float:
+        """User and system time, with that of the `living` processes."""
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
+        return used.ru_utime + used.ru_stime + living
+
+    def peak_memory(self) -> int:
+        """The kernel's count of the most bytes so far, files of programs included; 0: none."""
+        return 0
+
+    def peak_tasks(self) -> int:
+        """The kernel's count of the most processes and threads so far; 0: none."""
+        return 0
+
+    def memory_kills(self) -> int:
+        """How many programs the kernel has killed for want of memory; 0 where it does not say."""
+        return 0
 
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes read and written through any descriptor (0, 0: the kernel does not say)."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 
 from . import linux, namespaces
+from .accounts import Accounts
 from .sampling import numbers
 
 TYPE_CHECKING = False
@@ -50,6 +51,9 @@ class Backend(Protocol):
 
     def used(self) -> tuple[int, int]:
         """Returns the bytes and inodes used in the writable folders."""
+
+    def accounts(self) -> Accounts:
+        """Returns what adds up the usage of the programs."""
 
     def kernel_bytes(self) -> int:
         """Returns an upper bound of the kernel memory that programs hold, beyond their own."""
@@ -94,6 +98,9 @@ class NamespaceBackend:
         state = os.statvfs(self.work)
         taken = (state.f_blocks - state.f_bfree) * state.f_frsize
         return taken, state.f_files - state.f_ffree - namespaces.OWN_INODES
+
+    def accounts(self) -> Accounts:
+        return Accounts()
 
     def kernel_bytes(self) -> int:
         return kernel_bytes()
@@ -214,6 +221,9 @@ class HostBackend:
             except OSError:
                 return taken, _TOO_MANY
         return taken + self._unnamed(), inodes
+
+    def accounts(self) -> Accounts:
+        return Accounts()
 
     def kernel_bytes(self) -> int:
         sockets = 0

@@ -17,7 +17,12 @@ from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
 import msgspec
-from envserver_records.errors import InputError, SandboxLost, SandboxUnavailable
+from envserver_records.errors import (
+    InputError,
+    SandboxImageMissing,
+    SandboxLost,
+    SandboxUnavailable,
+)
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
 from .wire import (
@@ -34,6 +39,8 @@ T = TypeVar("T")
 _GRACE_SECONDS = 10.0
 """Seconds beyond the wall limit until a sandbox that does not answer counts as lost."""
 _FILE_SECONDS = 60.0
+_CONTAINER_SECONDS = 3600.0
+"""A container may wait for its turn to start, and for its image to be pulled."""
 _CLOSE_SECONDS = 10.0
 _HUNG_UP_SECONDS = 1.0
 """Seconds for a program whose output has ended to end; then it is killed."""
@@ -200,8 +207,10 @@ class ConnectedSandbox:
             "limits": msgspec.structs.asdict(spec.limits),
             "image": spec.image,
             "image_hides": spec.image_hides,
+            "preload": spec.preload,
         }
-        await self._ask(_FILE_SECONDS, "setup", request)
+        seconds = _CONTAINER_SECONDS if self.isolation == "docker" else _FILE_SECONDS
+        await self._ask(seconds, "setup", request)
 
     async def exec(
         self,
@@ -368,6 +377,8 @@ class ConnectedSandbox:
         match answer:
             case ["ok", value]:
                 return value
+            case ["error", "no_image", str() as image, str() as message]:
+                raise image_missing(image, message)
             case ["error", "unavailable", str() as message]:
                 raise SandboxUnavailable(f"No sandbox could be made: {message}.")
             case ["error", str(), str() as message]:
@@ -435,6 +446,17 @@ async def _readable(channel: socket.socket) -> None:
         await came.wait()
     finally:
         loop.remove_reader(channel)
+
+
+def image_missing(image: str, reason: str) -> SandboxImageMissing:
+    """The failure of a sandbox whose image the container engine does not have."""
+    words = f"The container engine lacks an image: {image} ({reason.rstrip('.')})."
+    return SandboxImageMissing(
+        words,
+        hint="Build or pull it, or let it be pulled: --sandbox.docker_pull missing.",
+        bug=words,  # each rollout with it fails
+        missing=image,
+    )
 
 
 def _framed(request: tuple[Any, ...]) -> bytes:

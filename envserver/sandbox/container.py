@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import cast
 
 from . import inside, linux, seccomp, system
+from .accounts import Accounts
 from .backend import NamespaceBackend, ignore_signals_from_inside
+from .cgroups import CgroupAccounts
 from .program import warm_up
+from .wire import CONTAINER_ENDED, CONTAINER_READY
 
 _WRITABLE = ("/work", "/tmp", "/dev/shm")
 
@@ -38,6 +41,9 @@ class ContainerBackend(NamespaceBackend):
         Path("/proc/self/oom_score_adj").write_text("1000")  # programs go before their server
         linux.drop_capabilities()
         linux.install_filter(self._filter)
+
+    def accounts(self) -> Accounts:
+        return CgroupAccounts()
 
     def used(self) -> tuple[int, int]:
         taken = inodes = 0
@@ -61,6 +67,9 @@ class _Pipes:
         while data:
             data = data[os.write(1, data) :]
 
+    def close(self) -> None:
+        self.sendall(CONTAINER_ENDED)
+
 
 def main(preload: list[str]) -> None:
     """The whole life of a container's server."""
@@ -68,4 +77,5 @@ def main(preload: list[str]) -> None:
     for name in preload:
         importlib.import_module(name)
     warm_up()
+    os.write(1, CONTAINER_READY)
     inside.serve(cast(socket.socket, _Pipes()), ContainerBackend)

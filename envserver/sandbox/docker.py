@@ -1,47 +1,41 @@
-"""The backend `docker`: one container per sandbox, through the Docker or Podman command line.
+"""The backend `docker`: the Docker or Podman command, and what containers are started with.
 
     supervisor --("fork")--> maker --(fork)--> relay
     client --(frames)--> relay --(stdin, stdout)--> docker run ... python3 --> in-sandbox server
 
-A maker takes the place of a zygote. A relay is a process of this machine, one per sandbox: it reads
-the spec, starts a container with its limits from the image that the spec names (default: the
-engine's), sends this package's modules (the image only needs Python), then passes bytes on. The
-container ends with its relay. Containers have no network, no capabilities, a read-only root and an
-ordinary user.
+`docker_maker` is the maker and its relays, `docker_pool` the containers that it starts, some of
+them in advance; `docker_leftovers` what a killed server left. Containers have no network, no
+capabilities, a read-only root and an ordinary user; their image only needs Python, since this
+package's modules are sent.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import re
-import select
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, Literal
 
 import msgspec
 
-from . import linux
 from .hidden import OUR_PACKAGES
 from .namespaces import SOCKET_BUFFERS
-from .wire import MAX_MESSAGE_BYTES, Frames, encode
 
 ENGINES = ("docker", "podman")
-_SECONDS = 15.0
+_SECONDS = 30.0
+PULL_SECONDS = 3600.0
+LABEL = "envserver=sandbox"
+"""Every container of a sandbox has it, of whatever server."""
 _USER = 1000
 _SERVER_MB = 64
 """Memory beyond that of the programs: for the in-sandbox server and its kernel memory."""
 _SERVER_PROCESSES = 4
-_CHUNK = 2**18
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,500}", re.ASCII)
 _DIRECTORY = re.compile(r"(/[\w.-]+)+", re.ASCII)
 """Only such values go onto the engine's command line: one argument each, never an option."""
@@ -50,6 +44,7 @@ _VARIABLES = (
     *("PATH", "HOME", "XDG_RUNTIME_DIR", "TMPDIR"),
     *("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"),
     *("CONTAINER_HOST", "CONTAINER_CONNECTION", "CONTAINERS_CONF"),
+    *("CONTAINERS_STORAGE_CONF", "CONTAINERS_REGISTRIES_CONF", "REGISTRY_AUTH_FILE"),
 )
 
 _EMPTY_PACKAGES = ("envserver", "envserver.sandbox", "envserver_records")
@@ -81,11 +76,15 @@ main(preload)
 """
 
 
+Pull = Literal["never", "missing"]
+
+
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """A container engine that answers, and the image to start.
 
     Args:
         program: path of its command.
+        image: of sandboxes whose spec names none.
         variables: variables of the server that the command needs to find its engine.
     """
 
@@ -94,42 +93,68 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, str]
 
 
-class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of a maker, passed as JSON; see `zygote.Boot`."""
+class PoolRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How many containers are started, and when.
 
-    control_fd: int
-    supervisor_pid: int
-    engine: Engine
-    preload: list[str]
+    Args:
+        prefix: of their names; see `docker_leftovers`.
+        pull: whether missing images are fetched.
+        warm: containers kept started in advance, for each image and limits in use.
+        most_warm: of them in all.
+        starts: containers being started at the same time, at most.
+        starts_per_second: and this often.
+    """
 
-
-def main(boot_json: str) -> None:
-    """Runs a maker: forks a relay on request, until the supervisor ends."""
-    boot = msgspec.json.decode(boot_json, type=Boot)
-    control = socket.socket(fileno=boot.control_fd)
-    linux.die_with(boot.supervisor_pid, signal.SIGKILL)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # relays are not waited for
-    control.send(json.dumps(["up"]).encode())
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
-        if not data:
-            return
-        request_id, _ = json.loads(data)
-        channel = socket.socket(fileno=descriptors[0])
-        maker_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            serve(channel, boot.engine, boot.preload, maker_pid)
-        channel.close()
-        pidfd = os.pidfd_open(pid)
-        message = json.dumps(["forked", request_id, ""]).encode()
-        socket.send_fds(control, [message], [pidfd])
-        os.close(pidfd)
+    prefix: str
+    pull: Pull
+    warm: int
+    most_warm: int
+    starts: int
+    starts_per_second: float
 
 
-def find_engine(image: str, environ: Mapping[str, str] = os.environ) -> Engine:
+class ContainerKey(msgspec.Struct, frozen=True):
+    """What is decided when a container starts: sandboxes that agree in it can take each other's.
+
+    Args:
+        hides: directories of the image that are empty in it.
+        preload: modules that its server imports before it is ready.
+    """
+
+    image: str
+    hides: tuple[str, ...]
+    preload: tuple[str, ...]
+    memory_mb: int
+    disk_mb: int
+    inodes: int
+    processes: int
+
+
+def key_of(engine: Engine, spec: Mapping[str, Any]) -> ContainerKey:
+    """Returns what a container for `spec` (see SandboxSpec, by name) is started with.
+
+    Raises:
+        ValueError: an image or a directory is none that may stand on a command line.
+    """
+    image, limits = spec["image"], spec["limits"]
+    if image and not _IMAGE.fullmatch(image):
+        raise ValueError(f"{image[:80]!r} is not an image name")
+    for place in spec["image_hides"]:
+        if not _DIRECTORY.fullmatch(place) or ".." in place:
+            raise ValueError(f"{place[:80]!r} is not a directory of an image")
+    numbers = [int(limits[name]) for name in ("memory_mb", "disk_mb", "inodes", "processes")]
+    return ContainerKey(
+        image or engine.image, tuple(spec["image_hides"]), tuple(spec["preload"]), *numbers
+    )
+
+
+def find_engine(
+    image: str, pull: Pull = "never", environ: Mapping[str, str] = os.environ
+) -> Engine:
     """Returns the first engine that answers and has the image.
+
+    Args:
+        pull: whether a missing image is fetched, which may take minutes.
 
     Raises:
         OSError: there is none; the message says why each failed.
@@ -141,18 +166,23 @@ def find_engine(image: str, environ: Mapping[str, str] = os.environ) -> Engine:
         if program is None:
             failed.append(f"{name} is not installed")
             continue
-        failure = _asked(program, variables, "version")
+        failure = asked(program, variables, "version")
         if not failure and not image:
             failure = "no image is named (--sandbox.docker_image)"
         elif not failure:
-            failure = _asked(program, variables, "image", "inspect", image)
+            failure = asked(program, variables, "image", "inspect", image)
+            if failure and pull == "missing":
+                words = ("pull", "--quiet", image)
+                failure = asked(program, variables, *words, seconds=PULL_SECONDS)
         if not failure:
             return Engine(program=program, image=image, variables=variables)
         failed.append(f"{name}: {failure}")
     raise OSError("; ".join(failed))
 
 
-def _asked(program: str, variables: Mapping[str, str], *words: str) -> str:
+def asked(
+    program: str, variables: Mapping[str, str], *words: str, seconds: float = _SECONDS
+) -> str:
     """Runs the engine's command; returns why it failed, or "" on success."""
     try:
         done = subprocess.run(
@@ -160,34 +190,38 @@ def _asked(program: str, variables: Mapping[str, str], *words: str) -> str:
             env=dict(variables),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_SECONDS,
+            timeout=seconds,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode == 0:
         return ""
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else f"status {done.returncode}"
+    return last_line(done.stderr) or f"status {done.returncode}"
 
 
-def command(engine: Engine, name: str, spec: Mapping[str, Any], words: list[str]) -> list[str]:
-    """Returns the command line that starts a container for one sandbox.
+def last_line(said: bytes) -> str:
+    """The last line of what a command said, which is why it failed; its advice is left out."""
+    lines = said.decode(errors="replace").strip().splitlines()
+    told = [line for line in lines if line.strip() and not line.startswith("See '")]
+    return told[-1].strip()[:300] if told else ""
+
+
+def command(engine: Engine, name: str, key: ContainerKey, words: list[str]) -> list[str]:
+    """Returns the command line that starts a container.
 
     Args:
         name: of the container.
-        spec: see SandboxSpec, by name; already checked by `usable`.
         words: arguments of its python3.
     """
-    limits = spec["limits"]
-    disk, inodes = int(limits["disk_mb"]), int(limits["inodes"])
-    memory = int(limits["memory_mb"]) + 3 * disk + _SERVER_MB  # files in memory count as well
-    mount = f"rw,exec,nosuid,nodev,size={disk}m,mode=1777"
+    memory = key.memory_mb + key.disk_mb + _SERVER_MB  # files in memory count as well
+    mount = f"rw,exec,nosuid,nodev,size={key.disk_mb}m,mode=1777"
+    shared = f"rw,exec,nosuid,nodev,size={max(1, key.disk_mb // 2)}m,mode=1777"
     podman = Path(engine.program).name == "podman"
     if not podman:  # it refuses the option; files are sampled besides
-        mount += f",nr_inodes={inodes + 4}"
-    processes = int(limits["processes"]) + _SERVER_PROCESSES
-    hidden = (f"{place}:ro,nosuid,nodev,size=4k,mode=0755" for place in spec["image_hides"])
+        mount, shared = (f"{settings},nr_inodes={key.inodes}" for settings in (mount, shared))
+    processes = key.processes + _SERVER_PROCESSES
+    hidden = (f"{place}:ro,nosuid,nodev,size=4k,mode=0755" for place in key.hides)
     return [
         *(engine.program, "run", "--rm", "--interactive", "--name", name, "--init=false"),
         *("--sysctl", f"net.ipv4.tcp_rmem={SOCKET_BUFFERS}"),
@@ -198,114 +232,20 @@ def command(engine: Engine, name: str, spec: Mapping[str, Any], words: list[str]
         *("--memory", f"{memory}m", "--memory-swap", f"{memory}m"),
         *("--pids-limit", str(processes), "--ulimit", "core=0"),
         # Docker makes a working folder anew, as root's: the supervisor goes to /work by itself.
-        *("--tmpfs", f"/work:{mount}", "--tmpfs", f"/tmp:{mount}", "--tmpfs", f"/dev/shm:{mount}"),
+        *("--tmpfs", f"/work:{mount}", "--tmpfs", f"/tmp:{mount}", "--tmpfs", f"/dev/shm:{shared}"),
         *("--workdir", "/"),
         *(word for settings in hidden for word in ("--tmpfs", settings)),
-        *("--log-driver", "none", "--pull", "never", "--label", "envserver=sandbox"),
-        *("--entrypoint", "python3", spec["image"] or engine.image, *words),
+        *("--log-driver", "none", "--pull", "never", "--label", LABEL),
+        *("--entrypoint", "python3", key.image, *words),
     ]
 
 
-def usable(engine: Engine, spec: Mapping[str, Any]) -> str:
-    """Returns why the image that `spec` names cannot be used, or "" if it can."""
-    image = spec["image"]
-    if image and not _IMAGE.fullmatch(image):
-        return f"{image[:80]!r} is not an image name"
-    for place in spec["image_hides"]:
-        if not _DIRECTORY.fullmatch(place) or ".." in place:
-            return f"{place[:80]!r} is not a directory of an image"
-    if not image or image == engine.image:
-        return ""
-    return _asked(engine.program, engine.variables, "image", "inspect", image)
+def start_words(preload: Sequence[str], sent: bytes) -> list[str]:
+    """Returns the arguments of a container's python3, which reads `sent` (see `bundle`) first."""
+    return ["-I", "-c", _BOOT, str(len(sent)), json.dumps(list(preload))]
 
 
-def serve(channel: socket.socket, engine: Engine, preload: list[str], maker_pid: int) -> NoReturn:
-    """Runs a relay; ends the process.
-
-    Failures are written to standard error; the client sees that its sandbox is lost.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    status = 1
-    try:
-        linux.die_with(maker_pid, signal.SIGTERM)
-        _relay(channel, engine, preload)
-        status = 0
-    except SystemExit:
-        status = 0
-    except Exception as error:  # noqa: BLE001 - the last frame: whatever it is, say it and end
-        sys.stderr.write(f"a container's relay: {type(error).__name__}: {error}\n")
-        sys.stderr.flush()
-    finally:
-        os._exit(status)
-
-
-def _relay(channel: socket.socket, engine: Engine, preload: list[str]) -> None:
-    first, spec = _hear_spec(channel)
-    reason = usable(engine, spec)
-    if reason:
-        channel.sendall(encode("error", "unavailable", reason))
-        return
-    name = f"envserver-{uuid.uuid4().hex}"
-    sent = bundle(preload)
-    words = ["-I", "-c", _BOOT, str(len(sent)), json.dumps(preload)]
-    parent = os.getpid()
-    container = subprocess.Popen(
-        command(engine, name, spec, words),
-        env=engine.variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=lambda: linux.die_with(parent, signal.SIGKILL),
-    )
-    assert container.stdin is not None
-    assert container.stdout is not None
-    try:
-        with contextlib.suppress(ConnectionError):  # it ended; its last output is on our stderr
-            container.stdin.write(sent + first)
-            container.stdin.flush()
-            _pass_on(channel, container.stdin, container.stdout)
-    finally:
-        # The end of input ends the in-sandbox server; this also ends one that does not react.
-        _asked(engine.program, engine.variables, "kill", name)
-        container.kill()
-        container.wait()
-
-
-def _hear_spec(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
-    """Returns the bytes that the client sent up to its set-up request, and its spec, by name."""
-    frames, heard = Frames(), bytearray()
-    while True:
-        data = channel.recv(_CHUNK)
-        if not data:
-            raise SystemExit  # closed before it was set up
-        heard += data
-        for frame in frames.feed(data):
-            return bytes(heard), frame[1]
-
-
-def _pass_on(channel: socket.socket, to_inside: IO[bytes], from_inside: IO[bytes]) -> None:
-    """Copies bytes both ways until either end is closed.
-
-    Blocking writes are safe: both ends read what they are sent.
-    """
-    poll = select.poll()
-    poll.register(channel, select.POLLIN)
-    poll.register(from_inside, select.POLLIN)
-    while True:
-        for descriptor, _ in poll.poll():
-            if descriptor == channel.fileno():
-                data = channel.recv(_CHUNK)
-                to_inside.write(data)
-                to_inside.flush()
-            else:
-                data = os.read(descriptor, _CHUNK)
-                channel.sendall(data)
-            if not data:
-                return
-
-
-def bundle(preload: list[str]) -> bytes:
+def bundle(preload: Sequence[str]) -> bytes:
     """Returns this package's modules and those of `preload` that images lack, as JSON by name."""
     sources = dict.fromkeys(_EMPTY_PACKAGES, "")
     for path in Path(__file__).parent.glob("[!_]*.py"):

@@ -79,6 +79,8 @@ class Execution:
         self._accounts = accounts
         self._cpu_before = accounts.cpu_seconds()
         self._io_before = accounts.bytes_moved()
+        self._peaks_before = accounts.peak_memory(), accounts.peak_tasks()
+        self._kills_before = accounts.memory_kills()
 
     def run(self, channel: int, asked_to_cancel: Callable[[], bool]) -> dict[str, Any]:
         """Runs the program until it and all processes that it started have ended.
@@ -163,7 +165,7 @@ class Execution:
         used.peak_memory = max(used.peak_memory, seen.memory_bytes)
         used.peak_processes = max(used.peak_processes, seen.processes)
         used.disk_bytes = max(used.disk_bytes, disk)
-        cpu_seconds = seen.cpu_seconds + self._accounts.cpu_seconds() - self._cpu_before
+        cpu_seconds = self._accounts.cpu_seconds(seen.cpu_seconds) - self._cpu_before
         for reason, passed in (
             ("memory", seen.memory_bytes + self._backend.kernel_bytes() > memory_limit),
             ("cpu", cpu_seconds > float(limits["cpu_seconds"])),
@@ -193,13 +195,21 @@ class Execution:
         code = os.waitstatus_to_exitcode(status)
         if not self._killed_by and code == -signal.SIGXCPU:
             self._killed_by = "cpu"
+        if not self._killed_by and self._accounts.memory_kills() > self._kills_before:
+            self._killed_by = "memory"
         used.cpu_seconds = self._accounts.cpu_seconds() - self._cpu_before
         read, written = self._accounts.bytes_moved()
         used.read_bytes = max(0, read - self._io_before[0])
         used.written_bytes = max(0, written - self._io_before[1])
         used.output_bytes = sum(output.total for output in self._outputs)
+        used.cpu_exact = self._accounts.cpu_exact
         used.peak_memory = max(used.peak_memory, usage.ru_maxrss * 1024)
         used.peak_processes = max(used.peak_processes, 1)
+        memory, tasks = self._accounts.peak_memory(), self._accounts.peak_tasks()
+        if memory > self._peaks_before[0]:  # reached by this program, else by an earlier one
+            used.peak_memory, used.memory_exact = memory, True
+        if tasks > self._peaks_before[1]:
+            used.peak_processes = tasks
         used.disk_bytes = max(used.disk_bytes, self._backend.used()[0])
         if self._killed_by:
             used.killed = {self._killed_by: 1}

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable
 
 from . import linux
-from .accounts import Accounts, Totals
+from .accounts import Totals
 from .backend import Backend
 from .execution import Execution
 from .program import MB, Program
@@ -60,7 +60,10 @@ def serve(channel: socket.socket, make_backend: Callable[[], Backend]) -> NoRetu
     finally:
         if backend is not None:
             backend.kill()
-        os._exit(status)
+        try:
+            channel.close()
+        finally:
+            os._exit(status)
 
 
 def _hang_up(channel: socket.socket) -> None:
@@ -78,7 +81,7 @@ class _Server:
         self._frames = Frames()
         self._waiting: list[list[Any]] = []
         self._totals = Totals()
-        self._accounts = Accounts()
+        self._accounts = backend.accounts()
         self._env: dict[str, str] = {}
         self._limits: dict[str, Any] = {}
         self._handing_out: list[int] = []

@@ -20,7 +20,8 @@ import structlog
 from envserver_records.errors import ConfigError
 
 from ..config import SandboxConfig
-from .docker import Engine, find_engine
+from .docker import Engine, PoolRules, find_engine
+from .docker_leftovers import new_prefix, remove_leftovers
 from .places import folder_for_sockets
 from .probe import ProbeReport, examine, unavailable
 from .selection import announce, candidates, missing, nothing_works
@@ -53,6 +54,7 @@ class SandboxService:
         self.address = ""
         self._directory = ""
         self._engine: Engine | None = None
+        self._rules: PoolRules | None = None
 
     @property
     def private(self) -> list[str]:
@@ -82,7 +84,7 @@ class SandboxService:
             return report
         if backend == "docker":
             try:
-                self._engine = await asyncio.to_thread(find_engine, self._config.docker_image)
+                await asyncio.to_thread(self._use_engine)
             except OSError as error:
                 return unavailable(backend, str(error))
         self.backend = backend
@@ -104,6 +106,26 @@ class SandboxService:
             await self.end()
             raise
 
+    def _use_engine(self) -> None:
+        """Finds a container engine, and removes what killed servers left in it.
+
+        Raises:
+            OSError: none answers and has the image.
+        """
+        wanted = self._config
+        self._engine = find_engine(wanted.docker_image, wanted.docker_pull)
+        self._rules = PoolRules(
+            prefix=new_prefix(),
+            pull=wanted.docker_pull,
+            warm=wanted.docker_warm,
+            most_warm=wanted.concurrent,
+            starts=wanted.docker_starts,
+            starts_per_second=wanted.docker_starts_per_second,
+        )
+        removed = remove_leftovers(self._engine)
+        if removed:
+            _log.warning("sandbox_containers_removed", of_killed_servers=len(removed))
+
     async def __aexit__(self, *_: object) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
@@ -121,6 +143,7 @@ class SandboxService:
             backend=self.backend,
             private=self.private,
             engine=self._engine,
+            rules=self._rules,
         )
         self._control = ours
         self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, milliseconds
@@ -155,6 +178,7 @@ class SandboxService:
         while True:
             await asyncio.sleep(_PAUSE_SECONDS)
             try:
+                await self._remove_containers()
                 self._clean()
                 self._make_directory()
                 await self._start()
@@ -180,7 +204,13 @@ class SandboxService:
                 self._process.kill()
                 self._process.wait()
             self._process = None
+            await self._remove_containers()
         self._clean()
+
+    async def _remove_containers(self) -> None:
+        """Removes those that did not end with the supervisor, or not yet."""
+        if self._engine is not None and self._rules is not None:
+            await asyncio.to_thread(remove_leftovers, self._engine, self._rules.prefix)
 
     def _make_directory(self) -> None:
         Path(self._directory).mkdir(mode=0o700)

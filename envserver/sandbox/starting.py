@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from . import docker
+from . import docker, docker_maker
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -30,7 +30,7 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
         directory: private; holds the socket `socket` and the zygotes' directories.
         concurrent: maximum number of live sandboxes.
         backend, private: see `zygote.Boot`.
-        engine: what makes containers, for the backend `docker`.
+        engine, rules: what makes containers, and how many, for the backend `docker`.
     """
 
     control_fd: int
@@ -40,6 +40,7 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     private: list[str]
     engine: docker.Engine | None = None
+    rules: docker.PoolRules | None = None
 
 
 def start_command(module: str, boot: Any) -> list[str]:
@@ -53,12 +54,12 @@ def zygote_command(
     boot: SupervisorBoot, control_fd: int, root: str, preload: list[str]
 ) -> list[str]:
     """Returns the argv of the zygote, or of the maker of containers, that this process starts."""
-    ours, engine = os.getpid(), boot.engine
-    if engine is not None:
-        maker = docker.Boot(
-            control_fd=control_fd, supervisor_pid=ours, engine=engine, preload=preload
+    ours = os.getpid()
+    if boot.engine is not None and boot.rules is not None:
+        maker = docker_maker.Boot(
+            control_fd=control_fd, supervisor_pid=ours, engine=boot.engine, rules=boot.rules
         )
-        return start_command("docker", maker)
+        return start_command("docker_maker", maker)
     arguments = {
         "control_fd": control_fd,
         "supervisor_pid": ours,

@@ -204,6 +204,8 @@ class Supervisor:
             self._forget(client)
             return
         word, request_id, preload = message
+        if self._boot.engine is not None:  # one maker for all: it hears each with its spec
+            preload = ()
         if word == "open":
             self._queue.append(_Wanted(client, request_id, preload))
             self._serve_queue()

@@ -24,6 +24,11 @@ MAX_MESSAGE_BYTES = 65536
 NAMESPACE_BACKENDS = ("namespace", "bubblewrap")
 """Backends whose programs all end with the in-sandbox server."""
 
+CONTAINER_READY = b"R"
+"""What the server in a container says before any frame: it is warm, a spec may come."""
+CONTAINER_ENDED = b"\0\0\0\0ENDED"
+"""What it says last, when no program is left: the engine takes long to tell that."""
+
 MAX_ANSWER_TEXT_BYTES = 2**20
 """Programs' output comes beside the text."""
 

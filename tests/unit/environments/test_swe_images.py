@@ -130,7 +130,8 @@ async def test_rows_with_images_are_tasks(containers: Sandboxes, tmp_path: Path)
     scores = [await swe.score(task, result_of(patch)) for patch in (FIX, "", TEST_PATCH)]
     assert [score.reward for score in scores] == [1.0, 0.0, 0.0]
     assert dict(swe.dropped) == {
-        "No sandbox could be made": 2,
+        "The container engine lacks an image": 1,
+        "No sandbox could be made": 1,
         "the gold patch does not pass its tests": 1,
         "pytest could not be started in the sandbox": 1,
         "Images of R2E-Gym hold their Python in the repository: use a mirror.": 1,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from envserver_records.errors import ConfigError
+from envserver_records.errors import ConfigError, SandboxImageMissing
 from support import fake_engine
 from support.waiting import until
 
 from envserver import InputError, SandboxConfig, SandboxLimits, SandboxSpec
-from envserver.sandbox import SandboxClient, SandboxService, service
+from envserver.sandbox import SandboxClient, SandboxService, find_engine, service
+from envserver.sandbox.cgroups import CgroupAccounts
+from envserver.sandbox.docker_leftovers import new_prefix, remove_leftovers
 from envserver.sandbox.service import probe
 
 CONFIG = SandboxConfig(backend="docker", docker_image=fake_engine.IMAGE)
@@ -44,8 +49,8 @@ async def test_a_container_holds_all_that_walls_promise(engine: Path) -> None:
         "--user 1000:1000",
         "--read-only",
         "--pids-limit 12",
-        "--memory-swap 184m",
-        "/work:rw,exec,nosuid,nodev,size=8m,mode=1777,nr_inodes=4100",
+        "--memory-swap 168m",
+        "/work:rw,exec,nosuid,nodev,size=8m,mode=1777,nr_inodes=4096",
         "--pull never",
     ):
         assert words in line
@@ -91,6 +96,100 @@ async def test_what_is_missing_is_said(engine: Path, image: str, reason: str) ->
     with pytest.raises(ConfigError) as refusal:
         await SandboxService(SandboxConfig(backend="docker", docker_image=image)).__aenter__()
     assert reason in refusal.value.message
+
+
+async def test_a_kind_of_sandbox_that_is_used_again_gets_a_warm_container(
+    engine: Path, containers: SandboxClient
+) -> None:
+    begun = 0.0
+    for _ in range(3):
+        begun = time.clock_gettime(time.CLOCK_BOOTTIME)
+        async with containers.open(SandboxSpec()) as sandbox:
+            said = await sandbox.run_python(_STARTED)
+    started = int(said.stdout) / os.sysconf("SC_CLK_TCK")
+    if started >= begun:  # this machine was slow to start the third one in advance
+        await until(lambda: _runs(engine) >= 6)
+        begun = time.clock_gettime(time.CLOCK_BOOTTIME)
+        async with containers.open(SandboxSpec()) as sandbox:
+            said = await sandbox.run_python(_STARTED)
+        assert int(said.stdout) / os.sysconf("SC_CLK_TCK") < begun
+
+
+_STARTED = "print(open('/proc/1/stat').read().rpartition(')')[2].split()[19])"
+
+
+def _runs(engine: Path) -> int:
+    return sum(words[0] == "run" for words in fake_engine.commands(engine))
+
+
+async def test_images_are_pulled_only_where_that_is_allowed(engine: Path) -> None:
+    wanted = SandboxConfig(backend="docker", docker_image="pulled")
+    refused = await probe("docker", wanted)
+    assert "No such image: pulled" in refused.failure
+    report = await probe("docker", wanted.model_copy(update={"docker_pull": "missing"}))
+    assert report.works, report.failure
+    assert ["pull", "--quiet", "pulled"] in fake_engine.commands(engine)
+
+
+async def test_a_missing_image_of_a_sandbox_is_a_failure_that_no_retry_cures(
+    containers: SandboxClient,
+) -> None:
+    with pytest.raises(SandboxImageMissing, match="lacks an image: other") as missing:
+        await containers.create(SandboxSpec(image="other"))
+    assert missing.value.detail["missing"] == "other"
+
+
+def test_only_containers_of_servers_that_are_gone_are_removed(engine: Path) -> None:
+    ours = new_prefix()
+    *here, pid, started, _ = ours.split("-")
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    service = "0" * 8
+    of_gone = ["-".join([*here, str(gone.pid), started, service, "a"])]
+    of_gone.append("-".join([*here, pid, str(int(started) - 1), service, "b"]))  # its id came again
+    others = [f"{ours}-c", "-".join([here[0], "another-1", pid, started, service, "d"]), "e"]
+    (engine / "left").write_text("\n".join(of_gone + others))
+    found = find_engine(fake_engine.IMAGE)
+    assert remove_leftovers(found) == of_gone
+    assert remove_leftovers(found, ours) == [f"{ours}-c"]
+    removed = [words[3:] for words in fake_engine.commands(engine) if words[0] == "rm"]
+    assert removed == [of_gone, [f"{ours}-c"]]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "cpuacct/cpuacct.usage": "900000000000",
+            "memory/memory.usage_in_bytes": "1000",
+            "memory/memory.max_usage_in_bytes": "5000",
+            "memory/memory.oom_control": "oom_kill_disable 0\noom_kill 2",
+            "pids/pids.peak": "4",
+        },
+        {
+            "cgroup.controllers": "cpu memory pids",
+            "cpu.stat": "usage_usec 900000000\nuser_usec 1",
+            "memory.current": "1000",
+            "memory.peak": "5000",
+            "memory.events": "max 3\noom_kill 2",
+            "pids.peak": "4",
+        },
+    ],
+    ids=["version 1", "version 2"],
+)
+def test_the_numbers_of_cgroups_are_read_in_both_layouts(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    accounts = CgroupAccounts(str(tmp_path))
+    assert accounts.cpu_exact
+    before = time.process_time()  # of this process, which plays the server
+    counted = accounts.cpu_seconds(living=7.0)
+    assert 900 - time.process_time() <= counted <= 900 - before
+    found = accounts.peak_memory(), accounts.peak_tasks(), accounts.memory_kills()
+    assert found == (4000, 3, 2)
 
 
 async def test_a_real_engine_holds_it_too(docker_image: str) -> None:
