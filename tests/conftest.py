@@ -46,6 +46,7 @@ _PEERS = {
     "learn_python",
     "trainers_python",
     "trackers_python",
+    "ray_python",
     "verifiers_classic_python",
     "verifiers_v1_python",
     "docker_engine",
@@ -204,6 +205,12 @@ def inspect_python(request: pytest.FixtureRequest) -> Path:
 def trackers_python(request: pytest.FixtureRequest) -> Path:
     """The Python in which wandb, trackio, mlflow and tensorboard are installed."""
     return _python_of(".venv-trackers", "make trackers-peer", request.config)
+
+
+@pytest.fixture(scope="session")
+def ray_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which Ray and this project are installed."""
+    return _python_of(".venv-ray", "make ray-peer", request.config)
 
 
 @pytest.fixture(scope="session")

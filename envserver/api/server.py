@@ -145,6 +145,7 @@ async def serve_api(
     settings: ServerConfig | None = None,
     *,
     http: HttpFactory | None = None,
+    is_guarded: bool = False,
 ) -> RunningServer:
     """Starts serving `app`; returns once it accepts requests. Raises the limit of open files.
 
@@ -154,13 +155,14 @@ async def serve_api(
         settings: the settings that `app` was made with: connection limits, certificates, access
             tokens. None: plain HTTP without limits, for processes on this machine.
         http: makes the protocol of each connection instead.
+        is_guarded: `app` itself refuses whoever has no token, so any address is allowed.
 
     Raises:
         ConfigError: `host` is reachable from other machines but no tokens are required, the
             port is not available, or a certificate cannot be used.
         Exception: whatever `app` raised while starting.
     """
-    if settings is None or settings.tokens_file is None:
+    if not is_guarded and (settings is None or settings.tokens_file is None):
         require_loopback(host)
     raise_open_files()
     certificates = None

@@ -37,6 +37,8 @@ async def join(line: RunSpec[JoinSettings], console: Console) -> int:
         EnvserverError: see `joined` and `Runner.run`.
     """
     settings = line.settings
+    if settings.dealt:
+        return await join_dealt(line, console)
     with identity(line) as held:
         console.print(f"Joining {settings.url} as {held.name}", highlight=False)
         async with joined(line, held) as runner:
@@ -49,4 +51,18 @@ async def join(line: RunSpec[JoinSettings], console: Console) -> int:
                 SignalStop(console.print), drain_seconds=settings.server.drain_seconds
             )
         console.print(f"{counted(runner.tally.groups, 'group')} delivered.", highlight=False)
+    return 1 if ending == "overdue" else 0
+
+
+async def join_dealt(line: RunSpec[JoinSettings], console: Console) -> int:
+    """Makes the groups that a run deals, until it ends; returns as `join` does."""
+    from ..running.dealt_joining import dealt_runner
+
+    settings = line.settings
+    async with dealt_runner(line) as runner:
+        console.print(f"Joined {settings.url} as {runner.name}", highlight=False)
+        ending = await runner.run(
+            SignalStop(console.print), drain_seconds=settings.server.drain_seconds
+        )
+    console.print(f"{counted(runner.delivered, 'group')} delivered.", highlight=False)
     return 1 if ending == "overdue" else 0

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from ..running.hosting import Members
 from ..running.mix import alone
 from ..running.run_settings import ServeSettings
-from ..running.serving import serving
+from ..running.serving import Served, serving
 from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console
@@ -44,6 +44,8 @@ async def serve(members: Members, console: Console) -> int:
     Returns:
         The exit status: 1 when groups had to be cancelled at the end, else 0.
     """
+    if members[0].spec.settings.ray.address:
+        return await serve_on_ray(members, console)
     async with serving(members) as server:
         _say(console, f"Trainers: {server.url}")
         _say(console, f"Model endpoint for other environments: {server.model_url}")
@@ -52,6 +54,23 @@ async def serve(members: Members, console: Console) -> int:
             if _is_verbose(members):
                 await views.enter_async_context(sampled(console, server.latest_group))
             served = await server.run(SignalStop(console.print), console.print)
+    return _report(served, members, console)
+
+
+async def serve_on_ray(members: Members, console: Console) -> int:
+    """Serves like `serve`, with the environments on a Ray cluster."""
+    from ..running.ray_serving import ray_serving
+
+    async with ray_serving(members) as server:
+        _say(console, f"Trainers: {server.url}")
+        _say(console, f"Runners on the Ray cluster: {server.runner_url}")
+        async with shown(console, server.numbers, server.alarms):
+            served = await server.run(SignalStop(console.print), console.print)
+    return _report(served, members, console)
+
+
+def _report(served: Served, members: Members, console: Console) -> int:
+    """Says how the server ended; returns the exit status."""
     if served.audit:
         _say(console, served.audit)
     if served.judge:

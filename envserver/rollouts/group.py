@@ -127,6 +127,10 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     harness: HarnessSpec | None = None
     running: RunningRollouts = msgspec.field(default_factory=RunningRollouts)
 
+    async def make(self, request: GroupRequest) -> Group | Drop:
+        """See `make_group`."""
+        return await make_group(self, request)
+
     def publish_version(self, version: int) -> None:
         """Notes that the engine now serves `version` of the policy; cancels stale rollouts."""
         self.proxy.publish_version(version)

@@ -11,23 +11,47 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from envserver_records.errors import AllFailed, StoreError, TooMuchUntrained
 from envserver_records.records import Group
 from structlog.contextvars import bind_contextvars
 
+from ..config import RolloutsConfig
+from ..environment import Environment
 from ..telemetry.genai import evaluation
 from ..telemetry.tracing import gathered
 from .estimates import Scored
-from .events import GroupDelivered, GroupDropped, GroupSink
-from .group import RolloutContext, make_group
+from .events import GroupDelivered, GroupDropped, GroupSink, Observer
 from .mixing import Ending, Lane
 from .policy import Drop, retry_delay_seconds
 from .stream import GroupRequest, read
+from .untrained import UntrainedCeiling
 
 log = structlog.get_logger()
+
+
+class GroupMaker(Protocol):
+    """Makes groups: with the parts of this process (`RolloutContext`), or elsewhere."""
+
+    @property
+    def environment(self) -> Environment: ...
+
+    @property
+    def rollouts(self) -> RolloutsConfig: ...
+
+    @property
+    def observer(self) -> Observer:
+        """Gets the events of rollouts, and of groups."""
+        ...
+
+    @property
+    def ceiling(self) -> UntrainedCeiling: ...
+
+    async def make(self, request: GroupRequest) -> Group | Drop:
+        """Returns the group, or why there is none."""
+        ...
 
 
 class Scheduler:
@@ -44,7 +68,7 @@ class Scheduler:
 
     def __init__(
         self,
-        context: RolloutContext,
+        context: GroupMaker,
         requests: Iterator[GroupRequest],
         sink: GroupSink,
         *,
@@ -207,7 +231,7 @@ class Scheduler:
     async def _one(self, request: GroupRequest) -> Ending:
         bind_contextvars(group_id=request.group_id, env=request.env)
         with gathered() as traces:
-            made = await make_group(self._context, request)
+            made = await self._context.make(request)
         if isinstance(made, Drop):
             await self._count(made)
             self._dropped(request, made)

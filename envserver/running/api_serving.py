@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,39 @@ from ..rollouts.capacity import Bounds
 from ..store import GroupStore
 from ..store.demand import Demand, Staleness
 from .alarm_facts import delivery_facts
-from .bootstrap import beside, bootstrap_server
+from .bootstrap import BootstrapServer, beside, bootstrap_server
 from .metrics import Deliveries
 from .run_settings import RunApiSettings
 
 
+@dataclass(frozen=True)
+class ApiServer:
+    """A running server without environments of its own.
+
+    Args:
+        url: for trainers and environments.
+        runners: the environments on other machines.
+        demand: how many groups trainers want.
+        watch: finds what is wrong now.
+    """
+
+    url: str
+    bootstrap: BootstrapServer
+    runners: RunnerRegistry
+    demand: Demand
+    watch: AlarmWatch
+
+
 @contextlib.asynccontextmanager
 async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
-    """Serves while the context is open; yields the URL for trainers and environments.
+    """Serves while the context is open; yields the URL. Errors as for `api_server`."""
+    async with api_server(settings) as server:
+        yield server.url
+
+
+@contextlib.asynccontextmanager
+async def api_server(settings: RunApiSettings) -> AsyncIterator[ApiServer]:
+    """Serves while the context is open.
 
     Raises:
         ConfigError: the port is not available.
@@ -37,6 +63,9 @@ async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
     )
     async with starting as server:
         delivery = _Delivery(server.store, settings)
+        watch = AlarmWatch(
+            settings.alarms, partial(delivery_facts, server, delivery.demand, settings.store)
+        )
         server.metrics.add(Deliveries(server.store, lambda: delivery.version).families)
         api = create_api(
             server.store,
@@ -46,10 +75,7 @@ async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
             runners=delivery.elsewhere,
             gate=Gate(),  # this server has no engine: environments on other machines pause with it
             metrics=server.metrics,
-            alarms=AlarmWatch(
-                settings.alarms,
-                partial(delivery_facts, server, delivery.demand, settings.store),
-            ),
+            alarms=watch,
             health=server.health,
             retention=settings.retention,
             live=server.live,
@@ -59,7 +85,7 @@ async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
             beside("stale-groups", delivery.staleness.run()),
             beside("silent-runs", delivery.demand.close_silent_runs()),
         ):
-            yield server.url
+            yield ApiServer(server.url, server, delivery.elsewhere, delivery.demand, watch)
         server.health.drain()
 
 

@@ -16,9 +16,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 from envserver_records.errors import AllFailed, ConfigError, EnvserverError
@@ -35,6 +36,7 @@ from ..rollouts.mixing import Share
 from ..rollouts.rewards import range_of
 from ..rollouts.stream import GroupRequest, group_requests
 from .context import SharedEngine, shared_engine
+from .elsewhere import makers_of
 from .engines import SIMULATED
 from .evaluation_folder import claim, write_report, write_run_file, write_tasks
 from .group_run import GroupRun, Part, Show, show_nothing
@@ -43,6 +45,9 @@ from .judging import judge_line
 from .spec import RunSpec
 from .stopping import Stop
 from .tracking import Tracking, tracking
+
+if TYPE_CHECKING:
+    from .ray_making import RayMakers
 
 M = TypeVar("M", bound=MixSettings)
 
@@ -202,11 +207,12 @@ async def evaluate_members(
             settings.track, settings.tracking, settings, command="evaluate", environments=names
         ) as tracked,
         shared_engine(settings, need_engine=True, need_exact=False, folder=folder) as shared,
+        makers_of(settings)() as makers,
     ):
         for number, part in enumerate(parts, 1):
             if len(parts) > 1:
                 view.say(f"{part.member.name} ({number} of {len(parts)})")
-            failure = await _make_part(part, choice, view, shared, stop, tracked)
+            failure = await _make_part(part, choice, view, shared, stop, tracked, makers)
             if failure is not None:
                 failures.append(failure)
                 if len(parts) > 1:
@@ -349,6 +355,7 @@ async def _make_part(
     shared: SharedEngine,
     stop: Stop,
     tracked: Tracking | None,
+    makers: RayMakers | None,
 ) -> EnvserverError | None:
     """Makes the groups of an environment and its baselines; returns an error that ended it."""
     failure = None
@@ -357,7 +364,7 @@ async def _make_part(
             view.say(f"Baseline {name}")
         try:
             watched = None if name else tracked  # not the baselines
-            await _make(run, part, choice, view, shared, stop, watched)
+            await _make(run, part, choice, view, shared, stop, watched, makers)
         except EnvserverError as error:
             failure = error
         if part.begun:
@@ -387,6 +394,7 @@ async def _make(
     shared: SharedEngine,
     stop: Stop,
     tracked: Tracking | None,
+    makers: RayMakers | None,
 ) -> None:
     """Makes the groups of one environment or baseline."""
     environment = run.environment
@@ -418,6 +426,7 @@ async def _make(
         shared=shared,
         show=view.show,
         stop=stop,
+        elsewhere=lambda: nullcontext(makers),
     )
     try:
         await groups.run()

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from envserver_records.errors import ConfigError
 from envserver_records.records import Group
@@ -22,10 +22,11 @@ from ..config import Settings
 from ..environment import Environment
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
 from ..judges.server import JudgeServer
+from ..remote.dealing import Rules
 from ..rollouts.estimates import Scored
 from ..rollouts.events import Event, GroupDelivered, Observer
 from ..rollouts.mixing import Share, Shares, Turns, targets
-from ..rollouts.scheduler import Scheduler
+from ..rollouts.scheduler import GroupMaker, Scheduler
 from ..rollouts.stream import GroupRequest, id_prefix
 from ..tokens.flags import chosen
 from .context import SharedEngine, rollout_context, shared_engine
@@ -34,6 +35,9 @@ from .spec import RunSpec
 from .stopping import Stop, run_until_stopped
 from .tally import Rewards, Tally
 from .tracking import Tracking
+
+if TYPE_CHECKING:
+    from .ray_making import RayMakers
 
 Give = Callable[[Group], Awaitable[None]]
 
@@ -98,6 +102,15 @@ def no_tracking() -> AbstractAsyncContextManager[Tracking | None]:
     return contextlib.nullcontext()
 
 
+OpenMakers = Callable[[], AbstractAsyncContextManager["RayMakers | None"]]
+"""Opens what makes the groups of a run on other machines; None: they are made in this process."""
+
+
+def no_makers() -> AbstractAsyncContextManager[RayMakers | None]:
+    """See OpenMakers."""
+    return contextlib.nullcontext()
+
+
 @dataclass(frozen=True)
 class GroupFiles:
     """A file of groups and the file of failures next to it."""
@@ -117,6 +130,7 @@ class GroupRun:
         for_training: the groups are for a trainer: see `rollout_context`.
         shared: the engine, if others use it too; default: a new one.
         track: opens trackers of its numbers.
+        elsewhere: opens what makes the groups on other machines; default: they are made here.
         give: receives each group after it is in its file, if it has one; the run awaits it.
     """
 
@@ -135,6 +149,7 @@ class GroupRun:
         show: Show = show_nothing,
         stop: Stop | None = None,
         track: Track = no_tracking,
+        elsewhere: OpenMakers = no_makers,
     ) -> None:
         self.tally = Tally()
         self.groups: Counter[str] = Counter()
@@ -154,6 +169,7 @@ class GroupRun:
         self._show = show
         self._stop = stop or Stop()
         self._track = track
+        self._elsewhere = elsewhere
         self._tracked: Tracking | None = None
 
     @property
@@ -206,7 +222,8 @@ class GroupRun:
             view = stack.enter_context(
                 self._show(self.tally, self._expected, sum(already.values()))
             )
-            several = Several(await self._schedulers(stack, already, view))
+            makers = await stack.enter_async_context(self._elsewhere())
+            several = Several(await self._schedulers(stack, already, view, makers))
             work = several.run(view.say)
             self.stopped = await run_until_stopped(work, several, self._stop) != "done"
 
@@ -216,34 +233,31 @@ class GroupRun:
         return self.files[part.path].sink.already_of(id_prefix(part.environment))
 
     async def _schedulers(
-        self, stack: contextlib.AsyncExitStack, already: dict[str, int], view: View
+        self,
+        stack: contextlib.AsyncExitStack,
+        already: dict[str, int],
+        view: View,
+        makers: RayMakers | None,
     ) -> dict[str, Scheduler]:
         wanted = self._total_groups
+        machines = 1 if makers is None else sum(makers.runners)
         turns = Turns(
             Shares(self.shares, already),
-            room=self._settings.rollouts.max_concurrent,
+            room=self._settings.rollouts.max_concurrent * machines,
             wanted=None if wanted is None else max(0, wanted - sum(already.values())),
         )
         takes_turns = len(self._parts) > 1 or wanted is not None
         schedulers = {}
-        for part in self._parts:
+        assert self._shared is not None
+        for number, part in enumerate(self._parts):
             name = part.share.name
-            context = await stack.enter_async_context(
-                rollout_context(
-                    part.spec.settings,
-                    part.environment,
-                    part.spec.reference,
-                    observer=self._observer(part, view),
-                    drop_zero_variance=part.drop_zero_variance,
-                    for_training=self._for_training,
-                    shared=self._shared,
-                )
-            )
+            opening = self._maker(number, part, self._observer(part, view), makers)
+            maker = await stack.enter_async_context(opening)
             file = None if part.path is None else self.files[part.path].sink
             if file is not None:
-                file.expect(context.model)
+                file.expect(self._shared.model)
             schedulers[name] = Scheduler(
-                context,
+                maker,
                 part.requests,
                 _Sink(file, self._give),
                 wanted=None if part.groups is None else max(0, part.groups - already[name]),
@@ -251,6 +265,23 @@ class GroupRun:
                 lane=turns.lane(name) if takes_turns else None,
             )
         return schedulers
+
+    def _maker(
+        self, number: int, part: Part, observer: Observer, makers: RayMakers | None
+    ) -> AbstractAsyncContextManager[GroupMaker]:
+        """Returns what makes the groups of `part`, to be entered."""
+        if makers is not None:
+            rules = Rules(part.drop_zero_variance, self._for_training)
+            return makers.open(number, part.spec, part.environment, observer, rules)
+        return rollout_context(
+            part.spec.settings,
+            part.environment,
+            part.spec.reference,
+            observer=observer,
+            drop_zero_variance=part.drop_zero_variance,
+            for_training=self._for_training,
+            shared=self._shared,
+        )
 
     def _observer(self, part: Part, view: View) -> Observer:
         failures = None if part.path is None else self.files[part.path].failures

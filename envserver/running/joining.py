@@ -73,6 +73,8 @@ def identity(spec: Spec) -> contextlib.AbstractContextManager[Identity]:
     """Holds the runner's name and secret while the context is open; see `held_identity`."""
     settings = spec.settings
     default = default_name(spec.environment_class.name)
+    if given := settings.instance.get_secret_value():
+        return contextlib.nullcontext(Identity(settings.name or default, given))
     return held_identity(settings.joined_folder, name=settings.name, default=default)
 
 
@@ -92,7 +94,7 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
         _registration(spec, identity),
         gate=gate,
         token=settings.token.get_secret_value(),
-        tls=_tls(settings),
+        tls=tls_of(settings),
     )
     async with link.open() as welcome:
         environment = _with_seed(spec, welcome.seed).make_environment()
@@ -122,7 +124,7 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
             yield Runner(welcome, link, scheduler, tally)
 
 
-def _tls(settings: JoinSettings) -> ssl.SSLContext | None:
+def tls_of(settings: JoinSettings) -> ssl.SSLContext | None:
     """Returns the TLS settings of the link; None: those of this machine.
 
     Raises:
@@ -251,10 +253,19 @@ def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tal
             delivered=tally.groups,
             dropped=dict(tally.drops),
             failures=dict(tally.failures),
-            engine={"model": parts.model, **parts.proxy.engine_described()},
+            engine={
+                "model": parts.model,
+                "waiting": calls_waiting(parts),
+                **parts.proxy.engine_described(),
+            },
         )
 
     link.facts, link.publish, link.drain = facts, parts.publish_version, scheduler.drain
+
+
+def calls_waiting(parts: RolloutContext) -> int:
+    """Returns how many calls wait because the engine has enough."""
+    return sum(one.waiting for one in parts.engine.replicas())
 
 
 async def _work(scheduler: Scheduler, link: Link) -> None:

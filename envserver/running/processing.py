@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..environment import Environment
 from .curricula import Book, has_curriculum, stream_of
+from .elsewhere import makers_of
 from .group_run import Give, GroupRun, Part, Show, show_nothing
 from .mix import Member
 from .run_settings import ProcessSettings
@@ -54,6 +55,7 @@ def process_run(
             command="process",
             environments=[member.share.name for member in members],
         ),
+        elsewhere=makers_of(settings, [member.share.weight for member in members]),
     )
 
 

@@ -233,15 +233,28 @@ class JoinSettings(Settings):
     """CA certificates (PEM) that verify the server, for https; unset: those of this machine."""
     certfile: Path | None = None
     """Client certificate with its key (PEM), if the server asks for one."""
+    dealt: bool = False
+    """Make the groups that the server deals one by one (`process --ray`), not an own stream."""
     name: str | None = Field(default=None, pattern=NAME_PATTERN)
     """Name of this runner, unique on the server; unset: environment@host, with -2, -3, ... for
     others in the same folder."""
+    instance: SecretStr = SecretStr("")
+    """Secret of this runner, if something else than its folder remembers it (ENVSERVER_INSTANCE):
+    with the same name and secret it takes its name over at once, on whatever machine it starts
+    again; at least 16 characters. Unset: made here, and kept in `joined_folder`."""
     joined_folder: Path = Path("data/joined")
     """Folder where the runners of this machine keep their identity, to continue after a restart."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the groups, relative to the weights of the server's other environments."""
     minimum_share: float = Field(default=0.0, ge=0, le=1)
     """Minimum share of all groups, whatever the weights."""
+
+    @field_validator("instance")
+    @classmethod
+    def _is_no_guess(cls, value: SecretStr) -> SecretStr:
+        if value and not 16 <= len(value.get_secret_value()) <= 128:
+            raise ValueError("must have 16 to 128 characters")
+        return value
 
     @field_validator("url")
     @classmethod

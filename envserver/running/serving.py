@@ -133,7 +133,7 @@ async def serving(members: Members) -> AsyncIterator[Serving]:
         StoreError, EngineError: see the parts.
     """
     settings = members[0].spec.settings
-    _check_alike(members)
+    check_alike(members)
     for one in members:
         check_sampling(one.environment, settings.sampling)
     expected = ["engine", *loaded_parts(members)]
@@ -203,7 +203,7 @@ def warn_of_raw_logprobs(
             )
 
 
-def _check_alike(members: Members) -> None:
+def check_alike(members: Members) -> None:
     """Checks that all environments send groups to trainers in one format.
 
     Raises:

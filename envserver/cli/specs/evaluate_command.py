@@ -21,5 +21,6 @@ COMMAND = CommandSpec(
     SUMMARY,
     EvaluateSettings,
     usage="--env NAME[,NAME...]|FOLDER",
-    frequent=(*FREQUENT, "out", "resume", "overwrite", "pass_at", "no_baselines"),
+    frequent=(*FREQUENT, "out", "resume", "overwrite", "pass_at", "no_baselines", "ray.address"),
+    aliases={"ray": "ray.address"},
 )

@@ -15,8 +15,17 @@ COMMAND = CommandSpec(
     SUMMARY,
     ProcessSettings,
     usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
-    frequent=(*FREQUENT, "env.data_path_to_save_groups", "resume", "overwrite", "verbose"),
+    frequent=(
+        *FREQUENT,
+        "env.data_path_to_save_groups",
+        "resume",
+        "overwrite",
+        "verbose",
+        "ray.address",
+        "ray.runners",
+    ),
     aliases={
+        "ray": "ray.address",
         "limit": "total_groups",
         "out": "env.data_path_to_save_groups",
         "o": "env.data_path_to_save_groups",

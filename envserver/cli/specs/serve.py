@@ -23,5 +23,8 @@ COMMAND: CommandSpec[MixSettings] = CommandSpec(
         "store",
         "rollouts.max_staleness",
         "verbose",
+        "ray.address",
+        "ray.runners",
     ),
+    aliases={"ray": "ray.address"},
 )

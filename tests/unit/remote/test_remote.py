@@ -39,6 +39,9 @@ from envserver.remote.link import Link
 from envserver.remote.messages import LONGEST_POLL_SECONDS
 from envserver.remote.sink import missing_requests
 from envserver.rollouts.stream import GroupRequest
+from envserver.running.api_settings import spec_of
+from envserver.running.joining import identity
+from envserver.running.run_settings import JoinSettings
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 
@@ -114,6 +117,14 @@ def test_a_name_is_held_by_one_process_and_kept_for_the_next(tmp_path: Path) -> 
         assert again == first
     with held_identity(tmp_path, name="math@here-2", default="") as mended:
         assert mended.instance != second.instance
+
+
+def test_a_runner_that_starts_on_another_machine_is_given_its_identity() -> None:
+    settings = {"url": "http://server", "name": "math@ray-0", "instance": "x" * 16}
+    with identity(spec_of(JoinSettings, "math", settings)) as held:
+        assert (held.name, held.instance) == ("math@ray-0", "x" * 16)
+    with pytest.raises(ConfigError, match="16 to 128 characters"):
+        spec_of(JoinSettings, "math", settings | {"instance": "short"})
 
 
 # Groups

@@ -1,0 +1,230 @@
+"""Deals single groups of a run to runners elsewhere, for `process` and `evaluate`.
+
+In: requests for groups, from a scheduler. Out: for each, the group that a runner made, or why there
+is none. What holds: each request is answered once, however many runners are lost; what a lost
+runner had is dealt again; what the run no longer wants is cancelled where it is made. A runner says
+with each `take` what it holds, so an answer that it never got is dealt again, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Final
+
+import msgspec
+import structlog
+from envserver_records.packing import ready
+from envserver_records.records import Group
+
+from ..rollouts.events import RolloutFailed, RolloutScored
+from ..rollouts.policy import Drop
+from ..rollouts.stream import GroupRequest
+
+_log = structlog.get_logger("envserver.remote")
+
+MSGPACK: Final = "application/vnd.envserver.dealt+msgpack"
+"""Media type of the messages below."""
+WORK: Final = "/v1/work"
+POLL_SECONDS: Final = 5.0
+_MOST_LOSSES: Final = 3
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """How a runner makes its groups, as in `rollout_context`."""
+
+    drop_zero_variance: bool = False
+    for_training: bool = False
+
+
+class Take(msgspec.Struct, frozen=True):
+    """Asks for requests.
+
+    Args:
+        runner: its name.
+        free: how many more groups it could make at a time.
+        holding: ids of the groups that it has, or has sent without an answer yet.
+        waiting: how many of its calls wait for the engine.
+    """
+
+    runner: str
+    free: int
+    holding: list[str]
+    waiting: int = 0
+
+
+class Dealt(msgspec.Struct, frozen=True):
+    """Answer to `Take`.
+
+    Args:
+        requests: further groups to make.
+        cancelled: groups among those that it holds that nobody wants any more.
+        drain: it gets nothing further, and may leave when it holds nothing.
+    """
+
+    requests: list[GroupRequest] = []
+    cancelled: list[str] = []
+    drain: bool = False
+
+
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """A group as a runner made it, or why there is none, and the events of its rollouts."""
+
+    group_id: str
+    group: Group | None = None
+    drop: Drop | None = None
+    scored: list[RolloutScored] = []
+    failed: list[RolloutFailed] = []
+
+
+for _kind in (Rules, Take, Dealt, Made):
+    ready(_kind)
+
+
+class _Work:
+    """A request that is to be answered.
+
+    Attributes:
+        runner: who has it; "": nobody yet.
+        losses: runners that were lost while they had it.
+    """
+
+    def __init__(self, request: GroupRequest) -> None:
+        self.request = request
+        self.made: asyncio.Future[Made] = asyncio.get_running_loop().create_future()
+        self.runner = ""
+        self.losses = 0
+
+
+class Dealer:
+    """Open requests, and who has which.
+
+    Args:
+        silent_after_seconds: a runner that asks for nothing for so long is lost.
+        poll_seconds: how long a runner waits for an answer.
+        runners: returns how many runners there are, also those that only start: none gets more than
+            its part of the open groups.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        silent_after_seconds: float = 20.0,
+        poll_seconds: float = POLL_SECONDS,
+        runners: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self.rules = rules
+        self.runners = runners
+        self._silent_after_seconds = silent_after_seconds
+        self._poll_seconds = poll_seconds
+        self._open: dict[str, _Work] = {}
+        self._waiting: deque[_Work] = deque()
+        self._seen: dict[str, float] = {}
+        self._calls_waiting: dict[str, int] = {}
+        self._draining: set[str] = set()
+        self._change = asyncio.Event()
+
+    @property
+    def open_groups(self) -> int:
+        """Number of groups that are wanted and not made yet."""
+        return len(self._open)
+
+    @property
+    def engine_waits(self) -> bool:
+        """Whether calls of runners wait for the engine."""
+        return any(self._calls_waiting.values())
+
+    async def make(self, request: GroupRequest) -> Made:
+        """Has `request` made by a runner; waits until one has."""
+        work = _Work(request)
+        self._open[request.group_id] = work
+        self._waiting.append(work)
+        self._wake()
+        try:
+            return await work.made
+        finally:
+            del self._open[request.group_id]
+            if work in self._waiting:
+                self._waiting.remove(work)
+            self._wake()
+
+    async def take(self, wanted: Take) -> Dealt:
+        """Answers as soon as there is something for the runner, or after `poll_seconds`."""
+        name = wanted.runner
+        self._seen[name] = time.monotonic()
+        self._calls_waiting[name] = wanted.waiting
+        self._take_back(name, set(wanted.holding))
+        end = time.monotonic() + self._poll_seconds
+        while not (dealt := self._dealt(wanted)) and (left := end - time.monotonic()) > 0:
+            await self._changed(left)
+            self._seen[name] = time.monotonic()
+        return dealt or Dealt(drain=name in self._draining)
+
+    def settle(self, made: Made) -> None:
+        """Takes what a runner made; of a group that is settled or unwanted, nothing."""
+        work = self._open.get(made.group_id)
+        if work is not None and not work.made.done():
+            work.made.set_result(made)
+
+    def drain(self, runner: str) -> None:
+        """Gives nothing further to a runner."""
+        self._draining.add(runner)
+        self._wake()
+
+    async def watch(self) -> None:
+        """Takes back what silent runners have, until cancelled."""
+        while True:
+            await asyncio.sleep(self._silent_after_seconds / 10)
+            earliest = time.monotonic() - self._silent_after_seconds
+            for name in [name for name, at in self._seen.items() if at < earliest]:
+                del self._seen[name], self._calls_waiting[name]
+                _log.warning("runner_silent", runner=name)
+                self._take_back(name, ())
+
+    def _dealt(self, wanted: Take) -> Dealt | None:
+        """Returns what there is for a runner now; None: nothing new."""
+        held = [one for one in wanted.holding if one in self._open]
+        cancelled = [one for one in wanted.holding if one not in self._open]
+        draining = wanted.runner in self._draining
+        requests: list[GroupRequest] = []
+        if not draining:
+            fair = math.ceil(len(self._open) / max(1, len(self._seen), self.runners()))
+            while self._waiting and len(requests) < min(wanted.free, fair - len(held)):
+                work = self._waiting.popleft()
+                work.runner = wanted.runner
+                requests.append(work.request)
+        if not requests and not cancelled and not (draining and not held):
+            return None
+        return Dealt(requests, cancelled, draining)
+
+    def _take_back(self, runner: str, holding: Collection[str]) -> None:
+        """Deals again what `runner` had and no longer holds."""
+        for group_id, work in self._open.items():
+            if work.runner != runner or group_id in holding or work.made.done():
+                continue
+            work.runner = ""
+            work.losses += 1
+            if work.losses >= _MOST_LOSSES:
+                message = f"Its runner was lost {work.losses} times while it was made."
+                work.made.set_result(
+                    Made(group_id=group_id, drop=Drop("incomplete", message, failed=True))
+                )
+            else:
+                self._waiting.appendleft(work)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def _changed(self, seconds: float) -> None:
+        change = self._change
+        try:
+            async with asyncio.timeout(seconds):
+                await change.wait()
+        except TimeoutError:
+            return

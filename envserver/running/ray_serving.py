@@ -1,0 +1,268 @@
+"""The work of `envserver serve --ray`: the server here, its environments on a Ray cluster.
+
+In: environments and their shares. Out: groups for trainers, made by runners that join this server
+as they would from any other machine. What holds: Ray only places runners; a lost runner's open
+groups are made again, its finished ones are in the store here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from envserver_records.errors import ConfigError
+
+from ..api.runners.runner import RegisteredRunner
+from ..config import MixSettings
+from ..delivery_config import DeliveryConfig
+from ..ray_cluster.cluster import Cluster, CommandSpec, connected
+from ..ray_cluster.fleet import Fleet
+from ..ray_cluster.scaling import Load, Scaling
+from ..remote.identity import Identity, held_identity
+from ..rollouts.agents import check_sampling
+from ..telemetry.history import Name, numbers_of
+from .api_serving import ApiServer, api_server
+from .hosting import Members
+from .judging import folder_of
+from .mix import Member
+from .ray_runners import (
+    check_engine,
+    config_of_part,
+    divided,
+    groups_per_runner,
+    runner_command,
+    url_for_nodes,
+)
+from .run_settings import RunApiSettings
+from .serving import POLL_SECONDS, Served, check_alike
+from .stopping import Stop, run_until_stopped
+
+_TICK_SECONDS = 0.5
+_CANCEL_SECONDS = 3.0
+
+
+@dataclass
+class _Part:
+    """One environment: its member, its most runners, and their identities by number."""
+
+    member: Member[MixSettings]
+    most: int
+    scaling: Scaling
+    identities: dict[int, Identity] = field(default_factory=dict)
+
+
+class RayServing:
+    """A running server with runners on a cluster; made by `ray_serving`."""
+
+    def __init__(
+        self,
+        server: ApiServer,
+        cluster: Cluster,
+        parts: list[_Part],
+        url: str,
+        held: contextlib.ExitStack,
+    ) -> None:
+        self.url = server.url
+        """Address for trainers."""
+        self.runner_url = url
+        """Address for runners."""
+        self._server = server
+        self._settings = parts[0].member.spec.settings
+        self._parts = parts
+        self._held = held
+        self._draining = False
+        self._cluster = cluster
+        self._fleets = [self._fleet(cluster, part) for part in parts]
+
+    async def numbers(self) -> dict[Name, float]:
+        """Returns the numbers of now that `/v1/series` shows."""
+        return numbers_of(await self._server.bootstrap.metrics.families())
+
+    def alarms(self) -> list[str]:
+        """Returns what is wrong now, in sentences."""
+        return [one.text for one in self._server.watch.book.active]
+
+    @property
+    def open_groups(self) -> int:
+        """Number of groups that are being made now."""
+        table = self._server.runners.table
+        return sum(now.open for _, now in table.present())
+
+    def drain(self) -> None:
+        """Lets no runner begin another group."""
+        self._draining = True
+
+    async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
+        """Makes groups until asked to stop, or until all wanted groups are made and delivered.
+
+        Raises:
+            RunnerFailed: runners cannot start.
+        """
+        seconds = self._settings.server.drain_seconds
+        overdue = 0
+        try:
+            ending = await run_until_stopped(
+                self._run_then_wait(),
+                self,
+                stop,
+                on_stop=self._server.bootstrap.health.drain,
+                drain_seconds=seconds,
+            )
+            overdue = self.open_groups if ending == "overdue" else 0
+        finally:
+            await self._end()
+        cut_off = {self._parts[0].member.share.name: overdue} if overdue else {}
+        return Served(ending, await self._waiting(), cut_off, "", "")
+
+    async def _end(self) -> None:
+        for fleet in self._fleets:
+            await fleet.stop(_CANCEL_SECONDS)
+        await self._server.bootstrap.close()
+
+    async def _run_then_wait(self) -> None:
+        while not await self._tick():
+            await asyncio.sleep(_TICK_SECONDS)
+        while not self._draining and await self._waiting():
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _tick(self) -> bool:
+        """Looks after all runners once; returns whether all have made what they should."""
+        room = await self._cluster.most_runners()
+        rooms = divided(room, [part.member.share.weight for part in self._parts])
+        for part, fleet, own_room in zip(self._parts, self._fleets, rooms, strict=True):
+            wanted = 0 if self._draining else part.scaling.wanted(self._load(part), own_room)
+            await fleet.tick(wanted)
+        return all(fleet.is_empty for fleet in self._fleets)
+
+    def _load(self, part: _Part) -> Load:
+        """Returns what trainers want of an environment, and what its runners say."""
+        member = part.member
+        present = [
+            now.beat
+            for one, now in self._server.runners.table.present()
+            if one.env == member.environment.name and now.beat.capacity
+        ]
+        capacity = sum(beat.capacity for beat in present) / len(present) if present else 0
+        return Load(
+            groups=self._server.demand.capacity_if_idle(member.environment.name),
+            groups_per_runner=capacity
+            or groups_per_runner(member.spec.settings, member.environment),
+            engine_waits=any(beat.engine.get("waiting") for beat in present),
+        )
+
+    def _fleet(self, cluster: Cluster, part: _Part) -> Fleet:
+        return Fleet(
+            cluster,
+            part.member.share.name,
+            wants=self._settings.ray.wants(),
+            make=lambda number: self._command(part, number),
+            drain=lambda number: self._drain(part, number),
+        )
+
+    def _command(self, part: _Part, number: int) -> CommandSpec:
+        member = part.member
+        settings, share = member.spec.settings, member.share
+        if number not in part.identities:
+            part.identities[number] = self._held.enter_context(
+                held_identity(
+                    folder_of(settings.store) / "joined",
+                    name=f"{share.name}@ray-{number}",
+                    default="",
+                )
+            )
+        identity, steps = part.identities[number], member.environment.config.total_steps
+        more = {
+            "name": identity.name,
+            "weight": share.weight / part.most,
+            "minimum_share": share.minimum / part.most,
+        }
+        return runner_command(
+            settings,
+            member.spec.reference,
+            member.environment,
+            self.runner_url,
+            more=more,
+            steps=None if steps is None else _part_of(steps, number, part.most),
+            instance=identity.instance,
+            token=settings.ray.token.get_secret_value(),
+        )
+
+    def _drain(self, part: _Part, number: int) -> None:
+        one = self._registered(part, number)
+        if one is not None and not one.gone:
+            self._server.runners.drain(one.id)
+
+    def _registered(self, part: _Part, number: int) -> RegisteredRunner | None:
+        identity = part.identities.get(number)
+        return None if identity is None else self._server.runners.table.named(identity.name)
+
+    async def _waiting(self) -> int:
+        counts = await self._server.bootstrap.store.counts()
+        return counts["queued"] + counts["buffered"] + counts["leased"]
+
+
+def _part(member: Member[MixSettings], most: int) -> _Part:
+    """Returns an environment with its bounds; a runner makes at least one group.
+
+    Raises:
+        ConfigError: a number of groups cannot be divided among a changing number of runners.
+    """
+    config, steps = member.spec.settings.ray, member.environment.config.total_steps
+    if steps is not None and config.runners is None:
+        raise ConfigError(
+            "env.total_steps is divided among the runners, whose number changes.",
+            hint="Set --ray.runners, too.",
+        )
+    most = min(most, steps or most)
+    return _Part(member, most, Scaling(config_of_part(config, most)))
+
+
+def _part_of(total: int, number: int, of: int) -> int:
+    """Returns how many of `total` groups the runner `number` makes."""
+    return total // of + (number < total % of)
+
+
+@contextlib.asynccontextmanager
+async def ray_serving(members: Members) -> AsyncIterator[RayServing]:
+    """Connects to the cluster and opens the server; `RayServing.run` starts the runners.
+
+    Raises:
+        ConfigError: there is no cluster, no node fits, or the nodes cannot reach this server.
+        StoreError: see the parts.
+    """
+    settings = members[0].spec.settings
+    check_alike(members)
+    check_engine(settings)
+    for one in members:
+        check_sampling(one.environment, settings.sampling)
+    if settings.total_groups is not None:
+        raise ConfigError(
+            "--total_groups counts the groups of one process, and --ray has several.",
+            hint="Set env.total_steps of each environment.",
+        )
+    async with connected(settings.ray) as cluster, api_server(_api_settings(settings)) as server:
+        await cluster.check_place()
+        url = await url_for_nodes(cluster, settings.ray, server.url, settings.server.host)
+        config = settings.ray
+        most = config.runners or config.max or await cluster.most_runners()
+        shares = divided(most, [one.share.weight for one in members])
+        parts = [_part(one, share) for one, share in zip(members, shares, strict=True)]
+        with contextlib.ExitStack() as held:
+            yield RayServing(server, cluster, parts, url, held)
+
+
+def _api_settings(settings: MixSettings) -> RunApiSettings:
+    rules = {name: getattr(settings.rollouts, name) for name in DeliveryConfig.model_fields}
+    return RunApiSettings(
+        server=settings.server,
+        store=settings.store,
+        store_shared=settings.store_shared,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+        telemetry=settings.telemetry,
+        alarms=settings.alarms,
+        retention=settings.retention,
+        rollouts=DeliveryConfig(**rules),
+    )
