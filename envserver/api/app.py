@@ -135,7 +135,7 @@ def create_api(
     follower = Follower(live, store)
 
     def present() -> set[str]:
-        joined = {one["env"] for one in runners.table.snapshot()}
+        joined = {one.env for one in runners.table.known.values()}
         return joined | atropos.environment_names() | set(orders.names if orders else ())
 
     @asynccontextmanager

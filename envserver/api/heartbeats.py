@@ -30,6 +30,10 @@ class Heartbeats:
         """Returns whether `who` has been silent for too long."""
         return self.silent_seconds(who) > self.silent_after_seconds
 
+    def forget(self, who: Hashable) -> None:
+        """Forgets `who`."""
+        self._seen.pop(who, None)
+
     def clear(self) -> None:
         """Forgets all environments."""
         self._seen.clear()

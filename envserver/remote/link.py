@@ -29,6 +29,7 @@ from .batch import GROUP_LIST_MSGPACK, encode_batch
 from .gate import RunnerGate
 from .messages import (
     KEY_HEADER,
+    NEXT_SECONDS,
     Accepted,
     GroupIds,
     Heartbeat,
@@ -48,6 +49,8 @@ M = TypeVar("M", bound=BaseModel)
 
 _PLACE: Final = "/v1/environments"
 _POLL_SECONDS: Final = 5.0
+_SILENT_POLLS: Final = 1.5
+"""Half of after how many polls the server takes a runner for silent, see its `polling`."""
 _SHORTEST_BEAT_SECONDS: Final = 0.01
 _GOODBYE_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 60.0
@@ -125,6 +128,7 @@ class Link:
         self._session: Welcome | None = None
         self._registering: asyncio.Task[None] | None = None
         self._news = News()
+        self._poll_seconds = _POLL_SECONDS
         self._said = Heartbeat()
         self._quiet = ""
         self._holding: asyncio.Task[None] | None = None
@@ -269,9 +273,18 @@ class Link:
             self.publish(news.policy_version)
         if news.pause != before.pause:
             self._set_pause(news.pause)
+        if news.next_seconds is not None:
+            self._wait_for_news(news.next_seconds)
         if news.drain:
             self.drain()
         self._set_room(news.room)
+
+    def _wait_for_news(self, seconds: float) -> None:
+        """Lets heartbeats wait this long, and calls pass for so long without an answer."""
+        assert self._session is not None
+        self._poll_seconds = seconds
+        silence = max(self._session.silent_after_seconds / 2, _SILENT_POLLS * seconds)
+        self._gate.longest_silence_seconds = silence
 
     def _set_room(self, room: int) -> None:
         self._news = self._news.model_copy(update={"room": room})
@@ -296,12 +309,13 @@ class Link:
     async def _beat(self) -> tuple[float, News]:
         """Sends a heartbeat; returns the time it was sent and the server's news."""
         # Do not wait for news in the first heartbeat: model calls wait for its response.
-        wait_seconds = _POLL_SECONDS if self._gate.is_fresh else 0.0
+        wait_seconds = self._poll_seconds if self._gate.is_fresh else 0.0
         self._said = self.facts().model_copy(
             update={"seen": self._news, "quiet": self._quiet, "wait_seconds": wait_seconds}
         )
         asked_at = time.monotonic()
-        answer = await self._send("POST", "/heartbeat", json=self._said.model_dump())
+        said = self._said.model_dump(exclude={"seen": {"next_seconds"}})
+        answer = await self._send("POST", "/heartbeat", json=said)
         return asked_at, _read(News, answer)
 
     # Requests to the server
@@ -347,9 +361,15 @@ class Link:
             )
 
     async def _register(self) -> Welcome:
-        answer = await self._request("POST", _PLACE, json=self._registration.model_dump())
+        answer = await self._request(
+            "POST",
+            _PLACE,
+            params={"understands": NEXT_SECONDS},
+            json=self._registration.model_dump(),
+        )
         welcome = _read(Welcome, answer)
         self._session = welcome
+        self._poll_seconds = _POLL_SECONDS
         self._gate.longest_silence_seconds = welcome.silent_after_seconds / 2
         return welcome
 

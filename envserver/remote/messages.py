@@ -18,6 +18,9 @@ KEY_HEADER: Final = "x-environment-key"
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$"
 LONGEST_POLL_SECONDS: Final = 60.0
 MOST_IDS: Final = 4096
+NEXT_SECONDS: Final = "next_seconds"
+"""Said by a runner at its registration that understands `News.next_seconds`. It is a parameter of
+the request, which servers of older versions ignore."""
 _MOST: Final = 2**31 - 1
 _MOST_SHOWN_BYTES: Final = 1_000_000
 _KEPT: Final = r"^[^\x00]*$"
@@ -107,6 +110,10 @@ class News(_Message):
     """Number of groups it may have open now, including those waiting to be posted."""
     drain: bool = False
     """Whether to begin no more groups, and leave once the open ones are posted."""
+    next_seconds: float | None = None
+    """How long the next heartbeats should wait for news. Only for a runner that registered with
+    `understands=next_seconds`: a runner of an older version refuses the unknown field.
+    """
 
 
 class Refused(_Message):

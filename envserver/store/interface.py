@@ -235,8 +235,16 @@ class ManageRuns(Protocol):
         """Stores the server's numbers of a minute (since 1970), as JSON text; removes those before
         the minute `keep_from`."""
 
+    async def values_with_prefix(self, prefix: str) -> dict[str, Any]:
+        """Returns the values of all keys that begin with `prefix`."""
+
     async def set_value(self, key: str, json_value: Any) -> None:
         """Sets the value of `key`. Raises InputError if it is not JSON-like."""
+
+    async def set_values(self, json_values: Mapping[str, Any]) -> None:
+        """Sets several values in one transaction; None removes a value. Raises InputError as
+        `set_value`.
+        """
 
 
 class ReadGroups(Protocol):

@@ -199,6 +199,11 @@ class DatabaseLookups(GroupLookups):
         async with self._reading() as connection:
             return await runs.get_value(connection, key)
 
+    async def values_with_prefix(self, prefix: str) -> dict[str, Any]:
+        """Returns the values of all keys that begin with `prefix`."""
+        async with self._reading() as connection:
+            return await runs.values_with_prefix(connection, prefix)
+
     async def minutes_between(self, start: int, end: int, step: int) -> list[tuple[int, str]]:
         """Returns every `step`-th minute with its numbers; see `put_minute`."""
         async with self._reading() as connection:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from envserver_records.errors import ConflictError, InputError, NotFoundError
-from sqlalchemy import Row, insert, select, update
+from sqlalchemy import Row, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .deliveries import fill
@@ -193,10 +193,16 @@ async def get_value(connection: AsyncConnection, key: str) -> Any:
     return None if stored is None else msgspec.json.decode(stored)
 
 
-async def set_value(tx: Transaction, key: str, value: str) -> None:
-    """Sets `key` to JSON text."""
-    query = select(values.c.key).where(values.c.key == key)
-    if (await tx.connection.execute(query)).one_or_none() is None:
-        await tx.connection.execute(insert(values).values(key=key, value=value))
-    else:
-        await tx.connection.execute(update(values).where(values.c.key == key).values(value=value))
+async def values_with_prefix(connection: AsyncConnection, prefix: str) -> dict[str, Any]:
+    """Returns the values of all keys that begin with `prefix`."""
+    begins = func.substr(values.c.key, 1, len(prefix)) == prefix
+    found = await connection.execute(select(values.c.key, values.c.value).where(begins))
+    return {key: msgspec.json.decode(value) for key, value in found}
+
+
+async def set_values(tx: Transaction, texts: Mapping[str, str | None]) -> None:
+    """Sets keys to JSON texts; removes those whose text is None."""
+    await tx.connection.execute(delete(values).where(values.c.key.in_(texts)))
+    rows = [{"key": key, "value": value} for key, value in texts.items() if value is not None]
+    if rows:
+        await tx.connection.execute(insert(values), rows)

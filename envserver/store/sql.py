@@ -473,8 +473,17 @@ class Store(DatabaseLookups, MemoryLookups):
 
     async def set_value(self, key: str, json_value: Any) -> None:
         """Sets the value of `key`. Raises InputError if it is not JSON-like."""
-        text = runs.to_json(json_value, "value")
-        await self._writer.do(partial(runs.set_value, key=key, value=text))
+        await self.set_values({key: json_value})
+
+    async def set_values(self, json_values: Mapping[str, Any]) -> None:
+        """Sets several values in one transaction; None removes a value. Raises InputError as
+        `set_value`.
+        """
+        texts = {
+            key: None if value is None else runs.to_json(value, "value")
+            for key, value in json_values.items()
+        }
+        await self._writer.do(partial(runs.set_values, texts=texts))
 
     async def put_minute(self, minute: int, numbers: str, keep_from: int) -> None:
         """Stores the server's numbers of a minute; see `history.put_minute`."""

@@ -55,6 +55,10 @@ class Hangup:
         """Whether the client has disconnected."""
         return self._task.done()
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Calls `call` once the client has disconnected."""
+        self._task.add_done_callback(lambda task: call())
+
     async def wait(self, *others: asyncio.Task[Any], seconds: float) -> None:
         """Waits until the client disconnects, one of `others` is done, or `seconds` have passed.
 

@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from ...proxy.gate import InFlight
-from ...remote.messages import Heartbeat, News, Pause
+from ...remote.messages import NEXT_SECONDS, Heartbeat, News, Pause
 from ...rollouts.mixing import Share
 from ...store import GroupStore
+from .polling import poll_seconds
 from .runner import RegisteredRunner, RunnerStatus, RunnerTable
 from .sharing import Deal, LocalEnvironment, Participant, SharedCapacity
 from .waiting import WaitingHeartbeats
@@ -45,6 +46,7 @@ class RunnerNews:
         self._pause: Pause | None = None
         self._change = asyncio.Event()
         self.waiting = WaitingHeartbeats(self._look)
+        self._present = 0
         self._deal: Deal | None = None
         self._deal_at = self._deal_lasts = 0.0
 
@@ -68,6 +70,7 @@ class RunnerNews:
             if left <= 0 or self._pause is not pause:
                 return False
             await self._changed(min(left, _LOOK_SECONDS))
+            await asyncio.sleep(_SHORTEST_UNSEEN_SECONDS)  # many confirm at about the same time
         return True
 
     def resume(self) -> None:
@@ -100,7 +103,7 @@ class RunnerNews:
 
     async def wait_for_local_capacity(self, local: LocalEnvironment) -> None:
         """Waits until `local` may begin a group, given the shares of the runners."""
-        while self._runners.present():
+        while self._runners.is_any_present():
             asking, deal = local.participant(), self._current_deal(local.share.name)
             room = deal.room(asking)
             if room > asking.open:
@@ -115,7 +118,16 @@ class RunnerNews:
         room = deal.room(asking)
         deal.grant(asking, room)
         now.room = room
-        return News(policy_version=self._version, pause=self._pause, room=room, drain=now.drain)
+        if NEXT_SECONDS in one.understands:
+            shortest = self._runners.heartbeats.silent_after_seconds
+            now.poll_seconds = poll_seconds(self._present, shortest)
+        return News(
+            policy_version=self._version,
+            pause=self._pause,
+            room=room,
+            drain=now.drain,
+            next_seconds=now.poll_seconds or None,
+        )
 
     def is_new(self, one: RegisteredRunner, beat: Heartbeat) -> bool:
         """Returns whether `one`, which said `beat`, has something to hear."""
@@ -157,6 +169,7 @@ class RunnerNews:
     def _everyone(self, name: str) -> list[Participant]:
         """Returns all that take part: those present, and `name`."""
         present = self._runners.present()
+        self._present = len(present)
         self._shared.report_to_demand(_sums((one.env, now.open) for one, now in present))
         for local in self._local:
             begun, before = local.begun(), self._local_begun.get(local.share.name, 0)

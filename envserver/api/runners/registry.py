@@ -11,9 +11,11 @@ import hmac
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from operator import attrgetter
 from typing import Final
+from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
@@ -23,6 +25,7 @@ from envserver_records.errors import (
     NotFoundError,
     UsageError,
 )
+from starlette.types import Receive
 
 from ...remote.messages import (
     Accepted,
@@ -39,6 +42,7 @@ from ...store import GroupStore
 from ...store.demand import Demand
 from ...store.groups import EncodedPut
 from .news import RunnerNews
+from .polling import SILENT_POLLS
 from .posted_groups import read_batch_async, read_group_async
 from .runner import RegisteredRunner, RunnerTable
 from .sharing import SharedCapacity
@@ -46,8 +50,6 @@ from .validation import Stream
 
 log = structlog.get_logger(__name__)
 
-_GONE_SECONDS: Final = 2.0
-"""Seconds between checks whether the client of a waiting heartbeat is still there."""
 _CHANGES: Final = attrgetter("open", "capacity", "begun", "quiet")
 """The fields of a heartbeat whose change may matter to other runners."""
 
@@ -81,7 +83,8 @@ class RunnerRegistry:
         self._store = store
         self.table = RunnerTable(store, silent_after_seconds)
         self.news = RunnerNews(store, self.table, SharedCapacity(demand, stretches=stretches))
-        self._lock = asyncio.Lock()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """One for each name that registers or leaves now; many register at a time."""
 
     async def load(self) -> None:
         """Loads the stored registrations."""
@@ -89,51 +92,61 @@ class RunnerRegistry:
 
     # Requests of runners
 
-    async def register(self, wanted: Registration) -> Welcome:
+    async def register(self, wanted: Registration, understands: Sequence[str] = ()) -> Welcome:
         """Starts a new session for this name, with its own stream of groups.
+
+        Args:
+            understands: additions to the protocol that the runner knows; see `remote.messages`.
 
         Raises:
             ConflictError: another process has the name and is still present.
             StoreFull: too many runners have registered.
         """
-        async with self._lock:
-            if any(one.share.name == wanted.name for one in self.news.local):
-                raise ConflictError(f"The name {wanted.name!r} is that of the server's own.")
-            before = next(
-                (one for one in self.table.known.values() if one.name == wanted.name), None
-            )
+        if any(one.share.name == wanted.name for one in self.news.local):
+            raise ConflictError(f"The name {wanted.name!r} is that of the server's own.")
+        key = secrets.token_urlsafe(24)
+        async with self._lock(wanted.name):
+            before = self.table.named(wanted.name)
             if before is not None:
                 self._check_may_take(before, wanted)
-            key = secrets.token_urlsafe(24)
-            one = RegisteredRunner(
-                id=before.id if before is not None else secrets.token_hex(8),
-                name=wanted.name,
-                key_hash=_hash(key),
-                instance_hash=_hash(wanted.instance),
-                env=wanted.env,
-                split=wanted.split,
-                asked_seed=wanted.seed,
-                seed=await self._seed_for(wanted, before),
-                group_size=wanted.group_size,
-                weight=wanted.weight,
-                minimum_share=wanted.minimum_share,
-                scoring=wanted.scoring,
-                version=wanted.version,
-                host=wanted.host,
-                registered_at=time.time(),
-            )
-            await self.table.save(one)
-            self.table.start(one)
+            async with self._stream(wanted, before) as (seed, is_new):
+                one = RegisteredRunner(
+                    id=before.id if before is not None else secrets.token_hex(8),
+                    name=wanted.name,
+                    key_hash=_hash(key),
+                    instance_hash=_hash(wanted.instance),
+                    env=wanted.env,
+                    split=wanted.split,
+                    asked_seed=wanted.seed,
+                    seed=seed,
+                    group_size=wanted.group_size,
+                    weight=wanted.weight,
+                    minimum_share=wanted.minimum_share,
+                    scoring=wanted.scoring,
+                    version=wanted.version,
+                    host=wanted.host,
+                    registered_at=time.time(),
+                    understands=tuple(understands),
+                )
+                await self.table.save(one)
+            count = self._store.count_with_prefix
+            stored = 0 if is_new else await count(one.prefix)
+            again = 0 if is_new else await count(again_prefix(one.prefix))
+            self.table.start(one, stored)
+            self.news.waiting.end(one.id)  # of the session before
         log.info("environment_registered", name=one.name, env=one.env, seed=one.seed, host=one.host)
         self.news.wake()
         return Welcome(
             id=one.id,
             key=key,
             seed=one.seed,
-            stored=await self._store.count_with_prefix(one.prefix),
-            again=await self._store.count_with_prefix(again_prefix(one.prefix)),
+            stored=stored,
+            again=again,
             silent_after_seconds=self.table.heartbeats.silent_after_seconds,
         )
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
 
     def _check_may_take(self, before: RegisteredRunner, wanted: Registration) -> None:
         same = hmac.compare_digest(before.instance_hash, _hash(wanted.instance))
@@ -144,24 +157,31 @@ class RunnerRegistry:
                 f"silent for {self.table.heartbeats.silent_after_seconds:g} s.",
             )
 
-    async def _seed_for(self, wanted: Registration, before: RegisteredRunner | None) -> int:
-        """Returns the requested seed, or the next one whose stream nobody else has used."""
+    @asynccontextmanager
+    async def _stream(
+        self, wanted: Registration, before: RegisteredRunner | None
+    ) -> AsyncIterator[tuple[int, bool]]:
+        """Holds the stream for a runner until its registration is stored; gives its seed, and
+        whether nobody has used it.
+        """
         asked = (wanted.env, wanted.split, wanted.seed)
         if before is not None and asked == (before.env, before.split, before.asked_seed):
-            return before.seed
-        taken = {one.prefix for one in self.table.known.values()}
-        taken |= {one.prefix for one in self.news.local}
-        seed = wanted.seed
-        while True:
-            prefix = stream_prefix(wanted.env, wanted.split, seed)
-            if prefix not in taken and not await self._store.count_with_prefix(prefix):
-                return seed
-            seed += 1
+            yield before.seed, False
+            return
+        streams = self.table.streams
+        seed = await streams.choose(wanted, [one.prefix for one in self.news.local])
+        try:
+            yield seed, True
+        finally:
+            streams.give_back(stream_prefix(wanted.env, wanted.split, seed))
 
     async def heartbeat(
-        self, env_id: str, key: str, beat: Heartbeat, is_gone: Callable[[], Awaitable[bool]]
+        self, env_id: str, key: str, beat: Heartbeat, receive: Receive | None = None
     ) -> News:
         """Answers as soon as there is something new for the runner, or after its `wait_seconds`.
+
+        Args:
+            receive: of the request, to notice that its client has disconnected; None: do not wait.
 
         Raises:
             NotFoundError: the runner is not registered.
@@ -169,17 +189,11 @@ class RunnerRegistry:
         """
         one = self.authenticate(env_id, key)
         self._hear(one, beat)
-        end = time.monotonic() + min(
-            beat.wait_seconds, self.table.heartbeats.silent_after_seconds / 3
-        )
-        while not self.news.is_new(one, beat) and (left := end - time.monotonic()) > 0:
-            if await is_gone():
-                break
-            told = await self.news.waiting.wait(one.id, beat, min(left, _GONE_SECONDS))
-            self.authenticate(env_id, key)
-            if told is not None:
-                return told
-        return self.news.for_runner(one)
+        seconds = min(beat.wait_seconds, self.table.silent_after(one) / SILENT_POLLS)
+        if receive is None or seconds <= 0 or self.news.is_new(one, beat):
+            return self.news.for_runner(one)
+        told = await self.news.waiting.wait(one.id, beat, seconds, receive)
+        return told or self.news.for_runner(self.authenticate(env_id, key))
 
     def _hear(self, one: RegisteredRunner, beat: Heartbeat) -> None:
         was_silent = not self.table.is_present(one)
@@ -259,7 +273,8 @@ class RunnerRegistry:
     ) -> News:
         new = sum(await self._store.put_encoded(puts))
         now = self.table.status(one)
-        now.stored += new
+        if now.stored is not None:
+            now.stored += new
         now.open = max(0, now.open - new) if still_open is None else still_open
         if begun is not None:
             self.news.count_begun(one, begun)
@@ -285,8 +300,8 @@ class RunnerRegistry:
 
     async def goodbye(self, env_id: str, key: str) -> None:
         """Marks the runner as gone until it registers again; repeating is allowed."""
-        one = self.authenticate(env_id, key)
-        async with self._lock:
+        async with self._lock(self.authenticate(env_id, key).name):
+            one = self.authenticate(env_id, key)
             await self.table.save(msgspec.structs.replace(one, gone=True, left_at=time.time()))
             now = self.table.status(one)
             now.beat = now.beat.model_copy(update={"open": 0, "capacity": 0})

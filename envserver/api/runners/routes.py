@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final
 
 from envserver_records.errors import UsageError
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, StringConstraints, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -39,6 +39,7 @@ from ..direct import Endpoint
 from ..native.answers import answers, json_answer
 from .registry import RunnerRegistry
 
+Addition = Annotated[str, StringConstraints(max_length=64)]
 _REGISTRATION: Final = TypeAdapter(Registration)
 _HEARTBEAT: Final = TypeAdapter(Heartbeat)
 _IDS: Final = TypeAdapter(GroupIds)
@@ -76,17 +77,21 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         responses=answers(Welcome, 409, status=201, body=True, what="The registration."),
         status_code=201,
     )
-    async def register(request: Request) -> Response:
+    async def register(
+        request: Request,
+        understands: Annotated[list[Addition] | None, Query(max_length=16)] = None,
+    ) -> Response:
         """Registers a runner, or starts a new session for its name (201). If another process has
-        the name and is still present: 409.
+        the name and is still present: 409. `understands` names additions to the protocol that the
+        runner knows: "next_seconds", how long its next heartbeats should wait.
         """
         wanted = await read_body(request, _REGISTRATION)
-        return _json(await environments.register(wanted), 201)
+        return _json(await environments.register(wanted, understands or ()), 201)
 
     @router.get(_PLACE, responses=answers(EnvironmentsAnswer, what="All registrations."))
     async def show() -> Response:
         """Lists the registered runners and their status."""
-        return _json({"environments": environments.table.snapshot()})
+        return _json({"environments": await environments.table.snapshot()})
 
     @router.post(
         _PLACE + "/{env_id}/heartbeat",
@@ -100,9 +105,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         """
         environments.authenticate(env_id, _key(request))
         beat = await read_body(request, _HEARTBEAT)
-        return _json(
-            await environments.heartbeat(env_id, _key(request), beat, request.is_disconnected)
-        )
+        return _json(await environments.heartbeat(env_id, _key(request), beat, request.receive))
 
     @router.post(
         _PLACE + "/{env_id}/groups",
@@ -213,4 +216,6 @@ def _key(request: Request) -> str:
 
 def _json(value: BaseModel | dict[str, Any], status: int = 200) -> Response:
     facts = value.model_dump() if isinstance(value, BaseModel) else value
+    if facts.get("next_seconds", 0) is None:
+        del facts["next_seconds"]  # runners of older versions refuse it
     return json_answer(facts, status)

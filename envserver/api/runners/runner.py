@@ -1,8 +1,9 @@
 """The runners of a server: their stored registrations and their current status.
 
-Durable: who registered, with which stream, under which key (hashed); a restarted server knows all
-of them. Not durable: their status, which the next heartbeat reports. What holds: only a runner with
-recent heartbeats counts (for minimum shares, capacity and pauses during weight updates).
+Durable: who registered, with which stream, under which key (hashed), one stored value each; a
+restarted server knows all of them. Not durable: their status, which the next heartbeat reports.
+What holds: only a runner with recent heartbeats counts (for minimum shares, capacity and pauses
+during weight updates).
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from ...remote.messages import Heartbeat
 from ...rollouts.stream import stream_prefix
 from ...store import GroupStore
 from ..heartbeats import Heartbeats
+from .polling import LONGEST_SECONDS, SILENT_POLLS
+from .streams import Streams
 
-_KEY: Final = "environments"
+_KEY_PREFIX: Final = "environment:"
+_OLD_KEY: Final = "environments"
+"""Older servers kept all registrations in one value."""
 _MOST_RUNNERS: Final = 4096
 _REMEMBERED_SECONDS: Final = 7 * 24 * 3600.0
 """A runner that left is shown, and may have its name back with its stream, for this long."""
@@ -34,6 +39,7 @@ class RegisteredRunner(msgspec.Struct, kw_only=True):
         asked_seed: the seed the runner was configured with; `seed`: the one it was given.
         gone: whether it has deregistered.
         left_at: when it deregistered, in seconds since 1970.
+        understands: additions to the protocol that it knows; see `remote.messages`.
     """
 
     id: str
@@ -53,6 +59,7 @@ class RegisteredRunner(msgspec.Struct, kw_only=True):
     registered_at: float
     gone: bool = False
     left_at: float = 0.0
+    understands: tuple[str, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -70,7 +77,10 @@ class RunnerStatus:
         self.counted: int | None = None
         self.drain = False
         self._is_heard = False
-        self.stored = 0
+        self.poll_seconds = 0.0
+        """How long it was last told to wait for news; 0: nothing was said."""
+        self.stored: int | None = None
+        """Groups of its stream in the store; None: not counted yet."""
 
     def failed_since(self, beat: Heartbeat) -> tuple[Counter[str], Counter[str]]:
         """Returns how many attempts failed and groups were dropped since the last heartbeat, by
@@ -96,16 +106,25 @@ class RunnerTable:
 
     def __init__(self, store: GroupStore, silent_after_seconds: float) -> None:
         self._store = store
+        self.streams = Streams(store)
         self.heartbeats = Heartbeats(silent_after_seconds)
         self.known: dict[str, RegisteredRunner] = {}
         """By id."""
+        self._ids: dict[str, str] = {}
+        """By name."""
+        self._gone: dict[str, float] = {}
+        """When those that have left did so, by id, the first to leave first."""
         self._status: dict[str, RunnerStatus] = {}
 
     async def load(self) -> None:
         """Loads the stored registrations."""
-        stored = await self._store.get_value(_KEY)
-        for one in msgspec.convert(stored or [], list[RegisteredRunner]):
-            self.known[one.id] = one
+        if old := await self._store.get_value(_OLD_KEY):
+            keys = {_KEY_PREFIX + one["id"]: one for one in old}
+            await self._store.set_values(keys | {_OLD_KEY: None})
+        stored = await self._store.values_with_prefix(_KEY_PREFIX)
+        runners = msgspec.convert(list(stored.values()), list[RegisteredRunner])
+        for one in sorted(runners, key=lambda one: (one.left_at, one.registered_at)):
+            self._remember(one)
 
     async def save(self, one: RegisteredRunner) -> None:
         """Stores a registration. Of the runners that have left, those that left long ago or first
@@ -114,39 +133,78 @@ class RunnerTable:
         Raises:
             StoreFull: too many runners are registered and have not left.
         """
-        known = self.known | {one.id: one}
-        gone = sorted((left for left in known.values() if left.gone), key=lambda left: left.left_at)
-        earliest = time.time() - _REMEMBERED_SECONDS
-        surplus = len(known) - _MOST_RUNNERS
-        for number, left in enumerate(gone):
-            if left.id != one.id and (number < surplus or left.left_at < earliest):
-                del known[left.id]
-        if len(known) > _MOST_RUNNERS:
+        self._gone.pop(one.id, None)
+        forgotten = self._forget_gone(one.id)
+        if one.id not in self.known and len(self.known) >= _MOST_RUNNERS:
             raise StoreFull(f"No more than {_MOST_RUNNERS} environments can register.")
-        await self._store.set_value(_KEY, msgspec.to_builtins(list(known.values())))
-        self.known = known
-        self._status = {name: now for name, now in self._status.items() if name in known}
+        removed = dict.fromkeys(_KEY_PREFIX + left for left in forgotten)
+        await self._store.set_values({**removed, _KEY_PREFIX + one.id: msgspec.to_builtins(one)})
+        self._remember(one)
+
+    def _forget_gone(self, but: str) -> list[str]:
+        """Forgets those that left long ago, and the first that left if there are too many."""
+        forgotten = []
+        new = but not in self.known
+        while self._gone:
+            first, left_at = next(iter(self._gone.items()))
+            is_old = left_at < time.time() - _REMEMBERED_SECONDS
+            if not is_old and len(self.known) + new <= _MOST_RUNNERS:
+                break
+            left = self.known.pop(first)
+            del self._gone[first], self._ids[left.name]
+            self.streams.give_back(left.prefix)
+            self._status.pop(first, None)
+            self.heartbeats.forget(first)
+            forgotten.append(first)
+        return forgotten
+
+    def _remember(self, one: RegisteredRunner) -> None:
+        before = self.known.get(one.id)
+        if before is not None:
+            self.streams.give_back(before.prefix)
+        self.streams.take(one.prefix)
+        self.known[one.id] = one
+        self._ids[one.name] = one.id
+        if one.gone:
+            self._gone[one.id] = one.left_at
 
     def named(self, name: str) -> RegisteredRunner | None:
         """Returns the runner of this name."""
-        return next((one for one in self.known.values() if one.name == name), None)
+        return self.known.get(self._ids.get(name, ""))
 
-    def start(self, one: RegisteredRunner) -> None:
-        """Begins the status of a new session."""
-        self._status[one.id] = RunnerStatus()
+    def start(self, one: RegisteredRunner, stored: int) -> None:
+        """Begins the status of a new session of a runner with `stored` groups."""
+        self._status[one.id] = now = RunnerStatus()
+        now.stored = stored
         self.heartbeats.hear(one.id)
 
     def status(self, one: RegisteredRunner) -> RunnerStatus:
         """Returns the current status of a runner."""
-        return self._status.setdefault(one.id, RunnerStatus())
+        now = self._status.get(one.id)
+        if now is None:
+            now = self._status[one.id] = RunnerStatus()
+        return now
 
     def is_present(self, one: RegisteredRunner) -> bool:
         """Returns whether a runner counts."""
-        return not one.gone and not self.heartbeats.is_silent(one.id)
+        return not one.gone and self.heartbeats.silent_seconds(one.id) <= self.silent_after(one)
+
+    def silent_after(self, one: RegisteredRunner) -> float:
+        """Returns after how many seconds without a message a runner no longer counts: longer for
+        one that waits long for news. It stops its own model calls after half of that.
+        """
+        now = self.status(one)
+        longest = max(now.poll_seconds, min(now.beat.wait_seconds, LONGEST_SECONDS))
+        shortest = self.heartbeats.silent_after_seconds
+        return max(shortest, SILENT_POLLS * longest if one.understands else 0.0)
 
     def present(self) -> list[tuple[RegisteredRunner, RunnerStatus]]:
         """Returns the runners that count."""
         return [(one, self.status(one)) for one in self.known.values() if self.is_present(one)]
+
+    def is_any_present(self) -> bool:
+        """Returns whether at least one runner counts."""
+        return any(self.is_present(one) for one in self.known.values())
 
     def presence(self, one: RegisteredRunner) -> str:
         """Returns present, silent or gone."""
@@ -162,8 +220,12 @@ class RunnerTable:
                 found[one.env] = min(1.0, found.get(one.env, 0.0) + one.minimum_share)
         return found
 
-    def snapshot(self) -> list[dict[str, Any]]:
+    async def snapshot(self) -> list[dict[str, Any]]:
         """Lists the registered runners and their status, for display."""
+        for one in list(self.known.values()):
+            now = self.status(one)
+            if now.stored is None:
+                now.stored = await self._store.count_with_prefix(one.prefix)
         return [self._shown(one) for one in self.known.values()]
 
     def _shown(self, one: RegisteredRunner) -> dict[str, Any]:

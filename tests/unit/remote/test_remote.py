@@ -80,7 +80,7 @@ async def test_a_stream_that_the_server_made_itself_is_nobody_elses(tmp_path: Pa
     async with running_api(tmp_path / "store.db") as api:
         first = await join(api)
         await first.post(pack(first.group(0)))
-        await api.store.set_value("environments", [])
+        await api.store.set_values({f"environment:{first.id}": None})
     async with running_api(tmp_path / "store.db") as api:
         assert (await join(api, "math@two")).seed == 1
 

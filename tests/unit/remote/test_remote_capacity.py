@@ -72,7 +72,7 @@ async def test_one_that_begins_nothing_does_not_get_all_places(tmp_path: Path) -
         for _ in range(40):
             beats = Heartbeat(capacity=400), Heartbeat(capacity=400, begun=begun)
             held, room = [
-                (await registry.heartbeat(one.id, one.key, beat, never)).room
+                (await registry.heartbeat(one.id, one.key, beat)).room
                 for one, beat in zip((stuck, works), beats, strict=True)
             ]
             begun += room
@@ -130,7 +130,7 @@ async def test_the_servers_own_environments_share_the_room(tmp_path: Path) -> No
             await elsewhere.register(Registration(**registration("math")))
         one = await elsewhere.register(Registration(**registration()))
         assert one.seed == 1, "the server itself makes the stream of seed 0"
-        news = await elsewhere.heartbeat(one.id, one.key, Heartbeat(capacity=9), never)
+        news = await elsewhere.heartbeat(one.id, one.key, Heartbeat(capacity=9))
         assert news.room == 2
         for _ in range(2):
             await own.wait_for_capacity()
@@ -140,7 +140,3 @@ async def test_the_servers_own_environments_share_the_room(tmp_path: Path) -> No
         assert not third.done()
         await elsewhere.goodbye(one.id, one.key)
         await third
-
-
-async def never() -> bool:
-    return False
