@@ -75,6 +75,11 @@ async def on_ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, EnvserverError)
     if error.status >= 500:
         log.error("request_failed", path=request.url.path, kind=error.kind, error=str(error))
+    return answer_to(request.url.path, error)
+
+
+def answer_to(path: str, error: EnvserverError) -> Response:
+    """Returns the response to a request of `path` that raised `error`."""
     more: dict[str, Any] = dict(error.detail)
     if error.hint:
         more["hint"] = error.hint
@@ -82,7 +87,7 @@ async def on_ours(request: Request, error: Exception) -> Response:
     if errors is not None:
         more["errors"] = errors
     return error_answer(
-        request.url.path,
+        path,
         error.status,
         error.message,
         kind=error.kind,

@@ -54,9 +54,11 @@ class Overview:
         leased = self._sum("envserver_groups", state="leased")
         tokens = self._rate("envserver_tokens_total", kind="completion")
         policy = "no policy version yet" if version < 0 else f"policy version {version:g}"
+        followers = self._now.get(Name("envserver_followers", ()))
+        servers = "" if followers is None else f" · leads {followers:g} servers"
         return (
             f"{policy} · {groups:.1f} groups/min · {tokens:,.0f} tokens/s · "
-            f"{waiting:g} waiting, {leased:g} leased"
+            f"{waiting:g} waiting, {leased:g} leased{servers}"
         )
 
     def line(self) -> str:

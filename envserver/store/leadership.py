@@ -93,6 +93,7 @@ class Leadership:
         self._woken = asyncio.Event()
         self._answers = False
         self._reachable = True
+        self._was_reached = False
         self._since = 0.0
         self._beating: asyncio.Task[None] | None = None
 
@@ -139,7 +140,6 @@ class Leadership:
         loop = asyncio.get_running_loop()
         seen: Leader | None = None
         silent_seconds = earliest = 0.0
-        answered = False
         last = loop.time()
         while True:
             look = await self._look()
@@ -147,9 +147,8 @@ class Leadership:
             last = now
             if look is None:
                 # The leader has lost its session, too. It is warm: it may take the lock first.
-                seen, earliest = None, now + self._takeover_seconds if answered else 0.0
+                seen, earliest = None, now + self._takeover_seconds if self._was_reached else 0.0
             else:
-                answered = True
                 self._know(look.leads)
                 if look.holder is None and now >= earliest:
                     return
@@ -177,7 +176,7 @@ class Leadership:
         """Returns None if the database does not answer.
 
         Raises:
-            StoreError, ConfigError: it answers with an error.
+            StoreError, ConfigError: it answers with an error, and never answered otherwise.
         """
         try:
             connection = await self._connected()
@@ -185,13 +184,13 @@ class Leadership:
             look = _Look(await self._row(connection), holder)
         except (SQLAlchemyError, OSError) as error:
             await self._disconnect()
-            if not is_unreachable(error):
+            if not (self._was_reached or is_unreachable(error)):
                 raise typed(error) from error
             if self._reachable:
                 log.warning("waiting_for_database", reason=str(typed(error)))
             self._reachable = False
             return None
-        self._reachable = True
+        self._reachable = self._was_reached = True
         return look
 
     async def _row(self, connection: AsyncConnection) -> Leader | None:

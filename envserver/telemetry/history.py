@@ -36,7 +36,7 @@ KEPT: Final = frozenset(
         *("joined_open_groups", "loop_lag_p99_seconds", "part_ready", "groups_alike_total"),
         *("untrained_tokens_total", "store_events_total", "store_commit_seconds_sum"),
         "store_commit_seconds_count",
-        "children_resident_bytes",
+        *("children_resident_bytes", "followers"),
     )
 ) | {"process_resident_memory_bytes", "process_cpu_seconds_total"}
 """Names of the samples that are kept; see the table in this room's README."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import ssl
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -140,13 +141,22 @@ def compressed(bodies: Sequence[bytes]) -> list[bytes]:
 
 
 class Wire:
-    """A client of the Atropos wire at `url`; an async context manager."""
+    """A client of the Atropos wire at `url`; an async context manager.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        tls: checks the server's certificate; None: by the authorities of this machine.
+    """
+
+    def __init__(self, url: str, tls: ssl.SSLContext | None = None) -> None:
         self.url = url
+        self._tls = tls
+
+    def _session(self, *, auto_decompress: bool = True) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(ssl=self._tls or True)
+        return aiohttp.ClientSession(connector=connector, auto_decompress=auto_decompress)
 
     async def __aenter__(self) -> Wire:
-        self._kept = aiohttp.ClientSession(auto_decompress=False)
+        self._kept = self._session(auto_decompress=False)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -196,7 +206,7 @@ class Wire:
     async def _post_gzip(self, path: str, body: bytes) -> None:
         headers = {"content-type": "application/json", "content-encoding": "gzip"}
         async with (
-            aiohttp.ClientSession() as session,
+            self._session() as session,
             session.post(self.url + path, data=body, headers=headers) as answer,
         ):
             answer.raise_for_status()
@@ -230,7 +240,7 @@ class Wire:
                     if (await answer.json())["refused"]:
                         raise RuntimeError("a group was refused")
 
-        async with aiohttp.ClientSession() as session:
+        async with self._session() as session:
             await asyncio.gather(*[environment(session) for _ in range(AT_A_TIME)])
 
     async def fetch(self) -> bytes:

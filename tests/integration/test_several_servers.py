@@ -56,14 +56,16 @@ class Server:
 
 
 @contextlib.contextmanager
-def servers(count: int, store: str, folder: Path, *words: object) -> Iterator[list[Server]]:
+def servers(
+    count: int, store: str, folder: Path, *words: object, command: str = "run-api"
+) -> Iterator[list[Server]]:
     """Servers that share `store`, started at once; all are ready."""
     with contextlib.ExitStack() as stack:
         made = []
         for _ in range(count):
             port = free_port()
-            command = ("run-api", "--store", store, "--store.shared", "--port", port)
-            process = stack.enter_context(running(*command, *words, folder=folder))
+            shared = (command, "--store", store, "--store.shared", "--port", port)
+            process = stack.enter_context(running(*shared, *words, folder=folder))
             made.append(Server(process, f"http://127.0.0.1:{port}"))
             stack.callback(made[-1].client.close)
         for server in made:
@@ -122,6 +124,7 @@ def test_all_answer_and_another_leads_when_the_leader_is_killed(
             return status["url"] == leader.url and set(status["followers"]) == follow
 
         until(known, 60, leader.said)
+        assert leader.metric("envserver_followers") == 2
 
         assert one.client.post("/v1/runs", json=RUN).status_code == 201
         with ThreadPoolExecutor() as threads:
@@ -208,6 +211,32 @@ def test_the_database_restarts(postgres: Postgres, postgres_url: str, tmp_path: 
         assert mark_of(lease(other)["groups"][0]["group"]) == 2
         # As a rule the same one leads; it ends if the other was first.
         until(lambda: "leader" in (leader.role(), other.role()), 60, other.said)
+
+
+@pytest.mark.slow
+def test_the_next_leader_goes_on_with_the_rollouts(postgres_url: str, tmp_path: Path) -> None:
+    words = (
+        "--env", "math", "--model", "sim", "--env.group_size", 2, "--workers.processes", 1,
+        "--env.ensure_scores_are_not_same", "false", "--rollouts.max_concurrent", 4,
+    )  # fmt: skip
+    taken: list[str] = []
+
+    def take(server: Server, groups: int) -> None:
+        while len(taken) < groups:
+            leased = lease(server, wait_seconds=5)
+            ack(server, leased)
+            taken.append(leased["groups"][0]["group_id"])
+
+    with servers(2, postgres_url, tmp_path, *words, command="serve") as made:
+        leader, (other,) = parted(made)
+        assert other.client.post("/v1/runs", json=RUN).status_code == 201
+        take(other, 6)
+        leader.process.kill()
+        take(other, 12)
+        # The same stream goes on where the store stands: no task again, none left out for good.
+        numbers = [int(name.split("-")[3]) for name in taken]
+        assert len(set(numbers)) == 12
+        assert max(numbers) < 24
 
 
 def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from ..metrics import CountedRequests, Metrics, metric_routes
 from ..transfer import CompressedAnswers, RequestBodies, accepts
 from .facts import leads_metric, role
 from .link import LeaderLink
-from .passing import PassedOn
+from .passing import COMPRESSED, PassedOn
 
 
 def follower_app(
@@ -74,6 +74,7 @@ class _Plain:
             await self._streamed(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        scope[COMPRESSED] = accepts(headers, "gzip")
         codings = "zstd" if accepts(headers, "zstd") else "identity"
         kept = [(name, value) for name, value in scope["headers"] if name != b"accept-encoding"]
         scope["headers"] = [*kept, (b"accept-encoding", codings.encode())]

@@ -22,6 +22,10 @@ def role(leadership: Leadership) -> dict[str, object]:
 
 
 async def leads_metric(leadership: Leadership) -> Iterable[Metric]:
-    """Returns whether this server leads."""
+    """Returns whether this server leads, and how many follow it."""
     words = "1 if this server leads those that share its store, 0 if it follows"
-    return [gauge("envserver_leader", words, (), single(leadership.leads))]
+    found = [gauge("envserver_leader", words, (), single(leadership.leads))]
+    if leadership.leads:
+        count = single(len(leadership.followers))
+        found.append(gauge("envserver_followers", "Servers that follow this one", (), count))
+    return found

@@ -8,25 +8,29 @@ answer that breaks off later is cut: the client's connection is closed before it
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Final
 
 import aiohttp
 from envserver_records.errors import EnvserverError
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from ..direct import Passed
 from ..lifespan import ABORT, SERVER_ENDS
-from ..problems import on_ours
+from ..problems import answer_to
 from .link import LeaderLink, answer_headers, end, gone, is_disconnect
 from .sockets import pass_socket
 
 _ROUTE: Final = Passed("passed on")
 """The route under which passed requests are counted."""
+COMPRESSED: Final = "envserver.compressed"
+"""Key in a scope: whether a middleware compresses answers, which it can if they are one message."""
 _AT_ONCE_BYTES: Final = 512 * 1024
-"""Answers of up to this size are sent in one message, which a middleware may compress."""
+_COMPRESSED_BYTES: Final = 256 * 1024 * 1024
+"""Larger answers are streamed as they are."""
+_BINARY: Final = "application/vnd."
 _END_SECONDS: Final = 1.0
 """For requests that are under way when this server is told to stop."""
 
@@ -87,7 +91,8 @@ class _Exchange:
         if self._begun:
             self._scope["extensions"][ABORT]["abort"]()
             return
-        answer = await on_ours(Request(self._scope), error)
+        # A line for each client that waits for a leader would fill the log.
+        answer = answer_to(self._scope["path"], error)
         await answer(self._scope, self._receive, self._send)
 
     def _body(self) -> AsyncIterator[bytes] | None:
@@ -117,6 +122,10 @@ class _Exchange:
         self._client_left = not message.get(SERVER_ENDS)
         end(limit, 0.0 if self._client_left else _END_SECONDS)
 
+    def _most_at_once(self, response: aiohttp.ClientResponse) -> int:
+        is_text = not response.content_type.startswith(_BINARY)
+        return _COMPRESSED_BYTES if is_text and self._scope.get(COMPRESSED) else _AT_ONCE_BYTES
+
     async def _answer(self, response: aiohttp.ClientResponse) -> None:
         headers = answer_headers(response)
         start: Message = {
@@ -124,8 +133,7 @@ class _Exchange:
             "status": response.status,
             "headers": headers,
         }
-        length = response.content_length
-        if length is not None and length <= _AT_ONCE_BYTES:
+        if (response.content_length or math.inf) <= self._most_at_once(response):
             body = await response.read()
             self._begun = True
             await self._send(start)
