@@ -24,6 +24,7 @@ from pydantic import (
 from .alarms_config import AlarmsConfig
 from .curriculum_config import SECTION, CurriculumConfig
 from .delivery_config import DeliveryConfig
+from .engines_config import EnginesConfig
 from .harness_config import HarnessConfig
 from .judge_config import JudgeConfig
 from .prices_config import PricesConfig
@@ -38,6 +39,8 @@ LogFormat = Literal["auto", "console", "json"]
 Mode = Literal["auto", "tokens", "completions", "chat", "opaque"]
 Missing = Literal["shrink", "drop_group"]
 Backend = Literal["auto", "vllm", "local"]
+NO_ENGINE = "none"
+"""`openai.base_url` of a server whose engines are registered or discovered."""
 
 
 class Section(BaseModel):
@@ -73,7 +76,7 @@ class AgentConfig(Section):
     def _address(cls, value: str | None) -> str | None:
         if value is not None:
             value = value.strip().rstrip("/")
-            _check_url(value)
+            check_url(value)
         return value
 
 
@@ -117,7 +120,8 @@ class OpenAIConfig(Section):
     """The engine: an OpenAI-compatible server, or several replicas of it."""
 
     base_url: str | list[str] = "http://localhost:9001/v1"
-    """Address of the engine; several replicas: repeat the flag or separate with commas."""
+    """Address of the engine; several replicas: repeat the flag or separate with commas. none:
+    engines are registered or discovered (`engines`)."""
     model_name: str = "default"
     """Name of the model on the engine; "default": the first one listed."""
     api_key: SecretStr = SecretStr("")
@@ -139,21 +143,29 @@ class OpenAIConfig(Section):
     def _addresses(cls, value: str | list[str]) -> str | list[str]:
         parts = [value] if isinstance(value, str) else value
         urls = [url.strip().rstrip("/") for part in parts for url in part.split(",") if url.strip()]
+        if urls == [NO_ENGINE]:
+            return NO_ENGINE
         if not urls:
             raise ValueError("an address is needed, such as http://localhost:9001/v1")
         for url in urls:
-            _check_url(url)
+            check_url(url)
         if len(set(urls)) != len(urls):
             raise ValueError("the same address twice")
         return urls[0] if len(urls) == 1 else urls
 
     @property
     def base_urls(self) -> list[str]:
-        """Addresses of all replicas, without trailing slash; at least one."""
+        """Addresses of all replicas, without trailing slash; none if engines come later."""
+        if self.base_url == NO_ENGINE:
+            return []
         return [self.base_url] if isinstance(self.base_url, str) else self.base_url
 
 
-def _check_url(url: str) -> None:
+def check_url(url: str) -> None:
+    """
+    Raises:
+        ValueError: `url` is not the address of a server.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("an address must look like http://host:port/v1")
@@ -358,6 +370,7 @@ class Settings(EnvironmentSettings):
     """Model to start an engine for (a name in `engine.models_file`, a folder, or a name on the
     hub), or "sim" for the simulated engine; unset: use the engine at `openai.base_url`."""
     engine: EngineConfig = EngineConfig()
+    engines: EnginesConfig = EnginesConfig()
     sim: SimConfig = SimConfig()
     sampling: SamplingConfig = SamplingConfig()
     tokens: TokensConfig = TokensConfig()

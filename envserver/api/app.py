@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 from envserver_records.errors import StoreError
@@ -38,8 +38,11 @@ from .alarms import AlarmWatch
 from .atropos.routes import atropos_posts, atropos_routes
 from .atropos.service import AtroposService
 from .direct import DirectPosts
+from .engines.book import EngineBook
+from .engines.routes import engine_routes
 from .health import Health, health_routes, store_probe
 from .live import Live
+from .live.engines import engine_rows
 from .live.follower import Follower
 from .live.routes import live_routes
 from .metrics import CountedRequests, Metrics, metric_routes
@@ -54,6 +57,9 @@ from .runners.routes import runner_posts, runner_routes
 from .transfer import CompressedAnswers, RequestBodies
 from .upkeep import remove_old
 from .weights import weight_routes
+
+if TYPE_CHECKING:
+    from ..models.fleet import Fleet
 
 log = structlog.get_logger(__name__)
 
@@ -79,6 +85,7 @@ def create_api(
     episodes: Episodes | None = None,
     alarms: AlarmWatch | None = None,
     live: Live | None = None,
+    fleet: Fleet | None = None,
 ) -> FastAPI:
     """Builds the application.
 
@@ -99,6 +106,7 @@ def create_api(
         episodes: serves OpenEnv's protocol at /openenv/{environment}; None: it does not.
         alarms: says what is wrong; None: by the default thresholds, if there are metrics.
         live: what the parts of this server tell of; None: a new one, for the store alone.
+        fleet: engines that come and go; None: those routes do not exist.
     """
     live = live or Live()
     runners = runners or RunnerRegistry(
@@ -133,6 +141,9 @@ def create_api(
         metrics.add(alarms.families)
         recorder = Recorder(metrics, store, then=alarms.check, tell=live.sampled)
     follower = Follower(live, store)
+    engines = EngineBook(fleet, store) if fleet is not None else None
+    if engines is not None:
+        policy.tell_engines = engines.tell_version
 
     def present() -> set[str]:
         joined = {one.env for one in runners.table.known.values()}
@@ -143,6 +154,8 @@ def create_api(
         await atropos.load()
         await runners.load()
         await policy.load()
+        if engines is not None:
+            await engines.load()
         await follower.load()
         upkeep = [
             asyncio.create_task(_expire_leases(store, atropos), name="lease-expiry"),
@@ -188,6 +201,8 @@ def create_api(
             alarms=None if alarms is None else alarms.book,
         )
     )
+    if engines is not None:
+        app.include_router(engine_routes(engines, lambda: engine_rows(live.engines)))
     app.include_router(live_routes(live, store, lambda: policy.version, follower.look))
     app.include_router(health_routes(health or _store_only(store)))
     if episodes is not None:

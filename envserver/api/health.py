@@ -174,11 +174,16 @@ def disk_probe(store: GroupStore) -> Probe:
 
 
 def engine_probe(engine: Engine) -> Probe:
-    """Returns a probe of the engine, which is healthy if at least one replica answers."""
+    """Returns a probe of the engine, which is healthy if at least one replica answers.
+
+    A server whose engines are registered is healthy without any: else nobody could reach it to
+    register one where only healthy servers are reached.
+    """
 
     async def probe() -> str:
         replicas = await engine.health()
-        if not replicas or any(one.healthy for one in replicas):
+        is_registered = not any(one.origin == "setting" for one in replicas)
+        if is_registered or any(one.healthy for one in replicas):
             return ""
         return "; ".join(dict.fromkeys(one.reason or "it does not answer" for one in replicas))
 

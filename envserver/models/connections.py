@@ -17,8 +17,10 @@ import aiohttp
 from envserver_records.errors import EngineError, EngineGarbage, EngineUnavailable
 
 from ..telemetry.tracing import current
+from .addresses import EngineAddresses
 from .decoding import MAX_REFUSAL_BYTES, Decoder, is_refusal, retry_after
 from .replicas import Replica
+from .resolving import CheckedResolver
 
 T = TypeVar("T")
 
@@ -60,19 +62,26 @@ class RetryableError(Exception):
 
 
 class Connections:
-    """An HTTP session for all replicas; use with `async with`. Each request carries `key`."""
+    """An HTTP session for all replicas; use with `async with`.
 
-    def __init__(self, key: str, decoder: Decoder) -> None:
+    Args:
+        key: sent to the replicas that may have it.
+        addresses: which addresses names may have.
+    """
+
+    def __init__(self, key: str, decoder: Decoder, addresses: EngineAddresses) -> None:
         self._key = key
+        self._addresses = addresses
         self._decoder = decoder
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Connections:
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
-        if self._key:
-            headers["authorization"] = f"Bearer {self._key}"
         connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=_IDLE_CONNECTION_SECONDS, socket_factory=watchful_socket
+            limit=0,
+            keepalive_timeout=_IDLE_CONNECTION_SECONDS,
+            socket_factory=watchful_socket,
+            resolver=CheckedResolver(self._addresses),
         )
         self._session = aiohttp.ClientSession(
             connector=connector,
@@ -100,12 +109,16 @@ class Connections:
         if self._session is None:
             raise EngineUnavailable("The engine's connections are closed.")
         with typed(replica):
-            traceparent = current().traceparent
+            headers = {}
+            if traceparent := current().traceparent:
+                headers["traceparent"] = traceparent
+            if self._key and replica.gets_key:
+                headers["authorization"] = f"Bearer {self._key}"
             request = self._session.request(
                 method,
                 replica.url + path,
                 data=payload,
-                headers={"traceparent": traceparent} if traceparent else None,
+                headers=headers,
                 allow_redirects=False,
             )
             async with request as response:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from .breaker import State
+from .replicas import Origin
+from .routing import Standing
 
 
 class ReplicaHealth(msgspec.Struct, frozen=True):
@@ -23,6 +25,10 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
             one call at a time.
         calls, errors: calls that were answered, and that failed, since the start.
         seconds_p50, seconds_p95: until the answer of a call, or the first part of a streamed one.
+        id, origin, rollouts, expires_at: see Replica; id "": an engine without replicas.
+        standing: how it is used; `reason` says why it is not.
+        follows: whether it has each policy version that is published for all engines.
+        version: the version that it serves, if it does not; None: not known.
     """
 
     base_url: str
@@ -37,6 +43,13 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
     errors: int = 0
     seconds_p50: float | None = None
     seconds_p95: float | None = None
+    id: str = ""
+    origin: Origin = "setting"
+    standing: Standing = "used"
+    follows: bool = True
+    version: int | None = None
+    rollouts: int = 0
+    expires_at: float | None = None
 
 
 class Engine(Protocol):

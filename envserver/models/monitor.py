@@ -22,7 +22,8 @@ from envserver_records.errors import EngineError
 
 from .adaptive import read_load
 from .connections import Connections, RetryableError, whole
-from .replicas import Replica, Replicas
+from .replicas import Replica
+from .routing import Replicas
 
 _LONGEST_PAUSE_SECONDS = 30.0
 _MISSES = 3
@@ -51,19 +52,31 @@ class ReplicaMonitor:
         self._connections = connections
         self._check_seconds = check_seconds
         self._measure_seconds = measure_seconds
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Replica, list[asyncio.Task[None]]] = {}
 
     async def __aenter__(self) -> ReplicaMonitor:
         for replica in self._replicas.all:
-            for work in (self._check(replica), self._measure(replica)):
-                self._tasks.append(asyncio.create_task(work, name=f"watch {replica.url}"))
+            self.watch(replica)
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        for task in self._tasks:
+    def watch(self, replica: Replica) -> None:
+        """Begins the checks of one replica."""
+        self._tasks[replica] = [
+            asyncio.create_task(work, name=f"watch {replica.url}")
+            for work in (self._check(replica), self._measure(replica))
+        ]
+
+    def unwatch(self, replica: Replica) -> None:
+        """Ends the checks of one replica."""
+        for task in self._tasks.pop(replica, ()):
             task.cancel()
-        ends = await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __aexit__(self, *exc: object) -> None:
+        tasks = [task for each in self._tasks.values() for task in each]
         self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
         for end in ends:
             if end is not None and not isinstance(end, asyncio.CancelledError):
                 raise end
@@ -72,9 +85,12 @@ class ReplicaMonitor:
         misses = 0
         missing_since = 0.0
         while True:
-            if replica.state != "closed" or len(self._replicas.all) > 1:
+            is_alone = replica.origin == "setting" and len(self._replicas.all) == 1
+            if replica.state != "closed" or not is_alone:
                 began = replica.clock()
                 miss, lost = await self._miss(replica)
+                if miss and not lost:
+                    replica.lost()
                 if not miss or replica.heard_at >= began:
                     misses = 0
                     replica.checked(True)

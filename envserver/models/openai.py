@@ -27,16 +27,19 @@ from envserver_records.errors import (
     EngineGarbage,
     EngineRefused,
     EngineTimeout,
+    EngineUnavailable,
 )
 from yarl import URL
 
 from ..config import OpenAIConfig
+from .addresses import EngineAddresses
 from .connections import Connections, RetryableError, in_time, read_by, typed, whole
 from .decoding import Decoder, first_model
 from .engine import ReplicaHealth
 from .monitor import ReplicaMonitor
-from .replicas import Replica, ReplicaRequest, Replicas
+from .replicas import Origin, Replica, ReplicaRequest
 from .retrying import Retrying, late
+from .routing import Replicas, Routing, sampling_at
 from .sse import SseParser
 
 Json = dict[str, Any]
@@ -52,7 +55,9 @@ class OpenAIEngine:
             ids and logprobs can be asked for.
         tries: requests sent for one call, over all replicas.
         pause_seconds: before the first repetition on the same replica; doubles, with jitter.
-        check_seconds, measure_seconds: see Watch.
+        check_seconds, measure_seconds: see ReplicaMonitor.
+        routing, max_lag: see Replicas.
+        addresses: see Connections.
 
     Raises:
         ConfigError: an address holds credentials.
@@ -68,18 +73,24 @@ class OpenAIEngine:
         pause_seconds: float = 0.25,
         check_seconds: float = 5.0,
         measure_seconds: float = 1.0,
+        routing: Routing = "prefix",
+        max_lag: int = 0,
+        addresses: EngineAddresses | None = None,
     ) -> None:
         self.exact = config.server_type == "vllm"
+        self.addresses = addresses or EngineAddresses((), config.base_urls)
         key = config.api_key.get_secret_value()
         self._name = None if config.model_name == "default" else config.model_name
         self._name_lock = asyncio.Lock()
         self._timeout_seconds = config.timeout
         self._check_seconds = check_seconds
-        roots = list(dict.fromkeys(_root(address) for address in config.base_urls))
-        self._replicas = Replicas(roots, config.num_max_requests_at_once)
+        roots = list(dict.fromkeys(root_of(address) for address in config.base_urls))
+        self._replicas = Replicas(
+            roots, config.num_max_requests_at_once, routing=routing, max_lag=max_lag
+        )
         self._calls = Retrying(self._replicas, tries=tries, pause_seconds=pause_seconds)
         self._decoder = Decoder(key)
-        self._connections = Connections(key, self._decoder)
+        self._connections = Connections(key, self._decoder, self.addresses)
         self._monitor = ReplicaMonitor(
             self._replicas,
             self._connections,
@@ -122,7 +133,10 @@ class OpenAIEngine:
                 self._naming_models(request.replica, body),
                 self._sent(request, path, payload) as response,
             ):
-                return self._decoder.decode(await whole(response))
+                answer = self._decoder.decode(await whole(response))
+            if request.was_lost:
+                raise RetryableError(_restarted(request.replica), "busy")
+            return answer
 
         return await self._calls.until_answered(once, rollout_id, self._deadline(timeout_seconds))
 
@@ -157,22 +171,57 @@ class OpenAIEngine:
 
     def replicas(self) -> list[ReplicaHealth]:
         """See Engine."""
-        return [
-            ReplicaHealth(
-                replica.url,
-                healthy=replica.state == "closed",
-                reason=replica.reason,
-                in_flight=replica.slots.used,
-                limit=replica.slots.limit,
-                waiting=replica.slots.waiting,
-                state=replica.state,
-                calls=replica.seconds.count,
-                errors=replica.errors,
-                seconds_p50=replica.seconds.quantile(0.5),
-                seconds_p95=replica.seconds.quantile(0.95),
-            )
-            for replica in self._replicas.all
-        ]
+        return [self._known(replica) for replica in self._replicas.all]
+
+    def _known(self, replica: Replica) -> ReplicaHealth:
+        standing, reason = self._replicas.standing(replica)
+        follows = replica.follows and replica.version is None
+        return ReplicaHealth(
+            replica.url,
+            healthy=replica.state == "closed" and standing in ("used", "draining"),
+            reason=reason,
+            in_flight=replica.slots.used,
+            limit=replica.slots.limit,
+            waiting=replica.slots.waiting,
+            state=replica.state,
+            calls=replica.seconds.count,
+            errors=replica.errors,
+            seconds_p50=replica.seconds.quantile(0.5),
+            seconds_p95=replica.seconds.quantile(0.95),
+            id=replica.id,
+            origin=replica.origin,
+            standing=standing,
+            follows=follows,
+            version=None if follows else self._replicas.version_of(replica),
+            rollouts=replica.rollouts,
+            expires_at=replica.expires_at,
+        )
+
+    # Replicas that come and go
+
+    @property
+    def routes(self) -> Replicas:
+        """The replicas, and which of them serves a call."""
+        return self._replicas
+
+    def add(self, url: str, origin: Origin, *, gets_key: bool) -> Replica:
+        """Adds a replica, which gets no calls before it is admitted; the engine must be open.
+
+        Args:
+            gets_key: whether it may have the engines' key.
+
+        Raises:
+            ConfigError: the address holds credentials.
+        """
+        replica = self._replicas.add(root_of(url), origin)
+        replica.gets_key = gets_key
+        self._monitor.watch(replica)
+        return replica
+
+    def remove(self, replica: Replica) -> None:
+        """Removes a replica; the calls that are there end there."""
+        self._replicas.remove(replica)
+        self._monitor.unwatch(replica)
 
     async def _health_of(self, replica: Replica) -> ReplicaHealth:
         started = time.monotonic()
@@ -194,6 +243,8 @@ class OpenAIEngine:
             limit=replica.slots.limit,
             waiting=replica.slots.waiting,
             state=replica.state,
+            id=replica.id,
+            origin=replica.origin,
         )
 
     def _deadline(self, timeout_seconds: float) -> float:
@@ -207,9 +258,11 @@ class OpenAIEngine:
         replica = request.replica
         async with replica.slots:
             request.sent()
-            async with self._connections.open(replica, "POST", path, payload) as response:
-                await self._connections.check(replica, response)
-                yield response
+            opened = self._connections.open(replica, "POST", path, payload)
+            with sampling_at(replica, path):
+                async with opened as response:
+                    await self._connections.check(replica, response)
+                    yield response
 
     @asynccontextmanager
     async def _naming_models(self, replica: Replica, body: Json) -> AsyncGenerator[None]:
@@ -276,7 +329,9 @@ class OpenAIEngine:
                 async for chunk in rest:
                     replica.heard()
                     yield chunk
-                return
+                if not request.was_lost:
+                    return
+                error = _restarted(replica)
             except TimeoutError:
                 request.timed_out()
                 raise EngineTimeout("The engine did not end its stream in time.") from None
@@ -288,14 +343,25 @@ class OpenAIEngine:
         raise error
 
 
+def _restarted(replica: Replica) -> EngineUnavailable:
+    """Returns the error for an answer of a replica that went away during the call: nobody knows
+    which weights sampled it."""
+    message = f"The engine at {replica.url} was restarted during the call."
+    return EngineUnavailable(message, base_url=replica.url)
+
+
 async def _drain(response: aiohttp.ClientResponse) -> None:
     """Reads the rest of the body after `[DONE]`, so that the connection can be reused."""
     with suppress(TimeoutError, aiohttp.ClientError, ConnectionError):
         await in_time(asyncio.get_running_loop().time() + 0.1, response.content.readany())
 
 
-def _root(address: str) -> str:
-    """Returns `address` without `/v1` and without a trailing slash."""
+def root_of(address: str) -> str:
+    """Returns `address` without `/v1` and without a trailing slash.
+
+    Raises:
+        ConfigError: it holds credentials.
+    """
     url = URL(address)
     if url.user or url.password:
         # They would appear in every message that names the address.

@@ -1,20 +1,19 @@
-"""The replicas of an engine: which one serves a request, and what requests show about it.
+"""A replica of an engine, and what requests show about it; `routing` chooses among several.
 
-A rollout sticks to one replica (rendezvous hash of its id), so that the engine's prefix cache
-serves
-its later turns, as long as that replica is healthy and has slots. Results of calls and health
-checks
-decide through its breaker whether it is used; each change is logged once.
+Results of calls and health checks decide through its breaker whether it is used; each change is
+logged once. An engine that was registered while the server runs has more to say: whether it was
+checked, which policy version it serves, and whether it is paused or drained.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
+import msgspec
 import structlog
 
 from ..telemetry.numbers import SECONDS, Distribution
@@ -25,7 +24,31 @@ from .slots import Slots
 _FAIR_SECONDS = 5.0
 """A call with a shorter timeout says nothing about its replica when it times out."""
 
+Origin = Literal["setting", "registered", "file", "dns", "server"]
+"""How a replica became known: by `openai.base_url`, by POST /v1/engines, by a watched file, by a
+name in DNS, or by the server that a runner has joined."""
+
 _log = structlog.get_logger("envserver.engine")
+
+
+class Registration(msgspec.Struct, kw_only=True):
+    """What is known of an engine beyond its address; the store keeps it for registered ones.
+
+    Args:
+        version: see `Replica.version`.
+        ttl_seconds: seconds after a heartbeat at which it ends; None: never.
+        expires_at: in seconds since 1970.
+        follows, draining, paused: see `Replica`.
+    """
+
+    url: str
+    origin: Origin = "registered"
+    version: int | None = None
+    ttl_seconds: float | None = None
+    expires_at: float | None = None
+    follows: bool = False
+    draining: bool = False
+    paused: bool = False
 
 
 class Replica:
@@ -38,10 +61,41 @@ class Replica:
         suspected: set when its health should be asked for now.
         seconds: of answered calls, to the first part of a stream.
         errors: number of calls that failed here.
+        admitted: whether it was found to be the same engine as the others; `refusal` says why not.
+        is_refused: whether it is another engine; else it is not checked yet, or did not answer.
+        version: the policy version that was told for this replica; None: none was.
+        follows: whether it has each version that is published for all engines.
+        is_sure: whether `version` is still true: not after its process has gone away.
+        tells: whether its heartbeats tell its version, so that a doubt does not last.
+        paused: whether it gets no calls; draining: whether it gets no new rollouts.
+        rollouts: number of rollouts whose calls go here.
+        expires_at: when its registration ends, in seconds since 1970; None: never.
+        gets_key: whether it gets the engines' key.
+        on_lost: called when it accepts no connection.
     """
 
-    def __init__(self, url: str, max_in_flight: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        url: str,
+        max_in_flight: int,
+        clock: Callable[[], float],
+        origin: Origin = "setting",
+    ) -> None:
         self.url = url
+        self.id = replica_id(url)
+        self.origin: Origin = origin
+        self.admitted = self.follows = origin == "setting"
+        self.is_refused = False
+        self.refusal = ""
+        self.version: int | None = None
+        self.is_sure = True
+        self.tells = False
+        self.losses = 0
+        self.paused = self.draining = False
+        self.rollouts = 0
+        self.expires_at: float | None = None
+        self.gets_key = True
+        self.on_lost: Callable[[], None] | None = None
         self.slots = Slots(max_in_flight)
         self.heard_at = float("-inf")
         self.suspected = asyncio.Event()
@@ -95,10 +149,11 @@ class Replica:
         else:
             self.slots.resize(self._limit.observe(load, self.slots.used))
 
-    def give_up_requests(self) -> None:
-        """Stops every unanswered request, to be sent elsewhere."""
+    def give_up_requests(self, *, sent: bool = True) -> None:
+        """Stops unanswered requests, to be sent elsewhere; `sent`: those at the engine, too."""
         for request in self._requests:
-            request.give_up()
+            if sent or request.sent_at is None:
+                request.give_up()
 
     def heard(self) -> None:
         """Registers a sign of life that only a working engine gives."""
@@ -118,6 +173,15 @@ class Replica:
         self.suspected.set()
         with self._noted():
             self._breaker.refused(reason)
+        self.lost()
+
+    def lost(self) -> None:
+        """Registers that it accepts no connection: when it is back, it may have other weights."""
+        if self.version is not None:
+            self.losses += 1
+            self.is_sure = False
+        if self.on_lost is not None:
+            self.on_lost()
 
     def busy(self, seconds: float) -> None:
         """Registers the engine's request to wait."""
@@ -150,6 +214,7 @@ class ReplicaRequest:
         self.begun_at = replica.clock()
         self.sent_at: float | None = None
         self.given_up = False
+        self._losses = replica.losses
         self._scope: asyncio.Timeout | None = None
 
     @contextmanager
@@ -166,6 +231,11 @@ class ReplicaRequest:
             self.given_up = True
             self._scope.reschedule(asyncio.get_running_loop().time())
 
+    @property
+    def was_lost(self) -> bool:
+        """Whether the replica went away since the request began."""
+        return self.replica.losses != self._losses
+
     def sent(self) -> None:
         """It has its slot, and goes out now."""
         self.sent_at = self.replica.clock()
@@ -181,6 +251,8 @@ class ReplicaRequest:
         if self.sent_at is not None:
             self.replica.errors += 1
             self.replica.failed(self.begun_at, reason)
+            if self.replica.tells:
+                self.replica.lost()
 
     def refused(self, reason: str) -> None:
         """The replica took no connection."""
@@ -199,33 +271,6 @@ class ReplicaRequest:
             self.failed("calls get no answer")
 
 
-class Replicas:
-    """The addresses of one engine."""
-
-    def __init__(
-        self, urls: Sequence[str], max_in_flight: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.all = [Replica(url, max_in_flight, clock) for url in urls]
-
-    def pick(self, rollout_id: str, avoid: Collection[Replica] = ()) -> Replica:
-        """Picks the replica for `rollout_id`: usable, not in `avoid`, and its own if possible.
-
-        A full replica loses its calls to less loaded ones, counted in multiples of its limit:
-            otherwise a
-        slow replica would keep calls that it has no time for.
-        """
-        if len(self.all) == 1:
-            return self.all[0]
-        ranked = sorted(self.all, key=lambda replica: _weight(rollout_id, replica.url))
-        usable = [replica for replica in ranked if replica.usable]
-        if not usable:
-            return min(ranked, key=lambda replica: (replica in avoid, replica.aside_until))
-        return min(usable, key=lambda replica: (replica in avoid, replica.slots.rounds))
-
-    def other_usable(self, avoid: Collection[Replica]) -> bool:
-        """Returns whether some usable replica is not among `avoid`."""
-        return any(replica.usable and replica not in avoid for replica in self.all)
-
-
-def _weight(rollout_id: str, url: str) -> bytes:
-    return hashlib.blake2b(f"{rollout_id}\0{url}".encode(), digest_size=8).digest()
+def replica_id(url: str) -> str:
+    """Returns the id of the replica at `url`: the same in every process."""
+    return f"e-{hashlib.blake2b(url.encode(), digest_size=6).hexdigest()}"

@@ -15,11 +15,15 @@ from envserver_records.backoff import Backoff
 from envserver_records.errors import EngineError, EngineRefused, EngineTimeout, EngineUnavailable
 
 from .connections import RetryableError
-from .replicas import Replica, ReplicaRequest, Replicas
+from .replicas import Replica, ReplicaRequest
+from .routing import Replicas
 
 T = TypeVar("T")
 
 _MAX_PAUSE_SECONDS = 5.0
+_PATIENCE = 0.9
+"""Share of a call's time for which it waits until some replica may have it. It fails before its
+rollout's time is over, so that nobody takes the lack of an engine for the model's slowness."""
 
 
 class Retrying:
@@ -48,13 +52,16 @@ class Retrying:
             EngineError: the last try's.
         """
         now = asyncio.get_running_loop().time
+        patience_until = now() + _PATIENCE * (deadline - now())
         tried: list[Replica] = []
         while True:
-            replica = self._replicas.pick(rollout_id, tried)
+            replica = await self._replicas.next(rollout_id, tried, patience_until)
             try:
                 with replica.request() as request:
                     return await _try(once, request, deadline)
             except RetryableError as retryable:
+                if request.given_up and (replica.paused or replica not in self._replicas.all):
+                    continue  # it was moved, and did not fail
                 tried.append(replica)
                 pause = self._pause(retryable, tried)
                 if len(tried) >= self._tries or pause is None or now() + pause >= deadline:

@@ -24,6 +24,7 @@ from envserver_records.errors import (
 from envserver_records.hook_events import HookEvent
 from envserver_records.records import Call
 
+from ..models.routing import SampledVersions, note_versions
 from ..telemetry.tracing import Span
 from ..tokens.prompts import PromptPlan
 from .attempts import ProxyAttempt, TokenReservation
@@ -76,6 +77,7 @@ class CallTask:
         self._started_at = time.time()
         self._first_at: float | None = None
         self._first_version = self._version
+        self._of_replica = SampledVersions()
         self._sent = request
         """`request` as the engine gets it."""
         self._body: EngineBody
@@ -361,6 +363,7 @@ class CallTask:
 
     def _context(self) -> CallContext:
         request = self._sent
+        first_version, last_version = self._versions()
         return CallContext(
             model=self._route.model,
             asked_model=self._body.body["model"],
@@ -375,8 +378,8 @@ class CallTask:
             started_at=self._started_at,
             seconds=time.time() - self._started_at,
             seconds_to_first=self._first_at and self._first_at - self._started_at,
-            first_version=self._first_version,
-            last_version=self._version,
+            first_version=first_version,
+            last_version=last_version,
             trained=self._route.trained,
             follows_policy=self._route.follows_policy,
             names_versions=self._endpoint.names_versions,
@@ -392,6 +395,7 @@ class CallTask:
         self._first_version = self._version
         self._body.body["model"] = self._endpoint.model(self._route.model)
         with (
+            note_versions() as self._of_replica,
             self._attempt.sampling(self._first_version if self._route.trained else -1),
             model_call(
                 self._attempt, self._agent, self._body.body, self._sent, self._ready.server
@@ -402,6 +406,18 @@ class CallTask:
     async def _reserved(self) -> TokenReservation:
         request = self.request
         return await self._attempt.reserve(request.wanted_tokens, request.choices, self._agent)
+
+    def _versions(self) -> tuple[int, int]:
+        """Returns the policy versions at the start and at the end of the call: those of the replica
+        that sampled, if it has its own. A version in the model's name is the policy's."""
+        first, last = self._first_version, self._version
+        if not self._route.follows_policy or VERSION_PLACEHOLDER in self._route.model:
+            return first, last
+        of_replica = self._of_replica
+        return (
+            first if of_replica.first is None else of_replica.first,
+            last if of_replica.last is None else of_replica.last,
+        )
 
     @property
     def _version(self) -> int:

@@ -56,7 +56,7 @@ class ReadyEngine:
         probe_result = capabilities.probe_result if capabilities else None
         self.exact = engine.exact and (probe_result is None or probe_result.mode != "opaque")
         self.logprobs_kind: LogprobsKind = probe_result.logprobs if probe_result else "unknown"
-        self._capabilities = capabilities
+        self.capabilities = capabilities
         self._engine = engine
         self._format = capabilities.format if capabilities and tokens.stitch else None
         self._tokens = tokens
@@ -71,21 +71,21 @@ class ReadyEngine:
     @property
     def server(self) -> str:
         """Returns the kind of the engine's server, as far as it is known."""
-        if self._capabilities is None:
+        if self.capabilities is None:
             return self._engine.kind
-        return self._capabilities.probe_result.server or self._engine.kind
+        return self.capabilities.probe_result.server or self._engine.kind
 
     def described(self) -> dict[str, Any]:
         """Describes how the engine is called and prompts are rendered, for people and the
         record."""
-        if self._capabilities is None:
+        if self.capabilities is None:
             return {"mode": "chat" if self.exact else "opaque", "continues": False}
-        why_not = self._capabilities.why_not
+        why_not = self.capabilities.why_not
         if self._format is not None:
             why_not = self._format.distrusted or ""
         told: dict[str, Any] = {
-            "server": self._capabilities.probe_result.server,
-            "mode": self._capabilities.probe_result.mode,
+            "server": self.capabilities.probe_result.server,
+            "mode": self.capabilities.probe_result.mode,
             "continues": not why_not,
         }
         if why_not or self._format is None:
@@ -100,10 +100,10 @@ class ReadyEngine:
 
     def identity(self) -> dict[str, Any]:
         """Returns what the engine says of itself and of its model's files, without paths."""
-        if self._capabilities is None:
+        if self.capabilities is None:
             return {"server": self._engine.kind}
-        probe_result = self._capabilities.probe_result
-        source = model_source(probe_result.root, self._capabilities.folder)
+        probe_result = self.capabilities.probe_result
+        source = model_source(probe_result.root, self.capabilities.folder)
         told: dict[str, Any] = {"server": probe_result.server, **source}
         if probe_result.weights is not None:
             told["weights"] = probe_result.weights
@@ -115,7 +115,7 @@ class ReadyEngine:
     @property
     def max_model_len(self) -> int | None:
         """Maximum tokens of prompt and answer together, if the engine says it."""
-        found = self._capabilities
+        found = self.capabilities
         return found.probe_result.max_model_len if found is not None else None
 
     async def count_prompt(
@@ -238,6 +238,10 @@ def _takes_long(messages: list[Message]) -> bool:
     return len(messages) > _MANY_MESSAGES or characters > _LONG_TEXT
 
 
+def _ignore(routing_key: str) -> None:
+    """Does nothing: the engine has no replicas."""
+
+
 class EngineEndpoint:
     """The engine behind a proxy.
 
@@ -259,11 +263,19 @@ class EngineEndpoint:
         self.policy_version = -1
         self.names_versions = False
         """Whether the engine reports version numbers because its trainer names the weights."""
+        self.begun: Callable[[str], None] = _ignore
+        self.ended: Callable[[str], None] = _ignore
+        """Called with a routing key before the first call with it, and after the last."""
         self._engine = engine
         self._find = find
         self.tokens = tokens or TokensConfig()
         self._ready = None if find else ReadyEngine(engine, None, self.tokens)
         self._finding: asyncio.Task[ReadyEngine] | None = None
+
+    @property
+    def capabilities(self) -> Capabilities | None:
+        """What was found out about the engine; None until it answered once."""
+        return None if self._ready is None else self._ready.capabilities
 
     @property
     def engine(self) -> Engine:

@@ -10,7 +10,7 @@ import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import structlog
@@ -198,7 +198,16 @@ class Proxy:
         )
         attempt.recorded = RecordedRequests(attempt.in_flight)
         self._attempts[attempt.key] = attempt
+        for endpoint, routing_key in self._routes(spec):
+            endpoint.begun(routing_key)
         return attempt
+
+    def _routes(self, spec: AttemptSpec) -> Iterator[tuple[EngineEndpoint, str]]:
+        """Yields the endpoint and the routing key of each agent of an attempt."""
+        for agent in spec.agents or (None,):
+            endpoint = self._endpoints.get(spec.route(agent).endpoint)
+            if endpoint is not None:
+                yield endpoint, spec.routing_key(agent)
 
     def seal(self, attempt: ProxyAttempt) -> None:
         """Ends an attempt: requests in flight are stopped, later ones get 409 (404 after a
@@ -208,6 +217,8 @@ class Proxy:
         if self._sandboxes is not None:
             self._sandboxes.seal(attempt)
         if self._attempts.pop(attempt.key, None) is not None:
+            for endpoint, routing_key in self._routes(attempt.spec):
+                endpoint.ended(routing_key)
             self._sealed[attempt.key] = weakref.ref(attempt)
             self._sealed_at.append((self._clock(), attempt.key))
             if attempt.log_lines_dropped:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -16,6 +16,7 @@ from ..api.proxy_server import serve_proxy
 from ..config import RolloutsConfig, Settings, WorkersConfig
 from ..environment import AgentRole, Environment, Isolation
 from ..judges.server import JudgeServer
+from ..models.engine import Engine
 from ..models.measured import MeasuredEngine
 from ..models.played import PlayedEngine
 from ..proxy.bounds import AttemptBounds
@@ -51,6 +52,9 @@ from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
 from .tracing import tracer_of
 
+if TYPE_CHECKING:
+    from ..models.fleet import Fleet
+
 _log = structlog.get_logger("envserver.egress")
 
 
@@ -61,6 +65,7 @@ class SharedEngine(msgspec.Struct, frozen=True):
         model: name of the model at the engine.
         demonstrator, tracer: see RolloutContext.
         judge: what scorers may ask, if one is set.
+        fleet: its engines that come and go; None: it cannot have any.
     """
 
     engine: MeasuredEngine
@@ -69,6 +74,7 @@ class SharedEngine(msgspec.Struct, frozen=True):
     demonstrator: Demonstrator | None
     tracer: Tracer
     judge: JudgeServer | None = None
+    fleet: Fleet | None = None
 
 
 @contextlib.asynccontextmanager
@@ -97,6 +103,9 @@ async def shared_engine(
         tracer = await stack.enter_async_context(tracer_of(settings.telemetry))
         as_started = settings.model_copy(update={"openai": openai})
         endpoint = make_endpoint(as_started, engine, gate=gate)
+        fleet = await stack.enter_async_context(
+            _fleet(as_started, sampling, endpoint, need_exact=need_exact)
+        )
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await endpoint.ready()).exact, need_exact)
         judge = await stack.enter_async_context(
@@ -105,7 +114,21 @@ async def shared_engine(
             )
         )
         model = await engine.model_name()
-        yield SharedEngine(engine, endpoint, model, demonstrator, tracer, judge)
+        yield SharedEngine(engine, endpoint, model, demonstrator, tracer, judge, fleet)
+
+
+@contextlib.asynccontextmanager
+async def _fleet(
+    settings: Settings, engine: Engine, endpoint: EngineEndpoint, *, need_exact: bool
+) -> AsyncIterator[Fleet | None]:
+    """Opens the engines of `engine` that come and go; None: it cannot have any."""
+    if engine.kind != "openai":
+        yield None
+        return
+    from .engine_fleet import fleet_of
+
+    async with fleet_of(settings, engine, endpoint, need_exact=need_exact) as fleet:
+        yield fleet
 
 
 def _ignore(event: Event) -> None:

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 from http import HTTPStatus
 
 import structlog
-from envserver_records.errors import EngineError, EngineUnavailable
+from envserver_records.errors import ConfigError, EngineError, EngineUnavailable
 
 from ..config import EngineConfig, OpenAIConfig, Settings
+from ..models.addresses import EngineAddresses
 from ..models.engine import Engine
 from ..models.probe import probe
 from ..proxy.capabilities import Capabilities, capabilities_of
@@ -60,6 +61,9 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
     """Makes the engine that `settings` name, at the address in `openai`.
 
     Also returns the demonstrator, which is given the solutions (simulated engine only).
+
+    Raises:
+        ConfigError: no engine is named, nor its model.
     """
     if settings.model == SIMULATED:
         from ..models.sim import RolloutSolver, SimEngine
@@ -68,7 +72,37 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
         return SimEngine(settings.sim, solver), solver
     from ..models.openai import OpenAIEngine
 
-    return OpenAIEngine(openai), None
+    _check_named(openai)
+    rules = settings.engines
+    engine = OpenAIEngine(
+        openai,
+        routing=rules.routing,
+        max_lag=rules.max_version_lag,
+        addresses=addresses_of(settings, openai),
+    )
+    return engine, None
+
+
+def addresses_of(settings: Settings, openai: OpenAIConfig) -> EngineAddresses:
+    """Returns where engines may be registered. Where access tokens are asked for, others than the
+    owner of this machine may register them: not at addresses of this machine."""
+    return EngineAddresses(
+        settings.engines.allow,
+        openai.base_urls,
+        this_machine=settings.server.tokens_file is None,
+    )
+
+
+def _check_named(openai: OpenAIConfig) -> None:
+    """
+    Raises:
+        ConfigError: there is no engine to ask for the name of its model.
+    """
+    if not openai.base_urls and openai.model_name == "default":
+        raise ConfigError(
+            "openai.base_url is none, so no engine can be asked for its model's name.",
+            hint="Set --openai.model_name.",
+        )
 
 
 def make_endpoint(
@@ -94,7 +128,7 @@ def make_endpoint(
 
     async def find() -> Capabilities:
         name = model or await engine.model_name()
-        asked = await _any_model(engine) if VERSION_PLACEHOLDER in name else name
+        asked = await any_model(engine) if VERSION_PLACEHOLDER in name else name
         mode = "auto" if is_elsewhere else settings.openai.mode
         probe_result = await probe(engine, wanted=mode, model=asked)
         told = None if is_elsewhere else settings.openai.default_template_kwargs
@@ -137,7 +171,7 @@ async def look_at(engine: Engine, *, must_answer: bool) -> bool:
     return answers or must_answer
 
 
-async def _any_model(engine: Engine) -> str:
+async def any_model(engine: Engine) -> str:
     """Returns one of the served models: all models of an engine are called in the same way."""
     listed = await engine.get("/v1/models")
     names = [card.get("id") for card in listed.get("data") or () if isinstance(card, dict)]

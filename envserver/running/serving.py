@@ -177,6 +177,7 @@ def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmW
         episodes=host.episodes,
         alarms=alarms,
         live=server.live,
+        fleet=host.room.fleet,
     )
 
 

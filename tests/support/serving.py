@@ -42,12 +42,13 @@ def attempt_spec(
     temperature: float = 1.0,
     top_p: float = 1.0,
     agents: Sequence[str] = (),
+    rollout_id: str = "rollout-1",
     isolation: Isolation = "pooled",
 ) -> AttemptSpec:
     """An attempt at a task whose model is called "tiny". `agents`: those that are declared."""
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     return AttemptSpec(
-        rollout_id="rollout-1",
+        rollout_id=rollout_id,
         attempt=1,
         env="addition",
         env_reference="addition",

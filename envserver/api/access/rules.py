@@ -68,6 +68,12 @@ RULES: Final = (
     Rule("POST", "/v1/policy/pause", TRAINER),
     Rule("POST", "/v1/policy/resume", TRAINER),
     Rule("GET", "/v1/policy", EVERYBODY),
+    Rule("POST", "/v1/engines", TRAINER),
+    Rule("POST", "/v1/engines/{engine_id}/version", TRAINER),
+    Rule("POST", "/v1/engines/{engine_id}/drain", TRAINER),
+    Rule("POST", "/v1/engines/{engine_id}/pause", TRAINER),
+    Rule("POST", "/v1/engines/{engine_id}/resume", TRAINER),
+    Rule("DELETE", "/v1/engines/{engine_id}", TRAINER),
     # Operators and tools
     Rule("GET", "/v1/status", READERS),
     Rule("GET", "/v1/series", READERS),

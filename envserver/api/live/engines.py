@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,9 +31,10 @@ class EngineSource(msgspec.Struct, frozen=True):
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each replica."""
-        version = self.version()
+        published, now = self.version(), time.time()
         return [
             {
+                "id": one.id,
                 "name": self.name,
                 "url": one.base_url,
                 "model": self.model,
@@ -44,12 +46,20 @@ class EngineSource(msgspec.Struct, frozen=True):
                 "calls_total": one.calls,
                 "seconds_p50": one.seconds_p50,
                 "seconds_p95": one.seconds_p95,
-                "weights_version": version if version >= 0 else None,
+                "weights_version": _known(published if one.follows else one.version),
                 "ready": one.healthy,
                 "reason": one.reason,
+                "origin": one.origin,
+                "standing": one.standing,
+                "rollouts": one.rollouts,
+                "expires_in_seconds": None if one.expires_at is None else one.expires_at - now,
             }
             for one in self.engine.replicas()
         ]
+
+
+def _known(version: int | None) -> int | None:
+    return None if version is None or version < 0 else version
 
 
 def engine_rows(sources: Sequence[EngineSource]) -> list[dict[str, Any]]:
@@ -61,10 +71,13 @@ class EnginesAnswer(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     engines: list[dict[str, Any]]
-    """A row for each replica: `name` ("": the engine of the rollouts, else the agent that has it),
-    `url`, `model`, `calls` (now), `waiting`, `limit`, `breaker` (closed: used; open: set aside;
-    half-open: on trial), `errors` and `calls_total` (since the start), `seconds_p50` and
-    `seconds_p95` (until an answer; null: there was none), `weights_version`, `ready`, `reason`.
+    """A row for each replica: `id` ("": it has none), `name` ("": the engine of the rollouts, else
+    the agent that has it), `url`, `model`, `calls` (now), `waiting`, `limit`, `breaker` (closed:
+    used; open: set aside; half-open: on trial), `errors` and `calls_total` (since the start),
+    `seconds_p50` and `seconds_p95` (until an answer; null: there was none), `weights_version`
+    (null: not known), `ready`, `standing` (used, checking, unreachable, refused, old, paused,
+    draining, drained), `reason` (why it is not used), `origin` (setting, registered, file, dns,
+    server), `rollouts` (those whose calls go there), `expires_in_seconds` (null: never).
     """
 
 

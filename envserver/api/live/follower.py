@@ -32,7 +32,7 @@ _DROPS: Final[tuple[tuple[str, str, Fault, str], ...]] = (
     ("damaged", "damaged", "infrastructure", "Stored groups cannot be read; see /v1/status."),
 )
 """Counter of the store, kind, fault, message."""
-_TOLD_OF_ENGINES: Final = ("breaker", "weights_version", "ready")
+_TOLD_OF_ENGINES: Final = ("breaker", "weights_version", "ready", "standing")
 
 
 class Follower:
@@ -119,9 +119,15 @@ class Follower:
         self._runs = now
 
     def _changed_engines(self) -> list[dict[str, Any]]:
-        """Returns the rows of engines whose breaker, version or readiness changed."""
-        changed = []
-        for row in engine_rows(self._live.engines):
+        """Returns the rows of engines that changed, but for their numbers, and of those that are
+        gone."""
+        rows = engine_rows(self._live.engines)
+        gone = self._engines.keys() - {(row["name"], row["url"]) for row in rows}
+        changed: list[dict[str, Any]] = []
+        for name, url in gone:
+            del self._engines[name, url]
+            changed.append({"name": name, "url": url, "standing": "gone"})
+        for row in rows:
             place, state = (row["name"], row["url"]), tuple(row[key] for key in _TOLD_OF_ENGINES)
             if self._engines.get(place) != state:
                 self._engines[place] = state

@@ -144,6 +144,12 @@ class LeaseExtension(LeaseReference):
 
 class PolicyVersionRequest(Body):
     version: int = Field(ge=0, le=VERSION_LIMIT, strict=True)
+    engines: list[Annotated[str, Field(max_length=2048)]] | None = Field(
+        default=None, max_length=1024
+    )
+    """Ids or addresses of engines that have these weights, of those whose versions are their own;
+    unset: only engines that follow publications have them.
+    """
 
 
 # Responses

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from envserver_records.errors import ConflictError
+from envserver_records.errors import ConflictError, NotFoundError
 from fastapi import APIRouter
 from pydantic import TypeAdapter
 from starlette.requests import Request
@@ -32,6 +32,8 @@ class PolicyVersion:
         self._store = store
         self._on_change = on_change
         self._lock = asyncio.Lock()
+        self.tell_engines: Callable[[Sequence[str], int], Awaitable[None]] = _no_engines
+        """Notes that the named engines serve a version; all of them, or none with NotFoundError."""
         self.version = -1
 
     async def load(self) -> None:
@@ -40,11 +42,15 @@ class PolicyVersion:
         if stored is not None:
             self._set(int(stored))
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: int, engines: Sequence[str] = ()) -> None:
         """Makes `version` the current version; publishing the current version again is allowed.
+
+        Args:
+            engines: ids or addresses of engines that tell their own versions and serve it.
 
         Raises:
             ConflictError: `version` is lower than the current one.
+            NotFoundError: there is no such engine.
         """
         async with self._lock:
             if version < self.version:
@@ -52,6 +58,8 @@ class PolicyVersion:
                     f"The policy version is {self.version} already; {version} is lower.",
                     current=self.version,
                 )
+            if engines:  # first: an engine that has it must not be taken for an old one
+                await self.tell_engines(engines, version)
             if version > self.version:
                 await self._store.set_value(_POLICY_VERSION, version)
                 self._set(version)
@@ -62,17 +70,26 @@ class PolicyVersion:
             self._on_change(version)
 
 
+async def _no_engines(named: Sequence[str], version: int) -> None:
+    """
+    Raises:
+        NotFoundError: always; this server calls no engine.
+    """
+    raise NotFoundError(f"This server has no engine {named[0][:100]!r}.")
+
+
 def add_policy_routes(router: APIRouter, policy: PolicyVersion) -> None:
     @router.post(
         "/v1/policy-version",
         openapi_extra=request_body(PolicyVersionRequest),
-        responses=answers(PolicyVersionAnswer, 409, body=True, what="The current version."),
+        responses=answers(PolicyVersionAnswer, 404, 409, body=True, what="The current version."),
     )
     async def publish(request: Request) -> Response:
         """Sets the version of the weights that the engine samples with from now on. A version lower
         than the current one is refused (409).
         """
-        await policy.publish((await read_body(request, _VERSION)).version)
+        wanted = await read_body(request, _VERSION)
+        await policy.publish(wanted.version, wanted.engines or ())
         return json_answer({"version": policy.version})
 
     @router.get("/v1/policy-version", responses=answers(PolicyVersionAnswer, what="The version."))

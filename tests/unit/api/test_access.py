@@ -18,11 +18,13 @@ from envserver_records.records import Group
 from support.api import Api, head_or_answer, native_group, put_native, running_api
 from support.proxy_house import house
 
-from envserver import ServerConfig, main
+from envserver import OpenAIConfig, ServerConfig, main
 from envserver.api import create_api, create_token, serve_api
 from envserver.api.access.quotas import Strangers, TooManyRequests
 from envserver.api.access.rules import RULES, rules_of
 from envserver.api.access.tokens import AccessTokens, Role, Token, read_tokens, revoke_token
+from envserver.models import OpenAIEngine, Replica
+from envserver.models.fleet import Fleet
 from envserver.proxy import Gate
 from envserver.rollouts.ordered import Orders
 
@@ -58,9 +60,14 @@ async def guarded(path: Path, **server: Any) -> AsyncIterator[Api]:
         server=settings,
         gate=Gate(),
         runners=None,
+        fleet=Fleet(OpenAIEngine(OpenAIConfig(base_url="none", model_name="m")), _admit),
         orders=Orders([], EmptySink()),
     ) as api:
         yield api
+
+
+async def _admit(replica: Replica) -> None:
+    """Finds nothing wrong with an engine."""
 
 
 def secret_of(text: str, entry: Token) -> str:
@@ -79,7 +86,13 @@ async def ask(api: Api, token: str | None, method: str, path: str, **more: Any) 
 
 def filled(path: str) -> str:
     """`path` as a request has it."""
-    names = {"{run}": "r", "{env_id}": "e", "{group_id:path}": "g", "{group_id}": "g"}
+    names = {
+        "{run}": "r",
+        "{env_id}": "e",
+        "{engine_id}": "e",
+        "{group_id:path}": "g",
+        "{group_id}": "g",
+    }
     for name, value in names.items():
         path = path.replace(name, value)
     return path

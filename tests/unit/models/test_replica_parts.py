@@ -14,7 +14,7 @@ from envserver.models import FLOOR, Replica
 from envserver.models.adaptive import AdaptiveLimit, Load, read_load
 from envserver.models.breaker import Breaker
 from envserver.models.connections import watchful_socket
-from envserver.models.replicas import Replicas
+from envserver.models.routing import Replicas
 from envserver.models.slots import Slots
 
 calm = settings(deadline=None, max_examples=examples(60))

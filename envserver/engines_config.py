@@ -1,0 +1,63 @@
+"""`--engines.*`: engines that come and go while a server runs; part of the tree in `config`."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field, field_validator
+
+from .curriculum_config import SECTION
+
+_NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9._-]{0,252}[a-z0-9_])?", re.IGNORECASE)
+_DNS = re.compile(r"(?:srv:)?(?P<name>[A-Za-z0-9_.-]{1,253}?)(?::(?P<port>\d{1,5}))?")
+
+
+class EnginesConfig(BaseModel):
+    """Engines besides those of `openai.base_url`: registered by POST /v1/engines, or discovered."""
+
+    model_config = SECTION
+
+    routing: Literal["prefix", "least"] = "prefix"
+    """Engine of a new rollout: by a hash of its id (prefix), or the one with the fewest calls
+    (least). All calls of a rollout go to one engine, which has its prefix cached."""
+    max_version_lag: int = Field(default=0, ge=0)
+    """Policy versions that the weights of an engine may be behind the published one; an engine
+    further behind gets no calls until it is current."""
+    file: Path | None = None
+    """Watched file that lists engines: an address per line, or a JSON object with `url` and
+    `version`."""
+    dns: str | None = None
+    """Watched name whose addresses are engines, with their port: engines.local:8000; srv:NAME
+    takes hosts and ports of SRV records (needs dnspython)."""
+    poll_seconds: float = Field(default=5.0, gt=0)
+    """Seconds between two looks at `file` and `dns`."""
+    allow: list[str] = []
+    """Hosts at which engines may be registered: gpu1,*.gpu.local,10.0.0.0/8. Only they get
+    `openai.api_key`. Unset: all but those of this machine (with access tokens), and addresses of
+    cloud services; and none gets the key."""
+
+    @field_validator("allow")
+    @classmethod
+    def _hosts(cls, value: list[str]) -> list[str]:
+        for host in value:
+            try:
+                ipaddress.ip_network(host, strict=False)
+            except ValueError:
+                if _NAME.fullmatch(host) is None:
+                    raise ValueError(
+                        f"{host[:100]!r} is not a name, *.name, or a network such as 10.0.0.0/8"
+                    ) from None
+        return value
+
+    @field_validator("dns")
+    @classmethod
+    def _dns(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        found = _DNS.fullmatch(value)
+        if found is None or (found["port"] is None) != value.startswith("srv:"):
+            raise ValueError("must look like engines.local:8000, or srv:_http._tcp.engines.local")
+        return value

@@ -1,0 +1,323 @@
+"""Engines that come and go while a server runs.
+
+In: addresses, from POST /v1/engines, a watched file, DNS or the server that a runner has joined;
+what is told of their policy versions; what `check` finds out about them. Out: the replicas of an
+`OpenAIEngine`, each of which gets calls only after it was found to be the same engine as the
+others, and while its weights are current. What holds: an engine that went away is checked again,
+and its version must be told again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from typing import Final, Literal
+
+import structlog
+from envserver_records.backoff import Backoff
+from envserver_records.errors import (
+    ConfigError,
+    ConflictError,
+    EngineError,
+    EngineUnavailable,
+    NotFoundError,
+    StoreFull,
+)
+
+from .openai import OpenAIEngine, root_of
+from .replicas import Origin, Registration, Replica, replica_id
+
+Check = Callable[[Replica], Awaitable[None]]
+"""Checks the engine of a replica.
+
+Raises:
+    ConfigError: it is another engine than the others, or not exact; the message says why.
+    EngineError: it does not answer, or refuses.
+"""
+
+MOST_ENGINES: Final = 1024
+_AGAIN: Final = Backoff(first_seconds=0.5, max_seconds=30.0)
+_LONGEST_SLEEP_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 0.02
+
+_log = structlog.get_logger("envserver.engine")
+
+
+class Fleet:
+    """The engines of `engine` that come and go; use with `async with`, within the engine's.
+
+    Args:
+        check: see `Check`.
+        changed: called after each change that others should know.
+    """
+
+    def __init__(self, engine: OpenAIEngine, check: Check) -> None:
+        self.addresses = engine.addresses
+        self.changed: Callable[[], None] = _ignore
+        self._engine = engine
+        self._routes = engine.routes
+        self._check = check
+        self._ttls: dict[Replica, float] = {}
+        self._checks: dict[Replica, asyncio.Task[None]] = {}
+        self._expiry: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Fleet:
+        self._expiry = asyncio.create_task(self._expire(), name="engines that expire")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        tasks = [*self._checks.values(), *filter(None, [self._expiry])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def model_name(self) -> str:
+        """Returns the name of the model that all engines serve."""
+        return await self._engine.model_name()
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Returns all replicas, those of the settings too."""
+        return list(self._routes.all)
+
+    def named(self, name: str) -> Replica:
+        """Returns the replica of this id, or at this address.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        engine_id = replica_id(name.rstrip("/").removesuffix("/v1").rstrip("/"))
+        for replica in self._routes.all:
+            if replica.id in (name, engine_id):
+                return replica
+        raise NotFoundError(
+            f"There is no engine {name[:100]!r}.", hint="GET /v1/engines lists them."
+        )
+
+    def at(self, url: str) -> Replica | None:
+        """Returns the replica at this address, if it is known."""
+        engine_id = replica_id(root_of(url))
+        return next((one for one in self._routes.all if one.id == engine_id), None)
+
+    def registrations(self) -> list[Registration]:
+        """Returns what the store keeps: registered engines, and versions that were told."""
+        return [
+            Registration(
+                url=one.url,
+                origin=one.origin,
+                version=one.version,
+                ttl_seconds=self._ttls.get(one),
+                expires_at=one.expires_at,
+                follows=one.follows,
+                draining=one.draining,
+                paused=one.paused,
+            )
+            for one in self._routes.all
+            if one.origin == "registered" or one.version is not None or one.draining or one.paused
+        ]
+
+    def restore(self, stored: Iterable[Registration]) -> None:
+        """Registers again what the store has, after a start of the server."""
+        for one in stored:
+            known = self.at(one.url)
+            is_over = one.expires_at is not None and one.expires_at <= time.time()
+            if known is None and (one.origin != "registered" or is_over):
+                continue
+            replica = known or self._add(one.url, "registered")
+            replica.version, replica.follows = one.version, one.follows
+            replica.draining, replica.paused = one.draining, one.paused
+            replica.tells = one.version is not None and one.ttl_seconds is not None
+            if one.ttl_seconds is not None:
+                self._ttls[replica] = one.ttl_seconds
+                replica.expires_at = one.expires_at
+        self._routes.changed()
+
+    def register(
+        self,
+        url: str,
+        *,
+        origin: Origin = "registered",
+        version: int | None = None,
+        ttl_seconds: float | None = None,
+    ) -> tuple[Replica, bool]:
+        """Registers the engine at `url`, or takes this as its heartbeat.
+
+        Returns:
+            The replica, and whether it is new.
+
+        Raises:
+            ConfigError: the address is not usable.
+            StoreFull: there are too many engines.
+        """
+        replica = self.at(url)
+        is_new = replica is None
+        if replica is None:
+            if len(self._routes.all) >= MOST_ENGINES:
+                raise StoreFull(f"No more than {MOST_ENGINES} engines can be registered.")
+            replica = self._add(url, origin)
+            # An engine that is there before the first version has each that is published.
+            replica.follows = version is None and self._routes.version() < 0
+        if ttl_seconds is not None and replica.origin != "setting":
+            self._ttls[replica] = ttl_seconds
+            replica.expires_at = time.time() + ttl_seconds
+        if version is not None:
+            replica.tells = ttl_seconds is not None
+            self.tell_version(replica, version)
+        self.changed()
+        return replica, is_new
+
+    def tell_version(self, replica: Replica, version: int) -> None:
+        """Notes the policy version that `replica` serves from now on; it may be lower than before,
+        as after a restart."""
+        if (replica.version, replica.is_sure) != (version, True):
+            _log.info("engine_version", base_url=replica.url, version=version)
+        replica.version, replica.is_sure = version, True
+        self._told()
+
+    def drain(self, replica: Replica) -> None:
+        """Gives `replica` no new rollouts; those that are there stay until they end."""
+        replica.draining = True
+        self._told()
+
+    async def pause(
+        self, replica: Replica, in_flight: Literal["drain", "keep", "abort"], timeout_seconds: float
+    ) -> bool:
+        """Sends `replica` no more calls until `resume`; other replicas get them.
+
+        Args:
+            in_flight: what happens to the calls that are there, see `proxy.gate`; aborted ones are
+                sent to another replica.
+
+        Returns:
+            Whether no call is there (always with "keep"); False after the timeout.
+        """
+        replica.paused = True
+        replica.give_up_requests(sent=in_flight == "abort")
+        self._told()
+        if in_flight == "keep":
+            return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                while replica.slots.used:
+                    await asyncio.sleep(_LOOK_SECONDS)
+        return not replica.slots.used
+
+    def resume(self, replica: Replica) -> None:
+        """Ends a pause, and a drain."""
+        replica.paused = replica.draining = False
+        self._told()
+
+    def remove(self, replica: Replica) -> None:
+        """Removes a registered engine.
+
+        Raises:
+            ConflictError: the settings name it.
+        """
+        if replica.origin == "setting":
+            raise ConflictError(
+                "openai.base_url names this engine, so it stays.",
+                hint="Drain it: POST /v1/engines/ID/drain.",
+            )
+        self._remove(replica, "removed")
+
+    def sync(self, origin: Origin, wanted: dict[str, int | None]) -> None:
+        """Makes the engines of `origin` those at the addresses `wanted`, with the versions that
+        they have as far as that is told."""
+        ids = {replica_id(root_of(url)) for url in wanted}
+        for replica in self.replicas:
+            if replica.origin == origin and replica.id not in ids:
+                self._remove(replica, "no longer listed")
+        for url, version in wanted.items():
+            known = self.at(url)
+            if known is None or version not in (None, known.version):
+                try:
+                    self.register(url, origin=origin, version=version)
+                except (ConfigError, StoreFull) as error:
+                    _log.warning("engine_not_registered", origin=origin, reason=error.message)
+
+    async def checked(self, replica: Replica, seconds: float) -> None:
+        """Waits until `replica` is admitted or refused, or has failed its check once; at most
+        `seconds`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not (replica.admitted or replica.refusal) and replica in self._routes.all:
+                    await self._routes.wait_for_change()
+
+    def _add(self, url: str, origin: Origin) -> Replica:
+        if origin != "registered":
+            self.addresses.trust(url)
+        replica = self._engine.add(url, origin, gets_key=self.addresses.gets_key(url))
+        _log.info("engine_registered", base_url=replica.url, origin=origin)
+        replica.on_lost = lambda: self._lost(replica)
+        self._look_at(replica)
+        return replica
+
+    def _remove(self, replica: Replica, why: str) -> None:
+        checking = self._checks.pop(replica, None)
+        if checking is not None:
+            checking.cancel()
+        self._ttls.pop(replica, None)
+        self._engine.remove(replica)
+        _log.info("engine_gone", base_url=replica.url, why=why)
+        self.changed()
+
+    def _lost(self, replica: Replica) -> None:
+        """Checks an engine again that went away: another may come back at its address."""
+        if replica.admitted and replica.origin != "setting":
+            replica.admitted, replica.refusal = False, ""
+            self._look_at(replica)
+
+    def _look_at(self, replica: Replica) -> None:
+        if replica not in self._checks and replica in self._routes.all:
+            work = self._admit(replica)
+            self._checks[replica] = asyncio.create_task(work, name=f"check {replica.url}")
+
+    async def _admit(self, replica: Replica) -> None:
+        """Checks `replica` until it is admitted."""
+        tried = 0
+        while not replica.admitted:
+            losses = replica.losses
+            try:
+                await self._check(replica)
+            except (ConfigError, EngineError) as error:
+                self._refuse(replica, error)
+            else:
+                if losses == replica.losses:
+                    self._admitted(replica)
+                    return
+            tried += 1
+            await asyncio.sleep(_AGAIN.seconds(tried))
+
+    def _admitted(self, replica: Replica) -> None:
+        replica.admitted, replica.refusal, replica.is_refused = True, "", False
+        replica.checked(True)
+        _log.info("engine_admitted", base_url=replica.url)
+        self._checks.pop(replica, None)
+        self._routes.changed()
+
+    def _refuse(self, replica: Replica, error: ConfigError | EngineError) -> None:
+        is_refused = not isinstance(error, EngineUnavailable)
+        if (replica.refusal, replica.is_refused) != (str(error), is_refused):
+            _log.warning("engine_not_admitted", base_url=replica.url, reason=str(error))
+        replica.refusal, replica.is_refused = str(error), is_refused
+        self._routes.changed()
+
+    def _told(self) -> None:
+        self._routes.changed()
+        self.changed()
+
+    async def _expire(self) -> None:
+        while True:
+            now = time.time()
+            ends = [one.expires_at for one in self._routes.all if one.expires_at is not None]
+            for replica in self.replicas:
+                if replica.expires_at is not None and replica.expires_at <= now:
+                    self._remove(replica, "no heartbeat within its ttl")
+            wait = min([end - now for end in ends if end > now], default=_LONGEST_SLEEP_SECONDS)
+            await asyncio.sleep(min(max(wait, _LOOK_SECONDS), _LONGEST_SLEEP_SECONDS))
+
+
+def _ignore() -> None:
+    """Does nothing: nobody else needs to know."""

@@ -1,0 +1,264 @@
+"""Which replica of an engine serves a call.
+
+A rollout has a home: the replica that its first call went to, so that the engine's prefix cache
+serves its later turns. It leaves its home only for as long as that is unhealthy or full, and for
+good if it is removed, paused or has old weights. A new rollout's home is chosen by a rendezvous
+hash of its id (with one replica more, 1/N of the new rollouts go there), or is the replica with the
+least load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final, Literal
+
+from envserver_records.errors import EngineUnavailable
+
+from .replicas import Origin, Replica
+
+Routing = Literal["prefix", "least"]
+Standing = Literal[
+    "used", "checking", "unreachable", "refused", "old", "paused", "draining", "drained"
+]
+
+_SAMPLING_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
+
+
+class SampledVersions:
+    """The policy versions that the sampling replica had at the start and at the end of a call.
+
+    Both None: it has the versions that are published for all engines.
+    """
+
+    __slots__ = ("first", "last")
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.last: int | None = None
+
+
+_noted: ContextVar[SampledVersions | None] = ContextVar("envserver_sampled_versions", default=None)
+
+
+@contextmanager
+def note_versions() -> Iterator[SampledVersions]:
+    """Within the block, the versions of the replica that samples are noted."""
+    versions = SampledVersions()
+    token = _noted.set(versions)
+    try:
+        yield versions
+    finally:
+        _noted.reset(token)
+
+
+@contextmanager
+def sampling_at(replica: Replica, path: str) -> Iterator[None]:
+    """Notes the version of `replica` while a call to `path` is there, if that path samples."""
+    versions = _noted.get()
+    if versions is None or path not in _SAMPLING_PATHS:
+        yield
+        return
+    versions.first = versions.last = replica.version
+    try:
+        yield
+    finally:
+        # A version that was told meanwhile counts as a change, also if it is the first one.
+        if replica.version is not None:
+            versions.last = replica.version
+
+
+class Replicas:
+    """The replicas of one engine.
+
+    Args:
+        routing: how the home of a new rollout is chosen.
+        max_lag: policy versions that a replica may be behind the published one.
+        version: returns the version that was published for all engines; -1: none.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        max_in_flight: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        routing: Routing = "prefix",
+        max_lag: int = 0,
+    ) -> None:
+        self.all = [Replica(url, max_in_flight, clock) for url in urls]
+        self.version: Callable[[], int] = lambda: -1
+        self._max_in_flight = max_in_flight
+        self._clock = clock
+        self._routing = routing
+        self._max_lag = max_lag
+        self._homes: dict[str, Replica | None] = {}
+        self._change = asyncio.Event()
+
+    def add(self, url: str, origin: Origin) -> Replica:
+        """Adds a replica; it gets no calls before it is admitted."""
+        replica = Replica(url, self._max_in_flight, self._clock, origin)
+        self.all.append(replica)
+        return replica
+
+    def remove(self, replica: Replica) -> None:
+        """Removes a replica: it gets no calls any more; those that were sent end there."""
+        self.all.remove(replica)
+        replica.give_up_requests(sent=False)
+        self.changed()
+
+    def changed(self) -> None:
+        """Lets waiting calls look again after a replica has changed."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def wait_for_change(self) -> None:
+        """Waits until a replica is added, removed or used differently, or a rollout ends."""
+        await self._change.wait()
+
+    def version_of(self, replica: Replica) -> int | None:
+        """Returns the policy version that `replica` serves; None: it is not known."""
+        if replica.version is not None:
+            return replica.version if replica.is_sure else None
+        return self.version() if replica.follows else None
+
+    def is_current(self, replica: Replica) -> bool:
+        """Returns whether its weights are new enough; all are before a version is published."""
+        published, version = self.version(), self.version_of(replica)
+        if version is None:
+            return published < 0 and replica.version is None
+        return version >= published - self._max_lag
+
+    def standing(self, replica: Replica) -> tuple[Standing, str]:
+        """Returns how `replica` is used, and why it is not."""
+        if not replica.admitted:
+            if replica.is_refused:
+                return "refused", replica.refusal
+            return ("unreachable" if replica.refusal else "checking"), replica.refusal
+        if replica.draining:
+            is_left = not replica.rollouts and not replica.slots.used
+            return ("drained" if is_left else "draining"), replica.reason
+        if replica.paused:
+            return "paused", replica.reason
+        if not self.is_current(replica):
+            return "old", self._age(replica)
+        return "used", replica.reason
+
+    def _age(self, replica: Replica) -> str:
+        version, published = self.version_of(replica), self.version()
+        if version is not None:
+            return f"it has version {version}, and {published} is published"
+        if replica.version is not None:
+            return "it was away, and its version was not told again"
+        return "its policy version was not told"
+
+    async def next(
+        self, rollout_id: str, avoid: Collection[Replica], patience_until: float
+    ) -> Replica:
+        """Picks the replica for `rollout_id`, and waits for one as long as there is none.
+
+        Args:
+            patience_until: in the time of the loop.
+
+        Raises:
+            EngineUnavailable: there was none until then.
+        """
+        try:
+            async with asyncio.timeout_at(patience_until):
+                while (found := self.pick(rollout_id, avoid)) is None:
+                    await self._change.wait()
+        except TimeoutError:
+            raise EngineUnavailable(
+                self.missing(),
+                hint="Register one with POST /v1/engines, or tell the version that it has.",
+            ) from None
+        return found
+
+    def missing(self) -> str:
+        """Says why no replica can be used."""
+        if not self.all:
+            return "No engine is known."
+        standings = Counter(self.standing(replica)[0] for replica in self.all)
+        said = ", ".join(f"{count} {standing}" for standing, count in sorted(standings.items()))
+        return f"No engine can be used: {said}."
+
+    def pick(self, rollout_id: str, avoid: Collection[Replica] = ()) -> Replica | None:
+        """Picks the replica for `rollout_id`: usable, not in `avoid`, and its home if possible.
+
+        A full replica loses its calls to less loaded ones, counted in multiples of its limit:
+        otherwise a slow replica would keep calls that it has no time for. None: no replica may
+        have the call.
+        """
+        home = self._homes.get(rollout_id)
+        takers = [one for one in self.all if self._takes(one, is_home=one is home)]
+        if not takers:
+            return None
+        if home is None or home not in takers:
+            home = self._settle(rollout_id, takers)
+        if home.usable and not home.slots.rounds and home not in avoid:
+            return home
+        ranked = [home, *(one for one in _ranked(rollout_id, takers) if one is not home)]
+        usable = [one for one in ranked if one.usable]
+        if not usable:
+            return min(ranked, key=lambda one: (one in avoid, one.aside_until))
+        return min(usable, key=lambda one: (one in avoid, one.slots.rounds))
+
+    def begun(self, rollout_id: str) -> None:
+        """Notes a rollout, which will have a home until it ends. Other calls have none: a hash
+        routes them."""
+        self._homes.setdefault(rollout_id, None)
+
+    def ended(self, rollout_id: str) -> None:
+        """Forgets the home of a rollout that has ended."""
+        home = self._homes.pop(rollout_id, None)
+        if home is not None:
+            home.rollouts -= 1
+            if home.draining and not home.rollouts:
+                self.changed()
+
+    def other_usable(self, avoid: Collection[Replica]) -> bool:
+        """Returns whether some usable replica is not among `avoid`."""
+        return any(
+            one.usable and self._takes(one, is_home=False) and one not in avoid for one in self.all
+        )
+
+    def _takes(self, replica: Replica, *, is_home: bool) -> bool:
+        return (
+            replica.admitted
+            and not replica.paused
+            and (is_home or not replica.draining)
+            and self.is_current(replica)
+        )
+
+    def _settle(self, rollout_id: str, takers: list[Replica]) -> Replica:
+        """Chooses a home for `rollout_id`, and remembers it until that ends."""
+        ranked = _ranked(rollout_id, takers)
+        if self._routing == "prefix":
+            home = min(ranked, key=lambda one: not one.usable)
+        else:
+            home = min(ranked, key=_load)
+        if rollout_id in self._homes:
+            self.ended(rollout_id)
+            self._homes[rollout_id] = home
+            home.rollouts += 1
+        return home
+
+
+def _ranked(rollout_id: str, replicas: Sequence[Replica]) -> list[Replica]:
+    return sorted(replicas, key=lambda replica: _weight(rollout_id, replica.url))
+
+
+def _load(replica: Replica) -> tuple[bool, float, float]:
+    """Returns the load of a replica: its calls and its rollouts, as shares of its limit."""
+    slots = replica.slots
+    calls = slots.used + slots.waiting
+    return (not replica.usable, calls / slots.limit, replica.rollouts / slots.limit)
+
+
+def _weight(rollout_id: str, url: str) -> bytes:
+    return hashlib.blake2b(f"{rollout_id}\0{url}".encode(), digest_size=8).digest()

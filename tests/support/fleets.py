@@ -1,0 +1,139 @@
+"""A server without engines of its own, over real HTTP: its API, its proxy, and engines that come.
+
+The answers of `versioned_vllm` name the version of the weights that sampled them, so that a test
+can compare what a call says of its version with the truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from envserver_records.records import Call
+
+from envserver import Settings
+from envserver.api.live import EngineSource, Live
+from envserver.models.fleet import Fleet
+from envserver.models.openai import OpenAIEngine
+from envserver.proxy import Proxy, ProxyAttempt
+from envserver.running.engine_fleet import fleet_of
+from envserver.running.engines import make_endpoint, make_engine
+from support.api import Api, running_api
+from support.fake_vllm import FakeVllm, fake_vllm
+from support.serving import attempt_spec, serving
+
+CHAT = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
+
+
+class FleetHouse:
+    """The parts; made by `fleet_house`."""
+
+    def __init__(
+        self, api: Api, proxy: Proxy, url: str, http: aiohttp.ClientSession, fleet: Fleet
+    ) -> None:
+        self.api, self.proxy, self.fleet = api, proxy, fleet
+        self._url = url
+        self._http = http
+
+    async def register(self, url: str, status: int = 201, **facts: Any) -> dict[str, Any]:
+        """Registers an engine; its row, or the problem."""
+        answer = await self.api.http.post("/v1/engines", json={"url": url, **facts})
+        assert answer.status_code == status, answer.text
+        body: dict[str, Any] = answer.json()
+        return body.get("engine", body)
+
+    async def tell(self, url: str, what: str, **body: Any) -> dict[str, Any]:
+        """POST /v1/engines/ID/WHAT of the engine at `url`."""
+        engine_id = (await self.row(url))["id"]
+        answer = await self.api.http.post(f"/v1/engines/{engine_id}/{what}", json=body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    async def rows(self) -> list[dict[str, Any]]:
+        return list((await self.api.get("/v1/engines"))["engines"])
+
+    async def row(self, url: str) -> dict[str, Any]:
+        return next(row for row in await self.rows() if row["url"] == url)
+
+    async def standings(self) -> list[str]:
+        return sorted(row["standing"] for row in await self.rows())
+
+    async def until(self, url: str, standing: str) -> None:
+        async with asyncio.timeout(60):
+            while (await self.row(url))["standing"] != standing:
+                await asyncio.sleep(0.01)
+
+    async def publish(self, version: int, **more: Any) -> None:
+        await self.api.post("/v1/policy-version", {"version": version, **more})
+
+    def open(self, rollout_id: str) -> ProxyAttempt:
+        return self.proxy.open(attempt_spec(rollout_id=rollout_id))
+
+    async def ask(self, attempt: ProxyAttempt) -> Call:
+        """A chat call of the attempt, as it was recorded."""
+        url = f"{self._url}/r/{attempt.key}/v1/chat/completions"
+        async with self._http.post(url, json=CHAT) as answer:
+            assert answer.status == 200, await answer.text()
+        return attempt.calls[-1]
+
+
+@asynccontextmanager
+async def fleet_house(
+    store: Path | str, key: str = "", server: Any = None, **engines: Any
+) -> AsyncIterator[FleetHouse]:
+    """A server whose model is called "tiny".
+
+    Args:
+        key: `--openai.api_key`.
+        server: `--server.*`; engines: `--engines.*`.
+    """
+    openai = {"base_url": "none", "model_name": "tiny", "api_key": key}
+    settings = Settings(openai=openai, engines=engines, server=server or {})
+    live = Live()
+    async with AsyncExitStack() as stack:
+        engine, _ = make_engine(settings, settings.openai)
+        assert isinstance(engine, OpenAIEngine)
+        await stack.enter_async_context(engine)
+        endpoint = make_endpoint(settings, engine)
+        made = fleet_of(settings, engine, endpoint, need_exact=True)
+        fleet = await stack.enter_async_context(made)
+        proxy = Proxy(engine, endpoint=endpoint)
+        live.engines.append(EngineSource("", engine, "tiny", lambda: proxy.policy_version))
+        api = await stack.enter_async_context(
+            running_api(
+                store, live=live, fleet=fleet, on_policy_version=proxy.publish_version,
+                server=server,
+            )
+        )  # fmt: skip
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        url = await stack.enter_async_context(serving(proxy.asgi()))
+        yield FleetHouse(api, proxy, url, http, fleet)
+
+
+@asynccontextmanager
+async def versioned_vllm(version: int, port: int = 0, **how: Any) -> AsyncIterator[FakeVllm]:
+    """An engine with the weights of `version`."""
+    async with fake_vllm(port, text=says(version), **how) as fake:
+        yield fake
+
+
+def says(version: int) -> str:
+    """What an engine with these weights answers."""
+    return f"I am version {version}."
+
+
+def sampled_by(call: Call) -> int:
+    """The version of the weights that sampled a call, as its text says."""
+    found = re.search(r"version (\d+)", str(call.message["content"]))
+    assert found, call.message
+    return int(found[1])
+
+
+def attributed(call: Call) -> list[int]:
+    """The versions that the record says."""
+    return [span.version for span in call.versions]

@@ -1,0 +1,314 @@
+"""Engines that are registered while a server runs: checked, routed, versioned, kept, removed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from envserver_records.errors import InputError
+from support.fake_vllm import fake_vllm
+from support.fleets import attributed, fleet_house, sampled_by, says, versioned_vllm
+from support.waiting import until
+
+from envserver.models.addresses import EngineAddresses
+
+
+async def test_a_call_waits_for_the_first_engine_and_a_restart_keeps_it(tmp_path: Path) -> None:
+    async with fake_vllm() as fake:
+        async with fleet_house(tmp_path / "s.db") as house:
+            assert await house.rows() == []
+            first = asyncio.create_task(house.ask(house.open("first")))
+            row = await house.register(fake.url + "/v1", ttl_seconds=60, model="tiny")
+            assert (row["url"], row["standing"], row["origin"]) == (fake.url, "used", "registered")
+            assert 0 < row["expires_in_seconds"] <= 60
+            assert (await first).exact
+            again = await house.register(fake.url, status=200, ttl_seconds=600)
+            assert again["id"] == row["id"]
+            assert again["expires_in_seconds"] > 60
+        async with fleet_house(tmp_path / "s.db") as house:
+            await house.until(fake.url, "used")
+            assert (await house.ask(house.open("second"))).exact
+            gone = await house.api.http.delete(f"/v1/engines/{row['id']}")
+            assert gone.status_code == 204
+            assert await house.rows() == []
+        async with fleet_house(tmp_path / "s.db") as house:
+            assert await house.rows() == []
+
+
+async def test_an_engine_without_heartbeats_is_removed(tmp_path: Path) -> None:
+    async with fake_vllm() as fake, fleet_house(tmp_path / "s.db") as house:
+        await house.register(fake.url, ttl_seconds=1)
+        async with asyncio.timeout(60):
+            while await house.rows():
+                await asyncio.sleep(0.05)
+
+
+async def test_an_engine_that_differs_is_refused_in_words_and_gets_no_call(tmp_path: Path) -> None:
+    async with (
+        fake_vllm() as one,
+        fake_vllm(omit=frozenset({"token_ids"})) as other,
+        fleet_house(tmp_path / "s.db") as house,
+    ):
+        problem = await house.register(other.url, status=409)
+        assert "token ids" in problem["detail"]
+        await house.register(one.url)
+        problem = await house.register(other.url, status=409)
+        assert "It gives no token ids" in problem["detail"]
+        assert "sk-secret" not in str(problem)
+        wrong = await house.register(one.url.replace("127.0.0.1", "localhost"), 409, model="x")
+        assert "serve 'tiny', not 'x'" in wrong["detail"]
+        asked = len(other.requests)
+        for number in range(8):
+            await house.ask(house.open(f"r{number}"))
+        assert len(other.requests) == asked
+
+
+async def test_a_drained_engine_keeps_its_rollouts_and_a_new_one_takes_none_of_them(
+    tmp_path: Path,
+) -> None:
+    async with fake_vllm() as one, fake_vllm() as two, fleet_house(tmp_path / "s.db") as house:
+        await house.register(one.url)
+        old = [house.open(f"old-{number}") for number in range(6)]
+        for attempt in old:
+            await house.ask(attempt)
+        await house.register(two.url)
+        before = len(two.requests)
+        for attempt in old:
+            await house.ask(attempt)
+        assert len(two.requests) == before
+        row = (await house.tell(one.url, "drain"))["engine"]
+        assert (row["standing"], row["rollouts"]) == ("draining", 6)
+        new = [house.open(f"new-{number}") for number in range(6)]
+        asked = len(one.requests)
+        for attempt in [*old, *new]:
+            await house.ask(attempt)
+        assert len(one.requests) == asked + len(old)
+        for attempt in old:
+            house.proxy.seal(attempt)
+        await house.until(one.url, "drained")
+        await house.tell(one.url, "resume")
+        await house.until(one.url, "used")
+
+
+async def test_the_least_loaded_engine_gets_the_next_rollout(tmp_path: Path) -> None:
+    async with (
+        fake_vllm() as one,
+        fake_vllm() as two,
+        fleet_house(tmp_path / "s.db", routing="least") as house,
+    ):
+        for fake in (one, two):
+            await house.register(fake.url)
+        for number in range(10):
+            await house.ask(house.open(f"r{number}"))
+        assert [row["rollouts"] for row in await house.rows()] == [5, 5]
+
+
+async def test_old_weights_get_no_calls_and_tokens_have_their_engines_version(
+    tmp_path: Path,
+) -> None:
+    async with (
+        versioned_vllm(3) as one,
+        versioned_vllm(2) as late,
+        fleet_house(tmp_path / "s.db") as house,
+    ):
+        await house.publish(3)
+        await house.register(one.url, version=3)
+        row = await house.register(late.url, version=2)
+        assert (row["standing"], row["weights_version"]) == ("old", 2)
+        assert row["reason"] == "it has version 2, and 3 is published"
+        for number in range(8):
+            call = await house.ask(house.open(f"r{number}"))
+            assert attributed(call) == [sampled_by(call)] == [3]
+        late.text = says(4)
+        await house.tell(late.url, "version", version=4)
+        calls = [await house.ask(house.open(f"s{number}")) for number in range(12)]
+        assert {sampled_by(call) for call in calls} == {3, 4}
+        assert all(attributed(call) == [sampled_by(call)] for call in calls)
+        await house.publish(4)
+        assert (await house.row(one.url))["standing"] == "old"
+        one.text = says(4)
+        await house.publish(4, engines=[one.url])
+        assert await house.standings() == ["used", "used"]
+
+
+async def test_an_engine_that_tells_no_version_follows_publications_only_from_the_first(
+    tmp_path: Path,
+) -> None:
+    async with fake_vllm() as one, fake_vllm() as two, fleet_house(tmp_path / "s.db") as house:
+        await house.register(one.url)
+        await house.publish(1)
+        assert attributed(await house.ask(house.open("r"))) == [1]
+        row = await house.register(two.url)
+        assert (row["standing"], row["weights_version"]) == ("old", None)
+        assert row["reason"] == "its policy version was not told"
+        await house.publish(2)
+        assert (await house.row(one.url))["weights_version"] == 2
+        assert (await house.row(two.url))["standing"] == "old"
+
+
+async def test_a_lag_that_is_allowed_lets_old_weights_sample_as_what_they_are(
+    tmp_path: Path,
+) -> None:
+    async with (
+        versioned_vllm(2) as late,
+        fleet_house(tmp_path / "s.db", max_version_lag=1) as house,
+    ):
+        await house.publish(3)
+        await house.register(late.url, version=2)
+        call = await house.ask(house.open("r"))
+        assert attributed(call) == [sampled_by(call)] == [2]
+        await house.publish(4)
+        assert await house.standings() == ["old"]
+
+
+async def test_a_paused_engine_is_idle_and_the_others_take_its_calls(tmp_path: Path) -> None:
+    held = asyncio.Event()
+    async with fake_vllm() as one, fake_vllm() as two, fleet_house(tmp_path / "s.db") as house:
+        await house.register(one.url)
+        attempt = house.open("r")
+        await house.ask(attempt)
+        await house.register(two.url)
+        one.held = held
+        asking = asyncio.create_task(house.ask(attempt))
+        await until(lambda: len(one.requests) and house.fleet.replicas[0].slots.used == 1)
+        answer = await house.tell(one.url, "pause", timeout_seconds=0.05)
+        assert (answer["idle"], answer["engine"]["standing"]) == (False, "paused")
+        answer = await house.tell(one.url, "pause", in_flight="abort")
+        assert answer["idle"]
+        assert (await asking).exact
+        await house.tell(one.url, "resume", version=7)
+        assert (await house.row(one.url))["weights_version"] == 7
+
+
+async def test_engines_come_drain_die_and_come_back_with_old_weights_under_load(
+    tmp_path: Path,
+) -> None:
+    """No call fails, and each carries the version of the weights that sampled it."""
+    done = asyncio.Event()
+    calls = []
+
+    async with fleet_house(tmp_path / "s.db") as house, versioned_vllm(1) as steady:
+
+        async def rollouts(lane: int) -> None:
+            number = 0
+            while not done.is_set():
+                attempt = house.open(f"rollout-{lane}-{number}")
+                for _ in range(4):
+                    calls.append(await house.ask(attempt))
+                house.proxy.seal(attempt)
+                number += 1
+
+        async def more(count: int = 40) -> None:
+            goal = len(calls) + count
+            await until(lambda: len(calls) >= goal or any(lane.done() for lane in lanes))
+
+        await house.publish(1)
+        await house.register(steady.url, version=1)
+        lanes = [asyncio.create_task(rollouts(lane)) for lane in range(8)]
+        await more()
+        async with versioned_vllm(1, slow_seconds=0.005) as mortal:
+            port = int(mortal.url.rpartition(":")[2])
+            await house.register(mortal.url, version=1, ttl_seconds=600)
+            await more()
+            await mortal.kill()
+            await more()
+        async with versioned_vllm(0, port) as back, versioned_vllm(1) as drained:
+            await house.register(drained.url, version=1)
+            await until(lambda: back.requests)  # it is checked again ...
+            await more()
+            row = await house.row(back.url)
+            assert (row["standing"], row["weights_version"]) in [
+                ("checking", None), ("unreachable", None), ("old", None),
+            ]  # fmt: skip
+            await house.register(back.url, status=200, version=0, ttl_seconds=600)
+            await house.until(back.url, "old")
+            await house.tell(drained.url, "drain")
+            await house.until(drained.url, "drained")
+            await house.api.http.delete(f"/v1/engines/{(await house.row(drained.url))['id']}")
+            await more()
+            # One after the other gets version 2.
+            for fake in (back, steady):
+                answer = await house.tell(fake.url, "pause")
+                assert answer["idle"]
+                fake.text = says(2)
+                await house.tell(fake.url, "resume", version=2)
+                await more()
+            await house.publish(2)
+            await more()
+            assert await house.standings() == ["used", "used"]
+            done.set()
+            await asyncio.gather(*lanes)
+    assert all(attributed(call) == [sampled_by(call)] for call in calls)
+    assert {sampled_by(call) for call in calls} == {1, 2}
+
+
+async def test_an_address_that_may_be_no_engines_is_refused(tmp_path: Path) -> None:
+    refused = {
+        "http://169.254.169.254/latest": "No engine may be registered",
+        "http://[fd00:ec2::254]:80": "No engine may be registered",
+        "http://[::ffff:169.254.1.1]": "No engine may be registered",
+        "http://0.0.0.0:8000": "No engine may be registered",
+        "http://nowhere.invalid:8000": "There is no host",
+        "ftp://gpu7": "must look like",
+        "http://gpu7:8000/?a=b": "must not have a query",
+    }
+    async with fleet_house(tmp_path / "s.db") as house:
+        for url, words in refused.items():
+            problem = await house.register(url, status=422)
+            assert words in problem["detail"]
+        assert await house.rows() == []
+
+
+async def test_where_others_may_register_this_machine_is_no_engine() -> None:
+    addresses = EngineAddresses([], ["http://localhost:9001/v1"], this_machine=False)
+    await addresses.check("http://localhost:9001")
+    for url in ("http://localhost:6379", "http://127.0.0.1:9001", "http://[::1]:9001"):
+        with pytest.raises(InputError, match="No engine may be registered"):
+            await addresses.check(url)
+    await addresses.check("http://10.1.2.3:8000")
+    await EngineAddresses(["*.local"], this_machine=False).check("http://gpu.local:8000")
+
+
+async def test_only_hosts_that_the_settings_name_get_the_key(tmp_path: Path) -> None:
+    async with fake_vllm() as fake:
+        async with fleet_house(tmp_path / "s.db", key="sk-secret") as house:
+            await house.register(fake.url)
+            await house.ask(house.open("r"))
+        assert not [key for one in fake.headers for key in one if key.lower() == "authorization"]
+        allow = ["10.0.0.0/8", "127.0.0.0/8"]
+        async with fleet_house(tmp_path / "t.db", key="sk-secret", allow=allow) as house:
+            problem = await house.register("http://192.168.1.1:8000", status=422)
+            assert problem["hint"] == (
+                "--engines.allow lists the hosts at which engines may be registered."
+            )
+            await house.register(fake.url)
+            await house.ask(house.open("r"))
+            assert "sk-secret" not in str(await house.rows())
+        assert "Bearer sk-secret" in fake.headers[-1].values()
+
+
+async def test_a_file_lists_engines_and_their_versions(tmp_path: Path) -> None:
+    listed = tmp_path / "engines.txt"
+    async with fake_vllm() as one, fake_vllm() as two:
+        listed.write_text(f"# ours\n{one.url}/v1\n")
+        async with fleet_house(tmp_path / "s.db", file=listed, poll_seconds=0.02) as house:
+            assert (await house.row(one.url))["origin"] == "file"
+            await house.ask(house.open("r"))
+            listed.write_text(json.dumps({"url": two.url, "version": 5}))
+            async with asyncio.timeout(60):
+                while [row["url"] for row in await house.rows()] != [two.url]:
+                    await asyncio.sleep(0.01)
+            assert (await house.row(two.url))["weights_version"] == 5
+            listed.write_text("nonsense")
+            assert attributed(await house.ask(house.open("s"))) == [5]
+            assert len(await house.rows()) == 1
+
+
+async def test_a_name_in_dns_lists_engines(tmp_path: Path) -> None:
+    async with fake_vllm() as one:
+        name = one.url.replace("http://127.0.0.1", "localhost")
+        async with fleet_house(tmp_path / "s.db", dns=name) as house:
+            await house.until(one.url, "used")
+            assert (await house.row(one.url))["origin"] == "dns"
