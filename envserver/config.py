@@ -281,8 +281,8 @@ class WorkersConfig(Section):
     """Megabytes to and from such hosts, all requests of one rollout together."""
 
 
-class SandboxConfig(Section):
-    """The sandboxes that run programs written by a model: `--sandbox.*`."""
+class LocalSandboxConfig(Section):
+    """The sandboxes of this machine."""
 
     backend: Literal["auto", "bubblewrap", "namespace", "landlock", "docker", "unsafe-local"] = (
         "auto"
@@ -301,6 +301,55 @@ class SandboxConfig(Section):
     """Maximum containers being started at the same time."""
     docker_starts_per_second: float = Field(default=10.0, gt=0)
     """Maximum container starts per second."""
+
+
+class SandboxConfig(LocalSandboxConfig):
+    """The sandboxes that run programs written by a model: `--sandbox.*`."""
+
+    remote: str = ""
+    """URLs of machines that run `envserver sandboxes serve`, separated by commas: programs run
+    there instead of here, on the machine with the most free room."""
+    remote_token: SecretStr = SecretStr("")
+    """Access token of these machines, with the role `environment`; never logged or written."""
+    remote_token_file: Path | None = None
+    """File that holds this token, instead."""
+    remote_ca_certs: Path | None = None
+    """CA certificates (PEM) that verify these machines, for https; unset: those of this machine."""
+    remote_certfile: Path | None = None
+    """Client certificate with its key (PEM), if these machines ask for one."""
+
+    @field_validator("remote")
+    @classmethod
+    def _addresses(cls, value: str) -> str:
+        urls = [url.strip().rstrip("/") for url in value.split(",") if url.strip()]
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError("an address must look like http://host:8100")
+            if parts.username or parts.query or parts.fragment:
+                raise ValueError("an address has no user, query or fragment")
+        return ",".join(dict.fromkeys(urls))
+
+
+class SandboxMachineConfig(LocalSandboxConfig):
+    """The sandboxes that a machine makes for others: `--sandbox.*` of `sandboxes serve`."""
+
+    concurrent: int = Field(default=64, ge=1)
+    """Maximum concurrent sandboxes of all clients together; further requests wait in order."""
+    room: int | None = Field(default=None, ge=1)
+    """Maximum programs that run at a time, further ones wait in order; unset: one in each sandbox.
+    Programs that agents talk to, such as MCP servers, do not count."""
+    max_memory_mb: int = Field(default=8192, ge=1)
+    """Largest memory limit, in MB, that a client may ask for; more is refused, as with the others.
+    """
+    max_disk_mb: int = Field(default=4096, ge=1)
+    """Largest disk limit, in MB, that a client may ask for."""
+    max_processes: int = Field(default=1024, ge=1)
+    """Largest number of processes that a client may ask for."""
+    max_wall_seconds: float = Field(default=3600.0, gt=0)
+    """Longest time of one program, in seconds, that a client may ask for."""
+    max_cpu_seconds: float = Field(default=3600.0, gt=0)
+    """Most CPU time of one program, in seconds, that a client may ask for."""
 
 
 class RolloutsConfig(DeliveryConfig):

@@ -33,7 +33,7 @@ class FrameReader:
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -44,7 +44,7 @@ class FrameReader:
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
-            size = _size(self._buffer, self._max_bytes)
+            size = _size(self._buffer, self.max_bytes)
             end = _LENGTH.size + size
             if len(self._buffer) < end:
                 return

@@ -146,6 +146,7 @@ async def serve_api(
     *,
     http: HttpFactory | None = None,
     is_guarded: bool = False,
+    ping_seconds: float | None = None,
 ) -> RunningServer:
     """Starts serving `app`; returns once it accepts requests. Raises the limit of open files.
 
@@ -156,6 +157,7 @@ async def serve_api(
             tokens. None: plain HTTP without limits, for processes on this machine.
         http: makes the protocol of each connection instead.
         is_guarded: `app` itself refuses whoever has no token, so any address is allowed.
+        ping_seconds: time between two pings of a WebSocket, and for their answer; None: no pings.
 
     Raises:
         ConfigError: `host` is reachable from other machines but no tokens are required, the
@@ -166,7 +168,7 @@ async def serve_api(
         require_loopback(host)
     raise_open_files()
     certificates = None
-    config = _configured(app, settings, http)
+    config = _configured(app, settings, http, ping_seconds)
     if settings is not None and settings.ssl_certfile is not None:
         certificates = Certificates(settings)
         config.ssl = certificates.context()
@@ -197,7 +199,10 @@ async def serve_api(
 
 
 def _configured(
-    app: ASGIApp, settings: ServerConfig | None, http: HttpFactory | None
+    app: ASGIApp,
+    settings: ServerConfig | None,
+    http: HttpFactory | None,
+    ping_seconds: float | None,
 ) -> uvicorn.Config:
     more: dict[str, Any] = {"http": http or "httptools", "ws": "none"}
     if settings is not None:
@@ -205,8 +210,10 @@ def _configured(
             "http": partial(BoundedHttp, bounds=HttpBounds.of(settings)),
             "ws": "websockets-sansio",
             "ws_max_size": min(settings.max_body_bytes, _LARGEST_FRAME),
-            # Sessions have a limit of silence; a client that trains may not answer a ping.
-            "ws_ping_interval": None,
+            # OpenEnv's sessions have none, but a limit of silence: a client that trains may not
+            # answer a ping.
+            "ws_ping_interval": ping_seconds,
+            "ws_ping_timeout": ping_seconds,
         }
     config = uvicorn.Config(
         app,

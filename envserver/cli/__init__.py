@@ -82,6 +82,9 @@ _AGENTS = {
     ),
     "list": _other("agents_command", "list the agents that are known", "run_list", "LIST"),
 }
+_SANDBOXES = {
+    "serve": _other("sandboxes_serve", "make sandboxes on this machine for servers elsewhere"),
+}
 _TOKEN = {
     "create": _other("token_command", "make a token for a role; print it", "run_create", "CREATE"),
     "list": _other("token_command", "list tokens: name, role, expiry", "run_list", "LIST"),
@@ -120,6 +123,7 @@ COMMANDS = {
     "models": Command("", "start a model, make a tiny one, probe an engine", False, words=_MODELS),
     "env": Command("", "install and share packages of environments", False, words=_ENV),
     "agents": Command("", "install agents of others", False, words=_AGENTS),
+    "sandboxes": Command("", "make sandboxes for servers elsewhere", False, words=_SANDBOXES),
     "token": Command("", "create, list and revoke access tokens", False, words=_TOKEN),
     "doctor": _other("doctor_command", "show what this machine can do, sandboxes first"),
     "list": _other("list_command", "list the installed environments", spec=""),

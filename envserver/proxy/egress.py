@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from typing import Protocol
 
 import orjson
 import structlog
@@ -59,6 +59,23 @@ _STATUS: dict[EgressEnd, HTTPStatus] = {
 _CONNECTED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 _log = structlog.get_logger("envserver.egress")
+
+
+OnConnection = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Closable(Protocol):
+    """A server of connections."""
+
+    def close(self) -> None:
+        """Takes no more connections."""
+
+
+class LeadsOut(Protocol):
+    """A sandbox whose programs can be given an HTTP proxy."""
+
+    async def lead_out(self, serve: OnConnection) -> Closable | None:
+        """See `sandbox.maker.TalkingSandbox`."""
 
 
 class Egress:
@@ -115,15 +132,16 @@ class Egress:
         finally:
             writer.close()
 
-    async def serve_sandbox(
-        self, listener: socket.socket, attempt: ProxyAttempt
-    ) -> asyncio.AbstractServer:
-        """Serves the programs of a sandbox of `attempt`, until the returned server is closed.
+    async def serve_sandbox(self, sandbox: LeadsOut, attempt: ProxyAttempt) -> Closable | None:
+        """Serves the programs of a sandbox of `attempt`, until the result is closed.
 
         They need no key, and must not have it: with it they could call the model. After many
         connections without a request, it ends early: a program could connect without end.
+
+        Returns None if the sandbox has no network that could hold a way out.
         """
         left = self._max_requests + _MOST_REFUSED_CONNECTIONS
+        server: Closable | None = None
 
         async def find(key: str) -> ProxyAttempt:
             return attempt
@@ -132,7 +150,8 @@ class Egress:
             nonlocal left
             left -= 1
             if left < 0:
-                server.close()
+                if server is not None:
+                    server.close()
                 writer.close()
                 attempt.in_flight.refused("connections")
                 return
@@ -143,7 +162,7 @@ class Egress:
             finally:
                 attempt.in_flight.connections.discard(connection)
 
-        server = await asyncio.start_server(serve, sock=listener, limit=MOST_HEAD_BYTES)
+        server = await sandbox.lead_out(serve)
         return server
 
     async def settle(self, attempt: ProxyAttempt) -> None:

@@ -38,6 +38,7 @@ from pydantic import ValidationError
 from ..environment import Environment
 from ..judges.client import JudgeAddress, ScorerJudge
 from ..registry import find
+from ..sandbox.remote.address import SandboxAddress
 from ..sandbox.watched import WatchedSandboxes
 from ..workers.failures import bug_of
 from .rewards import RewardRules, checked_score, rules_of_rewards, with_turn_rewards
@@ -96,7 +97,7 @@ _judge = ScorerJudge(None)
 def load(
     env_reference: str,
     env_config: dict[str, Any],
-    sandbox_address: str | None,
+    sandbox_address: SandboxAddress | None,
     rubric: str | None = None,
     judge: JudgeAddress | None = None,
 ) -> None:

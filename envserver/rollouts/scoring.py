@@ -37,6 +37,7 @@ from pebble.common.types import CONSTS
 
 from ..judges.client import JudgeAddress
 from ..judges.server import JudgeServer
+from ..sandbox.remote.address import SandboxAddress
 from . import scorer_process
 from .costs import ScoringSpent
 from .rewards import RewardRules, delivered_score
@@ -100,7 +101,7 @@ class ScorerPool:
         processes: int,
         *,
         declared: Declared | None = None,
-        sandbox_address: str | None = None,
+        sandbox_address: SandboxAddress | None = None,
         rubric: str | None = None,
         judge: JudgeServer | None = None,
         spent: Callable[[float, float], None] = lambda seconds, cpu_seconds: None,
@@ -296,7 +297,7 @@ class _Scorer:
 
     def __init__(
         self,
-        arguments: tuple[str, dict[str, Any], str | None, str | None],
+        arguments: tuple[str, dict[str, Any], SandboxAddress | None, str | None],
         judge: JudgeServer | None,
     ) -> None:
         self._arguments = arguments

@@ -37,8 +37,8 @@ from ..rollouts.scoring import ScorerPool
 from ..rollouts.staleness import StalenessMonitor
 from ..rollouts.untrained import UntrainedCeiling
 from ..sandbox.attempt_sandboxes import AttemptSandboxes
-from ..sandbox.client import SandboxClient
-from ..sandbox.service import SandboxService
+from ..sandbox.elsewhere import SandboxSource
+from ..sandbox.maker import SandboxMaker, sandboxes_at
 from ..telemetry.tracing import Tracer
 from ..tokens.flags import chosen
 from ..tools.serving import services_of
@@ -189,7 +189,7 @@ async def rollout_context(
         )
         if need_engine or need_exact:
             await _check_own(own, roles, need_exact)
-        sandboxes = await stack.enter_async_context(SandboxClient(address)) if address else None
+        sandboxes = await stack.enter_async_context(sandboxes_at(address)) if address else None
         trying = await stack.enter_async_context(_beside(_tried(sandboxes, environment)))
         egress = _egress(settings.workers, environment, egress_addresses_for_tests)
         host = await stack.enter_async_context(_host(settings, environment, sandboxes, egress))
@@ -302,7 +302,7 @@ def _worker_sandbox(
     config: WorkersConfig,
     name: str,
     isolation: Isolation,
-    service: SandboxService | None,
+    service: SandboxSource | None,
     port: int,
     harness: ChosenHarness | None,
 ) -> WorkerSandbox | None:
@@ -386,7 +386,7 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _tried(sandboxes: SandboxClient | None, environment: Environment) -> None:
+async def _tried(sandboxes: SandboxMaker | None, environment: Environment) -> None:
     if sandboxes is not None:
         await try_sandbox(sandboxes, environment)
 
@@ -395,7 +395,7 @@ async def _tried(sandboxes: SandboxClient | None, environment: Environment) -> N
 async def _host(
     settings: Settings,
     environment: Environment,
-    sandboxes: SandboxClient | None,
+    sandboxes: SandboxMaker | None,
     egress: Egress | None,
 ) -> AsyncIterator[AttemptSandboxes | None]:
     """Starts the sandboxes of attempts; None if the environment declares none."""

@@ -13,8 +13,8 @@ from ..harness_config import HarnessConfig
 from ..harness_interface import HarnessSpec
 from ..harnesses import harness_of
 from ..harnesses.installing import installed_place, version_in
+from ..sandbox.elsewhere import SandboxSource
 from ..sandbox.outer import PLACE
-from ..sandbox.service import SandboxService
 from ..sandbox.wire import NAMESPACE_BACKENDS
 
 _RESERVED_MB: Final = 1 << 20
@@ -55,7 +55,7 @@ def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
     return "dedicated" if config.url is not None else "sandboxed"
 
 
-def chosen_harness(config: HarnessConfig, service: SandboxService | None) -> ChosenHarness | None:
+def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> ChosenHarness | None:
     """Returns the program that plays the agents; None: the environment's own.
 
     Args:
@@ -106,7 +106,7 @@ def identity_of(config: HarnessConfig) -> dict[str, str]:
     return {} if chosen is None else chosen.spec.identity()
 
 
-def _seen_at(folder: str, service: SandboxService | None) -> str:
+def _seen_at(folder: str, service: SandboxSource | None) -> str:
     if not folder or service is None or service.backend not in NAMESPACE_BACKENDS:
         return folder
     return PLACE

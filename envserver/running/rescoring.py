@@ -34,6 +34,7 @@ from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..judge_config import JudgeConfig
 from ..registry import absolute
 from ..rollouts.scoring import SCORING_FAILURES, ScorerPool
+from ..sandbox.remote.address import SandboxAddress
 from ..tokens.builder import trained_ids
 from .judging import beside_source, judge_line, judge_of, scorer_processes
 from .sandboxes import sandboxes_of
@@ -219,7 +220,9 @@ class _Unseen:
 class _Tasks:
     """Tasks by split, seed and id."""
 
-    def __init__(self, reference: str, config: dict[str, Any], address: str | None) -> None:
+    def __init__(
+        self, reference: str, config: dict[str, Any], address: SandboxAddress | None
+    ) -> None:
         self._reference, self._config, self._address = reference, config, address
         self._finders: dict[tuple[str, int], TaskFinder] = {}
 

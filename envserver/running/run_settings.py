@@ -20,6 +20,7 @@ from ..config import (
     MixSettings,
     OpenAIConfig,
     SandboxConfig,
+    SandboxMachineConfig,
     Section,
     Settings,
     SimConfig,
@@ -263,6 +264,17 @@ class JoinSettings(Settings):
         if value and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise ValueError("an address must look like http://host:8000")
         return value.rstrip("/")
+
+
+class SandboxesServeSettings(Section):
+    """Settings of `sandboxes serve`."""
+
+    server: ServerConfig = ServerConfig(port=8100)
+    sandbox: SandboxMachineConfig = SandboxMachineConfig()
+    log_level: LogLevel = "info"
+    """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
 
 
 class RunApiSettings(Section):

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from ..config import SandboxConfig
 from ..environment import Environment, Isolation
 from ..folders import loaded_paths
-from ..sandbox.client import SandboxClient
+from ..sandbox.elsewhere import SandboxSource, machines_of
+from ..sandbox.maker import SandboxMaker
 from ..sandbox.service import SandboxService
 from ..sandbox.watched import WatchedSandboxes
 
@@ -25,8 +26,8 @@ async def sandboxes_of(
     environment: Environment | type[Environment],
     config: SandboxConfig,
     isolation: Isolation | None = None,
-) -> AsyncIterator[SandboxService | None]:
-    """Yields a service that makes sandboxes; None if `environment` needs none.
+) -> AsyncIterator[SandboxSource | None]:
+    """Yields what makes sandboxes; None if `environment` needs none.
 
     If `environment` is an instance, its `sandboxes` are set, for use in `tasks`.
 
@@ -34,15 +35,36 @@ async def sandboxes_of(
         isolation: of its agents; unset: as it declares.
 
     Raises:
-        ConfigError: no allowed backend is available on this machine.
+        ConfigError: no allowed backend is available on this machine; or agents run in sandboxes
+            themselves, and those are elsewhere; or no machine elsewhere answers.
     """
     if environment.sandbox is None and (isolation or environment.isolation) != "sandboxed":
         yield None
         return
-    async with SandboxService(config, private_paths(environment)) as service:
+    async with _source(environment, config, isolation) as service:
         if isinstance(environment, Environment):
             environment.sandboxes = WatchedSandboxes(service.address)
         yield service
+
+
+@asynccontextmanager
+async def _source(
+    environment: Environment | type[Environment],
+    config: SandboxConfig,
+    isolation: Isolation | None,
+) -> AsyncIterator[SandboxSource]:
+    if not config.remote:
+        async with SandboxService(config, private_paths(environment)) as service:
+            yield service
+        return
+    if (isolation or environment.isolation) == "sandboxed":
+        raise ConfigError(
+            f"Agents of {environment.name!r} run in the sandbox themselves; their processes cannot "
+            "be on another machine (--sandbox.remote).",
+            hint="Run `envserver join` on that machine, with its own sandboxes.",
+        )
+    async with machines_of(config) as elsewhere:
+        yield elsewhere
 
 
 def private_paths(environment: Environment | type[Environment]) -> list[str]:
@@ -66,7 +88,7 @@ def _paths(config: BaseModel) -> Iterator[Path]:
             yield from _paths(value)
 
 
-async def try_sandbox(sandboxes: SandboxClient, environment: Environment) -> None:
+async def try_sandbox(sandboxes: SandboxMaker, environment: Environment) -> None:
     """Makes the declared sandbox once, so that later ones start from a warm interpreter.
 
     Raises:

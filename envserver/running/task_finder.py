@@ -16,6 +16,7 @@ from envserver_records.records import Task
 
 from ..environment import Environment
 from ..registry import find
+from ..sandbox.remote.address import SandboxAddress
 from ..sandbox.watched import WatchedSandboxes
 
 MAX_TASKS_SEARCHED = 100_000
@@ -26,7 +27,7 @@ class TaskFinder:
     """Finds tasks by id; reads the environment's tasks only as far as needed."""
 
     def __init__(
-        self, env_reference: str, env_config: dict[str, Any], sandbox_address: str | None
+        self, env_reference: str, env_config: dict[str, Any], sandbox_address: SandboxAddress | None
     ) -> None:
         self._reference = env_reference
         self._config = env_config

@@ -24,9 +24,10 @@ from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, Sa
 from ..proxy.attempts import ProxyAttempt, ended
 from ..proxy.egress import Egress
 from ..sandbox_interface import Sandbox
-from .client import ConnectedSandbox, SandboxClient
+from .maker import SandboxMaker, TalkingSandbox
 from .requests import Exec, Open, Opened, Read, RunPython, Send, Start, Write
 from .talking import TalkingProgram
+from .validity import cut_down, plain, variables
 
 MOST_PER_ATTEMPT = 8
 """Maximum concurrent sandboxes of one attempt."""
@@ -54,7 +55,7 @@ class AttemptSandboxes:
 
     def __init__(
         self,
-        sandboxes: SandboxClient,
+        sandboxes: SandboxMaker,
         most: SandboxSpec,
         concurrent: int,
         *,
@@ -168,17 +169,17 @@ class AttemptSandboxes:
                 read = _decoded(body, Read)
                 if not 0 <= read.max_bytes <= MOST_READ_BYTES:
                     raise InputError(f"max_bytes must be from 0 to {MOST_READ_BYTES}.")
-                return await sandbox.read(_plain(read.path), read.max_bytes)
+                return await sandbox.read(plain(read.path), read.max_bytes)
             case _:
                 write = _decoded(body, Write)
-                return await sandbox.write(_plain(write.path), write.data)
+                return await sandbox.write(plain(write.path), write.data)
 
     async def _exec(self, sandbox: Sandbox, asked: Exec) -> ExecResult:
         result = await sandbox.exec(
-            [_plain(word) for word in asked.argv],
+            [plain(word) for word in asked.argv],
             stdin=asked.stdin,
-            cwd=_plain(asked.cwd),
-            env=_variables(asked.env) if asked.env is not None else None,
+            cwd=plain(asked.cwd),
+            env=variables(asked.env) if asked.env is not None else None,
             limits=self._limits(asked.limits),
         )
         return _not_lost(result)
@@ -186,9 +187,9 @@ class AttemptSandboxes:
     async def _run_python(self, sandbox: Sandbox, asked: RunPython) -> ExecResult:
         result = await sandbox.run_python(
             asked.code,
-            argv=[_plain(word) for word in asked.argv],
+            argv=[plain(word) for word in asked.argv],
             stdin=asked.stdin,
-            cwd=_plain(asked.cwd),
+            cwd=plain(asked.cwd),
             limits=self._limits(asked.limits),
         )
         return _not_lost(result)
@@ -224,18 +225,17 @@ class AttemptSandboxes:
     @asynccontextmanager
     async def _opening(
         self, attempt: ProxyAttempt, spec: SandboxSpec
-    ) -> AsyncIterator[ConnectedSandbox]:
+    ) -> AsyncIterator[TalkingSandbox]:
         """Opens a sandbox when there is a place, with the way out that the environment has."""
         async with self._places, self._sandboxes.open(spec) as sandbox:
-            listener = await sandbox.lead_out() if self._egress is not None else None
-            if self._egress is None or listener is None:
-                yield sandbox
-                return
-            server = await self._egress.serve_sandbox(listener, attempt)
+            server = None
+            if self._egress is not None:
+                server = await self._egress.serve_sandbox(sandbox, attempt)
             try:
                 yield sandbox
             finally:
-                server.close()
+                if server is not None:
+                    server.close()
 
     def _allowed(self, attempt: ProxyAttempt, asked: SandboxSpec) -> SandboxSpec:
         """Returns `asked`, limited to the environment's own spec."""
@@ -246,10 +246,10 @@ class AttemptSandboxes:
         if asked.image not in ("", most.image, named):
             raise InputError("An attempt may only have the image that its task names.")
         for path in asked.files:
-            _plain(path)
+            plain(path)
         return msgspec.structs.replace(
             asked,
-            env=_variables(asked.env),
+            env=variables(asked.env),
             # Only the environment's list: each preload list has its own zygote.
             preload=most.preload if asked.preload else (),
             limits=cut_down(asked.limits, most.limits),
@@ -306,15 +306,15 @@ class _Tenant:
     usage, or None without a sandbox.
     """
 
-    def __init__(self, opening: AbstractAsyncContextManager[ConnectedSandbox]) -> None:
-        self.opened: asyncio.Future[ConnectedSandbox] = asyncio.get_running_loop().create_future()
+    def __init__(self, opening: AbstractAsyncContextManager[TalkingSandbox]) -> None:
+        self.opened: asyncio.Future[TalkingSandbox] = asyncio.get_running_loop().create_future()
         self._working: set[asyncio.Task[Any]] = set()
         self._program: TalkingProgram | None = None
         self._over = asyncio.Event()
         self.task = asyncio.create_task(self._live(opening), name="sandbox")
 
     @property
-    def sandbox(self) -> ConnectedSandbox:
+    def sandbox(self) -> TalkingSandbox:
         """Returns the open sandbox.
 
         Raises:
@@ -345,8 +345,8 @@ class _Tenant:
             raise InputError("A program was started in this sandbox before.")
         if not asked.argv:
             raise InputError("An empty command cannot be run.")
-        argv = [_plain(word) for word in asked.argv]
-        program = TalkingProgram(self.sandbox, argv, _variables(asked.env), seconds)
+        argv = [plain(word) for word in asked.argv]
+        program = TalkingProgram(self.sandbox, argv, variables(asked.env), seconds)
         self._program = program
         living = asyncio.create_task(program.live())
         self._working.add(living)
@@ -391,7 +391,7 @@ class _Tenant:
         await asyncio.wait({self.task})
 
     async def _live(
-        self, opening: AbstractAsyncContextManager[ConnectedSandbox]
+        self, opening: AbstractAsyncContextManager[TalkingSandbox]
     ) -> SandboxUsage | None:
         usage = None
         try:
@@ -464,37 +464,8 @@ def summed(usages: Iterable[SandboxUsage]) -> SandboxUsage:
     )
 
 
-def cut_down(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
-    """Returns `asked` with each limit reduced to at most that of `most`.
-
-    Raises:
-        InputError: a limit is not a positive number.
-    """
-    limits = {}
-    for name, value in msgspec.structs.asdict(asked).items():
-        if not value > 0:  # also rejects NaN
-            raise InputError(f"The limit {name} must be positive.", place=name)
-        limits[name] = min(value, getattr(most, name))
-    return SandboxLimits(**limits)
-
-
 def _decoded(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"This is not a valid sandbox request: {error}.") from None
-
-
-def _plain(text: str) -> str:
-    """Returns `text` if the kernel accepts it as an argument or a path (no NUL)."""
-    if "\0" in text:
-        raise InputError("A word, a path or a variable holds a NUL character.")
-    return text
-
-
-def _variables(env: dict[str, str]) -> dict[str, str]:
-    for name, value in env.items():
-        if not name or "=" in _plain(name):
-            raise InputError(f"A variable cannot be called {name[:40]!r}.")
-        _plain(value)
-    return env

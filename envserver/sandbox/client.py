@@ -25,6 +25,9 @@ from envserver_records.errors import (
 )
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
+from ..proxy.egress import OnConnection
+from ..proxy.egress_heads import MOST_HEAD_BYTES
+from .maker import StartedProgram
 from .wire import (
     MAX_ANSWER_TEXT_BYTES,
     MAX_FRAME_BYTES,
@@ -163,18 +166,6 @@ class SandboxClient:
                 answer.set_exception(SandboxUnavailable(f"No sandbox could be made: {reason}."))
 
 
-class StartedProgram:
-    """A program whose input and output are `stdio`; `result` says how it ended, once it has.
-
-    Set `hung_up` when its output has ended: then it is about to end by itself.
-    """
-
-    def __init__(self, stdio: socket.socket) -> None:
-        self.stdio = stdio
-        self.hung_up = False
-        self.result: ExecResult | None = None
-
-
 class ConnectedSandbox:
     """A sandbox at the other end of `channel`; see `sandbox_interface.Sandbox`."""
 
@@ -248,26 +239,19 @@ class ConnectedSandbox:
     async def total(self) -> SandboxUsage:
         return self._checked(await self._ask(_FILE_SECONDS, "total"), SandboxUsage)
 
-    async def lead_out(self) -> socket.socket | None:
-        """Returns a listening socket in the network of its programs, which from now on take it for
-        their HTTP proxy (HTTP_PROXY, HTTPS_PROXY). None: they have no network that could hold it.
-        """
+    async def lead_out(self, serve: OnConnection) -> asyncio.AbstractServer | None:
+        """See `maker.TalkingSandbox`."""
         if not self._dies_whole:
             return None
         await self._ask(_FILE_SECONDS, "lead_out")
-        return socket.socket(fileno=self._handed_out())
+        listener = socket.socket(fileno=self._handed_out())
+        return await asyncio.start_server(serve, sock=listener, limit=MOST_HEAD_BYTES)
 
     @asynccontextmanager
     async def start(
         self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
     ) -> AsyncIterator[StartedProgram]:
-        """Starts a program that is talked to; kills it at the end of the block. Other requests wait
-        until then.
-
-        Raises:
-            SandboxUnavailable: the backend is docker, which cannot do this.
-            SandboxLost: as in `exec`.
-        """
+        """See `maker.TalkingSandbox`. The backend docker cannot do this."""
         if self.isolation == "docker":
             raise SandboxUnavailable("The backend docker has no programs that are talked to.")
         request = {"argv": list(argv), "env": dict(env), "wall_seconds": wall_seconds}

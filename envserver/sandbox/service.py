@@ -19,7 +19,7 @@ from typing import Self
 import structlog
 from envserver_records.errors import ConfigError
 
-from ..config import SandboxConfig
+from ..config import LocalSandboxConfig
 from .docker import Engine, PoolRules, find_engine
 from .docker_leftovers import new_prefix, remove_leftovers
 from .places import folder_for_sockets
@@ -45,7 +45,7 @@ class SandboxService:
             nor this process's working folder.
     """
 
-    def __init__(self, config: SandboxConfig, private: Sequence[str] = ()) -> None:
+    def __init__(self, config: LocalSandboxConfig, private: Sequence[str] = ()) -> None:
         self._config = config
         self._private = tuple(private)
         self._process: subprocess.Popen[bytes] | None = None
@@ -227,7 +227,7 @@ class SandboxService:
             subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
 
 
-async def probe(backend: str, config: SandboxConfig) -> ProbeReport:
+async def probe(backend: str, config: LocalSandboxConfig) -> ProbeReport:
     """Tries whether `backend` works on this machine with `config`. Never raises."""
     service = SandboxService(config)
     try:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from envserver_records.errors import InputError
 from envserver_records.records import ExecResult
 
-from .client import ConnectedSandbox
+from .maker import TalkingSandbox
 from .requests import Received
 
 _PIECE_BYTES = 1 << 16
@@ -26,7 +26,7 @@ class TalkingProgram:
     """
 
     def __init__(
-        self, sandbox: ConnectedSandbox, argv: Sequence[str], env: Mapping[str, str], seconds: float
+        self, sandbox: TalkingSandbox, argv: Sequence[str], env: Mapping[str, str], seconds: float
     ) -> None:
         self._sandbox = sandbox
         self._argv = argv
@@ -36,6 +36,7 @@ class TalkingProgram:
         self._streams = asyncio.get_running_loop().create_future()
         self._reading = asyncio.Lock()
         self._over = asyncio.Event()
+        self._hung_up = False
         self._result: asyncio.Future[ExecResult] = asyncio.get_running_loop().create_future()
 
     async def live(self) -> None:
@@ -48,7 +49,7 @@ class TalkingProgram:
                 self._streams.set_result(streams)
                 try:
                     await self._over.wait()
-                    program.hung_up = True
+                    program.hung_up = self._hung_up
                 finally:
                     streams[1].close()
             assert program.result is not None
@@ -62,7 +63,7 @@ class TalkingProgram:
             raise
 
     async def started(self) -> None:
-        """Waits until the program can be talked to; raises as `ConnectedSandbox.start`."""
+        """Waits until the program can be talked to; raises as `TalkingSandbox.start`."""
         await asyncio.shield(self._streams)
 
     async def send(self, data: bytes) -> None:
@@ -84,5 +85,10 @@ class TalkingProgram:
                 data = b""
         if data:
             return Received(data)
+        self._hung_up = True
+        return Received(result=await self.end())
+
+    async def end(self) -> ExecResult:
+        """Ends the program, unless it has ended or is about to; returns how it ended."""
         self._over.set()
-        return Received(result=await asyncio.shield(self._result))
+        return await asyncio.shield(self._result)

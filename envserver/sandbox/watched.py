@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from envserver_records.errors import SandboxError, SandboxLost, SandboxUnavailable
 from envserver_records.records import ExecResult, SandboxSpec
 
 from ..sandbox_interface import Sandbox
-from .client import SandboxClient
+from .maker import sandboxes_at
+from .remote.address import SandboxAddress
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,10 +27,10 @@ class WatchedSandboxes:
     """See `sandbox_interface.Sandboxes`.
 
     Args:
-        address: address of the service (`SandboxService.address`).
+        address: of the sandboxes (`SandboxSource.address`).
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: SandboxAddress) -> None:
         self.address = address
         self.failure: SandboxError | None = None
         """The failure since this was last set to None. A sandbox that could not be made is forgiven
@@ -37,14 +38,11 @@ class WatchedSandboxes:
 
     @asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        async with SandboxClient(self.address) as client:
-            sandbox = await self.watch(client.create(spec))
+        async with sandboxes_at(self.address) as maker, AsyncExitStack() as stack:
+            sandbox = await self.watch(stack.enter_async_context(maker.open(spec)))
             if isinstance(self.failure, SandboxUnavailable):
                 self.failure = None
-            try:
-                yield _WatchedSandbox(sandbox, self)
-            finally:
-                await sandbox.close()
+            yield _WatchedSandbox(sandbox, self)
 
     async def watch(self, request: Coroutine[Any, Any, T]) -> T:
         """Awaits `request` and remembers a SandboxError that it raises."""

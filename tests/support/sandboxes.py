@@ -1,4 +1,4 @@
-"""Sandboxes for tests: a service of its own, and a client of it."""
+"""Sandboxes for tests: a service of its own and a client of it, here or as on another machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import io
 import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from envserver import SandboxConfig
+from envserver.config import SandboxMachineConfig
+from envserver.running.run_settings import SandboxesServeSettings
+from envserver.running.sandbox_serving import ServedSandboxes, sandbox_serving
 from envserver.sandbox import SandboxClient, SandboxService
+from envserver.sandbox.remote.address import RemoteAddress
+from envserver.sandbox.remote.machines import Machines
+from envserver.server_config import ServerConfig
 
 
 @asynccontextmanager
@@ -23,6 +30,29 @@ async def sandboxes(
         SandboxClient(service.address) as client,
     ):
         yield client
+
+
+@asynccontextmanager
+async def sandbox_machine(
+    tokens_file: Path | None = None, **config: Any
+) -> AsyncIterator[ServedSandboxes]:
+    """What `envserver sandboxes serve` runs, in this process. `config`: of its sandboxes."""
+    settings = SandboxesServeSettings(
+        server=ServerConfig(port=0, tokens_file=tokens_file),
+        sandbox=SandboxMachineConfig.model_validate(config),
+    )
+    async with sandbox_serving(settings) as served:
+        yield served
+
+
+@asynccontextmanager
+async def sandboxes_elsewhere(**config: Any) -> AsyncIterator[Machines]:
+    """A client of a machine of its own, as `sandboxes` is of a service."""
+    async with (
+        sandbox_machine(**config) as served,
+        Machines(RemoteAddress((served.url,))) as machines,
+    ):
+        yield machines
 
 
 def archive(**files: bytes) -> bytes:

@@ -10,7 +10,7 @@ this machine can reach.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Final
@@ -54,6 +54,7 @@ class Access:
         sessions: logins of the page; None: requests without a token go on to a server that
             knows them.
         quota: of tokens without one of their own.
+        rules: the roles of the application's routes, by path; see `rules_of`.
     """
 
     def __init__(
@@ -63,18 +64,20 @@ class Access:
         sessions: Sessions | None,
         strangers: Strangers,
         quota: Quota,
+        rules: Callable[[str], dict[str, Rule]] = rules_of,
     ) -> None:
         self._app = app
         self._tokens = tokens
         self._sessions = sessions
         self._strangers = strangers
         self._usages = Usages(quota)
+        self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        rules = rules_of(scope["path"])
+        rules = self._rules(scope["path"])
         # A WebSocket begins with a GET; routes that answer GET may also answer HEAD.
         method = scope.get("method", "GET")
         rule = rules.get("GET" if method == "HEAD" else method)

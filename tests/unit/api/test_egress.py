@@ -247,7 +247,13 @@ async def test_a_sandbox_cannot_connect_without_end(monkeypatch: pytest.MonkeyPa
         attempt = made.open()
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        server = await made.egress.serve_sandbox(listener, attempt)
+
+        class Box:
+            async def lead_out(self, serve: egress.OnConnection) -> asyncio.AbstractServer:
+                return await asyncio.start_server(serve, sock=listener)
+
+        server = await made.egress.serve_sandbox(Box(), attempt)
+        assert isinstance(server, asyncio.AbstractServer)
         for answer in (b" 400 ", b" 400 ", b" 400 ", b""):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"?\r\n\r\n")

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from support.process_tree import alive_with
-from support.sandboxes import archive, sandboxes
+from support.sandboxes import archive, sandboxes, sandboxes_elsewhere
 from support.waiting import settled, until
 
 from envserver import (
@@ -32,9 +32,14 @@ PATIENT = SandboxSpec(limits=SandboxLimits(wall_seconds=HOUR))
 _numbers = itertools.count()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def boxes() -> AsyncIterator[Sandboxes]:
-    async with sandboxes() as those:
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["here", pytest.param("elsewhere", marks=pytest.mark.thorough)],
+)
+async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
+    make = sandboxes if request.param == "here" else sandboxes_elsewhere
+    async with make() as those:
         yield those
 
 

@@ -1,0 +1,133 @@
+"""The application of `envserver sandboxes serve`: sandboxes for servers and runners elsewhere.
+
+    GET /v1/sandboxes               how busy the machine is (sandbox.remote.messages.Load)
+    GET /v1/sandboxes (WebSocket)   one sandbox, until the connection ends
+
+What holds: without a token of the role `environment` nothing is told or made; without a tokens file
+only this machine can connect.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from functools import partial
+from typing import Final
+
+import msgspec
+from fastapi import FastAPI
+from prometheus_client.core import Metric
+from starlette.types import ASGIApp
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from .. import __version__
+from ..sandbox.remote.machine import SandboxMachine
+from ..sandbox.remote.messages import PATH, Load
+from ..server_config import ServerConfig
+from ..telemetry.families import by_key, counter, gauge, single
+from . import problems
+from .access.middleware import Access, KnownNames
+from .access.quotas import Strangers
+from .access.rules import ENVIRONMENT, EVERYBODY, READERS, Rule
+from .access.sessions import Sessions
+from .access.tokens import AccessTokens
+from .health import Health, health_routes
+from .metrics import CountedRequests, Metrics, metric_routes
+from .native.answers import json_answer
+
+RULES: Final = (
+    Rule("GET", "/healthz", None),
+    Rule("GET", "/readyz", EVERYBODY),
+    Rule("GET", "/metrics", READERS),
+    Rule("GET", PATH, ENVIRONMENT),
+)
+_BY_PATH: Final = {rule.path: {rule.method: rule} for rule in RULES}
+
+
+def create_sandbox_api(
+    machine: SandboxMachine, settings: ServerConfig, metrics: Metrics, health: Health
+) -> ASGIApp:
+    """Builds the application.
+
+    Raises:
+        ConfigError: the tokens file cannot be read, or has no token.
+    """
+    app = FastAPI(
+        title="envserver sandboxes",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    problems.install(app)
+
+    @app.get(PATH, response_model=None)
+    async def load() -> object:
+        """Returns how busy the machine is."""
+        return json_answer(msgspec.structs.asdict(machine.load))
+
+    @app.websocket(PATH)
+    async def sandbox(websocket: WebSocket) -> None:
+        """Serves one sandbox."""
+        await websocket.accept()
+        link = _ServerLink(websocket)
+        await machine.converse(link)
+        await link.close()
+
+    app.include_router(health_routes(health))
+    metrics.add(partial(_families, machine))
+    app.include_router(metric_routes(metrics))
+    if settings.tokens_file is None:
+        app.add_middleware(KnownNames, names=settings.allowed_hosts)
+    else:
+        tokens = AccessTokens(settings.tokens_file)
+        app.add_middleware(
+            Access,
+            tokens=tokens,
+            sessions=Sessions(tokens, secrets.token_bytes(32)),  # nobody can log in
+            strangers=Strangers(),
+            quota=settings.quota,
+            rules=lambda path: _BY_PATH.get(path, {}),
+        )
+    app.add_middleware(CountedRequests, requests=metrics.requests)
+    return app
+
+
+class _ServerLink:
+    """See `sandbox.remote.link.Link`."""
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self._websocket = websocket
+
+    async def send(self, piece: bytes) -> None:
+        try:
+            await self._websocket.send_bytes(piece)
+        except (WebSocketDisconnect, RuntimeError) as error:  # starlette raises either
+            raise ConnectionError("the client is gone") from error
+
+    async def receive(self) -> bytes:
+        message = await self._websocket.receive()
+        return message.get("bytes") or b"" if message["type"] == "websocket.receive" else b""
+
+    async def close(self) -> None:
+        try:
+            await self._websocket.close()
+        except (WebSocketDisconnect, RuntimeError):
+            return
+
+
+async def _families(machine: SandboxMachine) -> Iterable[Metric]:
+    load: Load = machine.load
+    programs = "envserver_sandbox_programs"
+    return [
+        gauge("envserver_sandboxes_open", "Open sandboxes", (), single(load.open)),
+        gauge("envserver_sandboxes_waiting", "Requests for one", (), single(load.waiting)),
+        gauge("envserver_sandboxes_limit", "Maximum sandboxes", (), single(load.sandboxes)),
+        gauge(f"{programs}_running", "Programs that run", (), single(load.running)),
+        gauge(f"{programs}_queued", "Programs that wait for room", (), single(load.queued)),
+        gauge(f"{programs}_limit", "Maximum programs at a time", (), single(load.room)),
+        counter(programs, "Programs by how they ended", ("end",), by_key(machine.ended)),
+        counter(
+            f"{programs}_cpu_seconds", "CPU seconds of programs", (), single(machine.cpu_seconds)
+        ),
+    ]

@@ -1,0 +1,92 @@
+"""Sandboxes that are made elsewhere, in the place of this machine's `SandboxService`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import structlog
+from envserver_records.errors import ConfigError
+
+from ..config import SandboxConfig
+from .remote.address import RemoteAddress, SandboxAddress
+from .remote.machines import Machines
+
+_log = structlog.get_logger("envserver.sandbox")
+
+
+class SandboxSource(Protocol):
+    """Where the sandboxes of a run come from: a `SandboxService`, or `Elsewhere`."""
+
+    @property
+    def backend(self) -> str:
+        """The backend on this machine; "remote": they are made elsewhere."""
+
+    @property
+    def address(self) -> SandboxAddress:
+        """Is given to `maker.sandboxes_at`, in any process of this machine."""
+
+    @property
+    def private(self) -> list[str]:
+        """Paths of this machine that programs never see."""
+
+
+class Elsewhere:
+    """See `SandboxSource`."""
+
+    backend = "remote"
+
+    def __init__(self, address: SandboxAddress) -> None:
+        self.address = address
+        self.private: list[str] = []
+
+
+@asynccontextmanager
+async def machines_of(config: SandboxConfig) -> AsyncIterator[Elsewhere]:
+    """Yields the sandboxes of the machines in the settings, whose load is watched meanwhile.
+
+    Raises:
+        ConfigError: none of them answers, or a file cannot be read.
+    """
+    address = address_of(config)
+    async with Machines(address) as machines:
+        await machines.check()
+        for one in machines.known:
+            load = one.load
+            _log.info(
+                "sandbox_machine",
+                machine=one.url,
+                backend=load.backend if load else "",
+                sandboxes=load.sandboxes if load else 0,
+                problem=one.problem,
+            )
+        watching = asyncio.create_task(machines.watch(), name="sandbox-machines")
+        try:
+            yield Elsewhere(address)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
+def address_of(config: SandboxConfig) -> RemoteAddress:
+    """Returns the address of the machines in the settings.
+
+    Raises:
+        ConfigError: the file of the token cannot be read.
+    """
+    token = config.remote_token.get_secret_value()
+    if config.remote_token_file is not None:
+        try:
+            token = config.remote_token_file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"--sandbox.remote_token_file cannot be read: {error.strerror}."
+            ) from error
+    return RemoteAddress(
+        urls=tuple(config.remote.split(",")),
+        token=token,
+        ca_certs=str(config.remote_ca_certs or ""),
+        certfile=str(config.remote_certfile or ""),
+    )

@@ -1,0 +1,393 @@
+"""A machine that makes sandboxes for clients elsewhere: each connection is one sandbox.
+
+In: a link to a client (`api/sandboxes.py` makes it of a WebSocket). Out: sandboxes of a
+`SandboxMaker`. What always holds: at most `sandboxes` are open, and at most `room` programs run;
+further requests wait in order; a sandbox ends with its link; a client names no sandbox, so it
+cannot name another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+from envserver_records.errors import EnvserverError, InputError
+from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec
+
+from ..maker import SandboxMaker, TalkingSandbox
+from ..requests import Exec, Read, RunPython, Send, Write
+from ..talking import TalkingProgram
+from ..validity import cut_down, plain, variables
+from ..wire import MAX_FRAME_BYTES
+from .link import FramedLink, Link
+from .messages import (
+    BODIES,
+    Load,
+    MachineBusy,
+    Opened,
+    Pass,
+    Problem,
+    Request,
+    StartProgram,
+    framed,
+    problem_of,
+)
+from .outside import Outside
+
+_OPEN_SECONDS = 60.0
+"""Seconds for the first frame of a connection."""
+_MOST_WAITING = 1024
+_MOST_REQUESTS = 128
+"""Maximum requests of one connection that are not answered; an honest client has a few."""
+_MOST_PRELOADED = 32
+_LONGEST_READ = 64 << 20
+
+T = TypeVar("T")
+
+_log = structlog.get_logger("envserver.sandbox")
+
+
+class SandboxMachine:
+    """Serves sandboxes to clients.
+
+    Args:
+        maker: makes the sandboxes; open for as long as this object.
+        backend: its name, for clients.
+        sandboxes: maximum open sandboxes.
+        room: maximum programs that run at a time; programs that are talked to do not count.
+        most: maximum limits of a sandbox, by name; a spec above is refused.
+    """
+
+    def __init__(
+        self,
+        maker: SandboxMaker,
+        backend: str,
+        *,
+        sandboxes: int,
+        room: int,
+        most: Mapping[str, float],
+    ) -> None:
+        self.maker = maker
+        self.backend = backend
+        self.most = most
+        self.draining = False
+        self.ended: Counter[str] = Counter()
+        """Programs that have ended: "ok", or by what they were killed."""
+        self.cpu_seconds = 0.0
+        self._places = _Places(sandboxes)
+        self._room = _Places(room)
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def load(self) -> Load:
+        """How busy it is now."""
+        return Load(
+            backend=self.backend,
+            sandboxes=self._places.most,
+            open=self._places.taken,
+            waiting=self._places.waiting,
+            room=self._room.most,
+            running=self._room.taken,
+            queued=self._room.waiting,
+            draining=self.draining,
+        )
+
+    async def drain(self) -> None:
+        """Takes no more sandboxes, and waits until the open ones are closed."""
+        self.draining = True
+        await self._empty.wait()
+
+    async def converse(self, link: Link) -> None:
+        """Serves one connection until its client ends it; its sandbox is then gone."""
+        await _Conversation(self, FramedLink(link, MAX_FRAME_BYTES)).live()
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Waits for the place of a sandbox.
+
+        Raises:
+            MachineBusy: it takes no more, or too many wait.
+        """
+        if self.draining:
+            raise MachineBusy("This machine is about to stop.")
+        if self._places.waiting >= _MOST_WAITING:
+            raise MachineBusy(f"{_MOST_WAITING} requests wait for a sandbox of this machine.")
+        async with self._places.one():
+            self._empty.clear()
+            try:
+                yield
+            finally:
+                if self._places.taken == 1:
+                    self._empty.set()
+
+    async def run(self, execution: Callable[[], Awaitable[ExecResult]]) -> ExecResult:
+        """Runs a program when there is room."""
+        async with self._room.one():
+            result = await execution()
+        self.ended[result.killed_by or "ok"] += 1
+        self.cpu_seconds += result.usage.cpu_seconds
+        return result
+
+
+class _Places:
+    """A number of places, given in order of the requests."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.taken = 0
+        self.waiting = 0
+        self._free = asyncio.Semaphore(most)
+
+    @contextlib.asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        self.waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self.waiting -= 1
+        self.taken += 1
+        try:
+            yield
+        finally:
+            self.taken -= 1
+            self._free.release()
+
+
+class _Conversation:
+    """One connection with its sandbox."""
+
+    def __init__(self, machine: SandboxMachine, link: FramedLink) -> None:
+        self._machine = machine
+        self._link = link
+        self._sandbox: TalkingSandbox | None = None
+        self._limits = SandboxLimits()
+        self._program: TalkingProgram | None = None
+        self._outside = Outside()
+        self._work: dict[int, asyncio.Task[None]] = {}
+        self._living: set[asyncio.Task[None]] = set()
+        self._over = asyncio.Event()
+        self._closing: int | None = None
+        """Number of the request to close, which is answered when all is gone."""
+
+    async def live(self) -> None:
+        requests = self._requests()
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                first = await anext(requests, None)
+            if first is None:
+                return
+            holding = asyncio.create_task(self._hold(*first), name="sandbox")
+            listening = asyncio.create_task(self._listen(requests), name="sandbox-requests")
+            await asyncio.wait((holding, listening), return_when=asyncio.FIRST_COMPLETED)
+            await _ended(listening)
+            await _ended(holding)
+        except TimeoutError:
+            return  # it says nothing
+        except ValueError as error:  # it breaks the protocol: there is nothing to answer to
+            _log.warning("sandbox_client_refused", reason=str(error))
+
+    async def _requests(self) -> AsyncIterator[tuple[int, str, bytes]]:
+        """Yields what comes.
+
+        Raises:
+            ValueError: the client breaks the protocol.
+        """
+        async for body in self._link.bodies():
+            try:
+                number, word, raw = msgspec.msgpack.decode(body, type=Request)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"a frame that is not a request: {error}") from None
+            yield number, word, bytes(raw)
+
+    async def _listen(self, requests: AsyncIterator[tuple[int, str, bytes]]) -> None:
+        """Starts what is requested, until the client hangs up."""
+        async for number, word, raw in requests:
+            if word == "cancel":
+                if (work := self._work.get(_number(raw))) is not None and not work.cancelling():
+                    work.cancel()
+                continue
+            if number in self._work or len(self._work) >= _MOST_REQUESTS:
+                raise ValueError("too many requests at a time")
+            if word == "close":
+                self._closing = number
+                self._over.set()
+                continue
+            self._work[number] = asyncio.create_task(self._answer(number, word, raw))
+
+    async def _hold(self, number: int, word: str, raw: bytes) -> None:
+        """Keeps the sandbox open until it is over."""
+        try:
+            spec = self._spec(word, raw)
+            async with self._machine.place(), self._machine.maker.open(spec) as sandbox:
+                self._sandbox, self._limits = sandbox, spec.limits
+                self._link.accept_at_most(_most_bytes(spec.limits))
+                await self._say(number, "ok", Opened(sandbox.isolation, self._machine.load))
+                await self._over.wait()
+                await self._end_work()
+        except Exception as error:  # noqa: BLE001 - told to the client, and logged if it is ours
+            await self._tell(number if self._sandbox is None else self._closing, error)
+        else:
+            if self._closing is not None:
+                await self._say(self._closing, "ok", None)
+        finally:
+            await self._end_work()
+
+    def _spec(self, word: str, raw: bytes) -> SandboxSpec:
+        """Returns the spec of the sandbox.
+
+        Raises:
+            InputError: it is malformed, or above this machine's limits.
+        """
+        if word != "open":
+            raise InputError("A connection must begin with `open`.")
+        spec: SandboxSpec = _decoded(word, raw)
+        limits = cut_down(spec.limits, spec.limits)  # checks them
+        for name, most in self._machine.most.items():
+            if getattr(limits, name) > most:
+                raise InputError(
+                    f"This machine allows {name} up to {most:g}, not {getattr(limits, name):g}.",
+                    place=name,
+                )
+        for path in spec.files:
+            plain(path)
+        variables(spec.env)
+        names = [part for module in spec.preload for part in module.split(".")]
+        if len(spec.preload) > _MOST_PRELOADED or not all(name.isidentifier() for name in names):
+            raise InputError("`preload` must list a few modules.", place="preload")
+        return spec
+
+    async def _end_work(self) -> None:
+        self._outside.close()
+        for work in (*self._work.values(), *self._living):
+            if not work.cancelling():
+                work.cancel()
+        await asyncio.gather(*self._work.values(), *self._living, return_exceptions=True)
+
+    async def _answer(self, number: int, word: str, raw: bytes) -> None:
+        try:
+            value = await self._done(word, raw)
+        except asyncio.CancelledError:
+            await self._say(number, "error", Problem("cancelled", "The request was cancelled."))
+        except Exception as error:  # noqa: BLE001 - told to the client, and logged if it is ours
+            await self._tell(number, error)
+        else:
+            await self._say(number, "ok", value)
+        finally:
+            self._work.pop(number, None)
+
+    async def _tell(self, number: int | None, error: Exception) -> None:
+        if not isinstance(error, EnvserverError):
+            _log.error("sandbox_request_failed", exc_info=error)
+        if number is not None:
+            await self._say(number, "error", problem_of(error))
+
+    async def _say(self, number: int, word: str, value: object) -> None:
+        with contextlib.suppress(ConnectionError):  # whoever listens hears of it
+            await self._link.send(framed(number, word, value))
+
+    async def _done(self, word: str, raw: bytes) -> Any:
+        """Carries out one request and returns its answer."""
+        sandbox = self._sandbox
+        if sandbox is None:
+            raise InputError("The sandbox is not open yet.")
+        body = _decoded(word, raw) if word in BODIES else None
+        match word, body:
+            case "exec", Exec():
+                return await self._machine.run(lambda: self._exec(sandbox, body))
+            case "python", RunPython():
+                return await self._machine.run(lambda: self._run_python(sandbox, body))
+            case "read", Read():
+                if not 0 <= body.max_bytes <= _LONGEST_READ:
+                    raise InputError(f"max_bytes must be from 0 to {_LONGEST_READ}.")
+                return await sandbox.read(plain(body.path), body.max_bytes)
+            case "write", Write():
+                return await sandbox.write(plain(body.path), body.data)
+            case "total", None:
+                return await sandbox.total()
+            case "start", StartProgram():
+                return await self._start(sandbox, body)
+            case "send", Send():
+                return await self._talking().send(body.data)
+            case "receive", None:
+                return await self._talking().receive()
+            case "ended", None:
+                return await self._talking().end()
+            case "lead_out", None:
+                return await self._outside.lead_out(sandbox)
+            case "accept", None:
+                return await self._outside.accept()
+            case "pass", Pass():
+                return await self._outside.send(body.number, body.data)
+            case "take", int():
+                return await self._outside.receive(body)
+        raise InputError(f"A sandbox cannot {word[:40]!r}.")
+
+    async def _exec(self, sandbox: TalkingSandbox, asked: Exec) -> ExecResult:
+        return await sandbox.exec(
+            [plain(text) for text in asked.argv],
+            stdin=asked.stdin,
+            cwd=plain(asked.cwd),
+            env=None if asked.env is None else variables(asked.env),
+            limits=self._tighter(asked.limits),
+        )
+
+    async def _run_python(self, sandbox: TalkingSandbox, asked: RunPython) -> ExecResult:
+        return await sandbox.run_python(
+            asked.code,
+            argv=[plain(text) for text in asked.argv],
+            stdin=asked.stdin,
+            cwd=plain(asked.cwd),
+            limits=self._tighter(asked.limits),
+        )
+
+    def _tighter(self, asked: SandboxLimits | None) -> SandboxLimits | None:
+        return None if asked is None else cut_down(asked, self._limits)
+
+    async def _start(self, sandbox: TalkingSandbox, asked: StartProgram) -> None:
+        if self._program is not None:
+            raise InputError("A program was started in this sandbox before.")
+        if not asked.argv or not asked.wall_seconds > 0:
+            raise InputError("A program needs a command, and a time to run.")
+        argv = [plain(text) for text in asked.argv]
+        self._program = TalkingProgram(sandbox, argv, variables(asked.env), asked.wall_seconds)
+        living = asyncio.create_task(self._program.live())
+        self._living.add(living)
+        await self._program.started()
+
+    def _talking(self) -> TalkingProgram:
+        if self._program is None:
+            raise InputError("No program was started in this sandbox.")
+        return self._program
+
+
+async def _ended(task: asyncio.Task[T]) -> None:
+    """Ends a task, and raises what it failed with."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _decoded(word: str, raw: bytes) -> Any:
+    try:
+        return msgspec.msgpack.decode(raw, type=BODIES[word])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"This is not a valid sandbox request: {error}.") from None
+
+
+def _number(raw: bytes) -> int:
+    try:
+        return msgspec.msgpack.decode(raw, type=int)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not the number of a request: {error}") from None
+
+
+def _most_bytes(limits: SandboxLimits) -> int:
+    """Returns the size of the largest request that such a sandbox could take."""
+    files, inputs = (limits.disk_mb + 1) << 20, (limits.input_kb << 10) + (1 << 20)
+    return min(max(files, inputs), MAX_FRAME_BYTES)

@@ -1,0 +1,287 @@
+"""Sandboxes of other machines: what a client gets, what it may not, and what ends with whom.
+
+That every promise of a sandbox holds there, too, is shown by `test_sandbox.py` ("elsewhere").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import aiohttp
+import msgspec
+import pytest
+import pytest_asyncio
+from envserver_records.errors import ConfigError, SandboxLost, SandboxUnavailable
+from envserver_records.framing import frame
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.extent import examples
+from support.process_tree import alive_with
+from support.sandboxes import sandbox_machine
+from support.waiting import until
+
+from envserver import ExecResult, InputError, Sandbox, SandboxLimits, SandboxSpec
+from envserver.api import create_token
+from envserver.running.sandbox_serving import ServedSandboxes
+from envserver.sandbox.remote import machines as machines_module
+from envserver.sandbox.remote.address import RemoteAddress
+from envserver.sandbox.remote.machines import Machine, Machines, machines_at
+from envserver.sandbox.remote.messages import PATH, Load
+
+of_module = pytest.mark.asyncio(loop_scope="module")
+
+_numbers = itertools.count()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServedSandboxes]:
+    """A machine with a token for each role, two places and room for one program."""
+    tokens = tmp_path_factory.mktemp("machine") / "tokens.yaml"
+    TOKENS.update(
+        environment=create_token(tokens, "runner", "environment")[0],
+        trainer=create_token(tokens, "trainer", "trainer")[0],
+    )
+    async with sandbox_machine(tokens, concurrent=2, room=1, max_memory_mb=600) as machine:
+        yield machine
+
+
+TOKENS: dict[str, str] = {}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def boxes(served: ServedSandboxes) -> AsyncIterator[Machines]:
+    async with client_of(served) as machines:
+        yield machines
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines_module, "PATIENCE_SECONDS", 0.0)
+
+
+def client_of(*machines: ServedSandboxes, token: str | None = None) -> Machines:
+    urls = tuple(machine.url for machine in machines)
+    return Machines(RemoteAddress(urls, TOKENS.get("environment", "") if token is None else token))
+
+
+def stay(box: Sandbox, mark: str) -> asyncio.Task[ExecResult]:
+    """Runs a program that `alive_with(mark)` finds, until it is ended."""
+    return asyncio.create_task(box.exec(["sleep", mark]))
+
+
+def marked() -> str:
+    return f"{3600 + next(_numbers)}.{os.getpid()}"
+
+
+@of_module
+async def test_numbers_come_as_the_machine_counted_them(
+    served: ServedSandboxes, boxes: Machines
+) -> None:
+    before = served.machine.cpu_seconds
+    spec = SandboxSpec(files={"in/a.txt": b"6 7"})
+    async with boxes.open(spec) as box:
+        code = "a, b = open('in/a.txt').read().split(); print(int(a) * int(b))"
+        result = await box.run_python(code)
+        assert (result.stdout, result.ok) == (b"42\n", True)
+        assert result.usage.cpu_seconds > 0 and result.usage.peak_memory_mb > 1
+        killed = await box.exec(
+            ["sh", "-c", "while :; do :; done"], limits=SandboxLimits(cpu_seconds=0.2)
+        )
+        assert killed.killed_by == "cpu"
+        total = await box.total()
+        spent = result.usage.cpu_seconds + killed.usage.cpu_seconds
+        assert total.executions == 2 and total.killed == {"cpu": 1}
+        assert total.cpu_seconds == pytest.approx(spent)
+    assert served.machine.cpu_seconds - before == pytest.approx(spent)
+    assert served.machine.load.open == 0
+
+
+@of_module
+async def test_a_program_is_talked_to_and_ends_with_its_sandbox(boxes: Machines) -> None:
+    mark = marked()
+    source = 'while read line; do echo "<$line>"; done; sleep "$0"'
+    async with (
+        boxes.open(SandboxSpec()) as box,
+        box.start(["sh", "-c", source, mark], env={}, wall_seconds=3600.0) as program,
+    ):
+        reader, writer = await asyncio.open_unix_connection(sock=program.stdio)
+        for word in (b"one", b"two"):
+            writer.write(word + b"\n")
+            assert await reader.readline() == b"<" + word + b">\n"
+        assert alive_with(mark)
+        writer.close()
+    assert program.result is not None and program.result.killed_by == "cancelled"
+    await until(lambda: not alive_with(mark))
+
+
+@of_module
+async def test_what_ends_by_itself_says_how(boxes: Machines) -> None:
+    async with (
+        boxes.open(SandboxSpec()) as box,
+        box.start(["sh", "-c", "echo bye; exit 3"], env={}, wall_seconds=60.0) as program,
+    ):
+        reader, writer = await asyncio.open_unix_connection(sock=program.stdio)
+        assert await reader.read(-1) == b"bye\n"
+        program.hung_up = True
+        writer.close()
+    assert program.result is not None and program.result.exit == 3
+
+
+@of_module
+async def test_sandboxes_end_with_their_client(served: ServedSandboxes) -> None:
+    mark = marked()
+    async with client_of(served) as gone, gone.open(SandboxSpec()) as box:
+        running = stay(box, mark)
+        await until(lambda: alive_with(mark))
+        assert isinstance(box._websocket, aiohttp.ClientWebSocketResponse)
+        transport = box._websocket.get_extra_info("socket")
+        transport.shutdown(2)  # as when its process is killed: no word is said
+        with pytest.raises(SandboxLost):
+            await running
+    await until(lambda: not alive_with(mark) and served.machine.load.open == 0)
+
+
+@of_module
+async def test_programs_and_sandboxes_wait_in_order(
+    served: ServedSandboxes, boxes: Machines
+) -> None:
+    ended = []
+
+    async def use(number: int) -> None:
+        async with boxes.open(SandboxSpec()) as box:
+            assert (await box.run_python("pass")).ok
+            ended.append(number)
+
+    async with boxes.open(SandboxSpec()) as box:
+        holding = stay(box, mark := marked())  # takes the only room
+        await until(lambda: alive_with(mark))
+        others = []
+        for number in range(3):
+            others.append(asyncio.create_task(use(number)))
+            # One has the second place and waits for room.
+            await until(lambda: served.machine.load.queued == 1)
+            await until(lambda: served.machine.load.waiting == len(others) - 1)
+        assert served.machine.load.running == 1 and not ended
+        holding.cancel()
+        await asyncio.gather(holding, *others, return_exceptions=True)
+    assert ended == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "limits", [SandboxLimits(memory_mb=601), SandboxLimits(wall_seconds=float("nan"))]
+)
+@of_module
+async def test_limits_above_the_machines_are_refused(
+    boxes: Machines, limits: SandboxLimits
+) -> None:
+    with pytest.raises(InputError, match=r"memory_mb|wall_seconds"):
+        async with boxes.open(SandboxSpec(limits=limits)):
+            pass
+
+
+@pytest.mark.usefixtures("impatient")
+@of_module
+async def test_a_token_of_the_role_environment_is_needed(
+    served: ServedSandboxes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for token in ("", "evs_0123456789_wrong", TOKENS["trainer"]):
+        machines_at.cache_clear()
+        async with client_of(served, token=token) as machines:
+            with pytest.raises(ConfigError, match="refuses the access token"):
+                await machines.check()
+            with pytest.raises(SandboxUnavailable, match="refuses the access token"):
+                async with machines.open(SandboxSpec()):
+                    pass
+        assert not token or token not in repr(machines._address)
+    machines_at.cache_clear()
+    told = capsys.readouterr()
+    assert all(token not in told.out + told.err for token in TOKENS.values())
+
+
+@settings(deadline=None, max_examples=examples(40))
+@given(st.binary(max_size=200) | st.binary(max_size=200).map(frame))
+@pytest.mark.usefixtures("impatient")
+@of_module
+async def test_nonsense_ends_only_its_own_connection(served: ServedSandboxes, data: bytes) -> None:
+    headers = {"authorization": f"Bearer {TOKENS['environment']}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.ws_connect(served.url + PATH) as websocket,
+    ):
+        await websocket.send_bytes(data)
+    await until(lambda: served.machine.load.open == 0)
+
+
+@of_module
+async def test_a_client_has_only_what_it_opened(served: ServedSandboxes) -> None:
+    """Nothing in a request names a sandbox, and nothing is answered before one is open."""
+    headers = {"authorization": f"Bearer {TOKENS['environment']}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.ws_connect(served.url + PATH) as websocket,
+    ):
+        await websocket.send_bytes(frame(msgspec.msgpack.encode((1, "total", None))))
+        answer = msgspec.msgpack.decode((await websocket.receive_bytes())[4:])
+        assert answer[:2] == [1, "error"] and "begin with `open`" in answer[2]["message"]
+
+
+@pytest.mark.usefixtures("impatient")
+@of_module
+async def test_what_a_lost_machine_had_is_lost_and_the_next_is_made_elsewhere(
+    served: ServedSandboxes,
+) -> None:
+    async with sandbox_machine(concurrent=2) as other, client_of(served, other) as machines:
+        await machines.look()
+        async with machines.open(SandboxSpec()) as first, machines.open(SandboxSpec()) as second:
+            assert {first.url, second.url} == {served.url, other.url}, "the emptiest is taken"
+            there = first if first.url == other.url else second
+            here = second if there is first else first
+            running = stay(there, mark := marked())
+            await until(lambda: alive_with(mark))
+            await other.close()
+            with pytest.raises(SandboxLost, match=other.url):
+                await running
+            with pytest.raises(SandboxLost):
+                await there.total()
+            assert (await here.run_python("pass")).ok
+        async with machines.open(SandboxSpec()) as third:
+            assert third.url == served.url
+        known = {one.url: one for one in machines.known}
+        assert known[other.url].is_aside and known[other.url].counts["lost"] == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("impatient")
+@of_module
+async def test_a_machine_that_drains_takes_no_more(served: ServedSandboxes) -> None:
+    async with sandbox_machine(concurrent=2) as other, client_of(other) as machines:
+        async with machines.open(SandboxSpec()) as box:
+            draining = asyncio.create_task(other.drain())
+            await asyncio.sleep(0)
+            with pytest.raises(SandboxUnavailable, match="about to stop"):
+                async with machines.open(SandboxSpec()):
+                    pass
+            assert (await box.run_python("pass")).ok and not draining.done()
+        await draining
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 50)), min_size=1))
+def test_the_machine_with_most_free_room_is_first(loads: list[tuple[int, int, int]]) -> None:
+    machines = []
+    for places, taken, waiting in loads:
+        machine = Machine("http://machine")
+        machine.answered(Load(sandboxes=places, open=taken, waiting=waiting))
+        machines.append(machine)
+    chosen = min(machines, key=lambda one: one.fullness)
+    assert chosen.fullness == min((taken + waiting) / places for places, taken, waiting in loads)
+    chosen.open += 1000  # what this process asked for since counts, too
+    assert chosen.fullness > 1
+
+
+@pytest.fixture(autouse=True)
+def _forget_machines() -> Iterator[None]:
+    yield
+    machines_at.cache_clear()
