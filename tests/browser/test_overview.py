@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -11,6 +12,7 @@ from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
 from support.commands import until
 from support.page_history import put_history
 from support.page_house import PageHouse, page_house
+from support.page_servers import in_a_thread, small_api
 
 PAGES = ("", "runs", "runs/trainer", "engines", "workers", "failures")
 GROUPS = 16
@@ -201,3 +203,19 @@ def test_another_store_and_a_clock_that_is_wrong(house: PageHouse, visitor: Visi
     expect(status).to_contain_text(re.compile(rf"^{house.made()} groups"))
     assert page.locator(".list-row").count() <= house.made()
     assert not re.match(r"\d+ (min|h)", row.inner_text()), "by the server's clock it is new"
+
+
+def test_the_page_says_which_server_leads(tmp_path: Path, visitor: Visitor) -> None:
+    with in_a_thread(lambda: small_api(tmp_path)) as api:
+        page = visitor.page("about:blank")
+        followers: list[str] = []
+        leader = {"url": "http://10.0.0.1:8000", "since": 1.8e9, "followers": followers}
+        page.route("**/v1/status", lambda route: route.fulfill(json={"server": {"leader": leader}}))
+        page.goto(f"{api.url}#/workers")
+        servers = page.get_by_role("region", name="Servers that share the store")
+        expect(servers).to_contain_text("http://10.0.0.1:8000 ● leads")
+        expect(servers).to_contain_text("no other server would take over")
+        followers.append("http://10.0.0.2:8000")
+        expect(servers).to_contain_text("http://10.0.0.2:8000 follows", timeout=20_000)
+        axe(page)
+        page.context.close()

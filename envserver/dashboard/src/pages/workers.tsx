@@ -1,4 +1,4 @@
-// Workers: processes, what they play now, sandboxes, environments that joined from elsewhere.
+// Workers: processes, what they play now, sandboxes, servers, environments that joined from elsewhere.
 
 import { useGet } from "../api";
 import { useRecent } from "../history";
@@ -47,6 +47,13 @@ interface Joined {
   open: number;
 }
 
+/** Of GET /v1/status, where several servers share a store. */
+interface Leader {
+  url: string;
+  since: number;
+  followers: string[];
+}
+
 const HOUR = 3600;
 const MOST = 200;
 
@@ -56,6 +63,7 @@ export function Workers() {
     <>
       <Pools />
       <RunningNow />
+      <Servers />
       <JoinedEnvironments />
       {series && <Charts ids={["running", "sandboxes", "deaths", "seconds", "lag", "memory"]} series={series} seconds={HOUR} />}
     </>
@@ -174,6 +182,29 @@ function RunningNow() {
           )
         }
       </Show>
+    </section>
+  );
+}
+
+function Servers() {
+  const status = useGet<{ server: { leader?: Leader } }>("v1/status", 5);
+  const leader = status.data?.server.leader;
+  if (!leader) return null;
+  return (
+    <section class="panel" aria-labelledby="servers-title">
+      <h2 id="servers-title">Servers that share the store</h2>
+      <ul>
+        <li>
+          <span class="mono">{visible(leader.url)}</span> <span class="badge good">● leads</span>{" "}
+          <span class="dim">since {clock(leader.since)}</span>
+        </li>
+        {leader.followers.map((url) => (
+          <li key={url}>
+            <span class="mono">{visible(url)}</span> <span class="badge">follows</span>
+          </li>
+        ))}
+        {!leader.followers.length && <li class="bad">✕ no other server would take over</li>}
+      </ul>
     </section>
   );
 }
