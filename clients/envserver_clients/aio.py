@@ -13,6 +13,7 @@ from typing import Any, Final, Self, Unpack
 import httpx
 import msgspec
 from envserver_records import ConflictError, EnvserverError, InputError, NotFoundError, Split
+from envserver_records.servers import AsyncServersClient, Urls
 from envserver_records.wire import GroupSummary
 
 from .compression import HAS_ZSTD, LeaseStreamReader, decompress
@@ -31,12 +32,12 @@ from .protocol import (
     batch_of,
     checked,
     pause_before_next,
+    retries_for,
 )
 from .records import Batch, ClientGroup, decode_batch, decode_group, decode_page
 
 log = logging.getLogger(__name__)
 
-_RETRIES: Final = Retries()
 _INLINE_BYTES: Final = 256 * 1024
 """Smaller answers are decompressed on the event loop, larger ones in a thread."""
 
@@ -45,7 +46,7 @@ class EnvClient(OnDemand):
     """Leases batches for one run; an async context manager that registers the run.
 
     Args:
-        url: the server's address.
+        url: the server's address; several equal servers: a list, or a text with commas.
         run: name of this trainer's run; an existing run of that name continues. None: register no
             run, to order rollouts, publish versions or read groups only; `lease` is not possible.
         batch_size: groups per batch.
@@ -59,13 +60,13 @@ class EnvClient(OnDemand):
         compress: accept groups compressed as the server stores them (zstd), which saves the server
             work and transfer; without effect where zstd is not installed.
         timeout_seconds: time limit of a request, in addition to the waiting it asks for.
-        retries: see `Retries`.
+        retries: see `Retries`. Default: `retries_for(url)`.
         transport: for tests.
     """
 
     def __init__(
         self,
-        url: str,
+        url: Urls,
         *,
         run: str | None,
         batch_size: int = 8,
@@ -76,7 +77,7 @@ class EnvClient(OnDemand):
         keep_leases_seconds: float | None = None,
         compress: bool = True,
         timeout_seconds: float = 60.0,
-        retries: Retries = _RETRIES,
+        retries: Retries | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._has_run = run is not None
@@ -91,11 +92,11 @@ class EnvClient(OnDemand):
         self._keep_seconds = keep_leases_seconds
         self._compress = compress
         self._timeout_seconds = timeout_seconds
-        self._retries = retries
+        self._retries = retries_for(url) if retries is None else retries
         self._held: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         headers = authorization(token)
-        self._http = httpx.AsyncClient(base_url=url, transport=transport, headers=headers)
+        self._http = AsyncServersClient(url, transport=transport, headers=headers)
 
     def __repr__(self) -> str:
         return f"EnvClient({self._url!r}, run={self._calls.name!r})"

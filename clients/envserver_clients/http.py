@@ -21,7 +21,8 @@ A group that the trainer cannot use is taken out of its batch with `client.set_a
 Groups that are not acknowledged in time are delivered again, so a trainer that dies loses nothing.
 Acknowledged groups never come again, unless the trainer goes back to an older checkpoint. A request
 that fails on its way, or that the server cannot answer now, is repeated with growing pauses; the
-server counts repetitions once.
+server counts repetitions once. Where several servers share a store, `url` is a list of their URLs,
+or a text with commas: what one of them cannot answer goes to the next at once.
 
     EnvserverError
     ├── ServerUnreachable    the server did not answer after all tries

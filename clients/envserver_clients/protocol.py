@@ -17,6 +17,7 @@ from urllib.parse import quote, urlencode
 import msgspec
 from envserver_records import ConflictError, EnvserverError, InputError, NotFoundError, StoreError
 from envserver_records.backoff import Backoff
+from envserver_records.servers import Urls, server_urls
 from envserver_records.wire import GROUP_MSGPACK, GROUPS_MSGPACK, LEASE_STREAM
 
 from .records import Batch, decode_batch
@@ -61,6 +62,16 @@ class Retries:
         """Returns the pause after `tried` requests."""
         backoff = Backoff(self.first_pause_seconds, self.longest_pause_seconds, jitter=(0.5, 1.0))
         return backoff.seconds(tried, random.random())
+
+
+_ONE: Final = Retries()
+_SEVERAL: Final = Retries(tries=40, longest_pause_seconds=2.0)
+"""About a minute: another server takes over within seconds, after a database's restart too."""
+
+
+def retries_for(url: Urls) -> Retries:
+    """Returns the default for one server, or for several: then a try is a round of all of them."""
+    return _ONE if len(server_urls(url)) == 1 else _SEVERAL
 
 
 class BatchLimits(TypedDict, total=False):
@@ -189,11 +200,12 @@ class Calls:
     @staticmethod
     def pause(in_flight: InFlight, timeout_seconds: float) -> Call:
         body = {"in_flight": in_flight, "timeout_seconds": timeout_seconds}
-        return Call("POST", "/v1/policy/pause", body, extra_seconds=timeout_seconds)
+        return Call("POST", "/v1/policy/pause", body, extra_seconds=timeout_seconds, headers=_key())
 
     @staticmethod
     def resume_calls(version: int | None) -> Call:
-        return Call("POST", "/v1/policy/resume", {} if version is None else {"version": version})
+        body = {} if version is None else {"version": version}
+        return Call("POST", "/v1/policy/resume", body, headers=_key())
 
     @staticmethod
     def status() -> Call:

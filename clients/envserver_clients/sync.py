@@ -10,6 +10,7 @@ from typing import Any, Self, Unpack
 
 from anyio.from_thread import start_blocking_portal
 from envserver_records import Split, Trajectory
+from envserver_records.servers import Urls
 from envserver_records.wire import GroupSummary
 
 from .aio import EnvClient
@@ -26,7 +27,7 @@ class SyncEnvClient:
     those of `EnvClient`.
     """
 
-    def __init__(self, url: str, *, run: str | None, **settings: Any) -> None:
+    def __init__(self, url: Urls, *, run: str | None, **settings: Any) -> None:
         self._client = EnvClient(url, run=run, **settings)
         self._stack = ExitStack()
 

@@ -8,6 +8,7 @@ GET  /v1/policy          whether calls are paused, running and waiting calls, po
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -19,9 +20,11 @@ from ..proxy.gate import Gate, InFlight
 from .bodies import read_body, request_body
 from .native import VERSION_LIMIT, PolicyVersion
 from .native.answers import answers
+from .native.waiting import key_of
 from .runners.registry import RunnerRegistry
 
 _LONGEST_WAIT_SECONDS: Final = 3600.0
+_KEPT_KEYS: Final = 256
 
 
 class PauseRequest(BaseModel):
@@ -62,6 +65,7 @@ _RESUME: Final = TypeAdapter(ResumeRequest)
 def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistry) -> APIRouter:
     """Returns the routes that pause the calls behind `gate` and those of runners."""
     router = APIRouter(tags=["native"])
+    handled: deque[str | None] = deque(maxlen=_KEPT_KEYS)
 
     @router.post(
         "/v1/policy/pause",
@@ -69,8 +73,14 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
         responses=answers(PausedAnswer, body=True, what="Calls are paused."),
     )
     async def pause(request: Request) -> Response:
-        """Stops new calls to the engine. Pausing again replaces the choice made before."""
+        """Stops new calls to the engine. Pausing again replaces the choice made before. A copy of a
+        request with an `Idempotency-Key` does not pause again what was resumed in the meantime.
+        """
         wanted = await read_body(request, _PAUSE)
+        key = key_of(request)
+        if key is not None and key in handled and not gate.paused:
+            return JSONResponse({**_state(gate, policy), "idle": False})
+        handled.append(key)
         how = (wanted.in_flight, wanted.timeout_seconds)
         idle = await asyncio.gather(gate.pause(*how), environments.news.pause(*how))
         return JSONResponse({**_state(gate, policy), "idle": all(idle)})
@@ -81,12 +91,18 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
         responses=answers(PolicyAnswer, 409, body=True, what="Calls were resumed."),
     )
     async def resume(request: Request) -> Response:
-        """Lets calls continue; repeating is allowed. Refuses a lower version (409)."""
+        """Lets calls continue; repeating is allowed. Refuses a lower version (409). A copy of a
+        request with an `Idempotency-Key` does not resume what was paused in the meantime.
+        """
         wanted = await read_body(request, _RESUME)
+        key = key_of(request)
+        if key is not None and key in handled:
+            return JSONResponse(_state(gate, policy))
         if wanted.version is not None:
             await policy.publish(wanted.version)
         gate.resume()
         environments.news.resume()
+        handled.append(key)
         return JSONResponse(_state(gate, policy))
 
     @router.get("/v1/policy", responses=answers(PolicyAnswer, what="The state of the calls."))

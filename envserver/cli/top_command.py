@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import httpx
 from envserver_records.errors import ConflictError, NotFoundError
+from envserver_records.servers import ServersClient
 from rich.live import Live
 
 from ..telemetry.history import Name, Row
@@ -30,7 +31,7 @@ def run(argv: list[str]) -> int:
     token = os.environ.get("ENVSERVER_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}
     console = Console()
-    with httpx.Client(base_url=settings.url, timeout=_SECONDS, headers=headers) as http:
+    with ServersClient(settings.url, timeout=_SECONDS, headers=headers) as http:
         shown = _overview(http, settings.url).tables()
         if settings.once:
             console.print(shown)

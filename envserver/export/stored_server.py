@@ -10,6 +10,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 from envserver_records.errors import ConflictError, InputError, NotFoundError
+from envserver_records.servers import ServersClient
 from envserver_records.wire import GROUP_MSGPACK, WireGroup
 
 from .stored_bodies import line_of
@@ -30,7 +31,7 @@ def of_server(url: str) -> Iterator[RawGroup]:
     token = os.environ.get("ENVSERVER_TOKEN")
     headers = {"accept-encoding": "identity"}  # httpx fails on zstd in several frames
     headers |= {"authorization": f"Bearer {token}"} if token else {}
-    with httpx.Client(base_url=url, timeout=_SECONDS, headers=headers) as http:
+    with ServersClient(url, timeout=_SECONDS, headers=headers) as http:
         after: int | None = 0
         while after is not None:
             page = _get(http, url, f"/v1/groups?after={after}&limit={_PAGE}").json()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,6 +23,7 @@ import structlog
 from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError, InputError
 from envserver_records.records import Split
+from envserver_records.servers import AsyncServersClient, Urls
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..rollouts.estimates import Estimate, Scored
@@ -54,6 +56,8 @@ _SILENT_POLLS: Final = 1.5
 _SHORTEST_BEAT_SECONDS: Final = 0.01
 _GOODBYE_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 60.0
+_QUIET_SECONDS: Final = 20.0
+"""Joiners are many: none of them should often ask whether a server is alive."""
 _BACKOFF: Final = Backoff(first_seconds=0.4, max_seconds=3.0, jitter=(0.5, 1.0))
 _PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
 _HOLD_SECONDS: Final = 3600.0
@@ -97,7 +101,7 @@ class Link:
     """A runner's session. `open` it and run `live` in the background.
 
     Args:
-        url: URL of the server.
+        url: URL of the server, or of several equal ones.
         registration: data of the runner.
         gate: pauses model calls; opened and closed as the server says.
         token: access token of the server, "" for none.
@@ -110,7 +114,7 @@ class Link:
 
     def __init__(
         self,
-        url: str,
+        url: Urls,
         registration: Registration,
         *,
         gate: RunnerGate,
@@ -135,13 +139,16 @@ class Link:
         self._urgent = asyncio.Event()
         self._more = asyncio.Event()
         self._reachable = True
-        self._http = httpx.AsyncClient(
-            base_url=url,
+        # A late copy of a registration gets the session that goes on.
+        self._registering_key = {"idempotency-key": secrets.token_urlsafe(24)}
+        self._http = AsyncServersClient(
+            url,
             timeout=_REQUEST_SECONDS,
             headers={"authorization": f"Bearer {token}"} if token else {},
             verify=tls or True,
             transport=transport,
         )
+        self._http.quiet_seconds = _QUIET_SECONDS
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Welcome]:
@@ -366,6 +373,7 @@ class Link:
             _PLACE,
             params={"understands": NEXT_SECONDS},
             json=self._registration.model_dump(),
+            headers=self._registering_key,
         )
         welcome = _read(Welcome, answer)
         self._session = welcome

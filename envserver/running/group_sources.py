@@ -15,6 +15,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 from envserver_records.errors import ConflictError, InputError, NotFoundError
+from envserver_records.servers import AsyncServersClient
 from envserver_records.wire import GROUP_MSGPACK, WireGroup
 
 from .delivered import Delivery, LineChain, newest_version, read_body, read_line
@@ -87,7 +88,7 @@ class ServerSource:
     def __init__(self, url: str) -> None:
         self._url = url
         headers = {"accept-encoding": "identity"}  # httpx fails on zstd in several frames
-        self._http = httpx.AsyncClient(base_url=url, timeout=_SECONDS, headers=headers)
+        self._http = AsyncServersClient(url, timeout=_SECONDS, headers=headers)
 
     async def __aenter__(self) -> ServerSource:
         return self

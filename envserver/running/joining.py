@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import structlog
 from envserver_records.errors import ConfigError
+from envserver_records.servers import server_urls
 
 from .. import __version__
 from ..curriculum_config import CurriculumConfig
@@ -130,10 +131,11 @@ def tls_of(settings: JoinSettings) -> ssl.SSLContext | None:
     Raises:
         ConfigError: a file cannot be read.
     """
-    parts = urlsplit(settings.url)
-    is_plain = parts.scheme == "http" and not is_loopback(parts.hostname or "")
-    if settings.token.get_secret_value() and is_plain:
-        _log.warning("token_unencrypted", url=settings.url)
+    for url in server_urls(settings.url):
+        parts = urlsplit(url)
+        is_plain = parts.scheme == "http" and not is_loopback(parts.hostname or "")
+        if settings.token.get_secret_value() and is_plain:
+            _log.warning("token_unencrypted", url=url)
     if settings.ca_certs is None and settings.certfile is None:
         return None
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
+from envserver_records.servers import server_urls
 from pydantic import Field, SecretStr, field_validator
 
 from ..alarms_config import AlarmsConfig
@@ -227,7 +228,8 @@ class JoinSettings(Settings):
     for_training: ClassVar[bool] = True
 
     url: str = ""
-    """URL of the server: http://host:8000. Can be given as the first argument."""
+    """URL of the server: http://host:8000; several equal servers: separate with commas. Can be
+    given as the first argument."""
     token: SecretStr = SecretStr("")
     """Access token for the server, with the role `environment`."""
     ca_certs: Path | None = None
@@ -260,10 +262,11 @@ class JoinSettings(Settings):
     @field_validator("url")
     @classmethod
     def _address(cls, value: str) -> str:
-        parts = urlsplit(value)
-        if value and (parts.scheme not in ("http", "https") or not parts.hostname):
-            raise ValueError("an address must look like http://host:8000")
-        return value.rstrip("/")
+        urls = [url.rstrip("/") for url in server_urls(value)] if value else []
+        for parts in map(urlsplit, urls):
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError("an address must look like http://host:8000")
+        return ",".join(urls)
 
 
 class SandboxesServeSettings(Section):

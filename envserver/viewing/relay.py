@@ -12,6 +12,7 @@ from typing import Final
 
 import httpx
 from envserver_records.errors import EnvserverError
+from envserver_records.servers import AsyncServersClient
 from fastapi import APIRouter, FastAPI
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -67,7 +68,7 @@ def client_of(url: str, token: str | None) -> httpx.AsyncClient:
     elsewhere."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     timeout = httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout)
+    return AsyncServersClient(url, headers=headers, timeout=timeout)
 
 
 def _is_readable(path: str) -> bool:

@@ -19,19 +19,26 @@ from typing import Any, Final, Self
 import httpx
 import msgspec
 from envserver_records import ConflictError, InputError
+from envserver_records.servers import ServersClient, Urls
 
-from envserver_clients.protocol import Answer, Retries, authorization, checked, pause_before_next
+from envserver_clients.protocol import (
+    Answer,
+    Retries,
+    authorization,
+    checked,
+    pause_before_next,
+    retries_for,
+)
 from envserver_clients.records import Batch, ClientGroup
 
 _LEASE: Final = "x-envserver-lease"
-_RETRIES: Final = Retries()
 
 
 class AtroposTrainerClient:
     """Fetches batches over the Atropos wire; a context manager that registers the trainer.
 
     Args:
-        url: the server's address.
+        url: the server's address; several equal servers: a list, or a text with commas.
         group_size: rows per group.
         batch_size: groups per batch; the wire's batch has group_size * batch_size rows.
         max_token_length: tokens per row, to which environments cut rows.
@@ -47,7 +54,7 @@ class AtroposTrainerClient:
 
     def __init__(
         self,
-        url: str,
+        url: Urls,
         *,
         group_size: int,
         batch_size: int = 8,
@@ -61,7 +68,7 @@ class AtroposTrainerClient:
         poll_seconds: float = 0.2,
         token: str | None = None,
         timeout_seconds: float = 60.0,
-        retries: Retries = _RETRIES,
+        retries: Retries | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._registration = {
@@ -76,11 +83,11 @@ class AtroposTrainerClient:
         }
         self._ask = {"x-envserver-ack": "lease"} if acknowledged else {}
         self._poll_seconds = poll_seconds
-        self._retries = retries
+        self._retries = retries_for(url) if retries is None else retries
         self._groups = 0
         headers = authorization(token)
-        self._http = httpx.Client(
-            base_url=url, headers=headers, timeout=timeout_seconds, transport=transport
+        self._http = ServersClient(
+            url, headers=headers, timeout=timeout_seconds, transport=transport
         )
 
     def __enter__(self) -> Self:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from envserver_records import Split, Trajectory
+from envserver_records.servers import Urls
 
 from envserver_clients.http import EnvClient
 
@@ -72,7 +73,7 @@ class EnvserverGenerator:
     """Implements SkyRL's `GeneratorInterface` (`GeneratorInterface.register(EnvserverGenerator)`).
 
     Args:
-        url: the server's address.
+        url: the server's address; several equal servers: a list, or a text with commas.
         step_wise: return all rows of a trajectory (SkyRL's `generator.step_wise_trajectories`);
             False: only the one with the most trained tokens.
         agent: which of several agents is trained; None: the first of each trajectory.
@@ -84,7 +85,7 @@ class EnvserverGenerator:
 
     def __init__(
         self,
-        url: str,
+        url: Urls,
         *,
         step_wise: bool = False,
         agent: str | None = None,

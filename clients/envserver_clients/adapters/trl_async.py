@@ -29,6 +29,7 @@ from typing import Any, Final
 
 import numpy as np
 from envserver_records import ConfigError, ConflictError, EnvserverError, Message
+from envserver_records.servers import Urls
 
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.records import Batch, ClientGroup, Row
@@ -54,7 +55,7 @@ class EnvserverRolloutWorker:
     """Implements TRL's `RolloutWorkerProtocol`.
 
     Args:
-        server_url: address of `envserver serve`.
+        server_url: address of `envserver serve`, or a list of equal servers.
         run: name of this trainer's run; an existing run of that name continues.
         model: folder or hub name of the trained model, whose configuration is saved with the
             weights. Required with `weights`.
@@ -72,7 +73,7 @@ class EnvserverRolloutWorker:
 
     def __init__(
         self,
-        server_url: str,
+        server_url: Urls,
         *,
         run: str,
         model: str | Path | None = None,

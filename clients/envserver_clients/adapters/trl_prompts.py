@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast, get_args
 
 from envserver_records import InputError, Split
+from envserver_records.servers import Urls
 
 from envserver_clients.http import SyncEnvClient
 
@@ -48,7 +49,7 @@ def task_of(prompt: Any) -> TaskName:
 
 
 def task_prompts(
-    server_url: str,
+    server_url: Urls,
     environment: str,
     *,
     split: Split = "train",

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from envserver_records import EnvserverError, Trajectory
+from envserver_records.servers import Urls
 
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import WeightPush
@@ -50,7 +51,8 @@ class EnvserverRollouts:
     """A `rollout_func`. `close` it, or use it as a context manager.
 
     Args:
-        server_url: address of `envserver serve`, best with `--rollouts.max_queued_groups 0`.
+        server_url: address of `envserver serve`, or a list of equal servers, best with
+            `--rollouts.max_queued_groups 0`.
         weights: transfers the trainer's weights to the server's engine. None: something else
             transfers them (`use_vllm`), and only their version is published.
         token: the server's access token. Default: the environment variable ENVSERVER_TOKEN.
@@ -61,7 +63,7 @@ class EnvserverRollouts:
 
     def __init__(
         self,
-        server_url: str,
+        server_url: Urls,
         *,
         weights: WeightPush | None = None,
         token: str | None = None,

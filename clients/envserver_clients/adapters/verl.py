@@ -28,6 +28,7 @@ import math
 from typing import Any, Final, Literal
 
 from envserver_records import InputError, Split, Trajectory
+from envserver_records.servers import Urls
 
 from envserver_clients.http import EnvClient
 
@@ -54,7 +55,7 @@ class EnvserverLoop:
 
     Args:
         trainer_config: verl's; has the maximum lengths of prompt and response.
-        url: the server's address.
+        url: the server's address; several equal servers: a list, or a text with commas.
         environment: default for rows that do not name one.
         rows: "one": the row with the most trained tokens, if the agent forked its history (verl's
             default trainer takes one for each row of its batch); "all": a list of all rows, for
@@ -69,7 +70,7 @@ class EnvserverLoop:
         self,
         trainer_config: Any,
         *,
-        url: str,
+        url: Urls,
         environment: str | None = None,
         rows: Rows = "one",
         agent: str | None = None,

@@ -48,12 +48,14 @@ class Streams:
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], LeaseStream] = {}
 
-    def enter(self, stream: LeaseStream) -> None:
-        """Registers `stream` under its name and ends an older connection of that name."""
+    async def enter(self, stream: LeaseStream) -> None:
+        """Registers `stream` under its name and ends an older connection of that name, which makes
+        no lease any more when this returns.
+        """
         older = self._open.get(stream.key)
         self._open[stream.key] = stream
         if older is not None:
-            older.supersede()
+            await older.supersede()
 
     def leave(self, stream: LeaseStream) -> None:
         """Removes a stream that has ended."""
@@ -106,11 +108,16 @@ class LeaseStream:
         self._last_number = 0
         self._room = asyncio.Event()
         self._superseded = False
+        self._leases = asyncio.Lock()
 
-    def supersede(self) -> None:
-        """Ends this connection because a newer one has taken over the stream."""
+    async def supersede(self) -> None:
+        """Ends this connection because a newer one has taken over the stream. A lease that it is
+        making is there when this returns, so the newer one sends it.
+        """
         self._superseded = True
         self._room.set()
+        async with self._leases:
+            pass
 
     def forget(self, lease_id: str) -> None:
         """Removes a lease that is no longer open."""
@@ -160,7 +167,10 @@ class LeaseStream:
         self._room.clear()
         if self._is_full() and not await self._some_ended():
             return None
-        lease = await self._leasing.lease(self._run, self._wanted, self._fresh_id())
+        async with self._leases:
+            if self._superseded:
+                return None
+            lease = await self._leasing.lease(self._run, self._wanted, self._fresh_id())
         if lease is not None:
             self._open.add(lease.lease_id)
         return lease
@@ -278,9 +288,9 @@ class StreamAnswer(Response):
             await send({"type": "http.response.body", "body": part, "more_body": more})
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        self._streams.enter(self._stream)
         async with Hangup(receive) as hangup:
             try:
+                await self._streams.enter(self._stream)
                 await send(start)
                 if self._format.media_type == EVENTS:
                     await write(b"retry: %d\n\n" % _RETRY_MILLISECONDS)

@@ -6,6 +6,7 @@ What holds: two names never have the same stream; a group is acknowledged only w
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import secrets
@@ -92,11 +93,17 @@ class RunnerRegistry:
 
     # Requests of runners
 
-    async def register(self, wanted: Registration, understands: Sequence[str] = ()) -> Welcome:
+    async def register(
+        self,
+        wanted: Registration,
+        understands: Sequence[str] = (),
+        request_key: str | None = None,
+    ) -> Welcome:
         """Starts a new session for this name, with its own stream of groups.
 
         Args:
             understands: additions to the protocol that the runner knows; see `remote.messages`.
+            request_key: requests of one instance with the same key share a session.
 
         Raises:
             ConflictError: another process has the name and is still present.
@@ -104,7 +111,7 @@ class RunnerRegistry:
         """
         if any(one.share.name == wanted.name for one in self.news.local):
             raise ConflictError(f"The name {wanted.name!r} is that of the server's own.")
-        key = secrets.token_urlsafe(24)
+        key = _session_key(wanted.instance, request_key)
         async with self._lock(wanted.name):
             before = self.table.named(wanted.name)
             if before is not None:
@@ -333,6 +340,14 @@ class RunnerRegistry:
             raise NotFoundError("No such environment is registered.")
         self.table.status(one).drain = True
         self.news.wake()
+
+
+def _session_key(instance: str, request_key: str | None) -> str:
+    """Returns the same key for a repeated request; the instance's secret keeps it secret."""
+    if request_key is None:
+        return secrets.token_urlsafe(24)
+    digest = hmac.digest(instance.encode(), request_key.encode(), "sha256")
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def _hash(secret: str) -> str:

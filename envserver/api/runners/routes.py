@@ -37,6 +37,7 @@ from ...remote.messages import (
 from ..bodies import read_body, request_body
 from ..direct import Endpoint
 from ..native.answers import answers, json_answer
+from ..native.waiting import key_of
 from .registry import RunnerRegistry
 
 Addition = Annotated[str, StringConstraints(max_length=64)]
@@ -83,10 +84,12 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     ) -> Response:
         """Registers a runner, or starts a new session for its name (201). If another process has
         the name and is still present: 409. `understands` names additions to the protocol that the
-        runner knows: "next_seconds", how long its next heartbeats should wait.
+        runner knows: "next_seconds", how long its next heartbeats should wait. With an
+        `Idempotency-Key`, repeating the request returns the same session key, so that a late copy
+        ends no session.
         """
         wanted = await read_body(request, _REGISTRATION)
-        return _json(await environments.register(wanted, understands or ()), 201)
+        return _json(await environments.register(wanted, understands or (), key_of(request)), 201)
 
     @router.get(_PLACE, responses=answers(EnvironmentsAnswer, what="All registrations."))
     async def show() -> Response:

@@ -12,7 +12,8 @@ class TopSettings(Section):
     """Settings of `top`."""
 
     url: str = "http://127.0.0.1:8000"
-    """Address of the server. ENVSERVER_TOKEN holds the token, where it needs one."""
+    """Address of the server; several equal servers: separate with commas. ENVSERVER_TOKEN holds the
+    token, where it needs one."""
     seconds: float = Field(5.0, ge=0.5, le=3600)
     """Between two looks; the server renews its numbers every ten seconds."""
     once: bool = False

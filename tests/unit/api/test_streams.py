@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from support.stores import group, noise
 from support.waiting import until
 
 from envserver import ConflictError, NotFoundError
+from envserver.api.native.waiting import Leasing
 from envserver.store import open_store
 
 PATIENT = Retries(tries=40, first_pause_seconds=0.05, longest_pause_seconds=0.2)
@@ -134,6 +135,39 @@ async def test_who_connects_again_goes_on_behind_what_it_has_seen(api: Api) -> N
             assert await newest.next() == (third, ["c"])
             with pytest.raises(EOFError):  # the older connection of a stream ends
                 await again.next()
+
+
+async def test_a_lease_that_an_older_connection_is_making_comes_over_the_newer_one(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle, making, looked = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    make, look = Leasing.lease, api.store.open_leases
+
+    async def slow(leasing: Leasing, *args: Any) -> Any:
+        if idle.is_set() and not making.is_set():
+            making.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await looked.wait()
+        made = await make(leasing, *args)
+        if made is None:
+            idle.set()
+        return made
+
+    async def seen(run: str) -> Any:
+        found = await look(run)
+        if making.is_set():
+            looked.set()
+        return found
+
+    monkeypatch.setattr(Leasing, "lease", slow)
+    monkeypatch.setattr(api.store, "open_leases", seen)
+    async with events(api, window=1, stream="my-stream"):
+        await idle.wait()
+        await put(api, "a")
+        await making.wait()
+        async with events(api, window=1, stream="my-stream") as newer:
+            assert (await newer.next())[1] == ["a"]
 
 
 async def test_a_client_that_hangs_up_keeps_its_leases_or_gives_them_back(api: Api) -> None:

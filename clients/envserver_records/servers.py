@@ -1,0 +1,266 @@
+"""HTTP clients for several equal servers: what one cannot answer, the next one is asked.
+
+In: requests of an ordinary httpx client, and the servers' URLs. Out: the first answer. What holds:
+with one URL they are httpx's clients; with several, a request goes to each server at most once,
+beginning with the one that answered last, and the caller's own retries begin another round. So each
+request must be harmless when it is repeated, as ours are: by id, by key or by sequence number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+import httpx
+import msgspec
+
+from .errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Urls = str | Sequence[str]
+"""URLs of equal servers; a text separates them with commas."""
+
+_CANNOT_NOW: Final = frozenset({502, 503, 504})
+"""The server can do nothing at the moment, and has done nothing."""
+_CONNECT_SECONDS: Final = 5.0
+_ALIVE_SECONDS: Final = 4.0
+
+
+def server_urls(urls: Urls) -> tuple[str, ...]:
+    """Returns the URLs without repetitions.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    listed = urls.split(",") if isinstance(urls, str) else urls
+    found = tuple(dict.fromkeys(url for one in listed if (url := one.strip())))
+    if not found:
+        raise ConfigError("Which server?", hint="Give its URL, such as http://host:8000.")
+    return found
+
+
+class NoServerAnswered(httpx.TransportError):
+    """None of the servers could answer; the message says for each one why."""
+
+
+class ServersClient(httpx.Client):
+    """An `httpx.Client` for one server, or for several equal ones.
+
+    Args:
+        urls: the servers; the first one is asked first.
+        more: as for `httpx.Client`.
+    """
+
+    def __init__(self, urls: Urls, **more: Any) -> None:
+        self._servers = _Servers(server_urls(urls))
+        super().__init__(base_url=self._servers.urls[0], **more)
+
+    def send(self, request: httpx.Request, *, stream: bool = False, **how: Any) -> httpx.Response:
+        """Sends `request` as `httpx.Client.send` does.
+
+        Raises:
+            NoServerAnswered: there are several servers, and none can answer now.
+        """
+        attempts = self._servers.round(request, self.base_url)
+        if attempts is None:
+            return super().send(request, stream=stream, **how)
+        for server in attempts:
+            try:
+                answer = super().send(request, stream=stream, **how)
+            except httpx.TransportError as error:
+                attempts.failed(server, error)
+                continue
+            if answer.status_code not in _CANNOT_NOW:
+                return answer
+            answer.read()
+            attempts.failed(server, answer)
+        raise attempts.error()
+
+
+class AsyncServersClient(httpx.AsyncClient):
+    """An `httpx.AsyncClient` for one server, or for several equal ones.
+
+    With several, a server that is silent is asked whether it is alive (GET /healthz), so that a
+    frozen one costs seconds even where the answer may take a minute.
+
+    Args:
+        urls: the servers; the first one is asked first.
+        more: as for `httpx.AsyncClient`.
+
+    Attributes:
+        quiet_seconds: silence after which a server is asked whether it is alive.
+    """
+
+    quiet_seconds = 6.0
+
+    def __init__(self, urls: Urls, **more: Any) -> None:
+        self._servers = _Servers(server_urls(urls))
+        super().__init__(base_url=self._servers.urls[0], **more)
+
+    async def send(
+        self, request: httpx.Request, *, stream: bool = False, **how: Any
+    ) -> httpx.Response:
+        """Sends `request` as `httpx.AsyncClient.send` does.
+
+        Raises:
+            NoServerAnswered: there are several servers, and none can answer now.
+        """
+        attempts = self._servers.round(request, self.base_url)
+        if attempts is None:
+            return await super().send(request, stream=stream, **how)
+        for server in attempts:
+            try:
+                answer = await self._while_alive(
+                    server, super().send(request, stream=stream, **how)
+                )
+                if answer.status_code not in _CANNOT_NOW:
+                    if stream:
+                        self._watch(server, answer)
+                    return answer
+                await answer.aread()
+            except httpx.TransportError as error:
+                attempts.failed(server, error)
+                continue
+            attempts.failed(server, answer)
+        raise attempts.error()
+
+    def _watch(self, server: httpx.URL, answer: httpx.Response) -> None:
+        body = answer.stream
+        assert isinstance(body, httpx.AsyncByteStream)
+        answer.stream = _WatchedBody(
+            body, lambda reading: self._while_alive(server, reading), self._servers, server
+        )
+
+    async def _while_alive(self, server: httpx.URL, answering: Awaitable[T]) -> T:
+        """Returns the result of `answering`.
+
+        Raises:
+            httpx.ReadTimeout: the server is silent, and does not answer /healthz either.
+        """
+        task = asyncio.ensure_future(answering)
+        try:
+            while not (await asyncio.wait({task}, timeout=self.quiet_seconds))[0]:
+                if not await self._is_alive(server) and not task.done():
+                    raise httpx.ReadTimeout("It is silent, and does not answer /healthz.")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _is_alive(self, server: httpx.URL) -> bool:
+        """Returns whether it answers anything at all."""
+        asked = self.build_request("GET", server.join("healthz"), timeout=_ALIVE_SECONDS)
+        try:
+            await super().send(asked)
+        except httpx.TransportError:
+            return False
+        return True
+
+
+class _WatchedBody(httpx.AsyncByteStream):
+    """The body of an answer, such as an endless stream, read while its server is alive."""
+
+    def __init__(
+        self,
+        body: httpx.AsyncByteStream,
+        while_alive: Callable[[Awaitable[bytes | None]], Awaitable[bytes | None]],
+        servers: _Servers,
+        server: httpx.URL,
+    ) -> None:
+        self._body = body
+        self._while_alive = while_alive
+        self._servers = servers
+        self._server = server
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async with aclosing(_parts(self._body)) as parts:
+            try:
+                while (part := await self._while_alive(anext(parts, None))) is not None:
+                    yield part
+            except httpx.TransportError:
+                self._servers.leave(self._server)
+                raise
+
+    async def aclose(self) -> None:
+        await self._body.aclose()
+
+
+async def _parts(body: httpx.AsyncByteStream) -> Any:
+    async for part in body:
+        yield part
+
+
+class _Servers:
+    """Knows which of the servers is asked first."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = urls
+        self._bases = [httpx.URL(url if url.endswith("/") else f"{url}/") for url in urls]
+
+    def round(self, request: httpx.Request, base: httpx.URL) -> _Round | None:
+        """Returns the servers to try for `request`; None if there is no choice: one server, or a
+        request for another place.
+        """
+        if len(self._bases) == 1 or not str(request.url).startswith(str(base)):
+            return None
+        return _Round(self, list(self._bases), request, base)
+
+    def leave(self, server: httpx.URL) -> None:
+        """Puts a server that failed behind the others."""
+        if self._bases[0] == server:
+            self._bases.append(self._bases.pop(0))
+
+
+class _Round:
+    """One request's way from server to server."""
+
+    def __init__(
+        self, servers: _Servers, bases: Sequence[httpx.URL], request: httpx.Request, base: httpx.URL
+    ) -> None:
+        self._servers = servers
+        self._bases = bases
+        self._request = request
+        self._path = request.url.raw_path.removeprefix(base.raw_path)
+        self._why: list[str] = []
+        timeouts = dict(request.extensions.get("timeout", {}))
+        connect = timeouts.get("connect")
+        timeouts["connect"] = min(connect or _CONNECT_SECONDS, _CONNECT_SECONDS)
+        request.extensions = {**request.extensions, "timeout": timeouts}
+
+    def __iter__(self) -> Iterator[httpx.URL]:
+        """Yields each server, to which the request leads then."""
+        for base in self._bases:
+            self._request.url = base.copy_with(raw_path=base.raw_path + self._path)
+            self._request.headers["host"] = base.netloc.decode("ascii")
+            yield base
+
+    def failed(self, server: httpx.URL, problem: Exception | httpx.Response) -> None:
+        """Notes why the server cannot answer."""
+        self._servers.leave(server)
+        self._why.append(f"{_shown(server)}: {_reason(problem)}")
+        log.info("another server is asked, because of %s", self._why[-1])
+
+    def error(self) -> NoServerAnswered:
+        return NoServerAnswered("; ".join(self._why))
+
+
+def _shown(server: httpx.URL) -> str:
+    """Returns the URL as it was given, without a user's name and password."""
+    return str(server.copy_with(username=None, password=None)).rstrip("/")
+
+
+def _reason(problem: Exception | httpx.Response) -> str:
+    if isinstance(problem, Exception):
+        return str(problem) or type(problem).__name__
+    try:
+        detail = msgspec.json.decode(problem.content)["detail"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        detail = problem.text[:200]
+    return f"HTTP {problem.status_code}: {detail}"

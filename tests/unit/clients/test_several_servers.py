@@ -1,0 +1,296 @@
+"""Clients that were given several URLs: one server fails in any way, and they go on at another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from envserver_clients.adapters.atropos import AtroposTrainerClient
+from envserver_clients.http import EnvClient, Retries, ServerUnreachable, SyncEnvClient
+from envserver_clients.protocol import retries_for
+from envserver_records import servers
+from envserver_records.servers import AsyncServersClient, ServersClient, server_urls
+from support.api import Api, native_group, put_native, running_api, wire_group
+from support.commands import free_port
+from support.doors import Door, State, doors
+from support.waiting import until
+
+from envserver import ConfigError
+from envserver.proxy import Gate
+
+QUICK = Retries(tries=3, first_pause_seconds=0.01)
+
+
+@pytest.fixture
+async def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+async def api(tmp_path: Path, gate: Gate) -> AsyncIterator[Api]:
+    async with running_api(tmp_path / "store.db", gate=gate) as running:
+        yield running
+
+
+@pytest.fixture
+async def two(api: Api) -> AsyncIterator[list[Door]]:
+    async with doors(api.url) as made:
+        yield made
+
+
+def urls(two: list[Door]) -> list[str]:
+    return [door.url for door in two]
+
+
+async def put(api: Api, *group_ids: str) -> None:
+    for group_id in group_ids:
+        await put_native(api.store, native_group(group_id))
+
+
+def test_urls_are_a_list_or_a_text_with_commas() -> None:
+    assert server_urls("http://a:1") == ("http://a:1",)
+    assert server_urls(" http://a:1, http://b:1/x ,http://a:1,") == ("http://a:1", "http://b:1/x")
+    assert server_urls(["http://a:1", "http://b:1"]) == ("http://a:1", "http://b:1")
+    with pytest.raises(ConfigError, match="Which server"):
+        server_urls(" , ")
+    assert retries_for("http://a:1") == Retries()
+    assert retries_for("http://a:1,http://b:1").tries > Retries().tries
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_path_a_query_and_a_password_belong_to_their_server(status: int) -> None:
+    seen: list[tuple[str, str, str | None]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent = request.headers
+        seen.append((str(request.url), sent["host"], sent.get("authorization")))
+        return httpx.Response(status if request.url.host == "a" else 200)
+
+    transport = httpx.MockTransport(answer)
+    with ServersClient("http://a:1/x/,http://me:secret@b:2/y", transport=transport) as http:
+        assert http.get("/v1/groups?after=a%2Fb").status_code == 200
+        assert http.get("/v1/status").status_code == 200  # not a again
+        http.get("http://elsewhere/")
+    basic = "Basic bWU6c2VjcmV0"
+    assert seen == [
+        ("http://a:1/x/v1/groups?after=a%2Fb", "a:1", None),
+        ("http://me:secret@b:2/y/v1/groups?after=a%2Fb", "b:2", basic),
+        ("http://me:secret@b:2/y/v1/status", "b:2", basic),
+        ("http://elsewhere/", "elsewhere", None),
+    ]
+
+
+@pytest.mark.parametrize("state", ["closed", "loses answers", 503])
+async def test_every_request_is_done_once_though_each_fails_at_the_first_server(
+    state: State, api: Api, two: list[Door], gate: Gate
+) -> None:
+    await put(api, "a", "b", "c", "d", "e")
+    first, second = two
+    client = EnvClient(urls(two), run="run", batch_size=1, retries=QUICK)
+
+    def swap() -> None:
+        """The server that answered last is the next to fail."""
+        nonlocal first, second
+        first, second = (second, first) if first.state == "open" else (first, second)
+        first.shut(state)
+        second.shut("open")
+
+    first.shut(state)
+    async with client:
+        seen = []
+        for step in range(3):
+            swap()
+            batch = await client.lease(wait_seconds=5)
+            assert batch is not None
+            seen += [group.group_id for group in batch.groups]
+            swap()
+            await client.extend(batch, 100)
+            swap()
+            await client.ack(batch, checkpoint=f"step-{step}")
+        assert seen == ["a", "b", "c"]
+        swap()
+        assert (await client.resume("step-1"))["redelivered"] in (0, 1)
+        swap()
+        again = await client.lease()
+        assert again is not None
+        assert [group.group_id for group in again.groups] == ["c"]
+        swap()
+        await client.nack(again, reason="test")
+        swap()
+        last = await client.lease(max_groups=3)
+        assert last is not None
+        assert [group.group_id for group in last.groups] == ["c", "d", "e"]
+        swap()
+        await client.set_aside(last, ["d"], reason="unusable")
+        swap()
+        await client.ack(last)
+        swap()
+        await client.publish_policy_version(3)
+        swap()
+        await client.pause_calls("keep")
+        assert gate.paused
+        swap()
+        await client.resume_calls(4)
+        assert not gate.paused
+        swap()
+        assert (await client.status())["policy_version"] == 4
+        swap()
+        assert len(await client.list_groups()) == 5
+        swap()
+        await client.close_run()
+    counts = await api.store.counts()
+    assert (counts["acked"], counts["dropped"], counts["leased"]) == (4, 1, 0)
+    counters = await api.store.counters()
+    assert (counters["nacked: test"], counters["set_aside: unusable"]) == (1, 1)
+
+
+async def test_copies_that_come_late_undo_nothing(api: Api, two: list[Door], gate: Gate) -> None:
+    await put(api, "a", "b")
+    async with EnvClient(urls(two), run="run", batch_size=1, retries=QUICK) as client:
+        two[0].shut("loses answers")
+        batch = await client.lease()
+        assert batch is not None
+        two[1].shut("loses answers")
+        two[0].shut("open")
+        await client.pause_calls("keep")
+        await client.ack(batch, checkpoint="one")
+        await client.resume_calls(1)
+        await two[0].come_late()
+        await two[1].come_late()
+        assert not gate.paused
+        two[0].shut("loses answers")
+        two[1].shut("open")
+        two[0].late.clear()
+        await client.resume_calls()
+        await client.pause_calls("keep")
+        await two[0].come_late()
+        assert gate.paused
+    counts = await api.store.counts()
+    assert (counts["acked"], counts["queued"], counts["leased"]) == (1, 1, 0)
+
+
+async def test_a_stream_goes_on_at_another_server(api: Api, two: list[Door]) -> None:
+    names = [f"g{number}" for number in range(6)]
+    seen = []
+    async with EnvClient(urls(two), run="run", batch_size=1, retries=QUICK) as client:
+        stream = client.stream(window=2)
+        await put(api, *names)
+        async for batch in stream:
+            seen += [group.group_id for group in batch.groups]
+            if len(seen) in (1, 3, 5):
+                two[len(seen) // 2 % 2].shut()  # the one that it is at
+                two[1 - len(seen) // 2 % 2].shut("open")
+            await client.ack(batch)
+            if len(seen) == len(names):
+                break
+        await stream.aclose()
+    assert seen == names
+    assert all(any("/stream" in line for line in door.came) for door in two)
+
+
+@pytest.mark.parametrize("way", ["lease", "stream"])
+async def test_a_frozen_server_is_left(
+    way: str, api: Api, two: list[Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncServersClient, "quiet_seconds", 0.2)
+    monkeypatch.setattr(servers, "_ALIVE_SECONDS", 1.0)
+    patient = Retries(tries=60, first_pause_seconds=0.01)
+
+    async def at_the_second() -> None:
+        await until(lambda: any(f"/{way}" in line for line in two[1].came))
+        await put(api, "b")
+
+    await put(api, "a")
+    async with EnvClient(urls(two), run="run", batch_size=1, retries=patient) as client:
+        if way == "stream":
+            stream = client.stream()
+            await anext(stream)
+            two[0].state = "frozen"  # its connection stays, and says nothing any more
+            await at_the_second()
+            got = await anext(stream)
+            await stream.aclose()
+        else:
+            await client.ack(await client.lease() or "")
+            two[0].state = "frozen"
+            waiting = asyncio.create_task(client.lease(wait_seconds=60))
+            await at_the_second()
+            leased = await waiting
+            assert leased is not None
+            got = leased
+        assert [group.group_id for group in got.groups] == ["b"]
+
+
+async def test_a_server_that_is_only_slow_is_waited_for(
+    api: Api, two: list[Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncServersClient, "quiet_seconds", 0.02)
+    monkeypatch.setattr(servers, "_ALIVE_SECONDS", 60.0)
+    async with EnvClient(urls(two), run="run", batch_size=1, retries=QUICK) as client:
+        waiting = asyncio.create_task(client.lease(wait_seconds=60))
+        await until(lambda: sum("/healthz" in line for line in two[0].came) >= 3)
+        await put(api, "a")
+        assert await waiting is not None
+    assert two[1].came == []
+
+
+async def test_the_error_names_every_server_and_why(two: list[Door]) -> None:
+    two[0].shut("closed")
+    two[1].shut(503)
+    client = EnvClient(",".join(urls(two)), run="run", retries=QUICK)
+    with pytest.raises(ServerUnreachable, match="No answer after 3 tries") as caught:
+        await client.register()
+    await client.close()
+    assert f"{two[0].url}: " in caught.value.message
+    assert f"{two[1].url}: HTTP 503: Nobody leads." in caught.value.message
+
+
+async def test_one_server_is_asked_as_ever() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    async with httpx.AsyncClient(base_url=url) as plain, AsyncServersClient([url]) as ours:
+        with pytest.raises(httpx.ConnectError) as expected:
+            await plain.get("/v1/status")
+        with pytest.raises(httpx.ConnectError) as caught:
+            await ours.get("/v1/status")
+    assert str(caught.value) == str(expected.value)
+
+
+async def test_clients_without_asyncio_go_on_too(api: Api, two: list[Door]) -> None:
+    def train() -> list[str]:
+        seen = []
+        with SyncEnvClient(urls(two), run="run", batch_size=1) as client:
+            for door, other in (two, two[::-1]):
+                door.shut()
+                other.shut("open")
+                batch = client.lease()
+                assert batch is not None
+                seen += [group.group_id for group in batch.groups]
+                client.ack(batch)
+        return seen
+
+    await put(api, "a", "b")
+    assert await asyncio.to_thread(train) == ["a", "b"]
+
+
+async def test_a_trainer_of_the_atropos_wire_goes_on(api: Api, two: list[Door]) -> None:
+    def train() -> list[int]:
+        seen = []
+        with AtroposTrainerClient(
+            urls(two), group_size=2, batch_size=1, acknowledged=True, retries=QUICK
+        ) as client:
+            for number, (door, other) in enumerate((two, two[::-1], two)):
+                door.shut("loses answers" if number else "closed")
+                door.losing = b"/ack"
+                other.shut("open")
+                batch = client.lease()
+                assert batch is not None
+                seen.append(int(batch.rows[0].tokens[0]))
+                client.ack(batch)
+        return seen
+
+    for mark in range(3):
+        await api.post("/scored_data", wire_group(mark=mark))
+    assert await asyncio.to_thread(train) == [0, 1, 2]
+    assert (await api.store.counts())["acked"] == 3
