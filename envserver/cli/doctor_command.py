@@ -18,7 +18,7 @@ from rich.table import Table
 from ..config import SandboxConfig
 from ..harnesses import HARNESSES
 from ..harnesses.installing import agents_folder, version_in
-from ..sandbox.probe import ProbeReport
+from ..sandbox.probe import WEAKNESSES, ProbeReport
 from ..sandbox.selection import ORDER
 from ..sandbox.service import probe
 from .console import Console
@@ -151,10 +151,21 @@ def _show(
     console.print()
     if taken:
         console.print(f"[bold green]Sandboxes use the backend {taken}.[/]", highlight=False)
+        if taken in WEAKNESSES:
+            _show_stronger(console, reports)
         return
     console.print("[bold red]No sandbox backend works on this machine.[/]", highlight=False)
     for step in dict.fromkeys(step for report in reports for step in report.remedies):
         _say(console, f"  - {step}")
+
+
+def _show_stronger(console: Console, reports: Sequence[ProbeReport]) -> None:
+    """What to do for a backend without the weaknesses of the one that is taken."""
+    stronger = [each for each in reports if each.backend == "namespace" and not each.works]
+    for report in stronger:
+        _say(console, f"For the stronger backend {report.backend}:")
+        for step in report.remedies:
+            _say(console, f"  - {step}")
 
 
 def _show_wall(console: Console, report: ProbeReport) -> None:

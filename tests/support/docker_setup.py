@@ -46,13 +46,18 @@ _OLD, _NEW = "bookworm", "trixie"
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    if os.environ.get("ENVSERVER_OWN_ENGINE", "1") != "0" and _pulled():
+    _add_promtool()
+    if _pulled():
         return
     _install([package for name, package in _PROGRAMS.items() if shutil.which(name) is None])
     _add_plugins()
-    _add_promtool()
     if not BASE.exists():
         _make_base()
+
+
+def find_promtool() -> str | None:
+    """The promtool of this machine, else the one in `.docker-base/`."""
+    return shutil.which("promtool") or (str(PROMTOOL) if PROMTOOL.exists() else None)
 
 
 def _pulled() -> bool:
@@ -89,7 +94,7 @@ def _add_plugins() -> None:
 
 
 def _add_promtool() -> None:
-    if shutil.which("promtool") is None and not PROMTOOL.exists():
+    if find_promtool() is None and shutil.which("apt-get") is not None:
         found = _unpacked(_codename(), "prometheus")
         PROMTOOL.parent.mkdir(exist_ok=True)
         shutil.move(found / "usr/bin/promtool", PROMTOOL)
