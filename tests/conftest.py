@@ -14,6 +14,7 @@ import gc
 import importlib.util
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from support import docker_engine as docker
+from support.docker_setup import BASE
+from support.podman import Podman
+from support.podman import podman as running_podman
 from support.postgres import Postgres, find_programs, running_postgres
 from support.vllm_server import VllmServer, running_vllm
 
@@ -262,6 +266,26 @@ def docker_image(docker_engine: docker.Engine, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("envserver.sandbox.service._held", {})
     return docker_engine.python_image
+
+
+@pytest.fixture(scope="session")
+def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+    """A real Podman with an image of its own; for slow tests only."""
+    if not BASE.exists() or shutil.which("podman") is None:
+        pytest.skip("no Podman: apt-get install podman, and make docker-engine for its image")
+    with running_podman(tmp_path_factory.mktemp("podman")) as found:
+        if found.refused:
+            pytest.skip(f"no Podman: {found.refused}")
+        yield found
+
+
+@pytest.fixture
+def podman_image(podman: Podman, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An image with Python and git of a real Podman, which this test's server finds."""
+    for name, value in podman.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("envserver.sandbox.service._held", {})
+    return podman.image
 
 
 @pytest.fixture

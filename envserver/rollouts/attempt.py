@@ -264,6 +264,8 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
         return "crash"
     if failure.kind == ServiceError.kind and attempt.service_failure is not None:
         raise as_error(attempt.service_failure)  # the server knows why
+    if attempt.sandbox_failure is not None and failure.kind == attempt.sandbox_failure.kind:
+        raise as_error(attempt.sandbox_failure)  # and more of it
     raise as_error(failure)
 
 

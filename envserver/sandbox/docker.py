@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -231,6 +232,7 @@ def command(engine: Engine, name: str, key: ContainerKey, words: list[str]) -> l
         *(["--read-only-tmpfs=false"] if podman else []),  # no writable /run and /var/tmp
         *("--memory", f"{memory}m", "--memory-swap", f"{memory}m"),
         *("--pids-limit", str(processes), "--ulimit", "core=0"),
+        *(_podman_limits() if podman else []),
         # Docker makes a working folder anew, as root's: the supervisor goes to /work by itself.
         *("--tmpfs", f"/work:{mount}", "--tmpfs", f"/tmp:{mount}", "--tmpfs", f"/dev/shm:{shared}"),
         *("--workdir", "/"),
@@ -238,6 +240,19 @@ def command(engine: Engine, name: str, key: ContainerKey, words: list[str]) -> l
         *("--log-driver", "none", "--pull", "never", "--label", LABEL),
         *("--entrypoint", "python3", key.image, *words),
     ]
+
+
+def _podman_limits() -> list[str]:
+    """Podman asks for more open files and processes than a machine may allow it to."""
+    words = []
+    for name, kind, most in (
+        ("nofile", resource.RLIMIT_NOFILE, 16_384),
+        ("nproc", resource.RLIMIT_NPROC, 30_000),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        number = most if hard == resource.RLIM_INFINITY else min(hard, most)
+        words += ["--ulimit", f"{name}={number}:{number}"]
+    return words
 
 
 def start_words(preload: Sequence[str], sent: bytes) -> list[str]:
