@@ -56,7 +56,7 @@ from .runners.registry import RunnerRegistry
 from .runners.routes import runner_posts, runner_routes
 from .transfer import CompressedAnswers, RequestBodies
 from .upkeep import remove_old
-from .weights import weight_routes
+from .weights import WeightPause, weight_routes
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet
@@ -123,6 +123,7 @@ def create_api(
             on_policy_version(version)
 
     policy = PolicyVersion(store, publish)
+    pausing = None if gate is None else WeightPause(store, gate, runners)
     atropos = AtroposService(
         store,
         lease_seconds=settings.lease_seconds,
@@ -154,6 +155,8 @@ def create_api(
         await atropos.load()
         await runners.load()
         await policy.load()
+        if pausing is not None:
+            await pausing.load()
         if engines is not None:
             await engines.load()
         await follower.load()
@@ -210,8 +213,8 @@ def create_api(
     if metrics is not None:
         metrics.add(RunnerMetrics(runners).families)
         app.include_router(metric_routes(metrics))
-    if gate is not None:
-        app.include_router(weight_routes(gate, policy, runners))
+    if pausing is not None:
+        app.include_router(weight_routes(pausing, policy))
     posts = wire_posts | limit.limited(runner_posts(runners, settings.max_body_bytes))
     app.add_middleware(DirectPosts, endpoints=posts)
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes, smaller=_SMALL_BODIES)

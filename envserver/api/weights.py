@@ -3,6 +3,9 @@
 POST /v1/policy/pause    stops new calls; the request chooses what happens to running calls
 POST /v1/policy/resume   lets calls continue; with `version`, publishes the new version first
 GET  /v1/policy          whether calls are paused, running and waiting calls, policy version
+
+What holds: calls stay paused until a trainer resumes them, also when the server restarts or
+another one takes over in the midst of an update.
 """
 
 from __future__ import annotations
@@ -11,20 +14,26 @@ import asyncio
 from collections import deque
 from typing import Any, Final
 
+import structlog
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..proxy.gate import Gate, InFlight
+from ..store import GroupStore
 from .bodies import read_body, request_body
 from .native import VERSION_LIMIT, PolicyVersion
 from .native.answers import answers
 from .native.waiting import key_of
 from .runners.registry import RunnerRegistry
 
+log = structlog.get_logger(__name__)
+
 _LONGEST_WAIT_SECONDS: Final = 3600.0
 _KEPT_KEYS: Final = 256
+_STORED: Final = "policy_pause"
+"""Key of the choice for running calls while calls are paused."""
 
 
 class PauseRequest(BaseModel):
@@ -62,8 +71,38 @@ _PAUSE: Final = TypeAdapter(PauseRequest)
 _RESUME: Final = TypeAdapter(ResumeRequest)
 
 
-def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistry) -> APIRouter:
-    """Returns the routes that pause the calls behind `gate` and those of runners."""
+class WeightPause:
+    """The pause of the calls behind `gate` and of those of runners; durable."""
+
+    def __init__(self, store: GroupStore, gate: Gate, environments: RunnerRegistry) -> None:
+        self._store = store
+        self.gate = gate
+        self._news = environments.news
+
+    async def load(self) -> None:
+        """Pauses calls if they were paused when the server ended."""
+        in_flight = await self._store.get_value(_STORED)
+        if in_flight is not None:
+            log.warning("calls_are_paused", why="A trainer paused them and has not resumed them.")
+            await asyncio.gather(self.gate.pause("keep", 0.0), self._news.pause(in_flight, 0.0))
+
+    async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
+        """Stops new calls; returns whether no call is running, see `Gate.pause`."""
+        await self._store.set_value(_STORED, in_flight)
+        how = (in_flight, timeout_seconds)
+        return all(await asyncio.gather(self.gate.pause(*how), self._news.pause(*how)))
+
+    async def resume(self) -> None:
+        """Lets calls continue."""
+        if await self._store.get_value(_STORED) is not None:
+            await self._store.set_value(_STORED, None)
+        self.gate.resume()
+        self._news.resume()
+
+
+def weight_routes(pausing: WeightPause, policy: PolicyVersion) -> APIRouter:
+    """Returns the routes that pause and resume calls."""
+    gate = pausing.gate
     router = APIRouter(tags=["native"])
     handled: deque[str | None] = deque(maxlen=_KEPT_KEYS)
 
@@ -81,9 +120,8 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
         if key is not None and key in handled and not gate.paused:
             return JSONResponse({**_state(gate, policy), "idle": False})
         handled.append(key)
-        how = (wanted.in_flight, wanted.timeout_seconds)
-        idle = await asyncio.gather(gate.pause(*how), environments.news.pause(*how))
-        return JSONResponse({**_state(gate, policy), "idle": all(idle)})
+        idle = await pausing.pause(wanted.in_flight, wanted.timeout_seconds)
+        return JSONResponse({**_state(gate, policy), "idle": idle})
 
     @router.post(
         "/v1/policy/resume",
@@ -100,8 +138,7 @@ def weight_routes(gate: Gate, policy: PolicyVersion, environments: RunnerRegistr
             return JSONResponse(_state(gate, policy))
         if wanted.version is not None:
             await policy.publish(wanted.version)
-        gate.resume()
-        environments.news.resume()
+        await pausing.resume()
         handled.append(key)
         return JSONResponse(_state(gate, policy))
 

@@ -9,6 +9,7 @@ from envserver_clients.http import EnvClient
 from support.api import running_api
 
 from envserver.proxy import Gate
+from envserver.remote.messages import KEY_HEADER
 
 
 async def test_a_trainer_pauses_and_resumes_with_a_new_version(tmp_path: Path) -> None:
@@ -52,6 +53,27 @@ async def test_the_client_pauses_and_resumes(tmp_path: Path) -> None:
         await client.resume_calls(version=4)
         assert not gate.paused
         assert (await api.get("/v1/policy"))["version"] == 4
+
+
+async def test_calls_stay_paused_when_the_server_restarts(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db", gate=Gate()) as api:
+        await api.post("/v1/policy/pause", {"in_flight": "abort"})
+    again = Gate()
+    async with running_api(tmp_path / "store.db", gate=again) as api:
+        assert (await api.get("/v1/policy"))["paused"]
+        joined = {"name": "a@b", "instance": "instance", "env": "math", "split": "train", "seed": 0}
+        joining = await api.http.post("/v1/environments", json=joined | {"group_size": 2})
+        welcome = joining.json()
+        key = {KEY_HEADER: welcome["key"]}
+        beat = {"open": 0, "capacity": 1, "begun": 0}
+        path = f"/v1/environments/{welcome['id']}/heartbeat"
+        news = (await api.http.post(path, json=beat, headers=key)).json()
+        assert news["pause"]["in_flight"] == "abort"
+        await api.post("/v1/policy/resume", {"version": 1})
+        assert not again.paused
+        assert (await api.http.post(path, json=beat, headers=key)).json()["pause"] is None
+    async with running_api(tmp_path / "store.db", gate=Gate()) as api:
+        assert not (await api.get("/v1/policy"))["paused"]
 
 
 async def test_what_cannot_be_paused_or_resumed_is_said(tmp_path: Path) -> None:
