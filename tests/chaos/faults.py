@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .relay import TROUBLES
-from .world import NAMES, Name, World
+from .world import TAKEOVER_SECONDS, Name, World
 
 Fault = Callable[[World, random.Random], bool]
 """Whether it could be done."""
@@ -33,7 +33,18 @@ def _kill_child(part: str) -> Fault:
 
 
 def _pause(world: World, draw: random.Random) -> bool:
-    world.pause(draw.choice(NAMES), draw.uniform(0.1, 1.5))
+    world.pause(draw.choice(world.names), draw.uniform(0.1, 1.5))
+    return True
+
+
+def _kill_a_server(world: World, draw: random.Random) -> bool:
+    world.kill(draw.choice([*world.relays]))
+    return True
+
+
+def _stop_a_server(world: World, draw: random.Random) -> bool:
+    """Stops it for so long that another one takes over, or not."""
+    world.pause(draw.choice([*world.relays]), draw.uniform(0.1, 3.5 * TAKEOVER_SECONDS))
     return True
 
 
@@ -47,7 +58,8 @@ def _database(world: World, draw: random.Random) -> bool:
 
 
 def _trouble(world: World, draw: random.Random) -> bool:
-    world.relay.trouble(draw.choice(TROUBLES), draw.randint(1, 3))
+    relay = draw.choice([*world.relays.values()])
+    relay.trouble(draw.choice(TROUBLES), draw.randint(1, 3))
     return True
 
 
@@ -88,6 +100,17 @@ FAULTS: dict[str, tuple[float, Fault]] = {
 }
 
 
+FAULTS_OF_SEVERAL: dict[str, tuple[float, Fault]] = {
+    "kill -9 of a server": (5, _kill_a_server),
+    "a stopped server": (4, _stop_a_server),
+    "kill -9 of the database": (2, _database),
+    "requests lost or sent twice": (5, _trouble),
+    "kill -9 of the joined environment": (1, _kill("joined")),
+    "kill -9 of trainer a": (1, _kill("a")),
+}
+"""Where several servers share a store."""
+
+
 def torment(
     world: World, seed: int, faults: int, *, rest_seconds: tuple[float, float], progress: float
 ) -> Counter[str]:
@@ -97,7 +120,8 @@ def torment(
     fault, with the probability `progress`, the next one waits until trainers get on.
     """
     draw = random.Random(seed)
-    names, weights = list(FAULTS), [weight for weight, _ in FAULTS.values()]
+    kinds = FAULTS_OF_SEVERAL if world.is_shared else FAULTS
+    names, weights = list(kinds), [weight for weight, _ in kinds.values()]
     wanted = draw.sample(names, len(names)) if faults >= len(names) - 1 else []
     done: Counter[str] = Counter()
     world.until_progress()
@@ -105,7 +129,7 @@ def torment(
         if done.total() >= faults:
             break
         (name,) = [wanted.pop()] if wanted else draw.choices(names, weights)
-        if FAULTS[name][1](world, draw):
+        if kinds[name][1](world, draw):
             done[name] += 1
         world.keep_up()
         time.sleep(draw.uniform(*rest_seconds))

@@ -39,7 +39,7 @@ class Verdict:
 
 
 class Accepted(Protocol):
-    """What producers sent and were told; see `FaultyRelay`."""
+    """What producers sent and were told; see `Told`."""
 
     posted: set[str]
     joined: set[str]

@@ -9,6 +9,7 @@ import threading
 from typing import Self
 
 import httpx
+from envserver_records.servers import ServersClient, Urls
 
 _PAUSE_SECONDS = 0.15
 
@@ -16,8 +17,8 @@ _PAUSE_SECONDS = 0.15
 class Poster:
     """A thread; `start` it, `stop` it. The relay in between remembers what was accepted."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, urls: Urls) -> None:
+        self._urls = urls
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="poster", daemon=True)
         self._random = random.Random(17)
@@ -40,7 +41,7 @@ class Poster:
         self.stop()
 
     def _run(self) -> None:
-        with httpx.Client(timeout=15) as http:
+        with ServersClient(self._urls, timeout=15) as http:
             while not self._stopping.wait(_PAUSE_SECONDS):
                 self._post(http, f"poster-{self.posted}")
                 self.posted += 1
@@ -55,7 +56,7 @@ class Poster:
         for _ in range(600):
             try:
                 headers = {"Idempotency-Key": key}
-                answer = http.post(f"{self._url}/scored_data", json=group, headers=headers)
+                answer = http.post("/scored_data", json=group, headers=headers)
             except httpx.TransportError:
                 answer = None
             if answer is not None and answer.status_code == 200:

@@ -27,20 +27,27 @@ POSTS: Final = ""
 _HOP: Final = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
 
 
-class FaultyRelay:
-    """Made by `faulty_relay`.
+class Told:
+    """What producers sent and were told, by all relays together.
 
     `posted` has the digest of each post whose sender was answered 200, `joined` the ids of groups
     whose joiner was, `sent` the digests of all bodies that came under an id: a joiner that is
     killed may make a group anew that the server has. `seen` counts requests by their trouble.
     """
 
-    def __init__(self, server_url: str) -> None:
-        self.url = ""
+    def __init__(self) -> None:
         self.posted: set[str] = set()
         self.joined: set[str] = set()
         self.sent: dict[str, set[str]] = defaultdict(set)
         self.seen: Counter[str] = Counter()
+
+
+class FaultyRelay:
+    """Made by `faulty_relay`."""
+
+    def __init__(self, server_url: str, told: Told) -> None:
+        self.url = ""
+        self._told = told
         self._server_url = server_url
         self._troubles: deque[Trouble] = deque()
 
@@ -68,7 +75,7 @@ class FaultyRelay:
         body = await request.read()
         trouble = self._troubles.popleft() if self._troubles else None
         if trouble is not None:
-            self.seen[trouble] += 1
+            self._told.seen[trouble] += 1
         if trouble == "lose the request":
             return _hang_up(request)
         groups = self._groups_of(request, body)
@@ -82,9 +89,9 @@ class FaultyRelay:
             return _hang_up(request)
         if status == 200 and groups:
             refused = {one["index"] for one in _refused(answer)}
-            self.joined.update(g for i, g in enumerate(groups) if i not in refused)
+            self._told.joined.update(g for i, g in enumerate(groups) if i not in refused)
         if status == 200 and request.path == "/scored_data":
-            self.posted.add(digest_of_post(body))
+            self._told.posted.add(digest_of_post(body))
         return web.Response(status=status, headers=headers, body=answer)
 
     async def _ask(self, request: web.Request, body: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -101,13 +108,13 @@ class FaultyRelay:
         """The ids of the groups that a joiner sends."""
         path = request.path
         if path == "/scored_data":
-            self.sent[POSTS].add(digest_of_post(body))
+            self._told.sent[POSTS].add(digest_of_post(body))
         if not (path.startswith("/v1/environments/") and path.endswith("/groups")):
             return []
         is_list = request.content_type == GROUP_LIST_MSGPACK
         found = ids_and_digests_of_groups(body) if is_list else [id_and_digest_of_group(body)]
         for group_id, digest in found:
-            self.sent[group_id].add(digest)
+            self._told.sent[group_id].add(digest)
         return [group_id for group_id, _ in found]
 
 
@@ -124,8 +131,8 @@ def _hang_up(request: web.Request) -> web.StreamResponse:
 
 
 @contextlib.contextmanager
-def faulty_relay(server_url: str) -> Iterator[FaultyRelay]:
+def faulty_relay(server_url: str, told: Told) -> Iterator[FaultyRelay]:
     """A relay before `server_url`, in a thread of its own."""
-    made = FaultyRelay(server_url)
+    made = FaultyRelay(server_url, told)
     with beside(made.serve):
         yield made

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal
 
@@ -23,15 +24,17 @@ from support.process_tree import command, descendants
 from support.relay import Relay, relay
 
 from .poster import Poster
-from .relay import FaultyRelay, faulty_relay
+from .relay import FaultyRelay, Told, faulty_relay
 from .trainer import GO_BACK, read_journal
 
 TESTS: Final = Path(__file__).parent.parent
 FEW_WAIT: Final = "--rollouts.max_queued_groups=24"
 _UP_SECONDS: Final = 90.0
 
-Name = Literal["engine", "server", "joined", "a", "b"]
-NAMES: Final[tuple[Name, ...]] = ("engine", "server", "joined", "a", "b")
+TAKEOVER_SECONDS: Final = 2
+
+Name = str
+"""engine, joined, a, b, and the servers: server, or server-1, server-2, ..."""
 DELIVERIES: Final[Mapping[str, str]] = {"a": "shared", "b": "shared"}
 
 
@@ -43,7 +46,8 @@ class World:
         folder: of journals, logs and, unless `postgres` has it, the store's file.
         deliveries: of the trainers: each is a run of its own.
         witness: what the engine answered.
-        relay: between the server and all its clients.
+        relays: by the servers' names, between the server and all its clients.
+        told: what all of them heard.
         poster: an environment of somebody else, over the Atropos wire.
         postgres: None: the store is a file.
     """
@@ -54,7 +58,8 @@ class World:
     deliveries: Mapping[str, str]
     witness: Relay
     witness_url: str
-    relay: FaultyRelay
+    relays: Mapping[str, FaultyRelay]
+    told: Told
     poster: Poster
     postgres: Postgres | None
     alone: bool = False
@@ -62,11 +67,21 @@ class World:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     starts: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """Those of all processes."""
+        return ("engine", *self.relays, "joined", "a", "b")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several servers share the store."""
+        return len(self.relays) > 1
+
     def keep_up(self) -> None:
         """Starts what is not there; returns at once."""
         if self.postgres is not None and not self.postgres.is_running():
             self.postgres.start()
-        for name in NAMES:
+        for name in self.names:
             if name == "joined" and self.alone:
                 continue
             process = self.processes.get(name)
@@ -93,19 +108,22 @@ class World:
             "--openai.base_url", f"{self.witness_url}/v1", "--rollouts.max_concurrent", 4,
             "--workers.processes", 1, "--env.ensure_scores_are_not_same", "false",
         ]  # fmt: skip
-        port = ["--server.port", self.ports["server"], "--store", self.store]
+        urls = ",".join(relay.url for relay in self.relays.values())
         if name == "engine":
             return [
                 ENVSERVER, "models", "sim", "--env", "math", "--port", self.ports["engine"],
                 "--sim.latency_seconds", 0.02,
             ]  # fmt: skip
-        if name == "server":
-            if self.alone:
+        if name in self.relays:
+            port = ["--server.port", self.ports[name], "--store", self.store]
+            if self.is_shared:
+                port += ["--store.shared", "--server.takeover_seconds", TAKEOVER_SECONDS]
+            if self.is_shared or self.alone:
                 return [ENVSERVER, "run-api", *port]
             return [ENVSERVER, "serve", *rollouts, *port, FEW_WAIT]
         if name == "joined":
-            return [ENVSERVER, "join", self.relay.url, *rollouts, "--env.seed", 7]
-        run = [self.relay.url, name, self.deliveries[name], self.folder]
+            return [ENVSERVER, "join", urls, *rollouts, "--env.seed", 7]
+        run = [urls, name, self.deliveries[name], self.folder]
         return [sys.executable, "-m", "chaos.trainer", *run]
 
     def kill(self, name: Name) -> None:
@@ -124,7 +142,7 @@ class World:
         return bool(found)
 
     def pause(self, name: Name, seconds: float) -> None:
-        """Stops the process for a while, as a machine that swaps does."""
+        """Stops the process for a while, as a machine that swaps or loses its network does."""
         process = self.processes[name]
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGSTOP)
@@ -139,16 +157,19 @@ class World:
     def until_up(self) -> None:
         """Returns when every process has begun its work."""
         self.keep_up()
-        url = f"http://127.0.0.1:{self.ports['server']}/healthz"
 
         def answers() -> bool:
             self.keep_up()
             try:
-                return httpx.get(url, timeout=2).status_code == 200
+                found = [httpx.get(f"{url}/healthz", timeout=2) for url in self._server_urls()]
             except httpx.HTTPError:
                 return False
+            return all(answer.status_code == 200 for answer in found)
 
-        until(answers, _UP_SECONDS, lambda: self.logs("server"))
+        until(answers, _UP_SECONDS, lambda: self.logs(*self.relays))
+
+    def _server_urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{self.ports[name]}" for name in self.relays]
 
     def until_progress(self, seconds: float = 120.0) -> None:
         """Returns when a trainer has acknowledged something more.
@@ -162,7 +183,16 @@ class World:
             self.keep_up()
             return self._acks() > before
 
-        until(has_more, seconds, lambda: f"no progress; {self.logs(*NAMES)}")
+        until(has_more, seconds, lambda: f"no progress; {self.logs(*self.names)}")
+
+    def until_joined(self, seconds: float = 120.0) -> None:
+        """Returns when the joined environment has delivered a group."""
+
+        def has_delivered() -> bool:
+            self.keep_up()
+            return bool(self.told.joined)
+
+        until(has_delivered, seconds, lambda: self.logs("joined"))
 
     def _acks(self) -> int:
         files = [self.folder / f"{name}.jsonl" for name in self.deliveries]
@@ -179,21 +209,36 @@ class World:
         joined.terminate()
         joined.wait(60)
         self.alone = True
-        self.processes["server"].terminate()
-        self.processes["server"].wait(90)
+        if not self.is_shared:
+            self.processes["server"].terminate()
+            self.processes["server"].wait(90)
         self.until_up()
 
         def is_done() -> bool:
             self.keep_up()
             return self._left() == 0
 
-        until(is_done, seconds, lambda: f"{self._left()} groups left; {self.logs('server', 'a')}")
+        logs = (*self.relays, "a")
+        until(is_done, seconds, lambda: f"{self._left()} groups left; {self.logs(*logs)}")
+
+    def longest_pauses(self) -> dict[str, float]:
+        """The longest time of each trainer from one batch to the next, in seconds."""
+        times = {
+            name: [float(str(line["at"])) for line in lines if line["what"] == "given"]
+            for name, lines in self.journals().items()
+        }
+        return {
+            name: max((after - before for before, after in pairwise(at)), default=0.0)
+            for name, at in times.items()
+        }
 
     def _left(self) -> int:
-        """Groups that some run has not acknowledged; -1: the server does not say."""
-        url = f"http://127.0.0.1:{self.ports['server']}/metrics"
+        """Groups that some run has not acknowledged; -1: no server says."""
+        return max(map(self._left_at, self._server_urls()))
+
+    def _left_at(self, server_url: str) -> int:
         try:
-            metrics = httpx.get(url, timeout=5).raise_for_status().text
+            metrics = httpx.get(f"{server_url}/metrics", timeout=5).raise_for_status().text
         except httpx.HTTPError:
             return -1
         depths = [
@@ -238,14 +283,25 @@ def world(
     store: str,
     postgres: Postgres | None,
     deliveries: Mapping[str, str] = DELIVERIES,
+    servers: int = 1,
 ) -> Iterator[World]:
-    """Everything up and at work."""
-    ports = {"engine": free_port(), "server": free_port()}
+    """Everything up and at work.
+
+    Args:
+        servers: number of servers that share the store.
+    """
+    names = ["server"] if servers == 1 else [f"server-{n}" for n in range(1, servers + 1)]
+    ports = {name: free_port() for name in ("engine", *names)}
+    told = Told()
     with (
         relay(f"http://127.0.0.1:{ports['engine']}") as (witness_url, witness),
-        faulty_relay(f"http://127.0.0.1:{ports['server']}") as before_server,
-        Poster(before_server.url) as poster,
+        contextlib.ExitStack() as stack,
     ):
+        relays = {
+            name: stack.enter_context(faulty_relay(f"http://127.0.0.1:{ports[name]}", told))
+            for name in names
+        }
+        poster = stack.enter_context(Poster([one.url for one in relays.values()]))
         made = World(
             folder,
             store,
@@ -253,7 +309,8 @@ def world(
             deliveries,
             witness,
             witness_url,
-            before_server,
+            relays,
+            told,
             poster,
             postgres,
         )

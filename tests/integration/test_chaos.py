@@ -41,9 +41,11 @@ def report(made: World, done: Counter[str], verdict: Verdict) -> str:
         f"chaos on {'SQLite' if made.postgres is None else 'PostgreSQL'}: {done.total()} faults"
     ]
     lines += [f"  {name:50} {count:5}" for name, count in done.most_common()]
-    lines += [f"  {name:50} {count:5}" for name, count in made.relay.seen.items()]
+    lines += [f"  {name:50} {count:5}" for name, count in made.told.seen.items()]
     starts = ", ".join(f"{name} {count}" for name, count in made.starts.items())
-    return "\n".join([*lines, f"  starts: {starts}", verdict.table()])
+    pauses = ", ".join(f"{name} {most:.1f} s" for name, most in made.longest_pauses().items())
+    lines += [f"  starts: {starts}", f"  longest pauses of trainers: {pauses}", verdict.table()]
+    return "\n".join(lines)
 
 
 def torture(
@@ -52,9 +54,10 @@ def torture(
     done = torment(
         made, SEED, faults, rest_seconds=(0.1, 0.8), progress=0.5 if faults < 50 else 0.2
     )
+    made.until_joined()
     made.let_finish(finish_seconds)
     engine_said = [echo.completion_ids for echo in made.witness]
-    verdict = judge(made.relay, engine_said, made.journals(), made.deliveries)
+    verdict = judge(made.told, engine_said, made.journals(), made.deliveries)
     tell(report(made, done, verdict))
     assert verdict.faults == []
     assert done.total() == faults
@@ -86,4 +89,20 @@ def test_on_postgresql_each_of_two_trainers_gets_every_group_exactly_once(
     deliveries = {"a": "shared", "b": "broadcast"}
     store = postgres.emptied()
     with world(tmp_path, store=store, postgres=postgres, deliveries=deliveries) as made:
+        torture(made, faults, tell, finish_seconds=60 + faults)
+
+
+@pytest.mark.parametrize(
+    ("faults", "servers"),
+    [
+        pytest.param(6, 2, marks=pytest.mark.thorough),
+        pytest.param(200, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_several_servers_on_one_postgresql_lose_nothing_and_repeat_nothing(
+    faults: int, servers: int, tmp_path: Path, postgres: Postgres, tell: Callable[[str], None]
+) -> None:
+    """Kills and pauses of the servers and the database, and cut connections: clients go on."""
+    store = postgres.emptied()
+    with world(tmp_path, store=store, postgres=postgres, servers=servers) as made:
         torture(made, faults, tell, finish_seconds=60 + faults)

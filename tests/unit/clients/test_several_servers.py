@@ -83,7 +83,14 @@ def test_a_path_a_query_and_a_password_belong_to_their_server(status: int) -> No
     ]
 
 
-@pytest.mark.parametrize("state", ["closed", "loses answers", 503])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "loses answers",
+        pytest.param("closed", marks=pytest.mark.thorough),
+        pytest.param(503, marks=pytest.mark.thorough),
+    ],
+)
 async def test_every_request_is_done_once_though_each_fails_at_the_first_server(
     state: State, api: Api, two: list[Door], gate: Gate
 ) -> None:
