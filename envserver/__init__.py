@@ -110,6 +110,8 @@ _HOMES = {
     "TokensConfig": "envserver.tokens_config",
     "WorkersConfig": "envserver.config",
     "ScoreResult": "envserver.running.python_api",
+    "ray_server": "envserver.running.ray_trainer",
+    "RayServer": "envserver.running.ray_trainer",
 }
 
 if TYPE_CHECKING:
@@ -195,6 +197,7 @@ if TYPE_CHECKING:
         verify,
     )
     from .running.python_api import ProcessResult, ScoreResult
+    from .running.ray_trainer import RayServer, ray_server
     from .running.run_settings import (
         EvaluateSettings,
         ProcessSettings,
@@ -311,6 +314,8 @@ __all__ = [
     "VerifySettings",
     "ProcessResult",
     "ScoreResult",
+    "RayServer",
+    "ray_server",
 ]
 
 

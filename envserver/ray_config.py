@@ -53,6 +53,13 @@ class RayConfig(BaseModel):
         _runtime_env(value)
         return value
 
+    @field_validator("address")
+    @classmethod
+    def _is_no_client(cls, value: str) -> str:
+        if value.startswith("ray://"):
+            raise ValueError("Ray Client is not enough: run on a node, or with `ray job submit`")
+        return value
+
     @field_validator("url")
     @classmethod
     def _is_url(cls, value: str) -> str:

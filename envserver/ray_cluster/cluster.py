@@ -70,6 +70,8 @@ class Cluster:
     """A connected cluster; made by `connected`. Its coroutines run one after the other."""
 
     def __init__(self, config: RayConfig, thread: ThreadPoolExecutor) -> None:
+        self.brings_folder = False
+        """Whether runners start in a folder that Ray brings them, of this command or of its job."""
         self._config = config
         self._thread = thread
 
@@ -137,25 +139,31 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def connected(config: RayConfig) -> AsyncIterator[Cluster]:
-    """Connects this process to the cluster of `config.address`; it leaves it at the end.
+    """Connects this process to the cluster of `config.address`; it leaves it at the end. A process
+    that is connected already stays so.
 
     Raises:
         ConfigError: Ray is not installed, or there is no such cluster.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="ray") as thread:
         cluster = Cluster(config, thread)
-        await cluster.call(lambda: _connect(config))
+        is_ours = await cluster.call(lambda: _connect(config))
+        cluster.brings_folder = await cluster.call(_brings_folder)
         try:
             yield cluster
         finally:
-            await asyncio.shield(cluster.call(_disconnect))
+            if is_ours:
+                await asyncio.shield(cluster.call(_disconnect))
 
 
-def _connect(config: RayConfig) -> None:
+def _connect(config: RayConfig) -> bool:
+    """Connects, unless this process is connected; returns whether it was not."""
     try:
         import ray
     except ImportError as error:
         raise ConfigError("Ray is not installed.", hint="pip install 'envserver[ray]'") from error
+    if ray.is_initialized():
+        return False
     _check_listens(config.address)
     # It warns that SIGTERM remains ours: it is, in another thread.
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -169,10 +177,17 @@ def _connect(config: RayConfig) -> None:
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ConfigError(
-            f"No Ray cluster at {config.address!r}: {str(error).splitlines()[0]}",
+            f"Ray does not connect to {config.address!r}: {str(error).splitlines()[0]}",
             hint="Is it started (`ray start --head`)? With token authentication set "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here as well.",
         ) from error
+    return True
+
+
+def _brings_folder() -> bool:
+    import ray
+
+    return "working_dir" in ray.get_runtime_context().runtime_env
 
 
 def _check_listens(address: str) -> None:
@@ -242,10 +257,19 @@ def _look(actors: Sequence[Actor]) -> None:
         one.asked = None
         try:
             one.state, one.lost = ray.get(reference), False
+        except ray.exceptions.ActorDiedError as error:
+            one.state = _ended_by(error)
         except ray.exceptions.RayActorError:
             # Its node or process is gone; Ray starts it elsewhere, and it answers again then.
             one.restarts += not one.lost
             one.state, one.lost = {}, True
+        except ray.exceptions.RayError as error:  # its runtime environment cannot be made
+            one.state = _ended_by(error)
+
+
+def _ended_by(error: Exception) -> dict[str, Any]:
+    """Returns the state of an actor that Ray does not start again."""
+    return {"host": "", "pid": 0, "status": 1, "said": str(error)}
 
 
 def _stop(actors: Sequence[Actor], seconds: float) -> None:

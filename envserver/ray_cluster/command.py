@@ -21,6 +21,8 @@ from typing import Any
 _LOG = Path("/proc/self/fd/2")
 _KEPT_BYTES = 4096
 _AT_ONCE_SECONDS = 5.0
+_FOR_CHILDREN = ("RAY_AUTH_", "RAY_TLS_", "RAY_USE_TLS", "RAY_TMPDIR")
+"""Variables of Ray by which a child may connect to the cluster, too."""
 
 
 class Command:
@@ -73,8 +75,12 @@ class Command:
 
 
 def _environment() -> dict[str, str]:
-    """Returns this process's variables, without the number of threads that Ray sets."""
-    found = dict(os.environ)
+    """Returns this process's variables, without those that Ray sets for its worker alone."""
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_") or name.startswith(_FOR_CHILDREN)
+    }
     if found.get("OMP_NUM_THREADS") == "1":
         del found["OMP_NUM_THREADS"]
     return found

@@ -41,6 +41,7 @@ class DealtRunner:
         self._held: dict[str, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
         self._draining = False
+        self._error: BaseException | None = None
         size = context.environment.config.group_size
         self._most = max(1, context.rollouts.max_concurrent // size) + 1
 
@@ -58,7 +59,7 @@ class DealtRunner:
         """Makes groups until stopped or dismissed.
 
         Raises:
-            ConfigError: the server refuses this runner.
+            ConfigError: the server refuses this runner, or tasks cannot be prepared.
         """
         return await run_until_stopped(self._run(), self, stop, drain_seconds=drain_seconds)
 
@@ -66,6 +67,8 @@ class DealtRunner:
         try:
             while not (self._draining and not self._held):
                 dealt = await self._take()
+                if self._error is not None:
+                    raise self._error
                 for group_id in dealt.cancelled:
                     if group_id in self._held:
                         self._held[group_id].cancel()
@@ -90,7 +93,7 @@ class DealtRunner:
                 await asyncio.wait({asking, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if asking.done():
                     return asking.result()
-                if self._draining and not self._held:
+                if self._error is not None or (self._draining and not self._held):
                     return Dealt()
             finally:
                 for task in (asking, ended):
@@ -102,10 +105,12 @@ class DealtRunner:
             return
         task = asyncio.create_task(self._make(request), name=request.group_id)
         self._held[request.group_id] = task
-        task.add_done_callback(lambda _: self._end(request.group_id))
+        task.add_done_callback(lambda ended: self._end(request.group_id, ended))
 
-    def _end(self, group_id: str) -> None:
+    def _end(self, group_id: str, task: asyncio.Task[None]) -> None:
         del self._held[group_id]
+        if not task.cancelled() and task.exception() is not None:
+            self._error = task.exception()
         self._events.forget(group_id)
         self._ended.set()
 

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from envserver_records.records import Group
@@ -31,6 +31,7 @@ from .api_settings import AnyEnvironment, Mix, checked_settings, members_of, spe
 from .evaluating import Choice, Evaluation, evaluate_members
 from .evaluating import Member as EvaluatedMember
 from .group_run import Give, GroupRun
+from .hosting import Members
 from .judging import kept_answers
 from .prices import pricing_of
 from .processing import process_run
@@ -45,6 +46,9 @@ from .run_settings import (
 )
 from .serving import Served, Serving, serving
 from .stopping import Stop
+
+if TYPE_CHECKING:
+    from .ray_serving import RayServing
 
 if not structlog.is_configured():  # a library logs where Python's logging says, and prints nothing
     structlog.configure(
@@ -177,7 +181,7 @@ class Server:
 
     Args:
         url: where trainers connect.
-        model_url: endpoint of the model, for environments that run elsewhere.
+        model_url: endpoint of the model, for environments that run elsewhere; "" with `ray`.
     """
 
     url: str
@@ -211,7 +215,7 @@ async def serve(environment: Mix, **settings: Any) -> AsyncIterator[Server]:
         StoreError, EngineError: the store cannot be opened, or the engine does not answer.
     """
     stop = Stop()
-    async with serving(members_of(ServeSettings, environment, settings)) as opened:
+    async with _opened(members_of(ServeSettings, environment, settings)) as opened:
         task = asyncio.create_task(_served(opened, stop), name="envserver.serve")
         try:
             yield Server(opened.url, opened.model_url, stop, task)
@@ -222,7 +226,18 @@ async def serve(environment: Mix, **settings: Any) -> AsyncIterator[Server]:
     task.result()
 
 
-async def _served(opened: Serving, stop: Stop) -> Served:
+def _opened(
+    members: Members,
+) -> contextlib.AbstractAsyncContextManager[Serving | RayServing]:
+    """Returns the server that the settings want, to be entered."""
+    if not members[0].spec.settings.ray.address:
+        return serving(members)
+    from .ray_serving import ray_serving
+
+    return ray_serving(members)
+
+
+async def _served(opened: Serving | RayServing, stop: Stop) -> Served:
     return await opened.run(stop, lambda line: None)
 
 

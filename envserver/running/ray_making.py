@@ -129,6 +129,7 @@ class RayMakers:
                     url,
                     more={"name": _name(environment, runner), "dealt": True},
                     instance=secrets.token_urlsafe(24),
+                    brings_folder=self.cluster.brings_folder,
                     token=token,
                 )
 

@@ -49,6 +49,7 @@ def runner_command(
     more: Mapping[str, Any],
     steps: int | None = None,
     instance: str,
+    brings_folder: bool,
     token: str = "",
 ) -> CommandSpec:
     """Returns the command of a runner.
@@ -59,17 +60,14 @@ def runner_command(
         more: further settings of `join`.
         steps: number of groups that it makes; None: until it is drained.
         instance: see `JoinSettings`.
+        brings_folder: see `Cluster`; a relative path of the environment is then one in there.
     """
-    named = (
-        reference if settings.ray.environment_of_runners.get("working_dir") else absolute(reference)
-    )
+    kept = {name: getattr(settings, name) for name in Settings.model_fields.keys() - _OF_SERVER}
     tree = {
-        **_plain(
-            {name: getattr(settings, name) for name in Settings.model_fields.keys() - _OF_SERVER}
-        ),
-        "environment": named,
+        **plain(kept),
+        "environment": reference if brings_folder else absolute(reference),
         "env": {
-            **_plain(environment.config),
+            **plain(environment.config),
             "data_path_to_save_groups": None,
             "total_steps": steps,
         },
@@ -82,11 +80,11 @@ def runner_command(
     return CommandSpec(("join", url), orjson.dumps(tree).decode(), variables)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Returns settings as JSON has them, with secrets in the clear; only what is not a default."""
     if isinstance(value, BaseModel):
         return {
-            name: _plain(given)
+            name: plain(given)
             for name, field in type(value).model_fields.items()
             if (given := getattr(value, name)) != field.default
         }
@@ -95,9 +93,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     return value
 
 

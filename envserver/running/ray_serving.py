@@ -66,6 +66,8 @@ class RayServing:
     ) -> None:
         self.url = server.url
         """Address for trainers."""
+        self.model_url = ""
+        """This server has no engine of its own."""
         self.runner_url = url
         """Address for runners."""
         self._server = server
@@ -186,6 +188,7 @@ class RayServing:
             more=more,
             steps=None if steps is None else _part_of(steps, number, part.most),
             instance=identity.instance,
+            brings_folder=self._cluster.brings_folder,
             token=settings.ray.token.get_secret_value(),
         )
 
@@ -241,6 +244,11 @@ async def ray_serving(members: Members) -> AsyncIterator[RayServing]:
         raise ConfigError(
             "--total_groups counts the groups of one process, and --ray has several.",
             hint="Set env.total_steps of each environment.",
+        )
+    if settings.track:
+        raise ConfigError(
+            "--track follows rollouts of this process, and with --ray there are none.",
+            hint="`process --ray` and `evaluate --ray` have it; `serve --ray` has /metrics.",
         )
     async with connected(settings.ray) as cluster, api_server(_api_settings(settings)) as server:
         await cluster.check_place()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
-import sqlite3
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 from envserver_clients.http import SyncEnvClient
 from support.commands import Running, environment_variables, group_ids, running, until
 from support.process_tree import alive_with
-from support.ray_nodes import RayNodes, ray_nodes
+from support.ray_nodes import RayNodes, group_numbers, ray_nodes
 
 SECONDS = 180.0
 OPEN = 5
@@ -68,13 +68,6 @@ def envserver_of(program: Path, *words: object, folder: Path) -> subprocess.Comp
         timeout=SECONDS,
         check=False,
     )
-
-
-def group_numbers(store: Path, prefix: str) -> list[int]:
-    """Numbers in their stream of the groups that were ever stored."""
-    with contextlib.closing(sqlite3.connect(store)) as opened:
-        rows = opened.execute("SELECT group_id FROM groups WHERE group_id LIKE ?", (f"{prefix}%",))
-        return sorted(int(row[0].removeprefix(prefix)[:6]) for row in rows)
 
 
 def served_at(server: Running) -> str:
@@ -143,6 +136,18 @@ def test_what_fits_nowhere_is_said(cluster: RayNodes, program: Path, tmp_path: P
     done = envserver_of(program, "process", "--env", "math", *SIM, *ray, folder=tmp_path)
     assert done.returncode == 2
     assert "CPU 1, tpu 1" in done.stderr and "zone=b" in done.stderr
+
+
+def test_a_trainer_on_ray_starts_its_server_there(
+    cluster: RayNodes, ray_python: Path, tmp_path: Path
+) -> None:
+    trainer = Path(__file__).parents[1] / "support" / "ray_peer" / "trainer.py"
+    done = envserver_of(ray_python, trainer, cluster.address, tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    url = facts.pop("url")
+    assert facts == {"groups": 4, "rows": 8, "dtypes": ["int32", "float32"], "same": True}
+    assert not alive_with(url)
 
 
 def test_nothing_is_left_of_a_killed_server(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -65,3 +67,15 @@ def own_megabytes(pid: int) -> float:
     """Memory without files, whether or not forks share it: who forks often shares it by turns."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """CPU time of processes, with that of their children that have ended."""
+    total = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        total += sum(map(int, fields[11:15]))
+    return total / os.sysconf("SC_CLK_TCK")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,3 +70,10 @@ def ray_nodes(python: Path, folder: Path, *, nodes: int) -> Iterator[RayNodes]:
             assert process.stdin is not None
             process.stdin.close()
             process.wait(60)
+
+
+def group_numbers(store: Path, prefix: str) -> list[int]:
+    """Numbers in their stream of the groups that were ever stored."""
+    with contextlib.closing(sqlite3.connect(store)) as opened:
+        rows = opened.execute("SELECT group_id FROM groups WHERE group_id LIKE ?", (f"{prefix}%",))
+        return sorted(int(row[0].removeprefix(prefix)[:6]) for row in rows)
