@@ -13,7 +13,8 @@ import aiohttp
 from envserver_records.errors import EnvserverError
 from starlette.types import Message, Receive, Scope, Send
 
-from .link import LeaderLink, headers_of, is_disconnect, url_of
+from ..problems import error_answer
+from .link import LeaderLink, headers_of, is_disconnect, no_leader, url_of
 
 _TRY_AGAIN: Final = 1013
 _BROKE_OFF: Final = 1011
@@ -24,6 +25,7 @@ _HANDSHAKE: Final = ("sec-websocket-", "host")
 async def pass_socket(link: LeaderLink, scope: Scope, receive: Receive, send: Send) -> None:
     """Passes one WebSocket on until either side ends it."""
     await receive()  # websocket.connect
+    accepted = False
     try:
         leader = link.leader_for(scope)
         headers = [
@@ -39,13 +41,28 @@ async def pass_socket(link: LeaderLink, scope: Scope, receive: Receive, send: Se
         )
         async with link.bound(leader), connecting as socket:
             await send({"type": "websocket.accept", "subprotocol": socket.protocol})
+            accepted = True
             code = await _both_ways(socket, receive, send)
+    except aiohttp.WSServerHandshakeError as refusal:
+        await _refuse(refusal.status, refusal.message, send)
+        return
     except (EnvserverError, aiohttp.ClientError, OSError):
-        # Before `accept` this refuses the connection (403); after it, clients may connect again.
-        await send({"type": "websocket.close", "code": _TRY_AGAIN})
+        if accepted:
+            await send({"type": "websocket.close", "code": _TRY_AGAIN})
+        else:
+            error = no_leader()
+            await _refuse(error.status, error.message, send)
         return
     if code is not None:
         await send({"type": "websocket.close", "code": code})
+
+
+async def _refuse(status: int, message: str, send: Send) -> None:
+    """Answers the handshake."""
+    answer = error_answer("/v1", status, message, headers={"retry-after": "1"})
+    head = {"status": answer.status_code, "headers": answer.raw_headers}
+    await send({"type": "websocket.http.response.start", **head})
+    await send({"type": "websocket.http.response.body", "body": answer.body})
 
 
 async def _both_ways(

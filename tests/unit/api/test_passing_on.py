@@ -17,6 +17,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 from support.commands import free_port
 from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
 from envserver.api.access.tokens import create_token
 from envserver.api.replicas.app import follower_app
@@ -141,15 +142,19 @@ async def test_streams_and_websockets_are_passed_on_as_they_come(follower: Follo
         await websocket.close(4000)
 
     routes = Route("/v1/events", stream), WebSocketRoute("/openenv/math/ws", talk)
+    address = follower.url.replace("http", "ws") + "/openenv/math/ws"
+    with pytest.raises(InvalidStatus, match="503"):  # nobody leads
+        await connect(address)
     async with leading(*routes) as url, asyncio.timeout(30):
         follower.follow(url)
+        with pytest.raises(InvalidStatus, match="403"):  # the leader has no such route
+            await connect(address.replace("math", "other/ws"))
         async with follower.http.stream("GET", "/v1/events") as live:
             lines = live.aiter_lines()
             assert await anext(lines) == "data: first"
             more.set()
             assert [await anext(lines), await anext(lines)] == ["", "data: second"]
         await left.wait()  # the leader sees the client leave
-        address = follower.url.replace("http", "ws") + "/openenv/math/ws"
         headers = {"authorization": "Bearer t"}
         async with connect(address, additional_headers=headers) as socket:
             await socket.send("hello")
