@@ -76,7 +76,13 @@ class _Maker:
         request_id, _ = json.loads(data)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         maker_pid = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no process is left: this sandbox cannot be, others can
+            for descriptor in (descriptors[0], ours.detach(), theirs.detach()):
+                os.close(descriptor)
+            self._control.send(json.dumps(["failed", request_id, str(error)]).encode())
+            return
         if pid == 0:
             _serve(descriptors[0], theirs.detach(), self._engine, maker_pid)
         os.close(descriptors[0])

@@ -31,7 +31,8 @@ def remedies(backend: str) -> list[str]:
         case "docker":
             return [
                 "Start Docker or Podman, and be allowed to use it.",
-                "Name an image with python3 (3.11 or newer), bash and git: --sandbox.docker_image.",
+                "Name an image with python3 (3.11 or newer), bash and git: --sandbox.docker_image "
+                "(one that the engine has, or with --sandbox.docker_pull missing).",
             ]
     return []
 
