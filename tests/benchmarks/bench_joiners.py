@@ -1,21 +1,28 @@
 """Many joiners at one server: CPU, memory and answers, over the real wire with tiny groups.
 
-    python tests/benchmarks/bench_joiners.py [--joiners 10 100 1000] [--posts 500] [--seconds 30]
+    python tests/benchmarks/bench_joiners.py                       # both tables: some six minutes
+    python tests/benchmarks/bench_joiners.py --joiners 1000 --seconds 600 --databases sqlite
 
-The server is `envserver run-api` over SQLite with full sync, a process of its own. The joiners are
-connections of a second process: each registers, waits for news by long polls and posts groups of
-two short rows, evenly in time, `--posts` a second in total. A trainer takes and acknowledges all.
-CPU is that of the server's process, in shares of one core; what was posted is compared with what
-the trainer got.
+The server is `envserver run-api` over SQLite with full sync, or over a PostgreSQL with fsync, each
+a process of its own. The joiners are connections of a further process: each registers, waits for
+news by long polls as long as the server says, and posts groups of two short rows, evenly in time:
+each one every `--every` seconds, or with `--posts` so many a second in total. A trainer takes and
+acknowledges all. CPU is that of the server's process and of PostgreSQL's processes, in shares of
+one core; what was posted is compared with what the trainer got. The table is Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import re
 import statistics
 import sys
 import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.pool import AsyncResult
@@ -24,20 +31,22 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
-from api_peer import Server, ours
+from api_peer import ROOT, Server, ours
 from envserver_clients.http import EnvClient
 from envserver_records.records import Group, pack, unpack
+from proxy_load import cpu_seconds
+from support import process_tree
+from support.postgres import Postgres, find_programs, running_postgres
 
 from envserver.remote import batch
-from envserver.remote.messages import GROUP_MSGPACK, KEY_HEADER
+from envserver.remote.messages import GROUP_MSGPACK, KEY_HEADER, NEXT_SECONDS
 from envserver.rollouts.stream import group_id, stream_prefix
 
-POLL_SECONDS = 10.0
+POLL_SECONDS = 5.0
+"""As a joiner waits that is told nothing else."""
 MOST_REPEATED = 10_000
 REGISTERING = 32
 """Joiners that register at a time."""
@@ -73,7 +82,8 @@ class Joiner:
             "name": self.name, "instance": f"the secret of {self.name}", "env": load.ENVIRONMENT,
             "split": "train", "seed": 0, "group_size": 2,
         }  # fmt: skip
-        async with self.http.post(f"{self.url}/v1/environments", json=wanted) as answer:
+        place = f"{self.url}/v1/environments?understands={NEXT_SECONDS}"
+        async with self.http.post(place, json=wanted) as answer:
             answer.raise_for_status()
             welcome = await answer.json()
         self.id, self.seed = welcome["id"], welcome["seed"]
@@ -82,12 +92,15 @@ class Joiner:
     async def listen(self, end: float) -> None:
         """Long polls until `end`."""
         news: dict[str, Any] | None = None
+        poll_seconds = 0.0
         while (left := end - time.monotonic()) > 0:
             beat = {"open": 1, "capacity": 17, "begun": self.made, "seen": news}
             news = await self._send(
-                "heartbeat", json=beat | {"wait_seconds": min(left, POLL_SECONDS)}
+                "heartbeat", json=beat | {"wait_seconds": min(left, poll_seconds)}
             )
             self.seen.heartbeats += 1
+            if news is not None:
+                poll_seconds = news.pop("next_seconds", POLL_SECONDS)
 
     async def post(self, template: bytes, first: float, every: float, end: float) -> None:
         """Posts a group at `first` and every `every` seconds after it, until `end`."""
@@ -169,12 +182,17 @@ class Taken(NamedTuple):
     seen: Seen
     got: list[str]
     cores: float
+    database_cores: float
 
 
-async def taken(server: Server, work: AsyncResult[bytes]) -> Taken:
+async def taken(server: Server, database: Database | None, work: AsyncResult[bytes]) -> Taken:
     """Takes groups as a trainer until all that were posted are there."""
     got: list[str] = []
-    cpu, began = server.cpu(), time.monotonic()
+
+    def spent() -> tuple[float, float, float]:
+        return time.monotonic(), server.cpu(), database.cpu() if database else 0.0
+
+    before = spent()
     async with EnvClient(server.url, run="trainer", batch_size=1) as trainer:
 
         async def take() -> None:
@@ -186,45 +204,107 @@ async def taken(server: Server, work: AsyncResult[bytes]) -> Taken:
         while not work.ready():
             await take()
         seen = msgspec.msgpack.decode(work.get(), type=Seen)
-        now = time.monotonic()
-        cores = (server.cpu() - cpu) / (now - began)
-        while len(got) < len(seen.ids) and time.monotonic() < now + 60:
+        seconds, cpu, of_database = (now - then for now, then in zip(spent(), before, strict=True))
+        end = time.monotonic() + 60
+        while len(got) < len(seen.ids) and time.monotonic() < end:
             await take()
-    return Taken(seen, got, cores)
+    return Taken(seen, got, cpu / seconds, of_database / seconds)
 
 
-def measured(joiners: int, posts: float, seconds: float) -> list[str]:
+class Database:
+    """A PostgreSQL of this benchmark."""
+
+    def __init__(self, postgres: Postgres) -> None:
+        self._postgres = postgres
+
+    @property
+    def url(self) -> str:
+        return self._postgres.url()
+
+    def cpu(self) -> float:
+        """CPU seconds so far of the processes that it has now."""
+        return sum(cpu_seconds(pid) for pid in self._pids())
+
+    def megabytes(self) -> float:
+        """What its processes hold for themselves, its shared buffers not counted."""
+        return sum(process_tree.own_megabytes(pid) for pid in self._pids())
+
+    def _pids(self) -> list[int]:
+        return [self._postgres.pid, *process_tree.descendants(self._postgres.pid)]
+
+
+@contextmanager
+def databases(kind: str) -> Iterator[Database | None]:
+    """The database of a case; None: SQLite."""
+    if kind == "sqlite":
+        yield None
+        return
+    programs = find_programs(ROOT / ".venv-postgres")
+    if programs is None:
+        raise SystemExit("No PostgreSQL: make postgres")
+    with running_postgres(programs) as postgres:
+        yield Database(postgres)
+
+
+def commit_ms(url: str) -> str:
+    """Mean milliseconds of the store's commits, from the first statement until durable."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    found = {
+        name: float(match.group(1))
+        for name in ("sum", "count")
+        if (match := re.search(rf"^envserver_store_commit_seconds_{name} (\S+)", text, re.M))
+    }
+    return f"{1000 * found['sum'] / found['count']:.1f}" if found.get("count") else "-"
+
+
+COLUMNS = (
+    "store", "joiners", "posts/s", "beats/s", "server, cores", "server, MB", "database, cores",
+    "database, MB", "post ms p50 / p99", "commit ms", "all registered, s", "lost / doubled",
+)  # fmt: skip
+
+
+def measured(kind: str, joiners: int, posts: float, seconds: float) -> list[str]:
     """The row of the table."""
-    with ours() as server, get_context("spawn").Pool(1) as pool:
+    with (
+        databases(kind) as database,
+        ours(store=database and database.url) as server,
+        get_context("spawn").Pool(1) as pool,
+    ):
+        print(f"{kind}, {joiners} joiners: the server is process {server.pid}", file=sys.stderr)
         work = pool.apply_async(played, (server.url, joiners, posts, seconds))
-        seen, got, cores = asyncio.run(taken(server, work))
+        seen, got, cores, database_cores = asyncio.run(taken(server, database, work))
         memory = server.memory_bytes() / 2**20
+        of_database = f"{database.megabytes():.0f}" if database else "-"
+        commit = commit_ms(server.url)
     if seen.errors:
         print(f"{len(seen.errors)} errors: {seen.errors[0]}", file=sys.stderr)
     lost, doubled = len(set(seen.ids) - set(got)), len(got) - len(set(got))
     quantiles = statistics.quantiles(seen.posts, n=100)
     return [
-        f"{joiners:,}", f"{len(seen.ids) / seconds:.0f}", f"{cores:.2f}", f"{memory:.0f}",
-        f"{quantiles[49] * 1000:.0f} / {quantiles[98] * 1000:.0f}",
-        f"{seen.registered_seconds:.1f}", f"{seen.heartbeats / seconds:.0f}", f"{lost} / {doubled}",
+        kind, f"{joiners:,}", f"{len(seen.ids) / seconds:.0f}", f"{seen.heartbeats / seconds:.0f}",
+        f"{cores:.2f}", f"{memory:.0f}", f"{database_cores:.2f}" if database else "-", of_database,
+        f"{quantiles[49] * 1000:.0f} / {quantiles[98] * 1000:.0f}", commit,
+        f"{seen.registered_seconds:.1f}", f"{lost} / {doubled}",
     ]  # fmt: skip
 
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     words.add_argument("--joiners", type=int, nargs="+", default=[10, 100, 1000])
-    words.add_argument("--posts", type=float, default=500.0, help="posts a second, all together")
+    words.add_argument("--every", type=float, default=10.0, help="seconds between a joiner's posts")
+    words.add_argument("--posts", type=float, help="posts a second, all together")
     words.add_argument("--seconds", type=float, default=30.0)
+    words.add_argument("--databases", nargs="+", default=["sqlite", "postgresql"])
     given = words.parse_args()
-    table = Table()
-    for name in (
-        "joiners", "posts/s", "cores", "MB", "post ms p50 / p99", "all registered s", "beats/s",
-        "lost / doubled",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
-    for joiners in given.joiners:
-        table.add_row(*measured(joiners, given.posts, given.seconds))
-    Console().print(table)
+    print("| " + " | ".join(COLUMNS) + " |\n|---|" + "---:|" * (len(COLUMNS) - 1), flush=True)
+    for kind in given.databases:
+        for joiners in given.joiners:
+            posts = given.posts or joiners / given.every
+            row = measured(kind, joiners, posts, given.seconds)
+            print("| " + " | ".join(row) + " |", flush=True)
+    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
+    print(f"\n{os.cpu_count()} cores; load of the machine in the last 1, 5, 15 minutes: {load}")
 
 
 if __name__ == "__main__":

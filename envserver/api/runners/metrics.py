@@ -28,10 +28,14 @@ class RunnerMetrics:
         """Returns the metrics; a Source of `api.metrics`."""
         how_many: Counter[tuple[str, ...]] = Counter()
         is_open: Counter[tuple[str, ...]] = Counter()
-        table = self._environments.table
+        capacity: Counter[tuple[str, ...]] = Counter()
+        table, news = self._environments.table, self._environments.news
         for one in table.known.values():
             how_many[(one.env, table.presence(one))] += 1
-            is_open[(one.env,)] += table.status(one).open
+            now = table.status(one)
+            is_open[(one.env,)] += now.open
+            capacity[(one.env,)] += now.beat.capacity if table.is_present(one) else 0
+        wanted = {(env,): news.wanted(env) for (env,) in is_open}
         of = ("environment",)
         return [
             gauge(
@@ -41,4 +45,16 @@ class RunnerMetrics:
                 how_many.items(),
             ),
             gauge("envserver_joined_open_groups", "Groups they make", of, is_open.items()),
+            gauge(
+                "envserver_joined_capacity_groups",
+                "Groups that those present could make at a time",
+                of,
+                capacity.items(),
+            ),
+            gauge(
+                "envserver_joined_wanted_groups",
+                "Groups that trainers would have them make at a time; scale runners by it",
+                of,
+                wanted.items(),
+            ),
         ]

@@ -182,6 +182,10 @@ class RunnerNews:
             everyone.append(_participant(asking, self._runners.status(asking)))
         return everyone
 
+    def wanted(self, env: str) -> int:
+        """Returns how many groups of `env` trainers would have open, if none were."""
+        return self._shared.wanted(env)
+
     def count_begun(self, one: RegisteredRunner, begun: int) -> None:
         """Counts groups begun since the last report; the first report only sets the base."""
         now = self._runners.status(one)

@@ -30,6 +30,10 @@ _MOST_RUNNERS: Final = 4096
 _REMEMBERED_SECONDS: Final = 7 * 24 * 3600.0
 """A runner that left is shown, and may have its name back with its stream, for this long."""
 
+_LOST_SECONDS: Final = 24 * 3600.0
+"""A runner that did not leave is forgotten after this long without a word, where there are too
+many."""
+
 
 class RegisteredRunner(msgspec.Struct, kw_only=True):
     """The stored registration of a runner.
@@ -136,6 +140,8 @@ class RunnerTable:
         self._gone.pop(one.id, None)
         forgotten = self._forget_gone(one.id)
         if one.id not in self.known and len(self.known) >= _MOST_RUNNERS:
+            forgotten += self._forget_silent()
+        if one.id not in self.known and len(self.known) >= _MOST_RUNNERS:
             raise StoreFull(f"No more than {_MOST_RUNNERS} environments can register.")
         removed = dict.fromkeys(_KEY_PREFIX + left for left in forgotten)
         await self._store.set_values({**removed, _KEY_PREFIX + one.id: msgspec.to_builtins(one)})
@@ -150,13 +156,25 @@ class RunnerTable:
             is_old = left_at < time.time() - _REMEMBERED_SECONDS
             if not is_old and len(self.known) + new <= _MOST_RUNNERS:
                 break
-            left = self.known.pop(first)
-            del self._gone[first], self._ids[left.name]
-            self.streams.give_back(left.prefix)
-            self._status.pop(first, None)
-            self.heartbeats.forget(first)
+            del self._gone[first]
+            self._forget(first)
             forgotten.append(first)
         return forgotten
+
+    def _forget_silent(self) -> list[str]:
+        """Forgets those that were killed long ago: they have said nothing since."""
+        silent = self.heartbeats.silent_seconds
+        forgotten = [one for one in self.known if silent(one) > _LOST_SECONDS]
+        for one in forgotten:
+            self._forget(one)
+        return forgotten
+
+    def _forget(self, env_id: str) -> None:
+        left = self.known.pop(env_id)
+        del self._ids[left.name]
+        self.streams.give_back(left.prefix)
+        self._status.pop(env_id, None)
+        self.heartbeats.forget(env_id)
 
     def _remember(self, one: RegisteredRunner) -> None:
         before = self.known.get(one.id)
@@ -187,7 +205,10 @@ class RunnerTable:
 
     def is_present(self, one: RegisteredRunner) -> bool:
         """Returns whether a runner counts."""
-        return not one.gone and self.heartbeats.silent_seconds(one.id) <= self.silent_after(one)
+        if one.gone:
+            return False
+        silent = self.heartbeats.silent_seconds(one.id)
+        return silent <= self.heartbeats.silent_after_seconds or silent <= self.silent_after(one)
 
     def silent_after(self, one: RegisteredRunner) -> float:
         """Returns after how many seconds without a message a runner no longer counts: longer for

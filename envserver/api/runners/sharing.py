@@ -120,6 +120,7 @@ class SharedCapacity:
         self._stretches = stretches
         self._slack = ExtraCapacity()
         self._sharing: tuple[Share, ...] = ()
+        self._names: frozenset[str] = frozenset()
         self._shares = fair_shares([Share("none")])
         self._reported: Counter[str] = Counter()
         self._begun = 0
@@ -146,9 +147,13 @@ class SharedCapacity:
     def count_begun(self, name: str, groups: int) -> None:
         """Counts `groups` begun by `name`, which advances its clock in the fair queueing."""
         self._begun += max(0, groups)
-        if any(share.name == name for share in self._sharing):
+        if name in self._names:
             for _ in range(min(groups, _MOST_COUNTED)):
                 self._shares.begin(name)
+
+    def wanted(self, env: str) -> int:
+        """Returns how many groups of `env` trainers would have open, if none were."""
+        return max(0, self._demand.capacity_if_idle(env))
 
     def report_to_demand(self, elsewhere: Counter[str]) -> None:
         """Reports the groups in progress on other machines, by environment; groups of this process
@@ -170,3 +175,4 @@ class SharedCapacity:
         sharing = tuple(sorted((one.share for one in everyone), key=lambda share: share.name))
         if sharing != self._sharing:
             self._sharing, self._shares = sharing, fair_shares(sharing)
+            self._names = frozenset(share.name for share in sharing)

@@ -90,7 +90,7 @@ async def test_the_registrations_of_an_older_store_are_taken_over(tmp_path: Path
 
 
 async def test_those_that_left_make_room_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, silence: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_MOST_RUNNERS", 3)
     async with open_store(tmp_path / "store.db") as store:
@@ -108,6 +108,9 @@ async def test_those_that_left_make_room_for_others(
         for known in (registry, again):
             names = {one.name for one in known.table.known.values()}
             assert names == {"math@1", "math@2", "math@3"}
+        silence.ahead += 24 * 3600 + 1  # all were killed
+        await registry.register(wanted(4))
+        assert {one.name for one in registry.table.known.values()} == {"math@4"}
 
 
 async def test_those_who_understand_it_poll_less_often_when_there_are_many(

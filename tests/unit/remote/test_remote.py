@@ -316,6 +316,7 @@ async def test_one_that_is_to_leave_is_told_and_people_see_how_all_are(tmp_path:
         for standing in ("present", "gone"):
             labels = f'environment="math",standing="{standing}"'
             assert f"envserver_joined_environments{{{labels}}} 1.0" in lines
+        assert 'envserver_joined_wanted_groups{environment="math"} 256.0' in lines
 
 
 # The joiner's half
