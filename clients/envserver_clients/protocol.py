@@ -151,14 +151,14 @@ class Calls:
     def resume(self, checkpoint: str | None) -> Call:
         """Builds a request whose key makes a late copy of it harmless."""
         since = {"from_start": True} if checkpoint is None else {"checkpoint": checkpoint}
-        return Call("POST", "/v1/runs", self._about | since, headers=_key())
+        return Call("POST", "/v1/runs", self._about | since, headers=new_key())
 
     def close_run(self) -> Call:
         return Call("POST", f"{self._path}/close")
 
     def lease(self, *, whole: bool, wait_seconds: float, wanted: BatchLimits) -> Call:
         body = self._limits(whole, wanted) | {"wait_seconds": wait_seconds}
-        return Call("POST", f"{self._path}/lease", body, GROUPS_MSGPACK, wait_seconds, _key())
+        return Call("POST", f"{self._path}/lease", body, GROUPS_MSGPACK, wait_seconds, new_key())
 
     def stream(
         self, *, stream_id: str, whole: bool, window: int, give_back: bool, wanted: BatchLimits
@@ -200,19 +200,22 @@ class Calls:
     @staticmethod
     def pause(in_flight: InFlight, timeout_seconds: float) -> Call:
         body = {"in_flight": in_flight, "timeout_seconds": timeout_seconds}
-        return Call("POST", "/v1/policy/pause", body, extra_seconds=timeout_seconds, headers=_key())
+        return Call(
+            "POST", "/v1/policy/pause", body, extra_seconds=timeout_seconds, headers=new_key()
+        )
 
     @staticmethod
     def resume_calls(version: int | None) -> Call:
         body = {} if version is None else {"version": version}
-        return Call("POST", "/v1/policy/resume", body, headers=_key())
+        return Call("POST", "/v1/policy/resume", body, headers=new_key())
 
     @staticmethod
     def status() -> Call:
         return Call("GET", "/v1/status")
 
 
-def _key() -> dict[str, str]:
+def new_key() -> dict[str, str]:
+    """Returns a header that tells the copies of one request from other requests."""
     return {"idempotency-key": uuid.uuid4().hex}
 
 

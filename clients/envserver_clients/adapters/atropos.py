@@ -26,6 +26,7 @@ from envserver_clients.protocol import (
     Retries,
     authorization,
     checked,
+    new_key,
     pause_before_next,
     retries_for,
 )
@@ -122,7 +123,7 @@ class AtroposTrainerClient:
         """
         deadline = time.monotonic() + wait_seconds
         while True:
-            batch = self._batch(self._send("GET", "/batch", headers=self._ask))
+            batch = self._batch(self._send("GET", "/batch", headers=self._ask | new_key()))
             left = deadline - time.monotonic()
             if batch is not None or left <= 0:
                 return batch

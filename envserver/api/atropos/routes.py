@@ -99,11 +99,13 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
 
     @router.get("/batch", responses=_errors(507))
     async def batch(request: Request) -> Response:
-        """Returns a batch of groups, or null if too few wait."""
+        """Returns a batch of groups, or null if too few wait. With an `Idempotency-Key`, repeating
+        the request returns the same batch, as long as the server keeps its groups.
+        """
         if not service.state.registered:
             return _not_registered()
         leased = request.headers.get("x-envserver-ack", "").strip().lower() == "lease"
-        found = await service.batch(leased=leased)
+        found = await service.batch(leased=leased, key=_key(request))
         if found.groups is None:
             return _json({"batch": None}, _because(found.reason))
         headers = {"x-envserver-lease": found.lease_id} if found.lease_id else {}

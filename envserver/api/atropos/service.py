@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from envserver_records.errors import ConflictError, NotFoundError, StoreError, S
 from ...formats.atropos import ScoreRange
 from ...store import ATROPOS_RUN, UNKNOWN_VERSION, GroupRow, GroupStore
 from ...store.damage import DamagedBodies
+from ...store.lookups import LeaseFacts
 from ..heartbeats import Heartbeats
 from .batching import Formed, Lane, form_batches
 from .encoded import BrokenBody, EncodedGroups
@@ -30,7 +32,7 @@ from .posts import Posts
 from .queue import EnvironmentStatus, Registered, environment_status, grown_group_size
 from .reading import PostedGroup
 from .state import KEY, WireState, from_json_like, to_json_like
-from .view import View
+from .view import View, as_waiting
 
 log = structlog.get_logger(__name__)
 
@@ -125,16 +127,22 @@ class AtroposService:
         await self._follow_store()
         return len(self._view.queue)
 
-    async def batch(self, *, leased: bool) -> Batch:
+    async def batch(self, *, leased: bool, key: str | None = None) -> Batch:
         """Returns the oldest batch.
 
         Args:
             leased: whether the trainer acknowledges; otherwise fetching a batch acknowledges it.
+            key: a repeated request with the same key gets the same batch.
         """
         async with self._lock:
             if not self._state.registered:
                 return Batch(None, "no trainer is registered")
             await self._give_back_undelivered()
+            lease_id = None if key is None else f"atropos-{_hash(key)}"
+            if lease_id is not None and (known := await self._find_lease(lease_id)) is not None:
+                if known.state in ("open", "acked"):
+                    return await self._deliver_again(known, leased)
+                lease_id = None  # it has ended, and its groups are waiting
             first = not self._state.started
             self._state.started = True
             for _ in range(_TRIES):
@@ -144,12 +152,30 @@ class AtroposService:
                     if first:
                         await self._save(self._state)
                     return Batch(None, reason)
-                batch = await self._deliver(leased)
+                batch = await self._deliver(leased, lease_id)
                 if batch is not None:
                     return batch
             return Batch(None, "the groups of the batch are gone; ask again")
 
-    async def _deliver(self, leased: bool) -> Batch | None:
+    async def _find_lease(self, lease_id: str) -> LeaseFacts | None:
+        try:
+            return await self._store.find_lease(lease_id)
+        except NotFoundError:
+            return None
+
+    async def _deliver_again(self, known: LeaseFacts, leased: bool) -> Batch:
+        """Returns the batch of a lease that was made for the same request.
+
+        Raises:
+            NotFoundError, DamagedBodies, BrokenBody: its groups can no longer be read.
+        """
+        rows = await self._store.rows(known.group_ids)
+        bodies = await self._encoded.get([as_waiting(row) for row in rows])
+        if not leased:
+            await self._store.ack(known.lease_id)
+        return Batch(bodies, lease_id=known.lease_id if leased else None)
+
+    async def _deliver(self, leased: bool, lease_id: str | None) -> Batch | None:
         """Leases and returns the first formed batch; None if a part of it is missing or broken."""
         groups = self._view.formed[0]
         ids = [group.group_id for group in groups]
@@ -166,7 +192,9 @@ class AtroposService:
             self._stale = True
             return None
         try:
-            lease = await self._store.lease(ATROPOS_RUN, group_ids=ids, seconds=self._lease_seconds)
+            lease = await self._store.lease(
+                ATROPOS_RUN, group_ids=ids, seconds=self._lease_seconds, lease_id=lease_id
+            )
         except (ConflictError, NotFoundError):
             lease = None
         if lease is None:
@@ -456,3 +484,7 @@ class AtroposService:
     async def _save(self, state: WireState) -> None:
         await self._store.set_value(KEY, to_json_like(state))
         self._state = state
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:40]

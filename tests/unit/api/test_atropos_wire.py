@@ -361,6 +361,34 @@ async def test_a_trainer_that_acknowledges_gets_a_lost_batch_again(tmp_path: Pat
         assert (await api.http.post("/ack", json={"lease_id": "nothing"})).status_code == 404
 
 
+@pytest.mark.parametrize("ask", [{}, {"x-envserver-ack": "lease"}])
+async def test_a_request_for_a_batch_that_is_repeated_with_its_key_gets_the_same_batch(
+    ask: dict[str, str], tmp_path: Path
+) -> None:
+    async def fetch(key: str) -> list[int]:
+        answer = await api.http.get("/batch", headers=ask | {"idempotency-key": key})
+        return [mark_of(group) for group in answer.json()["batch"]]
+
+    async with running_api(tmp_path / "s.db") as api:
+        await api.register()
+        for mark in range(6):
+            await api.post("/scored_data", wire_group(2, mark))
+        assert [await fetch("one"), await fetch("two"), await fetch("one")] == [
+            [0, 1],
+            [2, 3],
+            [0, 1],
+        ]
+    async with running_api(tmp_path / "s.db") as api:
+        assert [await fetch("two"), await fetch("three")] == [[2, 3], [4, 5]]
+        assert (await api.get("/status"))["current_step"] == 6
+        assert (await api.store.counts())["acked"] == (0 if ask else 6)
+        if ask:
+            for lease in await api.store.open_leases("atropos"):
+                await api.store.extend(lease.lease_id, 0.01)
+            await until(lambda: queued(api, 6))
+            assert await fetch("one") == [0, 1]  # its lease ended: another one
+
+
 async def queued(api: Api, groups: int) -> bool:
     return (await api.store.counts())["queued"] == groups
 

@@ -19,6 +19,7 @@ from support.doors import Door, State, doors
 from support.waiting import until
 
 from envserver import ConfigError
+from envserver.export.stored_sources import open_source
 from envserver.proxy import Gate
 
 QUICK = Retries(tries=3, first_pause_seconds=0.01)
@@ -281,15 +282,17 @@ async def test_clients_without_asyncio_go_on_too(api: Api, two: list[Door]) -> N
     assert await asyncio.to_thread(train) == ["a", "b"]
 
 
-async def test_a_trainer_of_the_atropos_wire_goes_on(api: Api, two: list[Door]) -> None:
+@pytest.mark.parametrize("acknowledged", [False, True])
+async def test_a_trainer_of_the_atropos_wire_goes_on(
+    acknowledged: bool, api: Api, two: list[Door]
+) -> None:
     def train() -> list[int]:
         seen = []
         with AtroposTrainerClient(
-            urls(two), group_size=2, batch_size=1, acknowledged=True, retries=QUICK
+            urls(two), group_size=2, batch_size=1, acknowledged=acknowledged, retries=QUICK
         ) as client:
-            for number, (door, other) in enumerate((two, two[::-1], two)):
-                door.shut("loses answers" if number else "closed")
-                door.losing = b"/ack"
+            for door, other in (two, two[::-1], two):
+                door.shut("loses answers")
                 other.shut("open")
                 batch = client.lease()
                 assert batch is not None
@@ -301,3 +304,10 @@ async def test_a_trainer_of_the_atropos_wire_goes_on(api: Api, two: list[Door]) 
         await api.post("/scored_data", wire_group(mark=mark))
     assert await asyncio.to_thread(train) == [0, 1, 2]
     assert (await api.store.counts())["acked"] == 3
+
+
+async def test_groups_are_read_from_another_server(api: Api, two: list[Door]) -> None:
+    await put(api, "a", "b")
+    two[0].shut()
+    read = await asyncio.to_thread(lambda: list(open_source(",".join(urls(two)))))
+    assert len(read) == 2
