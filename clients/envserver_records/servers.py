@@ -29,7 +29,7 @@ Urls = str | Sequence[str]
 _CANNOT_NOW: Final = frozenset({502, 503, 504})
 """The server can do nothing at the moment, and has done nothing."""
 _CONNECT_SECONDS: Final = 5.0
-_ALIVE_SECONDS: Final = 4.0
+_ALIVE_SECONDS: Final = 3.0
 
 
 def server_urls(urls: Urls) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ class AsyncServersClient(httpx.AsyncClient):
         quiet_seconds: silence after which a server is asked whether it is alive.
     """
 
-    quiet_seconds = 6.0
+    quiet_seconds = 3.0
 
     def __init__(self, urls: Urls, **more: Any) -> None:
         self._servers = _Servers(server_urls(urls))
