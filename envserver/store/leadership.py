@@ -39,6 +39,8 @@ log = structlog.get_logger(__name__)
 
 LOOK_SECONDS: Final = 0.25
 BEAT_SECONDS: Final = 1.0
+_BEATS: Final = 4
+"""Beats, at least, that a leader must miss before its session is ended."""
 _STATEMENT_SECONDS: Final = 5.0
 _CLOSE_SECONDS: Final = 2.0
 _CHANNEL: Final = "envserver_leader"
@@ -70,7 +72,8 @@ class Leadership:
     """This server's part among the servers of a store; made by `leadership`.
 
     Args:
-        takeover_seconds: seconds of silence after which a leader's session is ended.
+        takeover_seconds: seconds of silence after which a leader's session is ended; the same for
+            all servers of a store.
     """
 
     def __init__(self, where: str, engine: AsyncEngine, takeover_seconds: float) -> None:
@@ -235,7 +238,7 @@ class Leadership:
                 if not self._reachable:
                     store.try_again()  # before a follower finds the lock free
                 self._reachable = True
-            await self._pause(BEAT_SECONDS)
+            await self._pause(min(BEAT_SECONDS, self._takeover_seconds / _BEATS))
 
     async def _end_beats(self) -> None:
         """Ends the beats once the store is closed, and tells the others that it is free."""

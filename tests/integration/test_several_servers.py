@@ -166,7 +166,7 @@ def test_all_answer_and_another_leads_when_the_leader_is_killed(
 def test_a_leader_that_is_stopped_loses_the_store_and_ends_when_it_wakes(
     postgres_url: str, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
-    with servers(2, postgres_url, tmp_path, "--server.takeover_seconds", 1) as made:
+    with servers(2, postgres_url, tmp_path) as made:
         leader, (other,) = parted(made)
         assert other.client.post("/v1/runs", json=RUN).status_code == 201
         post(other, 1)
@@ -188,7 +188,7 @@ def test_a_leader_that_is_stopped_loses_the_store_and_ends_when_it_wakes(
             ack(other, leased)
             leader.process.send(signal.SIGCONT)
             for answer in (late.result(), acked.result()):
-                assert answer is None or answer.status_code in (502, 503)
+                assert answer is None or answer.status_code >= 500
         assert leader.process.end() == 1
         assert "StoreLost" in leader.said() or "Another process" in leader.said()
         assert other.role() == "leader"
