@@ -43,6 +43,8 @@ _END_SECONDS = 15.0
 """For that; then the engine's command is killed."""
 _WARM_SECONDS = 120.0
 """For so long after its last use a kind of container is kept warm."""
+_USES_FOR_ONE = 4
+"""So many uses of a kind, and one of it is kept warm; twice as many, and two are."""
 _KEPT_BYTES = 4096
 _LOOK_SECONDS = 0.02
 _bundle = lru_cache(16)(bundle)
@@ -356,12 +358,13 @@ class Pool:
     def _targets(self) -> dict[ContainerKey, int]:
         """How many are to be warm, by kind: those last used come first.
 
-        The first use of a kind proves nothing: many images are used once, to read their files.
+        Where each task has an image of its own, a kind is used a few times only, and what was
+        started in advance for it would be started for nothing.
         """
         now, room, targets = time.monotonic(), self._rules.most_warm, {}
         for key, use in sorted(self._uses.items(), key=lambda item: -item[1].last):
-            fresh = use.times > 1 and now - use.last < _WARM_SECONDS
-            targets[key] = min(self._rules.warm, room) if fresh else 0
+            deserved = use.times // _USES_FOR_ONE if now - use.last < _WARM_SECONDS else 0
+            targets[key] = min(self._rules.warm, room, deserved)
             room -= targets[key]
         return targets
 

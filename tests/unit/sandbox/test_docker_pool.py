@@ -95,27 +95,27 @@ def test_starts_are_bounded_at_once_and_per_second_and_the_first_is_first(
     assert len(house.starts) == 3
 
 
-def test_a_kind_that_was_used_twice_is_kept_warm_for_two_minutes(
+def test_a_kind_that_was_used_often_is_kept_warm_for_two_minutes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     house = House(monkeypatch, warm=2, starts=8, starts_per_second=100.0)
-    for number in range(2):
+    starts = []
+    for number in range(8):
         house.want(number)
         house.look(1.0)
         house.starts[-1].is_ready()
-        house.look()
-        house.look()
-    house.look(1.0)
-    house.look(1.0)
-    assert len(house.starts) == 4  # one for each, and two in advance
-    for started in house.starts[2:]:
-        started.is_ready()
+        house.look(1.0)
+        house.look(1.0)
+        starts.append(len(house.starts))
+    assert starts == [1, 2, 3, 5, 6, 7, 8, 10]  # the fourth and the eighth bring one in advance
+    assert [number for number, _ in house.given] == list(range(8))
+    house.starts[-2].is_ready()
+    house.starts[-1].is_ready()
     house.look()
     house.look()
-    house.want(2)
-    assert [number for number, _ in house.given] == [0, 1, 2]
+    house.want(8)
     house.look(200.0)
-    kept = [each for each in house.starts[2:4] if not each.process.stdin.closed]
+    kept = [each for each in house.starts[8:10] if not each.process.stdin.closed]
     (_, given) = house.given[-1]
     assert isinstance(given, Container)
     assert kept == [given.child]  # the other was let go
