@@ -318,6 +318,21 @@ class SandboxConfig(LocalSandboxConfig):
     remote_certfile: Path | None = None
     """Client certificate with its key (PEM), if these machines ask for one."""
 
+    maker: str | None = Field(default=None, pattern=r"^.+:\w+$")
+    """Class that makes sandboxes instead, such as a cloud's: package.module:Class or
+    path/to/file.py:Class (docs/sandboxes.md)."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SandboxConfig:
+        if self.remote and self.maker:
+            raise ValueError("sandboxes come from `remote` or from `maker`, not from both")
+        return self
+
+    @property
+    def remote_urls(self) -> tuple[str, ...]:
+        """The machines in `remote`."""
+        return tuple(self.remote.split(",")) if self.remote else ()
+
     @field_validator("remote")
     @classmethod
     def _addresses(cls, value: str) -> str:

@@ -22,6 +22,7 @@ from ..sandbox.probe import WEAKNESSES, ProbeReport
 from ..sandbox.selection import ORDER
 from ..sandbox.service import probe
 from .console import Console
+from .doctor_machines import MachineFact, look_at_machines, show_machines
 from .logs import configure_logs
 from .loop import run_loop
 from .specs.doctor_command import COMMAND
@@ -49,12 +50,15 @@ def run(argv: list[str]) -> int:
     facts = machine_facts()
     reports = run_loop(_probe(settings.sandbox))
     taken = _taken(reports, settings.sandbox.backend)
+    machines = run_loop(look_at_machines(settings.sandbox))
+    if machines:
+        taken = "remote" if any(one.load is not None for one in machines) else None
     if settings.as_json:
-        found = {"machine": facts, "backends": reports, "backend": taken}
+        found = {"machine": facts, "backends": reports, "backend": taken, "machines": machines}
         text = orjson.dumps(msgspec.to_builtins(found), option=orjson.OPT_INDENT_2)
         sys.stdout.write(text.decode() + "\n")
     else:
-        _show(Console(), facts, reports, taken)
+        _show(Console(), facts, reports, machines, taken)
     return 0 if taken else 1
 
 
@@ -138,7 +142,11 @@ def _own_cgroup() -> Path | None:
 
 
 def _show(
-    console: Console, facts: Sequence[Fact], reports: Sequence[ProbeReport], taken: str | None
+    console: Console,
+    facts: Sequence[Fact],
+    reports: Sequence[ProbeReport],
+    machines: Sequence[MachineFact],
+    taken: str | None,
 ) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
     for fact in facts:
@@ -149,6 +157,11 @@ def _show(
         console.print()
         _show_wall(console, report)
     console.print()
+    if machines:
+        show_machines(console, machines)
+        found = "are made by these machines" if taken else "cannot be made: no machine answers"
+        console.print(f"[bold {'green' if taken else 'red'}]Sandboxes {found}.[/]")
+        return
     if taken:
         console.print(f"[bold green]Sandboxes use the backend {taken}.[/]", highlight=False)
         if taken in WEAKNESSES:

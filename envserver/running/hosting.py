@@ -37,6 +37,7 @@ from .curricula import curriculum_of_store, stream_of
 from .judging import JudgeNumbers
 from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
 from .mix import Member, Several
+from .sandbox_metrics import SandboxMachineNumbers
 from .tally import Tally
 from .tracking import Tracking
 
@@ -158,6 +159,7 @@ async def hosted(
             Deliveries(server.store, lambda: host.version),
             EngineNumbers(room.engine, room.endpoint.gate, lambda: host.version),
             PartsNumbers(parts),
+            SandboxMachineNumbers(settings.sandbox),
             CurriculumNumbers(curricula),
             JudgeNumbers(room.judge),
         ):

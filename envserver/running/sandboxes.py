@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from ..config import SandboxConfig
 from ..environment import Environment, Isolation
 from ..folders import loaded_paths
-from ..sandbox.elsewhere import SandboxSource, machines_of
+from ..sandbox.elsewhere import SandboxSource, foreign, machines_of
 from ..sandbox.maker import SandboxMaker
 from ..sandbox.service import SandboxService
 from ..sandbox.watched import WatchedSandboxes
@@ -53,16 +53,19 @@ async def _source(
     config: SandboxConfig,
     isolation: Isolation | None,
 ) -> AsyncIterator[SandboxSource]:
-    if not config.remote:
+    if not config.remote and config.maker is None:
         async with SandboxService(config, private_paths(environment)) as service:
             yield service
         return
     if (isolation or environment.isolation) == "sandboxed":
         raise ConfigError(
             f"Agents of {environment.name!r} run in the sandbox themselves; their processes cannot "
-            "be on another machine (--sandbox.remote).",
+            "be elsewhere (--sandbox.remote, --sandbox.maker).",
             hint="Run `envserver join` on that machine, with its own sandboxes.",
         )
+    if config.maker is not None:
+        yield foreign(config.maker)
+        return
     async with machines_of(config) as elsewhere:
         yield elsewhere
 

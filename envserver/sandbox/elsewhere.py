@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Protocol
 
 import structlog
 from envserver_records.errors import ConfigError
 
 from ..config import SandboxConfig
-from .remote.address import RemoteAddress, SandboxAddress
+from .foreign import maker_class
+from .remote.address import ForeignAddress, RemoteAddress, SandboxAddress
 from .remote.machines import Machines
 
 _log = structlog.get_logger("envserver.sandbox")
@@ -41,6 +43,19 @@ class Elsewhere:
     def __init__(self, address: SandboxAddress) -> None:
         self.address = address
         self.private: list[str] = []
+
+
+def foreign(reference: str) -> Elsewhere:
+    """Returns the sandboxes of a class; see `SandboxConfig.maker`.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    place, _, name = reference.rpartition(":")
+    if place.endswith(".py"):
+        reference = f"{Path(place).absolute()}:{name}"  # for processes with other folders
+    maker_class(reference)
+    return Elsewhere(ForeignAddress(reference))
 
 
 @asynccontextmanager
@@ -85,7 +100,7 @@ def address_of(config: SandboxConfig) -> RemoteAddress:
                 f"--sandbox.remote_token_file cannot be read: {error.strerror}."
             ) from error
     return RemoteAddress(
-        urls=tuple(config.remote.split(",")),
+        urls=config.remote_urls,
         token=token,
         ca_certs=str(config.remote_ca_certs or ""),
         certfile=str(config.remote_certfile or ""),

@@ -1,5 +1,5 @@
-"""What makes sandboxes: the supervisor of this machine (`client.SandboxClient`), or other
-machines (`remote.machines.Machines`).
+"""What makes sandboxes: the supervisor of this machine (`client.SandboxClient`), other machines
+(`remote.machines.Machines`), or a class of somebody else (`foreign.ForeignSandboxes`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from envserver_records.records import ExecResult, SandboxSpec
 
 from ..proxy.egress import Closable, OnConnection
 from ..sandbox_interface import Sandbox
-from .remote.address import RemoteAddress, SandboxAddress
+from .remote.address import ForeignAddress, RemoteAddress, SandboxAddress
 
 
 class StartedProgram:
@@ -68,6 +68,10 @@ def sandboxes_at(address: SandboxAddress) -> SandboxMaker:
         from .remote.machines import Machines  # an HTTP client, which few scorers need
 
         return Machines(address)
+    if isinstance(address, ForeignAddress):
+        from .foreign import ForeignSandboxes
+
+        return ForeignSandboxes(address.reference)
     from .client import SandboxClient
 
     return SandboxClient(address)

@@ -1,7 +1,8 @@
 # ruff: noqa: E501 - whole programs in strings
 """Runs all hostile programs, and the ordinary ones, against one backend; tells what got through.
 
-    python -m hostile.driver BACKEND [--only WORDS] [--at-a-time 8] [--image IMAGE]     (in tests/)
+    python -m hostile.driver BACKEND [--only WORDS] [--every 1] [--at-a-time 8] [--image IMAGE]
+        [--elsewhere]                                                                   (in tests/)
 
 It plays the server: the secrets are in its own environment, arguments and folder. The report is the last line
 of its output, as JSON.
@@ -21,13 +22,15 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from support.sandboxes import sandboxes
+from support.sandboxes import sandbox_machine, sandboxes
 
 from envserver import ExecResult, Sandbox, SandboxError, Sandboxes, SandboxSpec
+from envserver.sandbox.remote.address import RemoteAddress
+from envserver.sandbox.remote.machines import Machines
 
 from . import agents, channel, cleanup, controls, disclosure, files, kernel, limits, network, output
 from . import processes as process_control
@@ -74,12 +77,15 @@ class Report:
     seconds: float
 
 
-async def report_on(backend: str, only: str, at_a_time: int, image: str) -> Report:
+async def report_on(
+    backend: str, only: str, every: int, at_a_time: int, image: str, elsewhere: bool
+) -> Report:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hostile-") as name:
         Path(name).chmod(0o755)
         os.chdir(name)
-        async with _host(backend, at_a_time, Path(name), image) as (boxes, host, isolation):
+        making = _made(backend, at_a_time + 1, image, elsewhere)
+        async with _host(making, Path(name)) as (boxes, host, isolation):
             turns = asyncio.Semaphore(at_a_time)
 
             async def one(category: str, program: Hostile | Ordinary) -> Verdict:
@@ -98,7 +104,9 @@ async def report_on(backend: str, only: str, at_a_time: int, image: str) -> Repo
                     for program in programs_of_it
                     if only in f"{category}: {program.name}" and _is_there(program.needs, image)
                 ]
-                return list(await asyncio.gather(*chosen))
+                for left_out in [one for number, one in enumerate(chosen) if number % every]:
+                    left_out.close()
+                return list(await asyncio.gather(*chosen[::every]))
 
             programs = await those(CATEGORIES)
             ordinary = await those({"controls": controls.CONTROLS})
@@ -109,8 +117,25 @@ async def report_on(backend: str, only: str, at_a_time: int, image: str) -> Repo
 
 
 @asynccontextmanager
+async def _made(
+    backend: str, concurrent: int, image: str, elsewhere: bool
+) -> AsyncIterator[tuple[Sandboxes, str]]:
+    """Sandboxes, and the address of their supervisor. `elsewhere`: as on another machine."""
+    if not elsewhere:
+        async with sandboxes(backend, concurrent=concurrent, image=image) as boxes:
+            yield boxes, boxes._address
+        return
+    config = {"backend": backend, "concurrent": concurrent, "docker_image": image}
+    async with (
+        sandbox_machine(**config) as served,
+        Machines(RemoteAddress((served.url,))) as machines,
+    ):
+        yield machines, served.machine.maker._address  # type: ignore[attr-defined]
+
+
+@asynccontextmanager
 async def _host(
-    backend: str, at_a_time: int, folder: Path, image: str
+    making: AbstractAsyncContextManager[tuple[Sandboxes, str]], folder: Path
 ) -> AsyncIterator[tuple[Sandboxes, Host, str]]:
     """Sandboxes, the host beside them, and a neighbour with secrets of its own."""
     known = [
@@ -119,11 +144,11 @@ async def _host(
         random_secret("neighbour-argv"),
     ]
     async with (
-        sandboxes(backend, concurrent=at_a_time + 1, image=image) as boxes,
+        making as (boxes, service),
         boxes.open(SandboxSpec(files={"neighbour.txt": known[1].encode()})) as neighbour,
     ):
         running = asyncio.create_task(_stay(neighbour, known))
-        service = boxes._address  # programs try to reach the service itself
+        # Programs try to reach the service itself.
         with Host(folder, secrets=known, service=service) as host:
             yield boxes, host, neighbour.isolation
         running.cancel()
@@ -259,6 +284,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backend")
     parser.add_argument("--only", default="", help="words in `category: name`")
+    parser.add_argument("--every", type=int, default=1, help="the first of so many programs")
+    parser.add_argument("--elsewhere", action="store_true", help="as sandboxes of a machine")
     parser.add_argument("--at-a-time", type=int, default=8)
     parser.add_argument("--image", default="", help="for the backend docker")
     arguments = parser.parse_args()
@@ -266,8 +293,7 @@ def main() -> None:
         os.environ[_SECRET_VARIABLE] = random_secret("server")
         os.execv(sys.executable, [sys.executable, "-m", "hostile.driver", *sys.argv[1:]])
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    words = (arguments.backend, arguments.only, arguments.at_a_time, arguments.image)
-    report = asyncio.run(report_on(*words))
+    report = asyncio.run(report_on(**vars(arguments)))
     print(json.dumps(asdict(report)))
 
 

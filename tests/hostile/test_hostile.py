@@ -90,7 +90,8 @@ def report(command: tuple[str, ...], *words: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-4000:]
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert told["afterwards"] == []
-    assert "--only" in words or (len(told["programs"]) > 140 and len(told["controls"]) > 10)
+    if not {"--only", "--every"} & {*words}:
+        assert len(told["programs"]) > 140 and len(told["controls"]) > 10
     return told
 
 
@@ -114,6 +115,16 @@ def test_the_walls_hold_every_hostile_program_and_no_ordinary_one(
         f"{backend}, user {told['user']}: {len(told['programs'])} hostile programs held, "
         f"{len(told['controls'])} ordinary ones work, {told['seconds']:.0f} s"
     )
+
+
+@pytest.mark.parametrize(
+    "every",
+    [pytest.param("8", id="some"), pytest.param("1", id="all", marks=pytest.mark.slow)],
+)
+def test_the_walls_of_another_machine_hold(every: str, tell: Callable[[str], None]) -> None:
+    told = report(AS_IT_IS, "namespace", "--elsewhere", "--every", every)
+    assert what_got_through(told) == {} and len(told["programs"]) > 140 // int(every)
+    tell(f"elsewhere: {len(told['programs'])} hostile programs held, {told['seconds']:.0f} s")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where sandboxes are made: in the supervisor of this machine, or on others."""
+"""Where sandboxes are made: by this machine's supervisor, on others, or by somebody's class."""
 
 from __future__ import annotations
 
@@ -49,5 +49,12 @@ class RemoteAddress:
         return context
 
 
-SandboxAddress = str | RemoteAddress
+@dataclass(frozen=True)
+class ForeignAddress:
+    """A class of somebody else; `reference`: package.module:Class, or /path/to/file.py:Class."""
+
+    reference: str
+
+
+SandboxAddress = str | RemoteAddress | ForeignAddress
 """A path: the socket of a supervisor on this machine."""

@@ -240,6 +240,8 @@ def _takes(machine: Machine) -> bool:
 def _reason(error: Exception) -> str:
     if isinstance(error, aiohttp.WSServerHandshakeError):
         return _refusal(error.status, b"")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"it cannot be reached: {error.os_error.strerror or error.os_error}"
     if isinstance(error, TimeoutError):
         return "it does not answer in time"
     return str(error) or type(error).__name__

@@ -18,13 +18,24 @@ from envserver_records.errors import ConfigError, SandboxLost, SandboxUnavailabl
 from envserver_records.framing import frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import SecretStr
 from support.extent import examples
 from support.process_tree import alive_with
 from support.sandboxes import sandbox_machine
 from support.waiting import until
 
-from envserver import ExecResult, InputError, Sandbox, SandboxLimits, SandboxSpec
+from envserver import (
+    ExecResult,
+    InputError,
+    Sandbox,
+    SandboxConfig,
+    SandboxLimits,
+    SandboxSpec,
+)
 from envserver.api import create_token
+from envserver.cli.console import Console
+from envserver.cli.doctor_machines import look_at_machines, show_machines
+from envserver.running.sandbox_metrics import SandboxMachineNumbers
 from envserver.running.sandbox_serving import ServedSandboxes
 from envserver.sandbox.remote import machines as machines_module
 from envserver.sandbox.remote.address import RemoteAddress
@@ -285,3 +296,49 @@ def test_the_machine_with_most_free_room_is_first(loads: list[tuple[int, int, in
 def _forget_machines() -> Iterator[None]:
     yield
     machines_at.cache_clear()
+
+
+@of_module
+async def test_doctor_and_metrics_show_the_machines(
+    served: ServedSandboxes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = "http://127.0.0.1:9"
+    config = SandboxConfig(
+        remote=f"{served.url},{gone}", remote_token=SecretStr(TOKENS["environment"])
+    )
+    here, there = await look_at_machines(config)
+    assert here.load == served.machine.load and there.load is None and there.problem
+    show_machines(Console(), [here, there])
+    told = capsys.readouterr().out
+    assert f"{served.url}: works ({here.load.backend}), 0 of 2 sandboxes open" in told
+    assert f"{gone}: does not work: it cannot be reached" in told
+
+    families = await SandboxMachineNumbers(config).families()
+    up = next(one for one in families if one.name == "envserver_sandbox_machine_up")
+    assert [(one.labels["machine"], one.value) for one in up.samples] == [
+        (served.url, 1.0),
+        (gone, 0.0),
+    ]
+
+
+@of_module
+async def test_programs_reach_the_proxy_of_their_client(boxes: Machines) -> None:
+    """So `egress` works: rules and record stay where the attempt is."""
+    asked = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n"))
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 200_000)
+        await writer.drain()
+        writer.close()
+
+    code = "import urllib.request as u; print(len(u.urlopen('http://api.test/').read()))"
+    async with boxes.open(SandboxSpec()) as box:
+        server = await box.lead_out(serve)
+        if server is None:
+            pytest.skip(f"programs have no network of their own in {box.isolation}")
+        for _ in range(3):
+            result = await box.run_python(code)
+            assert result.stdout == b"200000\n", result.stderr
+        server.close()
+    assert asked == [b"GET http://api.test/ HTTP/1.1\r\n"] * 3
