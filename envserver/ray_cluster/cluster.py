@@ -29,6 +29,8 @@ NAMESPACE = "envserver"
 _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _STOP_SECONDS = 10.0
+_ROOM_SECONDS = 5.0
+"""For how long the number of places counts as that of now."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Cluster:
     def __init__(self, config: RayConfig, thread: ThreadPoolExecutor) -> None:
         self.brings_folder = False
         """Whether runners start in a folder that Ray brings them, of this command or of its job."""
+        self._room: tuple[float, int] | None = None
         self._config = config
         self._thread = thread
 
@@ -109,8 +112,10 @@ class Cluster:
 
     async def most_runners(self) -> int:
         """Returns how many runners the nodes of now have room for in total, at least one."""
-        nodes = await self.nodes()
-        return max(1, sum(self._places(one) for one in nodes if self._fits(one)))
+        if self._room is None or time.monotonic() > self._room[0] + _ROOM_SECONDS:
+            places = [self._places(one) for one in await self.nodes() if self._fits(one)]
+            self._room = time.monotonic(), max(1, sum(places))
+        return self._room[1]
 
     async def start(self, spec: CommandSpec) -> Actor:
         """Makes an actor that starts when Ray has a place for it."""

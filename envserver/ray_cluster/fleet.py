@@ -161,7 +161,7 @@ class Fleet:
                 "runner_waits",
                 environment=self._name,
                 runner=number,
-                why=f"No node has this free now: {self._wants}.",
+                why=f"No node has this free, or has its runtime environment ready: {self._wants}.",
             )
 
     async def _ended(self, number: int, one: _Slot, status: int) -> None:

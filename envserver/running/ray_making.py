@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from envserver_records.records import Group
@@ -91,12 +92,18 @@ class RayMakers:
     """A connected cluster that can make groups of several environments.
 
     Args:
-        runners: the most runners of each environment of the run, in their order.
+        weights: of the environments that run at the same time.
+        runners: the most runners of each of them, in their order.
     """
 
     settings: MixSettings
     cluster: Cluster
+    weights: Sequence[float]
     runners: Sequence[int]
+
+    async def room(self, number: int) -> int:
+        """Returns how many runners of an environment the nodes of now have room for."""
+        return divided(await self.cluster.most_runners(), self.weights)[number]
 
     @contextlib.asynccontextmanager
     async def open(
@@ -145,7 +152,7 @@ class RayMakers:
                 scaling = Scaling(config_of_part(config, most))
                 per_runner = groups_per_runner(spec.settings, environment)
                 tending = asyncio.create_task(
-                    _tend(fleet, dealer, scaling, self.cluster, per_runner)
+                    _tend(fleet, dealer, scaling, partial(self.room, number), per_runner)
                 )
                 scaled = rollouts.model_copy(
                     update={"max_concurrent": rollouts.max_concurrent * most}
@@ -165,16 +172,23 @@ def _name(environment: Environment, runner: int) -> str:
 
 
 async def _tend(
-    fleet: Fleet, dealer: Dealer, scaling: Scaling, cluster: Cluster, per_runner: int
+    fleet: Fleet,
+    dealer: Dealer,
+    scaling: Scaling,
+    room: Callable[[], Awaitable[int]],
+    per_runner: int,
 ) -> None:
     """Looks after the runners of an environment, until cancelled.
+
+    Args:
+        room: returns how many runners the nodes of now have room for.
 
     Raises:
         RunnerFailed: runners cannot start.
     """
     while True:
         load = Load(dealer.open_groups, per_runner, dealer.engine_waits)
-        await fleet.tick(scaling.wanted(load, await cluster.most_runners()))
+        await fleet.tick(scaling.wanted(load, await room()))
         await asyncio.sleep(_TICK_SECONDS)
 
 
@@ -194,4 +208,4 @@ async def ray_makers(
     async with connected(settings.ray) as cluster:
         await cluster.check_place()
         most = settings.ray.runners or settings.ray.max or await cluster.most_runners()
-        yield RayMakers(settings, cluster, divided(most, weights))
+        yield RayMakers(settings, cluster, weights, divided(most, weights))

@@ -39,7 +39,7 @@ from .run_settings import RunApiSettings
 from .serving import POLL_SECONDS, Served, check_alike
 from .stopping import Stop, run_until_stopped
 
-_TICK_SECONDS = 0.5
+_TICK_SECONDS = 1.0
 _CANCEL_SECONDS = 3.0
 
 
