@@ -15,6 +15,7 @@ from sqlalchemy import bindparam, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import UNTRIED, Estimate, Scored, updated
+from .prefixes import begins_with
 from .schema import dropped_groups, estimates
 from .transaction import Transaction, chunks
 
@@ -144,8 +145,6 @@ async def counted_drops(connection: AsyncConnection, group_ids: Sequence[str]) -
 
 async def count_drops_with_prefix(connection: AsyncConnection, prefix: str) -> int:
     """Counts the scored groups whose id begins with `prefix` that were not stored."""
-    is_like = func.substr(dropped_groups.c.group_id, 1, len(prefix)) == prefix
-    count = await connection.execute(
-        select(func.count()).select_from(dropped_groups).where(is_like)
-    )
+    begins = begins_with(dropped_groups.c.group_id, prefix, connection.dialect)
+    count = await connection.execute(select(func.count()).select_from(dropped_groups).where(begins))
     return int(count.scalar_one())

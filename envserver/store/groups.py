@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from . import compression
 from .estimates import count_stored
 from .facts import facts_row
+from .prefixes import begins_with
 from .rows import GroupPut, GroupRow
 from .schema import SHARED, bodies, deliveries, group_facts, groups
 from .statements import InsertStatement
@@ -208,8 +209,8 @@ async def arrived_after(connection: AsyncConnection, seq: int, limit: int) -> li
 
 async def count_with_prefix(connection: AsyncConnection, prefix: str) -> int:
     """Counts the groups ever stored whose id begins with `prefix`."""
-    is_like = func.substr(groups.c.group_id, 1, len(prefix)) == prefix
-    count = await connection.execute(select(func.count()).select_from(groups).where(is_like))
+    begins = begins_with(groups.c.group_id, prefix, connection.dialect)
+    count = await connection.execute(select(func.count()).select_from(groups).where(begins))
     return int(count.scalar_one())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx
 import pytest
 from envserver_records.errors import StoreFull
 from envserver_records.records import pack
+from sqlalchemy import create_engine, func, select
 from support.api import running_api
 from support.clocks import Clock
 from support.joined import join, registration
@@ -28,6 +30,8 @@ from envserver.remote.link import Link
 from envserver.rollouts import Bounds
 from envserver.store import GroupStore, open_store
 from envserver.store.demand import Demand
+from envserver.store.prefixes import begins_with
+from envserver.store.schema import groups
 
 MANY = 1000
 
@@ -208,3 +212,21 @@ async def test_a_thousand_joiners_cost_one_deal_for_many_beats(
         spent = time.thread_time() - before
         assert deals < MANY / 10, "one deal serves many beats"
         assert spent / MANY < 0.002
+
+
+def test_a_stream_is_counted_without_looking_at_the_others() -> None:
+    dialect = create_engine("sqlite://").dialect
+    condition = begins_with(groups.c.group_id, "math-train-0-", dialect)
+    query = select(func.count()).select_from(groups).where(condition)
+    text = str(query.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
+    with sqlite3.connect(":memory:") as database:
+        database.execute("CREATE TABLE groups (seq INTEGER PRIMARY KEY, group_id TEXT UNIQUE)")
+        names = [f"math-train-{seed}-{n}" for seed in (0, 1, 10) for n in range(3)] + [
+            "math-train-0"
+        ]
+        database.executemany(
+            "INSERT INTO groups (group_id) VALUES (?)", [(name,) for name in names]
+        )
+        assert database.execute(text).fetchone() == (3,)
+        ((*_, plan),) = database.execute(f"EXPLAIN QUERY PLAN {text}")
+        assert plan.startswith("SEARCH"), plan
