@@ -56,6 +56,9 @@ class Seen(msgspec.Struct):
     """What the joiners saw."""
 
     registered_seconds: float = 0.0
+    start: float = 0.0
+    end: float = 0.0
+    """Of the time in which they posted, by the machine's monotonic clock."""
     posts: list[float] = []
     """Seconds of each post."""
     heartbeats: int = 0
@@ -168,6 +171,7 @@ async def join_all(url: str, joiners: int, posts: float, seconds: float) -> Seen
                 for n, one in enumerate(everyone)
             ],
         )
+        seen.start, seen.end = start, time.monotonic()
     return seen
 
 
@@ -189,10 +193,11 @@ async def taken(server: Server, database: Database | None, work: AsyncResult[byt
     """Takes groups as a trainer until all that were posted are there."""
     got: list[str] = []
 
-    def spent() -> tuple[float, float, float]:
-        return time.monotonic(), server.cpu(), database.cpu() if database else 0.0
+    looks: list[tuple[float, float, float]] = []
 
-    before = spent()
+    def look() -> None:
+        looks.append((time.monotonic(), server.cpu(), database.cpu() if database else 0.0))
+
     async with EnvClient(server.url, run="trainer", batch_size=1) as trainer:
 
         async def take() -> None:
@@ -200,14 +205,17 @@ async def taken(server: Server, database: Database | None, work: AsyncResult[byt
             if leased is not None:
                 got.extend(group.group_id for group in leased.groups)
                 await trainer.ack(leased)
+            look()
 
         while not work.ready():
             await take()
         seen = msgspec.msgpack.decode(work.get(), type=Seen)
-        seconds, cpu, of_database = (now - then for now, then in zip(spent(), before, strict=True))
         end = time.monotonic() + 60
         while len(got) < len(seen.ids) and time.monotonic() < end:
             await take()
+    first = min(looks, key=lambda one: abs(one[0] - seen.start))
+    last = min(looks, key=lambda one: abs(one[0] - seen.end))
+    seconds, cpu, of_database = (late - early for early, late in zip(first, last, strict=True))
     return Taken(seen, got, cpu / seconds, of_database / seconds)
 
 
@@ -280,9 +288,10 @@ def measured(kind: str, joiners: int, posts: float, seconds: float) -> list[str]
     if seen.errors:
         print(f"{len(seen.errors)} errors: {seen.errors[0]}", file=sys.stderr)
     lost, doubled = len(set(seen.ids) - set(got)), len(got) - len(set(got))
+    took = seen.end - seen.start
     quantiles = statistics.quantiles(seen.posts, n=100)
     return [
-        kind, f"{joiners:,}", f"{len(seen.ids) / seconds:.0f}", f"{seen.heartbeats / seconds:.0f}",
+        kind, f"{joiners:,}", f"{len(seen.ids) / took:.0f}", f"{seen.heartbeats / took:.0f}",
         f"{cores:.2f}", f"{memory:.0f}", f"{database_cores:.2f}" if database else "-", of_database,
         f"{quantiles[49] * 1000:.0f} / {quantiles[98] * 1000:.0f}", commit,
         f"{seen.registered_seconds:.1f}", f"{lost} / {doubled}",
