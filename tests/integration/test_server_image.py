@@ -62,14 +62,16 @@ def url_of(compose: Compose) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def wait_until_ready(url: str, compose: Compose) -> None:
-    def answers() -> bool:
-        try:
-            return httpx.get(f"{url}/readyz").status_code == 200
-        except httpx.TransportError:
-            return False
+def status(url: str, headers: dict[str, str] | None = None) -> int:
+    """The status of an answer; 0 while nobody answers."""
+    try:
+        return httpx.get(url, headers=headers).status_code
+    except httpx.TransportError:
+        return 0
 
-    until(answers, 120, lambda: compose.output("logs"))
+
+def wait_until_ready(url: str, compose: Compose) -> None:
+    until(lambda: status(f"{url}/readyz") == 200, 120, lambda: compose.output("logs"))
 
 
 def kill(engine: Engine, pid: int) -> None:
@@ -128,6 +130,27 @@ def test_it_runs_as_an_ordinary_user_on_a_root_that_is_read_only(demo: Compose) 
     assert told["State"]["Health"]["Status"] in ("healthy", "starting")
     labels = told["Config"]["Labels"]
     assert labels["org.opencontainers.image.title"] == "envserver"
+
+
+def test_a_published_port_asks_for_a_token(docker_engine: Engine, server_image: str) -> None:
+    volume = ("--volume", "envserver-tokens:/data")
+    words = ("token", "create", "--tokens", "/data/tokens.yaml", "--role", "trainer")
+    made = docker_engine.output("run", "--rm", *volume, server_image, *words, "--name", "me")
+    options = (*volume, "--publish", "127.0.0.1::8000", "--detach", "--rm", server_image)
+    words = ("--model", "sim", "--host", "0.0.0.0", "--server.tokens_file", "/data/tokens.yaml")
+    container = docker_engine.output("run", *options, "serve", "--env", "math", *words).strip()
+    try:
+        places = docker_engine.run("port", container, "8000").stdout.split()
+        if not places:
+            pytest.skip("this engine publishes no ports")
+        url = f"http://{places[0]}"
+        until(lambda: status(f"{url}/v1/groups") == 401, 120, str)  # 503 while it starts
+        assert status(f"{url}/healthz") == 200
+        token = {"Authorization": f"Bearer {made.split()[0]}"}
+        until(lambda: status(f"{url}/v1/status", token) == 200, 120, str)
+    finally:
+        docker_engine.output("rm", "--force", container)
+        docker_engine.output("volume", "rm", "--force", "envserver-tokens")
 
 
 def test_any_user_runs_programs_of_a_model_in_a_default_container(
