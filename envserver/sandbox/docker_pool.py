@@ -45,6 +45,8 @@ _WARM_SECONDS = 120.0
 """For so long after its last use a kind of container is kept warm."""
 _USES_FOR_ONE = 4
 """So many uses of a kind, and one of it is kept warm; twice as many, and two are."""
+_QUIET_SECONDS = 1.0
+"""After one was given out: a start would slow down what that sandbox does first."""
 _KEPT_BYTES = 4096
 _LOOK_SECONDS = 0.02
 _bundle = lru_cache(16)(bundle)
@@ -123,14 +125,13 @@ class Child:
 
 @dataclass(eq=False)
 class Container:
-    """A container from its start to its end; `taken`: a sandbox has it, or had it."""
+    """A container from its start to its end."""
 
     name: str
     key: ContainerKey
     unsent: memoryview
     child: Child | None = None
     ready: bool = False
-    taken: bool = False
     ending: int = 0
 
     @property
@@ -173,6 +174,7 @@ class Pool:
         self._asked: dict[str, Child] = {}
         """By image: a command that looks for it, or fetches it."""
         self._next_start = 0.0
+        self._quiet_at = 0.0
 
     def want(self, wanted: Wanted) -> None:
         """Gives the sandbox a container as soon as there is one."""
@@ -207,8 +209,10 @@ class Pool:
         times = [child.expires for child in self._asked.values()]
         times += [each.running.expires for each in (*self._starting, *self._others)]
         times += [use.last + _WARM_SECONDS for use in self._uses.values()]
-        if len(self._starting) < self._rules.starts and (self._waiting or self._lacking()):
-            times.append(self._next_start)
+        if len(self._starting) < self._rules.starts:
+            if self._waiting or self._lacking():
+                times.append(self._next_start)
+            times.append(self._quiet_at if self._quiet_at > now else float("inf"))
         left = min(times, default=float("inf")) - now
         return None if left == float("inf") else max(_LOOK_SECONDS, left)
 
@@ -228,8 +232,8 @@ class Pool:
                 self._waiting.remove(wanted)
                 self._warm.remove(found)
                 self._others.append(found)
-                found.taken = True
                 found.running.expires = float("inf")
+                self._quiet_at = time.monotonic() + _QUIET_SECONDS
                 wanted.give(found)
 
     def _refuse(self, reason: NoContainer, fits: Callable[[Wanted], bool], most: int) -> None:
@@ -374,7 +378,13 @@ class Pool:
         return all_of_it - sum(wanted.key == key for wanted in self._waiting)
 
     def _lacking(self) -> list[ContainerKey]:
-        return [key for key, most in self._targets().items() if self._unused(key) < most]
+        """Returns the kinds of which one should be started in advance now."""
+        is_quiet = time.monotonic() >= self._quiet_at
+        return [
+            key
+            for key, most in self._targets().items()
+            if (unused := self._unused(key)) < most and (is_quiet or unused <= 0)
+        ]
 
     def _keep_warm(self) -> None:
         targets = self._targets()
@@ -387,7 +397,7 @@ class Pool:
             del self._uses[key]
         if not self._waiting:
             for key in self._lacking():
-                while self._may_start() and self._unused(key) < targets[key]:
+                if self._may_start():
                     self._start(key)
 
     def _is_old(self, use: _Use) -> bool:
