@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
 import aiohttp
@@ -78,6 +78,8 @@ class FaultyRelay:
             self._told.seen[trouble] += 1
         if trouble == "lose the request":
             return _hang_up(request)
+        if request.path.endswith("/stream"):
+            return await self._stream(request)
         groups = self._groups_of(request, body)
         try:
             if trouble == "send it twice":
@@ -95,14 +97,27 @@ class FaultyRelay:
         return web.Response(status=status, headers=headers, body=answer)
 
     async def _ask(self, request: web.Request, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        headers = {
-            name: value for name, value in request.headers.items() if name.lower() not in _HOP
-        }
         async with self._http.request(
-            request.method, self._server_url + request.path_qs, data=body, headers=headers
+            request.method,
+            self._server_url + request.path_qs,
+            data=body,
+            headers=_passed(request.headers),
         ) as answer:
-            told = {n: v for n, v in answer.headers.items() if n.lower() not in _HOP}
-            return answer.status, told, await answer.read()
+            return answer.status, _passed(answer.headers), await answer.read()
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        """Passes an endless answer on, until one side breaks it off, or for two minutes."""
+        try:
+            async with self._http.get(
+                self._server_url + request.path_qs, headers=_passed(request.headers)
+            ) as answer:
+                passed = web.StreamResponse(status=answer.status, headers=_passed(answer.headers))
+                await passed.prepare(request)
+                async for part in answer.content.iter_any():
+                    await passed.write(part)
+        except (aiohttp.ClientError, TimeoutError, ConnectionError):
+            return _hang_up(request)
+        return passed
 
     def _groups_of(self, request: web.Request, body: bytes) -> list[str]:
         """The ids of the groups that a joiner sends."""
@@ -116,6 +131,11 @@ class FaultyRelay:
         for group_id, digest in found:
             self._told.sent[group_id].add(digest)
         return [group_id for group_id, _ in found]
+
+
+def _passed(headers: Mapping[str, str]) -> dict[str, str]:
+    """Returns the headers that do not belong to one connection."""
+    return {name: value for name, value in headers.items() if name.lower() not in _HOP}
 
 
 def _refused(answer: bytes) -> list[dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""A trainer that writes down all that it is given: python -m chaos.trainer URL RUN DELIVERY FOLDER.
+"""A trainer that writes down all that it is given:
+
+    python -m chaos.trainer URL[,URL...] RUN DELIVERY FOLDER lease|stream
 
 It does what a careful trainer does: lease, train (here: digest), save the checkpoint, acknowledge
 with the checkpoint's name. Killed at any moment it starts again from its last checkpoint, or, when
@@ -61,14 +63,15 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
-def main(url: str, run: str, delivery: str, folder: Path) -> None:
+def main(url: str, run: str, delivery: str, folder: Path, way: str) -> None:
     journal = Journal(folder / f"{run}.jsonl")
     client = SyncEnvClient(
         url, run=run, batch_size=BATCH, delivery=delivery, retries=PATIENT, timeout_seconds=15
     )
     with client as trainer:
         number = _start_again(trainer, journal, folder / f"{run}.{GO_BACK}")
-        for batch in trainer.batches(whole=False, seconds=LEASE_SECONDS):
+        batches = trainer.stream if way == "stream" else trainer.batches
+        for batch in batches(whole=False, seconds=LEASE_SECONDS):
             number += 1
             granted = batch.expires_at - LEASE_SECONDS
             journal.write("given", lease=batch.lease_id, granted=granted, groups=_told(batch))
@@ -127,4 +130,4 @@ def _told(batch: Batch) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]), sys.argv[5])

@@ -123,7 +123,8 @@ class World:
             return [ENVSERVER, "serve", *rollouts, *port, FEW_WAIT]
         if name == "joined":
             return [ENVSERVER, "join", urls, *rollouts, "--env.seed", 7]
-        run = [urls, name, self.deliveries[name], self.folder]
+        way = "stream" if self.is_shared and name == "b" else "lease"
+        run = [urls, name, self.deliveries[name], self.folder, way]
         return [sys.executable, "-m", "chaos.trainer", *run]
 
     def kill(self, name: Name) -> None:
@@ -216,7 +217,7 @@ class World:
 
         def is_done() -> bool:
             self.keep_up()
-            return self._left() == 0
+            return self._left() == 0 and all(map(_is_settled, self.journals().values()))
 
         logs = (*self.relays, "a")
         until(is_done, seconds, lambda: f"{self._left()} groups left; {self.logs(*logs)}")
@@ -269,6 +270,13 @@ class World:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(30)
+
+
+def _is_settled(lines: list[dict[str, object]]) -> bool:
+    """Whether the trainer has written down what became of its last checkpoint's lease."""
+    saved = [line["lease"] for line in lines if line["what"] == "saved"]
+    ended = {line["lease"] for line in lines if line["what"] in ("acked", "lost")}
+    return not saved or saved[-1] in ended
 
 
 def _variables() -> dict[str, str]:
