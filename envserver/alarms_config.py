@@ -25,6 +25,8 @@ class AlarmsConfig(BaseModel):
     rollout takes on average."""
     paused_minutes: float = Field(default=10.0, ge=0)
     """Minutes in which model calls are paused."""
+    unused_engine_minutes: float = Field(default=10.0, ge=0)
+    """Minutes in which an engine gets no calls: it is refused, unreachable, or has old weights."""
     lost_share: float = Field(default=0.05, gt=0, le=1)
     """Share of rollouts that are lost, not by the model's fault."""
     stale_share: float = Field(default=0.2, gt=0, le=1)

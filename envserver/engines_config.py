@@ -34,6 +34,8 @@ class EnginesConfig(BaseModel):
     takes hosts and ports of SRV records (needs dnspython)."""
     poll_seconds: float = Field(default=5.0, gt=0)
     """Seconds between two looks at `file` and `dns`."""
+    from_server: bool | None = None
+    """Use the engines that the server calls (only `join`); unset: if `openai.base_url` is none."""
     allow: list[str] = []
     """Hosts at which engines may be registered: gpu1,*.gpu.local,10.0.0.0/8. Only they get
     `openai.api_key`. Unset: all but those of this machine (with access tokens), and addresses of

@@ -40,6 +40,7 @@ from .atropos.service import AtroposService
 from .direct import DirectPosts
 from .engines.book import EngineBook
 from .engines.routes import engine_routes
+from .engines.telling import engine_list
 from .health import Health, health_routes, store_probe
 from .live import Live
 from .live.engines import engine_rows
@@ -143,8 +144,9 @@ def create_api(
         recorder = Recorder(metrics, store, then=alarms.check, tell=live.sampled)
     follower = Follower(live, store)
     engines = EngineBook(fleet, store) if fleet is not None else None
-    if engines is not None:
+    if fleet is not None and engines is not None:
         policy.tell_engines = engines.tell_version
+        fleet.changed = lambda: runners.news.tell_engines(engine_list(fleet))
 
     def present() -> set[str]:
         joined = {one.env for one in runners.table.known.values()}

@@ -103,9 +103,16 @@ class Overview:
                 self._sum(f"envserver_replica_{what}", replica=name)
                 for what in ("limit", "waiting", "breaker")
             )
-            said = _BREAKER.get(int(breaker), "")
+            said = _BREAKER.get(int(breaker), "") or self._standing(name)
             table.add_row(escape(_plain(name)), f"{calls:g}", f"{limit:g}", f"{waiting:g}", said)
         return table
+
+    def _standing(self, replica: str) -> str:
+        """Returns how a replica is used, if it is not as others are, with the version it has."""
+        standings = self._values("envserver_replica_standing", "standing", replica=replica)
+        said = next((name for name, value in standings if value and name != "used"), "")
+        version = self._sum("envserver_replica_version", replica=replica)
+        return f"old weights (v{version:g})" if said == "old" and version >= 0 else _plain(said)
 
     def _failures(self) -> Table:
         table = _table("failed attempts", "per minute", "all")
@@ -144,9 +151,11 @@ class Overview:
             rewards, count = (self._sum(name, **labels) for name in names)
         return rewards / count if count else None
 
-    def _values(self, name: str, label: str) -> list[tuple[str, float]]:
+    def _values(self, name: str, label: str, **of: str) -> list[tuple[str, float]]:
         found: dict[str, float] = {}
         for _, labels, value in self._named.get(name, ()):
+            if not of.items() <= labels.items():
+                continue
             found[labels[label]] = found.get(labels[label], 0.0) + value
         return sorted(found.items())
 

@@ -20,10 +20,10 @@ from envserver_records.errors import ConfigError, InputError
 from ..config import check_url
 from ..engines_config import EnginesConfig
 from .fleet import Fleet
-from .replicas import Origin
+from .replicas import Origin, Registration
 
-Listed = dict[str, int | None]
-"""Addresses of engines, and their policy versions as far as they are told."""
+Listed = list[Registration]
+"""The engines that a file or a name lists."""
 
 _MOST_BYTES: Final = 1_000_000
 
@@ -104,7 +104,7 @@ def read_list(path: Path) -> Listed:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     if len(data) > _MOST_BYTES:
         raise InputError(f"{path} has over {_MOST_BYTES} bytes.")
-    listed: Listed = {}
+    listed: dict[str, Registration] = {}
     for number, raw in enumerate(data.decode(errors="replace").splitlines(), 1):
         line = raw.strip()
         if not line or line.startswith("#"):
@@ -114,8 +114,8 @@ def read_list(path: Path) -> Listed:
             check_url(entry.url)
         except (msgspec.DecodeError, ValueError) as error:
             raise InputError(f"{path}, line {number}: {error}.", place=f"line {number}") from error
-        listed[entry.url] = entry.version
-    return listed
+        listed[entry.url] = Registration(url=entry.url, version=entry.version)
+    return list(listed.values())
 
 
 async def resolved(name: str) -> Listed:
@@ -134,10 +134,10 @@ async def resolved(name: str) -> Listed:
     except (OSError, UnicodeError) as error:
         raise InputError(f"The addresses of {host} cannot be found: {error}.") from error
     addresses = sorted({str(one[4][0]) for one in found})
-    return {
-        f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}": None
+    return [
+        Registration(url=f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}")
         for one in addresses
-    }
+    ]
 
 
 async def _services(name: str) -> Listed:
@@ -146,7 +146,7 @@ async def _services(name: str) -> Listed:
         found = await resolver.resolve(name, "SRV")
     except failures.DNSException as error:
         raise InputError(f"The SRV records of {name} cannot be found: {error}.") from error
-    return {f"http://{str(one.target).rstrip('.')}:{one.port}": None for one in found}
+    return [Registration(url=f"http://{str(one.target).rstrip('.')}:{one.port}") for one in found]
 
 
 def _dnspython() -> tuple[Any, Any]:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final, Literal
+from urllib.parse import urlsplit
 
+import msgspec
 import structlog
 from envserver_records.backoff import Backoff
 from envserver_records.errors import (
@@ -26,6 +28,7 @@ from envserver_records.errors import (
     StoreFull,
 )
 
+from ..server_config import is_loopback
 from .openai import OpenAIEngine, root_of
 from .replicas import Origin, Registration, Replica, replica_id
 
@@ -104,19 +107,26 @@ class Fleet:
     def registrations(self) -> list[Registration]:
         """Returns what the store keeps: registered engines, and versions that were told."""
         return [
-            Registration(
-                url=one.url,
-                origin=one.origin,
-                version=one.version,
-                ttl_seconds=self._ttls.get(one),
-                expires_at=one.expires_at,
-                follows=one.follows,
-                draining=one.draining,
-                paused=one.paused,
-            )
+            msgspec.structs.replace(_registration(one), ttl_seconds=self._ttls.get(one))
             for one in self._routes.all
             if one.origin == "registered" or one.version is not None or one.draining or one.paused
         ]
+
+    def shared(self) -> list[Registration]:
+        """Returns the engines that runners on other machines may call: checked ones whose version
+        is known. An address of this machine in the settings would be another engine there."""
+        return [
+            _registration(one)
+            for one in self._routes.all
+            if one.admitted
+            and (one.follows or self._routes.version_of(one) is not None)
+            and not (one.origin == "setting" and is_loopback(urlsplit(one.url).hostname or ""))
+        ]
+
+    @property
+    def doubts(self) -> bool:
+        """Whether an engine that the server named went away, so that its version is in doubt."""
+        return any(not one.is_sure for one in self._routes.all if one.origin == "server")
 
     def restore(self, stored: Iterable[Registration]) -> None:
         """Registers again what the store has, after a start of the server."""
@@ -222,20 +232,31 @@ class Fleet:
             )
         self._remove(replica, "removed")
 
-    def sync(self, origin: Origin, wanted: dict[str, int | None]) -> None:
-        """Makes the engines of `origin` those at the addresses `wanted`, with the versions that
-        they have as far as that is told."""
-        ids = {replica_id(root_of(url)) for url in wanted}
+    def sync(self, origin: Origin, wanted: Sequence[Registration]) -> None:
+        """Makes the engines of `origin` the `wanted` ones."""
+        ids = {replica_id(root_of(one.url)) for one in wanted}
         for replica in self.replicas:
             if replica.origin == origin and replica.id not in ids:
                 self._remove(replica, "no longer listed")
-        for url, version in wanted.items():
-            known = self.at(url)
-            if known is None or version not in (None, known.version):
-                try:
-                    self.register(url, origin=origin, version=version)
-                except (ConfigError, StoreFull) as error:
-                    _log.warning("engine_not_registered", origin=origin, reason=error.message)
+        for one in wanted:
+            try:
+                self._sync(origin, one)
+            except (ConfigError, StoreFull) as error:
+                _log.warning("engine_not_registered", origin=origin, reason=error.message)
+
+    def _sync(self, origin: Origin, wanted: Registration) -> None:
+        replica = self.at(wanted.url)
+        if replica is None:
+            replica, _ = self.register(wanted.url, origin=origin)
+        if origin == "server":  # which knows more of it than its address
+            replica.follows = wanted.follows
+            replica.draining, replica.paused = wanted.draining, wanted.paused
+            if wanted.paused:
+                replica.give_up_requests(sent=False)
+        is_doubtful = not replica.is_sure and origin == "server"
+        if wanted.version is not None and (wanted.version != replica.version or is_doubtful):
+            self.tell_version(replica, wanted.version)
+        self._routes.changed()
 
     async def checked(self, replica: Replica, seconds: float) -> None:
         """Waits until `replica` is admitted or refused, or has failed its check once; at most
@@ -267,6 +288,7 @@ class Fleet:
         """Checks an engine again that went away: another may come back at its address."""
         if replica.admitted and replica.origin != "setting":
             replica.admitted, replica.refusal = False, ""
+            self.changed()
             self._look_at(replica)
 
     def _look_at(self, replica: Replica) -> None:
@@ -295,7 +317,7 @@ class Fleet:
         replica.checked(True)
         _log.info("engine_admitted", base_url=replica.url)
         self._checks.pop(replica, None)
-        self._routes.changed()
+        self._told()
 
     def _refuse(self, replica: Replica, error: ConfigError | EngineError) -> None:
         is_refused = not isinstance(error, EngineUnavailable)
@@ -317,6 +339,18 @@ class Fleet:
                     self._remove(replica, "no heartbeat within its ttl")
             wait = min([end - now for end in ends if end > now], default=_LONGEST_SLEEP_SECONDS)
             await asyncio.sleep(min(max(wait, _LOOK_SECONDS), _LONGEST_SLEEP_SECONDS))
+
+
+def _registration(replica: Replica) -> Registration:
+    return Registration(
+        url=replica.url,
+        origin=replica.origin,
+        version=replica.version,
+        expires_at=replica.expires_at,
+        follows=replica.follows,
+        draining=replica.draining,
+        paused=replica.paused,
+    )
 
 
 def _ignore() -> None:

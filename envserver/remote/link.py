@@ -30,6 +30,7 @@ from ..rollouts.estimates import Estimate, Scored
 from .batch import GROUP_LIST_MSGPACK, encode_batch
 from .gate import RunnerGate
 from .messages import (
+    ENGINES,
     KEY_HEADER,
     NEXT_SECONDS,
     Accepted,
@@ -41,6 +42,7 @@ from .messages import (
     Registration,
     ScoredGroup,
     ScoredGroups,
+    ToldEngine,
     Welcome,
 )
 from .posts import GroupPoster
@@ -108,6 +110,8 @@ class Link:
         tls: how to verify the server's certificate; None: the system's defaults.
         facts: returns the runner's status; `seen`, `quiet` and `wait_seconds` are filled in here.
         publish: called with each new policy version.
+        hear_engines: called with the server's engines when they have changed; None: they are not
+            asked for. `doubts_engines` says whether to ask for them again.
         drain: called when no more groups should be begun.
         transport: for tests.
     """
@@ -123,9 +127,12 @@ class Link:
         facts: Callable[[], Heartbeat] = Heartbeat,
         publish: Callable[[int], None] = lambda version: None,
         drain: Callable[[], None] = lambda: None,
+        hear_engines: Callable[[Sequence[ToldEngine]], None] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.facts, self.publish, self.drain = facts, publish, drain
+        self.hear_engines = hear_engines
+        self.doubts_engines: Callable[[], bool] = lambda: False
         self._registration = registration
         self._gate = gate
         self._posts = GroupPoster(self._post)
@@ -278,6 +285,10 @@ class Link:
         before, self._news = self._news, news
         if news.policy_version > before.policy_version:
             self.publish(news.policy_version)
+        if news.engines is None:
+            self._news = news.model_copy(update={"engines": before.engines})
+        elif self.hear_engines is not None:
+            self.hear_engines(news.engines.engines)
         if news.pause != before.pause:
             self._set_pause(news.pause)
         if news.next_seconds is not None:
@@ -321,7 +332,9 @@ class Link:
             update={"seen": self._news, "quiet": self._quiet, "wait_seconds": wait_seconds}
         )
         asked_at = time.monotonic()
-        said = self._said.model_dump(exclude={"seen": {"next_seconds"}})
+        said = self._said.model_dump(exclude={"seen": {"next_seconds", "engines"}})
+        if self._news.engines is not None and not self.doubts_engines():
+            said["seen"]["engines"] = {"id": self._news.engines.id}
         answer = await self._send("POST", "/heartbeat", json=said)
         return asked_at, _read(News, answer)
 
@@ -371,7 +384,7 @@ class Link:
         answer = await self._request(
             "POST",
             _PLACE,
-            params={"understands": NEXT_SECONDS},
+            params={"understands": [NEXT_SECONDS, *([ENGINES] if self.hear_engines else [])]},
             json=self._registration.model_dump(),
             headers=self._registering_key,
         )

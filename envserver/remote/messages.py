@@ -21,6 +21,8 @@ MOST_IDS: Final = 4096
 NEXT_SECONDS: Final = "next_seconds"
 """Said by a runner at its registration that understands `News.next_seconds`. It is a parameter of
 the request, which servers of older versions ignore."""
+ENGINES: Final = "engines"
+"""Said by a runner that understands `News.engines`, and wants them."""
 _MOST: Final = 2**31 - 1
 _MOST_SHOWN_BYTES: Final = 1_000_000
 _KEPT: Final = r"^[^\x00]*$"
@@ -101,6 +103,27 @@ class Pause(_Message):
     in_flight: Literal["drain", "keep", "abort"]
 
 
+class ToldEngine(_Message):
+    """An engine of the server, which its runners may call.
+
+    The fields but `url` are those of `models.replicas.Registration`.
+    """
+
+    url: str
+    version: int | None = None
+    follows: bool = False
+    draining: bool = False
+    paused: bool = False
+
+
+class EngineList(_Message):
+    """The engines of the server; without `engines` in what a runner has seen."""
+
+    id: str
+    """Changes with the list."""
+    engines: list[ToldEngine] = []
+
+
 class News(_Message):
     """News for a runner; the response to heartbeats and posted groups."""
 
@@ -113,6 +136,10 @@ class News(_Message):
     next_seconds: float | None = None
     """How long the next heartbeats should wait for news. Only for a runner that registered with
     `understands=next_seconds`: a runner of an older version refuses the unknown field.
+    """
+    engines: EngineList | None = None
+    """The server's engines, if they have changed. Only for a runner that registered with
+    `understands=engines`.
     """
 
 

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from urllib.parse import urlsplit
 
 import structlog
@@ -23,10 +23,11 @@ from envserver_records.servers import server_urls
 from .. import __version__
 from ..curriculum_config import CurriculumConfig
 from ..environment import Environment
+from ..models.replicas import Registration as KnownEngine
 from ..remote.gate import RunnerGate
 from ..remote.identity import Identity, default_name, held_identity
 from ..remote.link import Link
-from ..remote.messages import Heartbeat, Registration, Welcome
+from ..remote.messages import Heartbeat, Registration, ToldEngine, Welcome
 from ..remote.sink import RemoteSink, missing_requests
 from ..rollouts.agents import check_sampling
 from ..rollouts.events import Event, GroupDropped, Observer
@@ -34,7 +35,7 @@ from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import group_requests
 from ..server_config import is_loopback
-from .context import rollout_context, shared_engine
+from .context import SharedEngine, rollout_context, shared_engine
 from .curricula import MOST_ESTIMATES, Book, has_curriculum
 from .run_settings import JoinSettings
 from .spec import RunSpec
@@ -96,6 +97,7 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
         gate=gate,
         token=settings.token.get_secret_value(),
         tls=tls_of(settings),
+        hear_engines=_not_yet if _hears_engines(settings) else None,
     )
     async with link.open() as welcome:
         environment = _with_seed(spec, welcome.seed).make_environment()
@@ -122,6 +124,7 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
         ):
             scheduler = _scheduler(context, link, welcome.stored, book)
             _connect(link, context, scheduler, tally)
+            _follow_engines(link, shared)
             yield Runner(welcome, link, scheduler, tally)
 
 
@@ -263,6 +266,27 @@ def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tal
         )
 
     link.facts, link.publish, link.drain = facts, parts.publish_version, scheduler.drain
+
+
+def _hears_engines(settings: JoinSettings) -> bool:
+    """Returns whether the runner calls the engines of the server."""
+    wanted = settings.engines.from_server
+    return not settings.openai.base_urls if wanted is None else wanted
+
+
+def _not_yet(engines: Sequence[ToldEngine]) -> None:
+    """Hears of engines before the runner has begun its heartbeats, which cannot be."""
+
+
+def _follow_engines(link: Link, shared: SharedEngine) -> None:
+    """Lets the runner call the engines that the server calls, if it wants to."""
+    fleet = shared.fleet
+    if link.hear_engines is None or fleet is None:
+        return
+    link.hear_engines = lambda told: fleet.sync(
+        "server", [KnownEngine(**one.model_dump()) for one in told]
+    )
+    link.doubts_engines = lambda: fleet.doubts
 
 
 def calls_waiting(parts: RolloutContext) -> int:

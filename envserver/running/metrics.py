@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import pstdev
-from typing import Final
+from typing import Final, get_args
 
 from envserver_records.scores import Score
 from prometheus_client.core import Metric
 
+from ..models.engine import ReplicaHealth
 from ..models.measured import MeasuredEngine
+from ..models.routing import Standing
 from ..proxy.gate import Gate
 from ..rollouts.events import (
     Event,
@@ -214,6 +216,7 @@ class EngineNumbers:
         """See `api.metrics.Source`."""
         engine, gate = self._engine, self._gate
         replicas = engine.replicas()
+        standings = Counter(one.standing for one in replicas)
         of = ("replica",)
         return [
             histogram(
@@ -247,7 +250,24 @@ class EngineNumbers:
                 "envserver_replica_breaker", "0: used, 1: on trial, 2: set aside", of,
                 [((one.base_url,), _BREAKER[one.state]) for one in replicas],
             ),
+            gauge(
+                "envserver_replica_standing", "1 for how this replica is used",
+                (*of, "standing"),
+                [((one.base_url, one.standing), 1.0) for one in replicas],
+            ),
+            gauge(
+                "envserver_replica_version", "Policy version of its weights, -1 if not known", of,
+                [((one.base_url,), float(self._version_of(one))) for one in replicas],
+            ),
+            gauge(
+                "envserver_engines", "Replicas by how they are used", ("standing",),
+                [((name,), float(standings[name])) for name in get_args(Standing)],
+            ),
         ]  # fmt: skip
+
+    def _version_of(self, replica: ReplicaHealth) -> int:
+        version = self._version() if replica.follows else replica.version
+        return -1 if version is None else version
 
 
 class PartsNumbers:

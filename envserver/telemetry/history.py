@@ -30,6 +30,7 @@ KEPT: Final = frozenset(
         *("tasks_solved_share", "policy_version", "engine_seconds_sum", "engine_seconds_count"),
         *("engine_errors_total", "engine_calls", "calls_at_engine", "calls_waiting", "paused"),
         *("replica_calls", "replica_limit", "replica_waiting", "replica_breaker"),
+        *("replica_standing", "replica_version", "engines"),
         *("workers", "rollouts_running", "worker_deaths_total", "sandboxes", "groups"),
         *("queue_depth", "leases_total", "nacks_total", "staleness_versions_sum"),
         *("staleness_versions_count", "store_waiting", "joined_environments"),

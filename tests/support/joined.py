@@ -54,9 +54,9 @@ def stream_group(index: int, seed: int = 0, **changes: Any) -> Group:
     return group
 
 
-async def join(api: Api, name: str = "math@one", **changes: Any) -> Joined:
-    """Registers."""
-    answer = await api.http.post("/v1/environments", json=registration(name, **changes))
+async def join(api: Api, name: str = "math@one", place: str = "", **changes: Any) -> Joined:
+    """Registers; `place`: parameters of the address."""
+    answer = await api.http.post(f"/v1/environments{place}", json=registration(name, **changes))
     assert answer.status_code == 201, answer.text
     return Joined(api, answer.json())
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ...proxy.gate import InFlight
-from ...remote.messages import NEXT_SECONDS, Heartbeat, News, Pause
+from ...remote.messages import ENGINES, NEXT_SECONDS, EngineList, Heartbeat, News, Pause
 from ...rollouts.mixing import Share
 from ...store import GroupStore
 from .polling import poll_seconds
@@ -44,6 +44,7 @@ class RunnerNews:
         self._local_begun: dict[str, int] = {}
         self._version = -1
         self._pause: Pause | None = None
+        self._engines = EngineList(id="")
         self._change = asyncio.Event()
         self.waiting = WaitingHeartbeats(self._look)
         self._present = 0
@@ -82,6 +83,12 @@ class RunnerNews:
         """Announces the policy version that the engine serves from now on."""
         self._version = version
         self.wake()
+
+    def tell_engines(self, engines: EngineList) -> None:
+        """Announces the engines that runners may call from now on."""
+        if engines.id != self._engines.id:
+            self._engines = engines
+            self.wake()
 
     def wake(self) -> None:
         """Looks for news for waiting heartbeats after a change."""
@@ -127,7 +134,15 @@ class RunnerNews:
             room=room,
             drain=now.drain,
             next_seconds=now.poll_seconds or None,
+            engines=self._engines if self._hears_engines(one, now.beat) else None,
         )
+
+    def _hears_engines(self, one: RegisteredRunner, beat: Heartbeat) -> bool:
+        """Returns whether `one`, which said `beat`, wants the list of engines and has another."""
+        if ENGINES not in one.understands:
+            return False
+        seen = beat.seen.engines if beat.seen is not None else None
+        return seen is None or seen.id != self._engines.id
 
     def is_new(self, one: RegisteredRunner, beat: Heartbeat) -> bool:
         """Returns whether `one`, which said `beat`, has something to hear."""
@@ -137,6 +152,7 @@ class RunnerNews:
             or seen.policy_version != self._version
             or seen.drain != now.drain
             or seen.pause != self._pause
+            or self._hears_engines(one, beat)
         ):
             return True
         if beat.open < seen.room:  # it has not used what it has

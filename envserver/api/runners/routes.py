@@ -24,8 +24,10 @@ from starlette.responses import Response
 
 from ...remote.batch import GROUP_LIST_MSGPACK
 from ...remote.messages import (
+    ENGINES,
     GROUP_MSGPACK,
     KEY_HEADER,
+    NEXT_SECONDS,
     Accepted,
     GroupIds,
     Heartbeat,
@@ -84,9 +86,9 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     ) -> Response:
         """Registers a runner, or starts a new session for its name (201). If another process has
         the name and is still present: 409. `understands` names additions to the protocol that the
-        runner knows: "next_seconds", how long its next heartbeats should wait. With an
-        `Idempotency-Key`, repeating the request returns the same session key, so that a late copy
-        ends no session.
+        runner knows: "next_seconds", how long its next heartbeats should wait; "engines", the
+        server's engines. With an `Idempotency-Key`, repeating the request returns the same session
+        key, so that a late copy ends no session.
         """
         wanted = await read_body(request, _REGISTRATION)
         return _json(await environments.register(wanted, understands or (), key_of(request)), 201)
@@ -233,6 +235,7 @@ def _key(request: Request) -> str:
 
 def _json(value: BaseModel | dict[str, Any], status: int = 200) -> Response:
     facts = value.model_dump() if isinstance(value, BaseModel) else value
-    if facts.get("next_seconds", 0) is None:
-        del facts["next_seconds"]  # runners of older versions refuse it
+    for addition in (NEXT_SECONDS, ENGINES):
+        if facts.get(addition, 0) is None:
+            del facts[addition]  # runners of older versions refuse it
     return json_answer(facts, status)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .situation import (
     AlarmFacts,
@@ -17,6 +20,10 @@ from .situation import (
     without_credentials,
 )
 
+_USED: Final = ("used", "draining")
+_UNUSED: Final = ("old", "refused", "unreachable", "checking", "paused")
+"""Values of the label `standing` of `envserver_engines`."""
+_NO_ENGINE_SECONDS: Final = 60.0
 _OPEN: Final = 2.0
 """The value of `envserver_replica_breaker` of a replica that is set aside."""
 _FEWEST_LOST: Final = 3
@@ -282,6 +289,43 @@ def engine_down(at: Situation) -> Iterator[Finding]:
             about=replica,
             link="#/engines",
         )
+
+
+def engines_unused(at: Situation) -> Iterator[Finding]:
+    """No engine can be used, or some are not for a while: their weights are old, they differ, or
+    do not answer."""
+    curves = at.curves
+    if not curves.values_of("envserver_engines", "standing"):
+        return
+    counts = {one: curves.now("envserver_engines", standing=one) for one in _UNUSED}
+    said = ", ".join(f"{count:g} {one}" for one, count in counts.items() if count)
+    none = _engines(at, _USED) == 0
+    seconds = curves.seconds_since(none)
+    if none[-1] and seconds >= _NO_ENGINE_SECONDS:
+        yield Finding(
+            name="engines_unused",
+            severity="critical",
+            text=f"Calls wait, since no engine can be used: {said or 'none is registered'}.",
+            link="#/engines",
+            since=float(curves.times[-1] - seconds),
+        )
+        return
+    seconds = curves.seconds_since(_engines(at, _UNUSED) > 0)
+    if said and seconds >= 60 * at.config.unused_engine_minutes:
+        yield Finding(
+            name="engines_unused",
+            severity="warning",
+            text=f"Engines have got no calls for {duration(seconds)}: {said}.",
+            link="#/engines",
+            since=float(curves.times[-1] - seconds),
+        )
+
+
+def _engines(at: Situation, standings: Sequence[str]) -> NDArray[np.float64]:
+    """Returns the number of engines with one of `standings` over time."""
+    levels = [at.curves.level("envserver_engines", standing=one) for one in standings]
+    total: NDArray[np.float64] = np.asarray(levels, dtype=np.float64).sum(axis=0)
+    return total
 
 
 def old_weights(at: Situation) -> Iterator[Finding]:

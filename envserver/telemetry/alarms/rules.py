@@ -21,6 +21,7 @@ RULES: Final = (
     Rule("workers_die", "worker processes die", flow.workers_die),
     Rule("runners_silent", "runners on other machines are silent", flow.runners_silent),
     Rule("engine_down", "the engine or a replica does not answer", flow.engine_down),
+    Rule("engines_unused", "engines get no calls", flow.engines_unused),
     Rule("old_weights", "the engine lost the published weights", flow.old_weights),
     Rule("disk_full", "the disk of the store is full, or soon", flow.disk_full),
     Rule("store_slow", "commits of the store take long", flow.store_slow),
@@ -48,7 +49,7 @@ NEEDED: Final = frozenset(
         *("rollouts_total", "failed_attempts_total", "rollout_seconds_sum"),
         *("rollout_seconds_count", "worker_deaths_total", "flags_total", "groups_delivered_total"),
         *("groups_dropped_total", "groups_alike_total", "groups_equal_total", "store_events_total"),
-        *("replica_breaker", "policy_version", "joined_environments", "store_waiting"),
+        *("replica_breaker", "engines", "policy_version", "joined_environments", "store_waiting"),
         *("store_commit_seconds_sum", "store_commit_seconds_count", "reward_sum", "reward_count"),
         *("engine_seconds_count", "tokens_total", "untrained_share", "untrained_tokens_total"),
     )

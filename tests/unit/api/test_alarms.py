@@ -192,6 +192,26 @@ async def test_what_needs_facts_is_told() -> None:
     )
 
 
+async def test_engines_that_get_no_calls_are_told_of() -> None:
+    run = Run()
+    run.set("engines", 1, standing="used")
+    run.set("engines", 1, standing="old")
+    for _ in range(60):
+        assert await run.step() == {}
+    for _ in range(5):
+        sentences = await run.step()
+    assert sentences == {"engines_unused": "Engines have got no calls for 10 minutes: 1 old."}
+    run.set("engines", 0, standing="used")
+    for _ in range(12):
+        sentences = await run.step()
+    assert sentences == {"engines_unused": "Calls wait, since no engine can be used: 1 old."}
+    run.set("engines", 1, standing="used")
+    run.set("engines", 0, standing="old")
+    for _ in range(5):
+        sentences = await run.step()
+    assert sentences == {}
+
+
 async def test_a_trainer_that_waits_for_more_groups_is_not_accused() -> None:
     run = Run(AlarmFacts(groups_wanted=64))
     run.set("groups", 20, state="queued")

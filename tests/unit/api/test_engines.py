@@ -10,9 +10,14 @@ import pytest
 from envserver_records.errors import InputError
 from support.fake_vllm import fake_vllm
 from support.fleets import attributed, fleet_house, sampled_by, says, versioned_vllm
+from support.joined import join, registration
 from support.waiting import until
 
 from envserver.models.addresses import EngineAddresses
+from envserver.models.replicas import Registration as KnownEngine
+from envserver.remote.gate import RunnerGate
+from envserver.remote.link import Link
+from envserver.remote.messages import Registration
 
 
 async def test_a_call_waits_for_the_first_engine_and_a_restart_keeps_it(tmp_path: Path) -> None:
@@ -242,6 +247,63 @@ async def test_engines_come_drain_die_and_come_back_with_old_weights_under_load(
             await asyncio.gather(*lanes)
     assert all(attributed(call) == [sampled_by(call)] for call in calls)
     assert {sampled_by(call) for call in calls} == {1, 2}
+
+
+async def test_runners_hear_of_engines_if_they_understand_it(tmp_path: Path) -> None:
+    async with fake_vllm() as fake, fleet_house(tmp_path / "s.db") as house:
+        old = await join(house.api, "math@old")
+        new = await join(house.api, "math@new", place="?understands=engines")
+        assert "engines" not in await old.beat()
+        first = (await new.beat())["engines"]
+        await house.register(fake.url, version=3)
+        assert "engines" not in await old.beat()
+        told = (await new.beat())["engines"]
+        assert told["id"] != first["id"]
+        assert told["engines"] == [
+            {"url": fake.url, "version": 3, "follows": False, "draining": False, "paused": False}
+        ]
+        seen = new.news | {"engines": {"id": told["id"]}}
+        assert "engines" not in await new.beat(seen=seen)
+
+
+async def test_a_runner_calls_the_engines_of_its_server_with_their_versions(tmp_path: Path) -> None:
+    facts = registration("math@one")
+    async with (
+        versioned_vllm(3) as fake,
+        fleet_house(tmp_path / "s.db") as house,
+        fleet_house(tmp_path / "runner.db") as runner,
+    ):
+        link = Link(
+            house.api.url,
+            Registration(**facts),
+            gate=RunnerGate(),
+            publish=runner.proxy.publish_version,
+            hear_engines=lambda told: runner.fleet.sync(
+                "server", [KnownEngine(**one.model_dump()) for one in told]
+            ),
+        )
+        link.doubts_engines = lambda: runner.fleet.doubts
+        async with link.open():
+            living = asyncio.create_task(link.live())
+            await house.publish(3)
+            await house.register(fake.url, version=3)
+            call = await runner.ask(runner.open("r"))
+            assert attributed(call) == [sampled_by(call)] == [3]
+            assert (await runner.row(fake.url))["origin"] == "server"
+            runner.fleet.at(fake.url).lost()  # only its own connection broke
+            assert attributed(await runner.ask(runner.open("s"))) == [3]
+            await house.tell(fake.url, "pause")
+            fake.text = says(4)
+            await runner.until(fake.url, "paused")
+            await house.tell(fake.url, "resume", version=4)
+            call = await runner.ask(runner.open("t"))
+            assert attributed(call) == [sampled_by(call)] == [4]
+            await house.api.http.delete(f"/v1/engines/{(await house.row(fake.url))['id']}")
+            async with asyncio.timeout(60):
+                while await runner.rows():
+                    await asyncio.sleep(0.01)
+            living.cancel()
+            await asyncio.gather(living, return_exceptions=True)
 
 
 async def test_an_address_that_may_be_no_engines_is_refused(tmp_path: Path) -> None:

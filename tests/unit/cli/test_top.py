@@ -41,6 +41,9 @@ def row(at: float, delivered: float, rewards: float, lost: float, scored: float)
         name("part_ready", part="disk"): 0,
         name("replica_calls", replica="a"): 2,
         name("replica_breaker", replica="a"): 2,
+        name("replica_calls", replica="b"): 0,
+        name("replica_standing", replica="b", standing="old"): 1,
+        name("replica_version", replica="b"): 2,
     }
 
 
@@ -60,6 +63,7 @@ def test_rates_and_rewards_are_those_of_the_last_minute() -> None:
     assert found["engine_timeout"][1:] == ["4.0", "4"]
     assert found["disk"] == ["disk", "does", "not", "work"]
     assert found["a"][-2:] == ["set", "aside"]
+    assert found["b"][-3:] == ["old", "weights", "(v2)"]
 
 
 def test_a_line_a_minute_has_rates_of_that_minute() -> None:

@@ -23,6 +23,11 @@ interface Engine {
   weights_version: number | null;
   ready: boolean;
   reason?: string;
+  /** How it is used; servers of older versions do not say. */
+  standing?: "used" | "checking" | "unreachable" | "refused" | "old" | "paused" | "draining" | "drained";
+  origin?: "setting" | "registered" | "file" | "dns" | "server";
+  rollouts?: number;
+  expires_in_seconds?: number | null;
 }
 
 const HOUR = 3600;
@@ -78,6 +83,8 @@ function Row({ engine, version }: { engine: Engine; version: number }) {
         <div class="dim">
           {visible(engine.model)}
           {engine.name && `, for ${visible(engine.name)}`}
+          {engine.origin && engine.origin !== "setting" && `, ${ORIGINS[engine.origin]}`}
+          {typeof engine.expires_in_seconds === "number" && `, for ${duration(Math.max(0, engine.expires_in_seconds))} more`}
         </div>
       </th>
       <td>
@@ -99,7 +106,20 @@ function Row({ engine, version }: { engine: Engine; version: number }) {
   );
 }
 
-function State({ engine: { breaker, ready, reason } }: { engine: Engine }) {
+const ORIGINS = { registered: "registered", file: "from the file", dns: "from DNS", server: "from the server" };
+
+/** Why a replica is not used as others are, whatever its breaker says. */
+const STANDINGS = {
+  checking: <span class="badge warn">… being checked</span>,
+  unreachable: <span class="badge bad">✕ unreachable</span>,
+  refused: <span class="badge bad">✕ refused</span>,
+  old: <span class="badge warn">▲ old weights</span>,
+  paused: <span class="badge warn">‖ paused</span>,
+  draining: <span class="badge warn">◔ draining</span>,
+  drained: <span class="badge">○ drained</span>,
+};
+
+function State({ engine: { breaker, ready, reason, standing = "used", rollouts } }: { engine: Engine }) {
   const words = {
     closed: ready ? <span class="badge good">● used</span> : <span class="badge warn">… not ready</span>,
     "half-open": <span class="badge warn">◐ on trial</span>,
@@ -107,7 +127,8 @@ function State({ engine: { breaker, ready, reason } }: { engine: Engine }) {
   };
   return (
     <>
-      {words[breaker]}
+      {standing === "used" ? words[breaker] : STANDINGS[standing]}
+      {standing === "draining" && <div class="dim">{number(rollouts ?? 0)} rollouts left</div>}
       {reason && <div class="dim words">{visible(reason)}</div>}
     </>
   );
