@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 
 # A dead node is seen after three seconds; runners compete with the rest of the tests as equals.
@@ -62,7 +63,9 @@ def main() -> None:
             else:
                 return
     finally:
+        logs = cluster.head_node.get_session_dir_path()
         cluster.shutdown()
+        shutil.rmtree(logs, ignore_errors=True)
 
 
 def answer(facts: dict[str, object]) -> None:
