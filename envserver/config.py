@@ -290,6 +290,9 @@ class LocalSandboxConfig(Section):
     """auto: the first of bubblewrap, namespace, landlock that works here (`envserver doctor`)."""
     concurrent: int = Field(default=32, ge=1)
     """Maximum concurrent sandboxes; further requests wait."""
+    warm: int = Field(default=2, ge=2)
+    """Maximum sandboxes that stand ready for each list of preloaded modules: 2, and up to this
+    number while more are asked for at once, never more than half of `concurrent`."""
     docker_image: str = ""
     """Default image of the backend `docker`; it needs python3, bash and git."""
     docker_pull: Literal["never", "missing"] = "never"
@@ -351,6 +354,9 @@ class SandboxMachineConfig(LocalSandboxConfig):
 
     concurrent: int = Field(default=64, ge=1)
     """Maximum concurrent sandboxes of all clients together; further requests wait in order."""
+    warm: int = Field(default=16, ge=2)
+    """Maximum sandboxes that stand ready for each list of preloaded modules: 2, and up to this
+    number while more are asked for at once, never more than half of `concurrent`."""
     room: int | None = Field(default=None, ge=1)
     """Maximum programs that run at a time, further ones wait in order; unset: one in each sandbox.
     Programs that agents talk to, such as MCP servers, do not count."""

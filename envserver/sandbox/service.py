@@ -140,6 +140,7 @@ class SandboxService:
             server_pid=os.getpid(),
             directory=self._directory,
             concurrent=self._config.concurrent,
+            warm=self._config.warm,
             backend=self.backend,
             private=self.private,
             engine=self._engine,

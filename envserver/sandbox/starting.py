@@ -29,6 +29,7 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
         server_pid: the supervisor ends when this process does.
         directory: private; holds the socket `socket` and the zygotes' directories.
         concurrent: maximum number of live sandboxes.
+        warm: maximum ready sandboxes of each zygote.
         backend, private: see `zygote.Boot`.
         engine, rules: what makes containers, and how many, for the backend `docker`.
     """
@@ -37,6 +38,7 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
     server_pid: int
     directory: str
     concurrent: int
+    warm: int
     backend: str
     private: list[str]
     engine: docker.Engine | None = None

@@ -43,7 +43,10 @@ FORK_SECONDS = 20.0
 IMPORT_SECONDS = 300.0
 MAX_ZYGOTES = 8
 READY = 2
-"""Ready sandboxes that each zygote keeps while half of the places are free."""
+"""Ready sandboxes that each zygote keeps while half of the places are free; twice as many, up to
+`SupervisorBoot.warm`, each time that there was none for a request."""
+_CALM_SECONDS = 10.0
+"""Seconds without such a request after which each sandbox that is used lowers the number by one."""
 _END_SECONDS = 3.0
 _PAUSE_SECONDS = 0.01
 
@@ -113,6 +116,8 @@ class _Zygote:
     living: set[_Opened] = field(default_factory=set)
     ready: list[_Opened] = field(default_factory=list)
     used_at: float = 0.0
+    wanted_ready: int = READY
+    missed_at: float = 0.0
 
 
 def _kill_all_of(uid: int) -> None:
@@ -245,6 +250,8 @@ class Supervisor:
                 except OSError as error:
                     self._refuse(wanted, f"no zygote could be started: {error}")
                     continue
+                if zygote.up:
+                    self._want_more(zygote)
                 self._make(zygote, wanted)
             else:
                 self._give_up_a_ready_one()
@@ -259,12 +266,22 @@ class Supervisor:
         if zygote.up:
             self._ask(zygote, self._next_id, wanted)
 
+    def _want_more(self, zygote: _Zygote) -> None:
+        """Keeps more sandboxes ready from now on: a request found none."""
+        zygote.wanted_ready = min(2 * zygote.wanted_ready, self._boot.warm)
+        zygote.missed_at = time.monotonic()
+
     def _keep_some_ready(self, zygote: _Zygote) -> None:
         """Makes sandboxes in advance: making one often takes longer than using it."""
+        if time.monotonic() - zygote.missed_at > _CALM_SECONDS:
+            zygote.wanted_ready = max(READY, zygote.wanted_ready - 1)
         on_the_way = sum(wanted.client is None for wanted in zygote.waiting.values())
-        enough = len(self._free) > self._boot.concurrent // 2
-        if not self._queue and enough and len(zygote.ready) + on_the_way < READY:
+        missing = zygote.wanted_ready - len(zygote.ready) - on_the_way
+        while missing > 0 and not self._queue and len(self._free) > self._boot.concurrent // 2:
             self._make(zygote, _Wanted(None, -1, zygote.preload))
+            missing -= 1
+        if missing < 0 and zygote.ready:
+            self._kill(zygote.ready.pop().pidfd)
 
     def _give_up_a_ready_one(self) -> None:
         """Ends a ready sandbox whose place another preload list needs."""

@@ -9,6 +9,8 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -37,10 +39,12 @@ from envserver.cli.console import Console
 from envserver.cli.doctor_machines import look_at_machines, show_machines
 from envserver.running.sandbox_metrics import SandboxMachineNumbers
 from envserver.running.sandbox_serving import ServedSandboxes
+from envserver.sandbox import SandboxClient, SandboxService
 from envserver.sandbox.remote import machines as machines_module
 from envserver.sandbox.remote.address import RemoteAddress
 from envserver.sandbox.remote.machines import Machine, Machines, machines_at
 from envserver.sandbox.remote.messages import PATH, Load
+from envserver.sandbox.supervisor import READY
 
 of_module = pytest.mark.asyncio(loop_scope="module")
 
@@ -342,3 +346,28 @@ async def test_programs_reach_the_proxy_of_their_client(boxes: Machines) -> None
             assert result.stdout == b"200000\n", result.stderr
         server.close()
     assert asked == [b"GET http://api.test/ HTTP/1.1\r\n"] * 3
+
+
+@pytest.mark.thorough
+@of_module
+async def test_more_stand_ready_while_more_are_asked_for() -> None:
+    """`sandboxes serve` keeps up to 16; here 8."""
+    config = SandboxConfig(backend="namespace", concurrent=32, warm=8)
+    async with SandboxService(config) as service, SandboxClient(service.address) as client:
+        assert service._process is not None
+        supervisor = service._process.pid
+
+        def living() -> int:
+            zygotes = [zygote for outer in children_of(supervisor) for zygote in children_of(outer)]
+            return sum(len(children_of(zygote)) for zygote in zygotes)
+
+        async with client.open(SandboxSpec()):
+            await until(lambda: living() == 1 + READY)
+        async with AsyncExitStack() as stack:
+            opening = (stack.enter_async_context(client.open(SandboxSpec())) for _ in range(8))
+            await asyncio.gather(*opening)
+        await until(lambda: living() == 8)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
