@@ -205,7 +205,15 @@ def _end(folder: Path, daemon: subprocess.Popen[bytes]) -> None:
             daemon.wait(20)
         daemon.kill()
         daemon.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    for place in _mounts_below(folder):
+        linux.unmount(place)
+    shutil.rmtree(folder)
+
+
+def _mounts_below(folder: Path) -> list[str]:
+    """What an engine leaves mounted: the namespace of the network `host`; the innermost first."""
+    places = (line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines())
+    return [place for place in places if place.startswith(f"{folder}/")][::-1]
 
 
 if __name__ == "__main__":
