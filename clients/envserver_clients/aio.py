@@ -13,7 +13,8 @@ from typing import Any, Final, Self, Unpack
 import httpx
 import msgspec
 from envserver_records import ConflictError, EnvserverError, InputError, NotFoundError, Split
-from envserver_records.servers import AsyncServersClient, Urls
+from envserver_records.servers import AsyncServersClient
+from envserver_records.urls import Urls
 from envserver_records.wire import GroupSummary
 
 from .compression import HAS_ZSTD, LeaseStreamReader, decompress

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode
 import msgspec
 from envserver_records import ConflictError, EnvserverError, InputError, NotFoundError, StoreError
 from envserver_records.backoff import Backoff
-from envserver_records.servers import Urls, server_urls
+from envserver_records.urls import Urls, server_urls
 from envserver_records.wire import GROUP_MSGPACK, GROUPS_MSGPACK, LEASE_STREAM
 
 from .records import Batch, decode_batch

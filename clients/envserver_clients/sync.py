@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack
 
 from anyio.from_thread import start_blocking_portal
 from envserver_records import Split, Trajectory
-from envserver_records.servers import Urls
+from envserver_records.urls import Urls
 from envserver_records.wire import GroupSummary
 
 from .aio import EnvClient

@@ -17,32 +17,16 @@ from typing import Any, Final, TypeVar
 import httpx
 import msgspec
 
-from .errors import ConfigError
+from .urls import Urls, server_urls
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Urls = str | Sequence[str]
-"""URLs of equal servers; a text separates them with commas."""
-
 _CANNOT_NOW: Final = frozenset({502, 503, 504})
 """The server can do nothing at the moment, and has done nothing."""
 _CONNECT_SECONDS: Final = 5.0
 _ALIVE_SECONDS: Final = 3.0
-
-
-def server_urls(urls: Urls) -> tuple[str, ...]:
-    """Returns the URLs without repetitions.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    listed = urls.split(",") if isinstance(urls, str) else urls
-    found = tuple(dict.fromkeys(url for one in listed if (url := one.strip())))
-    if not found:
-        raise ConfigError("Which server?", hint="Give its URL, such as http://host:8000.")
-    return found
 
 
 class NoServerAnswered(httpx.TransportError):

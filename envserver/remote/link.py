@@ -23,7 +23,8 @@ import structlog
 from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError, InputError
 from envserver_records.records import Split
-from envserver_records.servers import AsyncServersClient, Urls
+from envserver_records.servers import AsyncServersClient
+from envserver_records.urls import Urls
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..rollouts.estimates import Estimate, Scored

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import structlog
 from envserver_records.errors import ConfigError
-from envserver_records.servers import server_urls
+from envserver_records.urls import server_urls
 
 from .. import __version__
 from ..curriculum_config import CurriculumConfig

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
+from envserver_records.urls import server_urls
 from pydantic import Field, SecretStr, field_validator
 
 from ..alarms_config import AlarmsConfig
@@ -261,9 +262,6 @@ class JoinSettings(Settings):
     @field_validator("url")
     @classmethod
     def _address(cls, value: str) -> str:
-        # Here, because it needs httpx, which a command's help must not wait for.
-        from envserver_records.servers import server_urls
-
         urls = [url.rstrip("/") for url in server_urls(value)] if value else []
         for parts in map(urlsplit, urls):
             if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -9,7 +9,8 @@ import threading
 from typing import Self
 
 import httpx
-from envserver_records.servers import ServersClient, Urls
+from envserver_records.servers import ServersClient
+from envserver_records.urls import Urls
 
 _PAUSE_SECONDS = 0.15
 

@@ -19,7 +19,8 @@ from typing import Any, Final, Self
 import httpx
 import msgspec
 from envserver_records import ConflictError, InputError
-from envserver_records.servers import ServersClient, Urls
+from envserver_records.servers import ServersClient
+from envserver_records.urls import Urls
 
 from envserver_clients.protocol import (
     Answer,

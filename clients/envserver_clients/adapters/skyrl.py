@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from envserver_records import Split, Trajectory
-from envserver_records.servers import Urls
+from envserver_records.urls import Urls
 
 from envserver_clients.http import EnvClient
 

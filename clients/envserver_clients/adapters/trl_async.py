@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import numpy as np
 from envserver_records import ConfigError, ConflictError, EnvserverError, Message
-from envserver_records.servers import Urls
+from envserver_records.urls import Urls
 
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.records import Batch, ClientGroup, Row

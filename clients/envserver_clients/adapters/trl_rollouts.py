@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from envserver_records import EnvserverError, Trajectory
-from envserver_records.servers import Urls
+from envserver_records.urls import Urls
 
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import WeightPush

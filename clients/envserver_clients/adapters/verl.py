@@ -28,7 +28,7 @@ import math
 from typing import Any, Final, Literal
 
 from envserver_records import InputError, Split, Trajectory
-from envserver_records.servers import Urls
+from envserver_records.urls import Urls
 
 from envserver_clients.http import EnvClient
 

@@ -12,7 +12,8 @@ from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import EnvClient, Retries, ServerUnreachable, SyncEnvClient
 from envserver_clients.protocol import retries_for
 from envserver_records import servers
-from envserver_records.servers import AsyncServersClient, ServersClient, server_urls
+from envserver_records.servers import AsyncServersClient, ServersClient
+from envserver_records.urls import server_urls
 from support.api import Api, native_group, put_native, running_api, wire_group
 from support.commands import free_port
 from support.doors import Door, State, doors
