@@ -16,7 +16,7 @@ import msgspec
 from envserver_records.errors import StoreFull
 from envserver_records.records import Split
 
-from ...remote.messages import Heartbeat
+from ...remote.messages import NEXT_SECONDS, Heartbeat
 from ...rollouts.stream import stream_prefix
 from ...store import GroupStore
 from ..heartbeats import Heartbeats
@@ -217,7 +217,7 @@ class RunnerTable:
         now = self.status(one)
         longest = max(now.poll_seconds, min(now.beat.wait_seconds, LONGEST_SECONDS))
         shortest = self.heartbeats.silent_after_seconds
-        return max(shortest, SILENT_POLLS * longest if one.understands else 0.0)
+        return max(shortest, SILENT_POLLS * longest if NEXT_SECONDS in one.understands else 0.0)
 
     def present(self) -> list[tuple[RegisteredRunner, RunnerStatus]]:
         """Returns the runners that count."""
