@@ -190,6 +190,7 @@ async def test_what_is_stored_of_a_stream_is_counted_over_sessions_and_restarts(
         assert await shown() == 3
 
 
+@pytest.mark.usefixtures("silence")  # on a busy machine the first would be silent too long
 async def test_a_thousand_joiners_cost_one_deal_for_many_beats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
