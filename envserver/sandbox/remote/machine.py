@@ -44,8 +44,14 @@ _OPEN_SECONDS = 60.0
 _MOST_WAITING = 1024
 _MOST_REQUESTS = 128
 """Maximum requests of one connection that are not answered; an honest client has a few."""
+_MOST_HELD = 2
+"""Largest requests of one connection for which there is memory; it is read no further then."""
+_MOST_WAITING_BYTES = 1 << 30
+"""Maximum size of the files for sandboxes that wait for a place, unless only one waits."""
 _MOST_PRELOADED = 32
 _LONGEST_READ = 64 << 20
+_MOST = {"output_kb": 32 << 10, "input_kb": 64 << 10, "open_files": 1 << 16, "inodes": 1 << 20}
+"""Maximum limits that are not settings. This process has input and output in memory."""
 
 T = TypeVar("T")
 
@@ -74,13 +80,14 @@ class SandboxMachine:
     ) -> None:
         self.maker = maker
         self.backend = backend
-        self.most = most
+        self.most = {**_MOST, **most}
         self.draining = False
         self.ended: Counter[str] = Counter()
         """Programs that have ended: "ok", or by what they were killed."""
         self.cpu_seconds = 0.0
         self._places = _Places(sandboxes)
         self._room = _Places(room)
+        self._waiting_bytes = 0
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -108,17 +115,26 @@ class SandboxMachine:
         await _Conversation(self, FramedLink(link, MAX_FRAME_BYTES)).live()
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
+    async def place(self, size: int) -> AsyncIterator[None]:
         """Waits for the place of a sandbox.
+
+        Args:
+            size: bytes that the request for it keeps in memory.
 
         Raises:
             MachineBusy: it takes no more, or too many wait.
         """
         if self.draining:
             raise MachineBusy("This machine is about to stop.")
-        if self._places.waiting >= _MOST_WAITING:
-            raise MachineBusy(f"{_MOST_WAITING} requests wait for a sandbox of this machine.")
-        async with self._places.one():
+        waiting = self._places.waiting
+        if waiting >= _MOST_WAITING or (waiting and self._waiting_bytes > _MOST_WAITING_BYTES):
+            raise MachineBusy(f"{waiting} requests wait for a sandbox of this machine.")
+        async with contextlib.AsyncExitStack() as stack:
+            self._waiting_bytes += size
+            try:
+                await stack.enter_async_context(self._places.one())
+            finally:
+                self._waiting_bytes -= size
             self._empty.clear()
             try:
                 yield
@@ -171,6 +187,10 @@ class _Conversation:
         self._outside = Outside()
         self._work: dict[int, asyncio.Task[None]] = {}
         self._living: set[asyncio.Task[None]] = set()
+        self._held = 0
+        """Bytes of the requests in `_work`."""
+        self._most_held = 0
+        self._answered = asyncio.Event()
         self._over = asyncio.Event()
         self._closing: int | None = None
         """Number of the request to close, which is answered when all is gone."""
@@ -206,7 +226,8 @@ class _Conversation:
             yield number, word, bytes(raw)
 
     async def _listen(self, requests: AsyncIterator[tuple[int, str, bytes]]) -> None:
-        """Starts what is requested, until the client hangs up."""
+        """Starts what is requested, until the client hangs up; reads no more while the requests
+        that are not answered fill the memory of one sandbox."""
         async for number, word, raw in requests:
             if word == "cancel":
                 if (work := self._work.get(_number(raw))) is not None and not work.cancelling():
@@ -218,15 +239,21 @@ class _Conversation:
                 self._closing = number
                 self._over.set()
                 continue
+            self._held += len(raw)
             self._work[number] = asyncio.create_task(self._answer(number, word, raw))
+            await asyncio.sleep(0)  # a task that is cancelled before it begins answers nothing
+            while self._held > self._most_held:
+                self._answered.clear()
+                await self._answered.wait()
 
     async def _hold(self, number: int, word: str, raw: bytes) -> None:
         """Keeps the sandbox open until it is over."""
         try:
             spec = self._spec(word, raw)
-            async with self._machine.place(), self._machine.maker.open(spec) as sandbox:
+            async with self._machine.place(len(raw)), self._machine.maker.open(spec) as sandbox:
                 self._sandbox, self._limits = sandbox, spec.limits
-                self._link.accept_at_most(_most_bytes(spec.limits))
+                self._link.accept_at_most(most := _most_bytes(spec.limits))
+                self._most_held = _MOST_HELD * most
                 await self._say(number, "ok", Opened(sandbox.isolation, self._machine.load))
                 await self._over.wait()
                 await self._end_work()
@@ -280,6 +307,8 @@ class _Conversation:
             await self._say(number, "ok", value)
         finally:
             self._work.pop(number, None)
+            self._held -= len(raw)
+            self._answered.set()
 
     async def _tell(self, number: int | None, error: Exception) -> None:
         if not isinstance(error, EnvserverError):

@@ -9,15 +9,16 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
 from envserver_records.errors import ConfigError, SandboxLost, SandboxUnavailable
-from envserver_records.framing import frame
+from envserver_records.framing import FrameReader, frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
@@ -44,6 +45,7 @@ from envserver.sandbox.remote import machines as machines_module
 from envserver.sandbox.remote.address import RemoteAddress
 from envserver.sandbox.remote.machines import Machine, Machines, machines_at
 from envserver.sandbox.remote.messages import PATH, Load
+from envserver.sandbox.requests import Exec
 from envserver.sandbox.supervisor import READY
 
 of_module = pytest.mark.asyncio(loop_scope="module")
@@ -186,13 +188,19 @@ async def test_programs_and_sandboxes_wait_in_order(
 
 
 @pytest.mark.parametrize(
-    "limits", [SandboxLimits(memory_mb=601), SandboxLimits(wall_seconds=float("nan"))]
+    "limits",
+    [
+        SandboxLimits(memory_mb=601),
+        SandboxLimits(wall_seconds=float("nan")),
+        SandboxLimits(output_kb=1 << 20),
+        SandboxLimits(input_kb=1 << 20),
+    ],
 )
 @of_module
 async def test_limits_above_the_machines_are_refused(
     boxes: Machines, limits: SandboxLimits
 ) -> None:
-    with pytest.raises(InputError, match=r"memory_mb|wall_seconds"):
+    with pytest.raises(InputError, match=r"memory_mb|wall_seconds|put_kb"):
         async with boxes.open(SandboxSpec(limits=limits)):
             pass
 
@@ -241,6 +249,70 @@ async def test_a_client_has_only_what_it_opened(served: ServedSandboxes) -> None
         await websocket.send_bytes(frame(msgspec.msgpack.encode((1, "total", None))))
         answer = msgspec.msgpack.decode((await websocket.receive_bytes())[4:])
         assert answer[:2] == [1, "error"] and "begin with `open`" in answer[2]["message"]
+
+
+@asynccontextmanager
+async def opened(
+    served: ServedSandboxes, spec: SandboxSpec
+) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, AsyncIterator[list[Any]]]]:
+    """Yields the connection of an open sandbox, and the answers that come."""
+    headers = {"authorization": f"Bearer {TOKENS['environment']}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.ws_connect(served.url + PATH) as websocket,
+    ):
+        reader = FrameReader(1 << 20)
+
+        async def answers() -> AsyncIterator[list[Any]]:
+            async for message in websocket:
+                for body in reader.feed(message.data):
+                    yield msgspec.msgpack.decode(body)
+
+        coming = answers()
+        await websocket.send_bytes(asked(0, "open", spec))
+        assert (await anext(coming))[:2] == [0, "ok"]
+        yield websocket, coming
+
+
+def asked(number: int, word: str, body: object) -> bytes:
+    return frame(msgspec.msgpack.encode((number, word, body)))
+
+
+def sleeping(seconds: str, stdin: bytes = b"") -> Exec:
+    return Exec(argv=["sleep", seconds], stdin=stdin, cwd="/work", env=None, limits=None)
+
+
+@pytest.mark.thorough
+@of_module
+async def test_a_request_that_is_given_up_at_once_is_answered(served: ServedSandboxes) -> None:
+    async with opened(served, SandboxSpec()) as (websocket, answers), asyncio.timeout(60):
+        both = asked(1, "exec", sleeping(marked())) + asked(2, "cancel", 1)
+        await websocket.send_bytes(both)
+        number, word, value = await anext(answers)
+        assert (number, word, value["kind"]) == (1, "error", "cancelled")
+
+
+@pytest.mark.thorough
+@of_module
+async def test_requests_that_wait_do_not_fill_the_machines_memory(
+    served: ServedSandboxes, boxes: Machines
+) -> None:
+    small = SandboxLimits(disk_mb=1, input_kb=1024)
+    async with (
+        boxes.open(SandboxSpec()) as box,
+        opened(served, SandboxSpec(limits=small)) as (websocket, answers),
+    ):
+        holding = stay(box, mark := marked())  # takes the only room
+        await until(lambda: alive_with(mark))
+        programs = [asked(n, "exec", sleeping("0", bytes(1 << 20))) for n in range(1, 11)]
+        sending = asyncio.create_task(
+            websocket.send_bytes(b"".join([*programs, asked(11, "total", None)]))
+        )
+        await until(lambda: served.machine.load.queued >= 4)
+        holding.cancel()
+        order = [(await anext(answers))[0] for _ in range(11)]
+        await sending
+        assert order.index(11) > 3, "it was read before there was memory for what stood before it"
 
 
 @pytest.mark.usefixtures("impatient")
