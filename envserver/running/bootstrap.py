@@ -73,9 +73,8 @@ class BootstrapServer:
 
     async def open(self, api: ASGIApp) -> None:
         """Lets `api` answer requests from now on; raises what `api` raises while it starts."""
-        if self._leads is not None:
-            api = FromFollowers(api, self._leads.owner)
-        await self._app.open(api)
+        owner = None if self._leads is None else self._leads.owner
+        await self._app.open(FromFollowers(api, owner))
         self.health.found(_ROUTES)
         if self._leads is not None:
             self._leads.answer()

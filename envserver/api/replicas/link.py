@@ -21,7 +21,7 @@ from yarl import URL
 from ...server_config import ServerConfig
 from ...store.leadership import Leadership
 from ...store.lock import Leader
-from .origin import PASSED, is_passed, origin_of
+from .origin import PASSED, NoLeader, is_passed, origin_of
 
 CONNECT_SECONDS: Final = 2.0
 _IDLE_SECONDS: Final = 4.0
@@ -32,10 +32,6 @@ _OF_THE_HOP: Final = frozenset(
 )
 """Headers about one connection, which are not passed on."""
 _MADE_BY_AIOHTTP: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
-
-
-class NoLeader(EnvserverError):
-    kind, status = "no_leader", 503
 
 
 class LeaderGone(EnvserverError):

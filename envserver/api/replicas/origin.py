@@ -2,8 +2,9 @@
 
 In at the leader: requests. Out: passed ones with the address and the scheme that the follower saw.
 What holds: the header counts only with the leader's id, which only those know who read the store;
-any other one is removed. So quotas, refused tokens and logs are about the client, and a client
-cannot say that it is somebody else.
+a request with any other one is refused (`no_leader`). So quotas, refused tokens and logs are about
+the client, a client cannot say that it is somebody else, and a server that got the address of a
+leader that is gone does nothing for the followers of another store.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from __future__ import annotations
 import hmac
 from typing import Final
 
+from envserver_records.errors import EnvserverError
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..problems import answer_to
 
 PASSED: Final = b"x-envserver-passed-on"
 _SCHEMES: Final = {"http": "ws", "https": "wss"}
+
+
+class NoLeader(EnvserverError):
+    kind, status = "no_leader", 503
 
 
 def is_passed(scope: Scope) -> bool:
@@ -30,15 +38,15 @@ def origin_of(scope: Scope, owner: str) -> bytes:
 
 
 class FromFollowers:
-    """The leader's outermost middleware.
+    """The outermost middleware of a server that leads, or is alone.
 
     Args:
-        owner: the leader's id.
+        owner: the leader's id; None: it shares no store, so nobody follows it.
     """
 
-    def __init__(self, app: ASGIApp, owner: str) -> None:
+    def __init__(self, app: ASGIApp, owner: str | None) -> None:
         self._app = app
-        self._owner = owner.encode()
+        self._owner = None if owner is None else owner.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket") and is_passed(scope):
@@ -46,13 +54,34 @@ class FromFollowers:
             headers = [(name, value) for name, value in scope["headers"] if name != PASSED]
             # The scope itself changes: the server reads from it after the request.
             scope["headers"] = headers
-            self._restore(scope, values)
+            if not self._restored(scope, values):
+                await _refuse(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
-    def _restore(self, scope: Scope, values: list[bytes]) -> None:
+    def _restored(self, scope: Scope, values: list[bytes]) -> bool:
+        """Sets the client's address and scheme; returns False if the header is not for us."""
         owner, _, rest = values[0].partition(b";")
-        if len(values) != 1 or not hmac.compare_digest(owner, self._owner):
-            return
+        known = self._owner is not None and hmac.compare_digest(owner, self._owner)
+        if len(values) != 1 or not known:
+            return False
         scheme, port, host = rest.decode("latin-1").split(";", 2)
         scope["client"] = (host, int(port))
         scope["scheme"] = _SCHEMES[scheme] if scope["type"] == "websocket" else scheme
+        return True
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    error = NoLeader(
+        "This server does not lead those that passed this request on.",
+        hint="Send it again; the header x-envserver-passed-on is for servers that share a store.",
+        retry_after_seconds=1,
+    )
+    answer = answer_to(scope["path"], error)
+    if scope["type"] == "http":
+        await answer(scope, receive, send)
+        return
+    await receive()  # websocket.connect
+    head = {"status": answer.status_code, "headers": answer.raw_headers}
+    await send({"type": "websocket.http.response.start", **head})
+    await send({"type": "websocket.http.response.body", "body": bytes(answer.body)})

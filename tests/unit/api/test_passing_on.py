@@ -248,10 +248,39 @@ async def test_a_leader_that_is_replaced_is_waited_for_no_longer(follower: Follo
 
 async def test_only_followers_say_who_asks(follower: Follower) -> None:
     async with leading(Route("/v1/who", echo)) as url, httpx.AsyncClient() as http:
-        for value in (f"{OWNER};http;1;10.1.2.3", "guess;http;1;10.1.2.3"):
-            asked = (await http.get(f"{url}/v1/who", headers={PASSED.decode(): value})).json()
-            assert asked["client"] == ("10.1.2.3" if value.startswith(OWNER) else "127.0.0.1")
-            assert PASSED.decode() not in asked["headers"]
+        named = {PASSED.decode(): f"{OWNER};http;1;10.1.2.3"}
+        asked = (await http.get(f"{url}/v1/who", headers=named)).json()
+        assert asked["client"] == "10.1.2.3"
+        assert PASSED.decode() not in asked["headers"]
+        for value in ("guess;http;1;10.1.2.3", "", ";http;1;10.1.2.3"):
+            refused = await http.get(f"{url}/v1/who", headers={PASSED.decode(): value})
+            assert refused.json()["type"] == "urn:envserver:error:no_leader"
+
+
+async def test_another_server_at_the_address_of_a_leader_that_is_gone_does_nothing(
+    follower: Follower,
+) -> None:
+    """Another store's leader, or a server alone: nothing may be posted or leased there."""
+    done = []
+
+    async def lease(request: Request) -> Response:
+        done.append(request.url.path)
+        return JSONResponse({})
+
+    async def talk(websocket: WebSocket) -> None:
+        done.append(websocket.url.path)
+
+    routes = [Route("/v1/batch", lease, methods=["POST"]), WebSocketRoute("/openenv/x/ws", talk)]
+    for owner in ("f" * 16, None):
+        app = FromFollowers(Starlette(routes=routes), owner)
+        async with await serve_api(app, "127.0.0.1", 0, ServerConfig()) as running:
+            follower.follow(running.url)
+            answer = await follower.http.post("/v1/batch", json={})
+            assert answer.json()["type"] == "urn:envserver:error:no_leader"
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            with pytest.raises(InvalidStatus, match="503"):
+                await connect(follower.url.replace("http", "ws") + "/openenv/x/ws")
+    assert not done
 
 
 async def test_unknown_tokens_do_not_reach_the_leader(tmp_path: Path) -> None:
