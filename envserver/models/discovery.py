@@ -20,6 +20,7 @@ from envserver_records.errors import ConfigError, InputError
 from ..config import check_url
 from ..engines_config import EnginesConfig
 from .fleet import Fleet
+from .openai import root_of
 from .replicas import Origin, Registration
 
 Listed = list[Registration]
@@ -112,7 +113,8 @@ def read_list(path: Path) -> Listed:
         try:
             entry = _LINE.decode(line) if line.startswith("{") else _Line(line)
             check_url(entry.url)
-        except (msgspec.DecodeError, ValueError) as error:
+            root_of(entry.url)
+        except (ConfigError, msgspec.DecodeError, ValueError) as error:
             raise InputError(f"{path}, line {number}: {error}.", place=f"line {number}") from error
         listed[entry.url] = Registration(url=entry.url, version=entry.version)
     return list(listed.values())

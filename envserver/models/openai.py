@@ -360,13 +360,16 @@ def root_of(address: str) -> str:
     """Returns `address` without `/v1` and without a trailing slash.
 
     Raises:
-        ConfigError: it holds credentials.
+        ConfigError: it is no address, or holds credentials.
     """
-    url = URL(address)
+    try:
+        url = URL(address)
+    except ValueError as error:
+        raise ConfigError(f"{address[:100]!r} is no address of an engine: {error}") from None
     if url.user or url.password:
         # They would appear in every message that names the address.
         raise ConfigError(
-            "An address in openai.base_url holds credentials.",
+            "The address of an engine must not hold credentials.",
             hint="Put the key into openai.api_key.",
         )
     return str(url).rstrip("/").removesuffix("/v1").rstrip("/")

@@ -119,7 +119,7 @@ async def url_for_nodes(cluster: Cluster, config: RayConfig, url: str, host: str
         raise ConfigError(
             f"The Ray nodes {', '.join(elsewhere)} cannot reach {url}.",
             hint="Listen at an address of this machine, with access tokens: --server.host 0.0.0.0 "
-            "--server.tokens_file FILE --ray.token TOKEN.",
+            "--server.tokens_file FILE, and ENVSERVER_RAY__TOKEN for the runners.",
         )
     parts = urlsplit(url)
     return f"{parts.scheme}://{own}:{parts.port}"

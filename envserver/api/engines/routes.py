@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from envserver_records.errors import ConflictError, InputError
+from envserver_records.errors import ConfigError, ConflictError, InputError
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from starlette.requests import Request
@@ -208,9 +208,12 @@ async def _checked_url(fleet: Fleet, url: str) -> str:
     """
     try:
         check_url(url)
+        known = fleet.at(url)
+    except ConfigError as error:
+        raise InputError(f"url: {error.message}", hint=error.hint, place="url") from None
     except ValueError as error:
         raise InputError(f"url: {error}", place="url") from None
-    if fleet.at(url) is None:
+    if known is None:
         await fleet.addresses.check(url)
     return url
 

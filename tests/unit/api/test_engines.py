@@ -14,6 +14,7 @@ from support.joined import join, registration
 from support.waiting import until
 
 from envserver.models.addresses import EngineAddresses
+from envserver.models.discovery import read_list
 from envserver.models.replicas import Registration as KnownEngine
 from envserver.remote.gate import RunnerGate
 from envserver.remote.link import Link
@@ -315,6 +316,9 @@ async def test_an_address_that_may_be_no_engines_is_refused(tmp_path: Path) -> N
         "http://nowhere.invalid:8000": "There is no host",
         "ftp://gpu7": "must look like",
         "http://gpu7:8000/?a=b": "must not have a query",
+        "http://me:secret@gpu7:8000": "must not hold credentials",
+        "http://gpu7:8000\\@127.0.0.1:6379": "is no address of an engine",
+        "http://gpu7.é..com:8000": "is no address of an engine",
     }
     async with fleet_house(tmp_path / "s.db") as house:
         for url, words in refused.items():
@@ -366,6 +370,11 @@ async def test_a_file_lists_engines_and_their_versions(tmp_path: Path) -> None:
             listed.write_text("nonsense")
             assert attributed(await house.ask(house.open("s"))) == [5]
             assert len(await house.rows()) == 1
+    for line in ("nonsense", "http://me:secret@gpu7:8000", "http://gpu7\\x:8000", "http://é..com"):
+        listed.write_text(f"http://gpu6:8000\n{line}")
+        with pytest.raises(InputError, match="line 2") as refusal:
+            read_list(listed)
+        assert "secret" not in str(refusal.value)
 
 
 async def test_a_name_in_dns_lists_engines(tmp_path: Path) -> None:
