@@ -46,7 +46,21 @@ def _is_left(name: str, prefix: str) -> bool:
     if not name.startswith(f"{_here()}-") or len(parts) != 7:
         return False
     pid, started = parts[3], parts[4]
-    return pid.isdigit() and _start_time(int(pid)) != int(started)
+    return pid.isdigit() and started.isdigit() and _is_gone(int(pid), int(started))
+
+
+def _is_gone(pid: int, started: int) -> bool:
+    known = _start_time(pid)
+    if known is not None:
+        return known != started
+    # A /proc with `hidepid` has no processes of others: their signals are refused.
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return False
+    except (OSError, OverflowError):
+        pass
+    return True
 
 
 def _names(engine: Engine) -> list[str]:

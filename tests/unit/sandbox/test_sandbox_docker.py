@@ -13,7 +13,13 @@ from support import fake_engine
 from support.waiting import until
 
 from envserver import InputError, SandboxConfig, SandboxLimits, SandboxSpec
-from envserver.sandbox import SandboxClient, SandboxService, find_engine, service
+from envserver.sandbox import (
+    SandboxClient,
+    SandboxService,
+    docker_leftovers,
+    find_engine,
+    service,
+)
 from envserver.sandbox.cgroups import CgroupAccounts
 from envserver.sandbox.docker_leftovers import new_prefix, remove_leftovers
 from envserver.sandbox.service import probe
@@ -143,6 +149,20 @@ def test_only_containers_of_servers_that_are_gone_are_removed(engine: Path) -> N
     assert remove_leftovers(found, ours) == [f"{ours}-c"]
     removed = [words[3:] for words in fake_engine.commands(engine) if words[0] == "rm"]
     assert removed == [of_gone, [f"{ours}-c"]]
+
+
+def test_containers_stay_of_servers_whose_processes_cannot_be_seen(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where /proc is mounted with `hidepid`, it has no processes of other users."""
+
+    def refuse(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    (engine / "left").write_text(f"{new_prefix()}-a")
+    monkeypatch.setattr(docker_leftovers, "_start_time", lambda pid: None)
+    monkeypatch.setattr(docker_leftovers.os, "kill", refuse)
+    assert remove_leftovers(find_engine(fake_engine.IMAGE)) == []
 
 
 @pytest.mark.parametrize(
