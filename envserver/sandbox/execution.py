@@ -82,6 +82,10 @@ class Execution:
         self._peaks_before = accounts.peak_memory(), accounts.peak_tasks()
         self._kills_before = accounts.memory_kills()
 
+    def cancel(self) -> None:
+        """Lets `run` end the program at once."""
+        self._killed_by = "cancelled"
+
     def run(self, channel: int, asked_to_cancel: Callable[[], bool]) -> dict[str, Any]:
         """Runs the program until it and all processes that it started have ended.
 

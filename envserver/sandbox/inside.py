@@ -183,6 +183,8 @@ class _Server:
 
     def _run(self, execution: Execution) -> dict[str, Any]:
         try:
+            if self._cancel_waits():  # it came together with the program
+                execution.cancel()
             return execution.run(self._channel.fileno(), self._asked_to_cancel)
         except ConnectionError:
             raise
@@ -192,6 +194,9 @@ class _Server:
     def _asked_to_cancel(self) -> bool:
         """Reads requests that arrive while a program runs."""
         self._receive()
+        return self._cancel_waits()
+
+    def _cancel_waits(self) -> bool:
         return any(request[0] == "cancel" for request in self._waiting)
 
     def _receive(self) -> None:

@@ -225,6 +225,16 @@ async def test_a_cancelled_program_ends_and_the_sandbox_lives(box: Sandbox) -> N
     assert (await box.total()).killed == {"cancelled": 1}
 
 
+async def test_a_program_that_is_given_up_at_once_does_not_run_to_its_limit(box: Sandbox) -> None:
+    """The request to cancel can arrive together with the program."""
+    for turns in (1, 2, 3):
+        running = asyncio.create_task(box.exec(["sleep", "3600"]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await cancelled(running)
+    assert "wall" not in (await box.total()).killed
+
+
 async def test_a_request_that_waits_for_its_turn_can_be_cancelled(box: Sandbox) -> None:
     mark = marked()
     first = stay(box, mark, then="echo first")
