@@ -184,6 +184,7 @@ def test_a_page_that_stays_open_goes_on_when_the_server_was_killed(
     until(lambda: has_each_row_once() and measurements(page) > rows, 60, lambda: "a row more")
 
 
+@pytest.mark.slow
 def test_another_store_and_a_clock_that_is_wrong(house: PageHouse, visitor: Visitor) -> None:
     visitor.allow("net::ERR_|status of 503")
     page = visitor.context().new_page()

@@ -113,7 +113,7 @@ SCORERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCORERS)
 def test_no_text_keeps_a_scorer_busy_or_makes_it_fail(
     tmp_path: Path, name: str, every: int

@@ -8,7 +8,7 @@ import pytest
 from support import cards
 from support.commands import envserver
 
-CHEAP = ("math", "mhqa", "kuhn", "twenty_questions")
+CHEAP = ("math", "kuhn")
 """Those whose check takes seconds; what runs programs takes minutes."""
 CASES = [
     pytest.param(name, marks=pytest.mark.thorough if name in CHEAP else pytest.mark.slow)

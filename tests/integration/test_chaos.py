@@ -79,10 +79,8 @@ def test_on_sqlite_two_trainers_share_every_group_exactly_once(
             torture(made, faults, tell, finish_seconds=60 + faults)
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [pytest.param(8, marks=pytest.mark.thorough), pytest.param(500, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", [8, 500])
 def test_on_postgresql_each_of_two_trainers_gets_every_group_exactly_once(
     faults: int, tmp_path: Path, postgres: Postgres, tell: Callable[[str], None]
 ) -> None:

@@ -204,7 +204,7 @@ def test_tasks_go_on_in_a_new_process_when_theirs_dies(tmp_path: Path) -> None:
         registry.find("sums")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_older_pydantic_runs_beside_math(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

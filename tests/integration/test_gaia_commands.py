@@ -126,7 +126,7 @@ def test_a_stock_trainer_is_fed_under_the_earlier_name(
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("rollouts", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rollouts", [4, pytest.param(64, marks=pytest.mark.slow)])
 def test_process_and_serve_on_a_real_vllm(
     vllm_server: VllmServer, atropos_python: Path, rollouts: int, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_the_asynchronous_trainer_leases_rollouts_and_brings_its_weights_to_the_
     assert status["groups"]["acked"] > 0
 
 
+@pytest.mark.slow
 def test_the_asynchronous_trainer_learns_two_players_each_against_itself(
     learn_python: Path, babbler: Path, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_game_of_one_player_is_one_conversation(games_python: Path, place: Pat
     assert len({one["metrics"]["moves"] for one in rollouts(groups)}) > 1
 
 
+@pytest.mark.slow
 def test_a_word_game_needs_its_words_and_never_fetches_them(
     games_python: Path, place: Path
 ) -> None:

@@ -102,6 +102,7 @@ def assert_exact(group: dict[str, Any]) -> None:
         assert all(logprobs[place] < 0 for place in trained)
 
 
+@pytest.mark.slow
 def test_a_tool_runs_and_our_limit_is_scored(folder: Path) -> None:
     said = script(folder, "What is 1 + 1?", ADD, "It is 2.")
     (group,) = process(folder, "tools", "--sim.transcript", said)

@@ -123,6 +123,7 @@ def by_id(path: Path) -> dict[str, Any]:
     return {one["task_id"]: one for one in map(json.loads, path.read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_a_log_says_in_inspect_what_the_rollout_was(inspect_python: Path, tmp_path: Path) -> None:
     lost = Failure(kind="engine_error", blame="engine", outcome="retry", message="It was away.")
     timings = [

@@ -33,7 +33,7 @@ def report(title: str, proof: Proof, tell: Tell, record_property: Record) -> Non
         record_property(f"{title}: {name}", value)
 
 
-@pytest.mark.parametrize("count", [250, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
 async def test_hundreds_of_rollouts_without_drift(
     vllm_server: VllmServer, count: int, tell: Tell, record_property: Record
 ) -> None:

@@ -57,6 +57,7 @@ def test_trls_asynchronous_trainer_teaches_both(
     both_have_learned(tmp_path / "groups.db", tell, f"TRL AsyncGRPOTrainer, seed {seed}")
 
 
+@pytest.mark.slow
 def test_atroposlibs_example_trainer_takes_steps_with_both(
     learn_python: Path, example_trainer: Path, coin_tosser: Path, tmp_path: Path
 ) -> None:

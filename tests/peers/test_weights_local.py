@@ -100,7 +100,8 @@ def proven(
     assert proof.nearest_other > WRONG
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 20])
 def test_each_token_is_of_the_adapter_that_it_names(
     engine: Local, learn_python: Path, tmp_path: Path, count: int, tell: Tell
 ) -> None:
@@ -136,6 +137,7 @@ def test_each_token_is_of_the_weights_that_it_names(
         )
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_and_started_again_gets_its_weights_anew(
     learn_python: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -51,8 +51,7 @@ async def _healthy(program: str, container: str) -> str:
     try:
         async with asyncio.timeout(_START_SECONDS), aiohttp.ClientSession() as http:
             while True:
-                await _check_runs(program, container)
-                place = (await _output(program, "port", container, _PORT)).split()[0]
+                place = await _place(program, container)
                 try:
                     async with http.get(f"http://{place}/health") as answer:
                         if answer.status == 200:
@@ -64,6 +63,19 @@ async def _healthy(program: str, container: str) -> str:
         raise ConfigError(
             f"The container's server did not answer in {_START_SECONDS:g} s."
         ) from error
+
+
+async def _place(program: str, container: str) -> str:
+    """Returns host:port of the container's server.
+
+    Raises:
+        ConfigError: the container has ended.
+    """
+    code, out, err = await _run(program, "port", container, _PORT)
+    await _check_runs(program, container)
+    if code != 0:
+        raise ConfigError(f"{program} port failed: {err[-500:]}")
+    return out.split()[0]
 
 
 async def _check_runs(program: str, container: str) -> None:

@@ -330,7 +330,7 @@ def test_the_size_of_a_formula_is_estimated(answer: str, huge: bool) -> None:
 
 
 @pytest.mark.thorough
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @example("100000!")
 @given(HUGE)
 def test_a_short_formula_of_a_huge_number_is_wrong_in_time(answer: str) -> None:

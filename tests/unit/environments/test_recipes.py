@@ -90,7 +90,7 @@ def test_right_behaviour_is_paid(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.thorough  # ten environments, each with processes of its own
-@pytest.mark.parametrize("solved", [1.0, 0.0])
+@pytest.mark.parametrize("solved", [pytest.param(1.0, marks=pytest.mark.slow), 0.0])
 def test_right_behaviour_is_paid_and_spoiled_is_not(
     settings: dict[str, Any], site: str, tmp_path: Path, solved: float
 ) -> None:

@@ -17,6 +17,7 @@ import orjson
 import pytest
 from envserver_records.records import pack
 from envserver_records.seals import link_of
+from envserver_records.servers import ServersClient
 from envserver_records.zstd import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -238,8 +239,8 @@ def test_a_server_that_sends_frame_by_frame_is_read(monkeypatch: pytest.MonkeyPa
         frames = (zstd.compress(part) for part in (packed[:20], packed[20:]))
         return httpx.Response(200, headers={"content-encoding": "zstd"}, content=frames)
 
-    client = partial(httpx.Client, transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(stored_server.httpx, "Client", client)
+    client = partial(ServersClient, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(stored_server, "ServersClient", client)
     assert len(list(read_groups(["http://envserver.test"]))) == 1
 
 

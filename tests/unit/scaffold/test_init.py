@@ -17,6 +17,8 @@ from envserver import ConfigError, ConflictError
 from envserver.registry import find
 from envserver.scaffold import KINDS, create
 
+OFTEN = ("single", "sandbox", "judge")
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_an_environment_with_tasks(tmp_path: Path, kind: str) -> None:
@@ -64,8 +66,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.thorough  # half a minute for each kind, most of it its own tests
-@pytest.mark.parametrize("kind", KINDS)
+# Half a minute for each kind, most of it its own tests.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.thorough if kind in OFTEN else pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_every_kind_is_installed_listed_checked_run_and_tested(
     tmp_path: Path, python: Path, kind: str
 ) -> None:
