@@ -30,7 +30,7 @@ from ..telemetry.genai import (
 )
 from .formats import Options, Row, Written
 from .stored import StoredGroup, StoredRollout
-from .turn_times import Turn, main_agent, rollout_times, turn_times, used
+from .turn_times import Turn, main_agent, moment, rollout_times, turn_times, used
 
 Json = dict[str, Any]
 _SCORING = 0.001
@@ -93,7 +93,7 @@ class OtlpSender:
         rollout: StoredRollout = row["rollout"]
         self._traces.begin(f"{rollout.rollout_id}/{rollout.attempt}")
         began, played = rollout_times(rollout)
-        ended = played + (used(rollout, "scoring_seconds") or _SCORING)
+        ended = moment(played + (used(rollout, "scoring_seconds") or _SCORING))
         measured = turn_times(rollout, main_agent(rollout), rollout.messages) is not None
         about = {
             "envserver.rollout_id": rollout.rollout_id,

@@ -30,8 +30,8 @@ _LATEST: Final = 9.2e9
 def rollout_times(rollout: StoredRollout) -> Span:
     """Returns when a rollout ran; in files of older versions it is taken to end with its group."""
     seconds = used(rollout, "seconds")
-    began = _moment(rollout.started_at or rollout.created_at - seconds)
-    return began, _moment(began + seconds)
+    began = moment(rollout.started_at or rollout.created_at - seconds)
+    return began, moment(began + seconds)
 
 
 def used(rollout: StoredRollout, name: str) -> float:
@@ -54,8 +54,8 @@ def turn_times(
     began = rollout.started_at
     measured = {
         one.call: Turn(
-            _moment(began + one.started),
-            _moment(began + one.started + one.seconds),
+            moment(began + one.started),
+            moment(began + one.started + one.seconds),
             one.start,
             None if one.start is None or one.end is None else one.end - one.start,
         )
@@ -77,5 +77,6 @@ def main_agent(rollout: StoredRollout) -> str | None:
     return known[0] if len(known) == 1 else None
 
 
-def _moment(seconds: float) -> float:
+def moment(seconds: float) -> float:
+    """Returns a time in seconds since 1970 that every format can hold."""
     return min(max(seconds, 0.0), _LATEST) if math.isfinite(seconds) else 0.0

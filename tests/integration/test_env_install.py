@@ -67,6 +67,7 @@ def sums(folder: Path, *requires: str, code: str = PLAIN, manifest: str = "") ->
     return wheel(folder, "my-sums", files, requires=requires, environments=[point])
 
 
+@pytest.mark.thorough
 def test_a_package_whose_dependencies_are_met_shares_the_interpreter(
     tmp_path: Path, home: Path
 ) -> None:

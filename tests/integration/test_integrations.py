@@ -77,6 +77,7 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_without_its_framework_a_scheme_says_how_to_install_it(tmp_path: Path) -> None:
     said = refused("process", "--env", "gym:hanoi", "--model", "sim", folder=tmp_path)
     assert "gym:hanoi needs the package 'little_gym'" in said

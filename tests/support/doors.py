@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Literal
 
@@ -33,10 +34,20 @@ class Door:
         self.url = ""
         self._server_port = server_port
         self._writers: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
 
     def shut(self, state: State = "closed") -> None:
-        """Changes the state, and cuts all connections."""
+        """Changes the state, and cuts all connections; from any thread."""
         self.state = state
+        if threading.get_ident() == self._thread:
+            self._cut()
+        else:
+            cut = threading.Event()
+            self._loop.call_soon_threadsafe(lambda: (self._cut(), cut.set()))
+            assert cut.wait(60)
+
+    def _cut(self) -> None:
         for writer in self._writers:
             writer.transport.abort()
 

@@ -43,6 +43,7 @@ async def test_a_call_waits_for_the_first_engine_and_a_restart_keeps_it(tmp_path
             assert await house.rows() == []
 
 
+@pytest.mark.thorough
 async def test_an_engine_without_heartbeats_is_removed(tmp_path: Path) -> None:
     async with fake_vllm() as fake, fleet_house(tmp_path / "s.db") as house:
         await house.register(fake.url, ttl_seconds=1)

@@ -84,6 +84,7 @@ def test_ten_recipes_are_short_and_say_what_they_show() -> None:
         assert f"--env docs/recipes/{path.name}" in text.partition('"""\n\n')[0]
 
 
+@pytest.mark.thorough
 def test_right_behaviour_is_paid(settings: dict[str, Any]) -> None:
     played = rewards(FLOWS, 1.0, settings)
     assert set(played.values()) == {1.0} and len(played) == len(FLOWS)

@@ -353,6 +353,7 @@ def test_bare_rows_are_scored(tmp_path: Path) -> None:
     assert scores[2]["metrics"]["route_plan_exact"] == 1.0
 
 
+@pytest.mark.thorough
 def test_plans_are_run_by_agents_that_are_trained_or_not(tmp_path: Path) -> None:
     ran = envserver(
         "process", "--env", "router", "--model", "sim", "--sim.solve_probability", 1,

@@ -47,6 +47,7 @@ def scenarios(*words: str) -> int:
     )
 
 
+@pytest.mark.thorough
 def test_runs_are_traces_and_only_torn_ones_are_made_again(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def edited(tree: Tree, **changes: str) -> str:
     return make_patch(tree, tree | {path: Entry(text.encode()) for path, text in files.items()})
 
 
+@pytest.mark.thorough
 async def test_the_gold_patches_and_only_they_solve_our_tasks(rooms: Sandboxes) -> None:
     async def check(task: SampleTask) -> None:
         tests = hidden_tests(task.task().hidden)

@@ -115,6 +115,7 @@ def test_kinds_of_tasks_are_told_apart_by_labels_and_by_metrics() -> None:
 SIM = ("--model", "sim", "--sim.latency_seconds", 0, "--workers.processes", 1)
 
 
+@pytest.mark.thorough
 def test_an_evaluation_is_resumed_with_the_same_settings(tmp_path: Path) -> None:
     words = ("evaluate", "--env", "math", *SIM, "--env.group_size", 3, "--out", "run")
     first = envserver(*words, "--env.total_steps", 2, folder=tmp_path)

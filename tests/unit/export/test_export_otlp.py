@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.delivered import line, write_lines
 from support.extent import examples
@@ -92,13 +92,14 @@ def anybody() -> Iterator[Traces]:
         yield traces
 
 
-@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(
     messages=st.lists(ANYTHING, max_size=4),
     usage=st.dictionaries(st.sampled_from(["seconds", "scoring_seconds"]), JSON),
     started_at=st.floats(allow_nan=False, allow_infinity=False),
     tools=st.lists(st.dictionaries(st.sampled_from(["function", "name"]), JSON), max_size=2),
 )
+@example(messages=[], usage={"scoring_seconds": 1.7e10}, started_at=0.0, tools=[])
 def test_whatever_a_file_holds_is_sent(
     anybody: Traces, tmp_path_factory: pytest.TempPathFactory, **facts: Any
 ) -> None:

@@ -253,6 +253,7 @@ def _no_pause() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+@pytest.mark.thorough
 def test_commands_ask_it_and_show_its_cost_and_never_its_key(tmp_path: Path) -> None:
     """`process` pays, `rescore` finds the answers beside its source; no call is a training row."""
     (tmp_path / "judged.py").write_text(ENVIRONMENT)

@@ -150,6 +150,7 @@ async def test_scores_come_back_whatever_the_neighbours_do(hasty: str) -> None:
     assert [score.reward for score in again] == [1.0] * 4
 
 
+@pytest.mark.thorough
 async def test_the_limit_is_cpu_time_and_loading_and_waiting_are_not_in_it(moody: str) -> None:
     """Loading uses five times the limit, and again after the process was killed."""
     async with ScorerPool(moody, {"cpu_seconds_to_load": 1.0}, 1) as pool:

@@ -112,6 +112,7 @@ def test_a_server_hands_out_groups_while_its_block_runs(tmp_path: Path) -> None:
     assert served.ending == "stopped"
 
 
+@pytest.mark.thorough
 def test_what_was_made_is_evaluated_verified_scored_again_and_replayed(tmp_path: Path) -> None:
     made, again = tmp_path / "groups.jsonl", tmp_path / "again.jsonl"
     result = envserver.process("math", out=made, **SIM, tokens={"keep_calls": True})
@@ -134,6 +135,7 @@ def test_answers_are_scored_without_a_model() -> None:
     assert [row["reward"] for row in envserver.score("math", rows).rows] == [1.0, 0.0]
 
 
+@pytest.mark.thorough
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
