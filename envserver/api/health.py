@@ -59,7 +59,7 @@ class Health:
         self.parts: dict[str, Part] = {}
         self.lag = lag
         self.role: Callable[[], dict[str, object]] = dict
-        """What the answers say besides: which part this server has among several."""
+        """Returns what the answers add: whether this server leads or follows, and who leads."""
         self._probes: dict[str, tuple[Probe, PartState]] = {}
         self._started_at = time.time()
         self._asking: asyncio.Task[None] | None = None

@@ -173,7 +173,7 @@ def _show(
 
 
 def _show_stronger(console: Console, reports: Sequence[ProbeReport]) -> None:
-    """What to do for a backend without the weaknesses of the one that is taken."""
+    """Prints what to allow so that a stronger backend works."""
     stronger = [each for each in reports if each.backend == "namespace" and not each.works]
     for report in stronger:
         _say(console, f"For the stronger backend {report.backend}:")

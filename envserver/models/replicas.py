@@ -32,7 +32,7 @@ _log = structlog.get_logger("envserver.engine")
 
 
 class Registration(msgspec.Struct, kw_only=True):
-    """What is known of an engine beyond its address; the store keeps it for registered ones.
+    """Facts about an engine besides its address; the store keeps it for registered ones.
 
     Args:
         version: see `Replica.version`.

@@ -274,7 +274,7 @@ class EngineEndpoint:
 
     @property
     def capabilities(self) -> Capabilities | None:
-        """What was found out about the engine; None until it answered once."""
+        """What the probe found about the engine; None until the engine has answered once."""
         return None if self._ready is None else self._ready.capabilities
 
     @property

@@ -12,7 +12,7 @@ from ..ray_config import RayConfig
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What there is to do.
+    """The load that decides how many runners there are.
 
     Args:
         groups: groups that may be open now, those that are open included.

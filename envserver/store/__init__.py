@@ -26,7 +26,8 @@ from .rows import (
 from .states import GroupState, RunState
 
 if TYPE_CHECKING:
-    from .sql import Store, open_store
+    from .opening import open_store
+    from .sql import Store
 
 __all__ = [
     "ATROPOS_RUN",
@@ -48,8 +49,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Store", "open_store"):
+    modules = {"Store": ".sql", "open_store": ".opening"}
+    if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(".sql", __name__), name)
+    value = getattr(importlib.import_module(modules[name], __name__), name)
     globals()[name] = value
     return value

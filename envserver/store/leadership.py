@@ -30,7 +30,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from .database import END_SESSION, HOLDER, locate
 from .failures import is_unreachable, typed
 from .lock import Leader, read_leader, renew
-from .sql import open_store
+from .opening import open_store
 
 if TYPE_CHECKING:
     from .sql import Store

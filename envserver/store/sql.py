@@ -15,11 +15,10 @@ not after StoreLost. The README says what it does in each kind of failure.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from envserver_records.errors import InputError
@@ -27,103 +26,24 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import Scored
 from . import closing, damage, deliveries, estimates, groups, leases, retention, runs
-from .clock import ForwardClock, SteadyClock
-from .database import Database, open_database
+from .database import Database
 from .failures import is_unreachable, typed, typed_failures
 from .groups import EncodedPut, encode_puts
 from .history import put_minute
-from .lock import StoreLock, acquire, read_lock
 from .lookups import DatabaseLookups
 from .memory_lookups import MemoryLookups
 from .retry import DatabaseUnreachable, RetryGate
 from .rows import UNKNOWN_VERSION, Compacted, Delivery, GroupPut, Lease, Run
 from .states import GroupState, RunState
-from .transaction import Memory, Transaction, load_memory
+from .transaction import Transaction
 from .writer import Writer
 
 A = TypeVar("A")
 T = TypeVar("T")
 
-_THREADS: Final = 2
-"""Threads that compress and decompress bodies."""
 _DROPPED_AT_ONCE: Final = 1000
 _INLINE_BYTES: Final = 32 * 1024
 """Less than this is compressed on the event loop, which is faster than switching threads."""
-
-
-@asynccontextmanager
-async def open_store(
-    where: str | Path,
-    *,
-    clock: Callable[[], float] | None = None,
-    wait_seconds: float = 0.0,
-    reserve_bytes: int = 0,
-    shared: bool = False,
-) -> AsyncIterator[Store]:
-    """Opens the store at `where`, or creates it; only one process at a time can have it open.
-
-    Args:
-        where: a path (missing folders are made), `sqlite:///path` or `postgresql://user@host/name`.
-        clock: returns seconds; leases expire by it. Default: a `SteadyClock`, which does not follow
-            changes of the system clock; it begins at PostgreSQL's time, or that of this machine.
-        wait_seconds: for PostgreSQL, how long to wait for one that does not answer yet.
-        reserve_bytes: for SQLite, disk space held back for leases and acks; see `reserve.py`.
-        shared: other servers wait for the store: if one has it, refuse at once; see `leadership`.
-
-    Raises:
-        ConfigError: the kind of store is unknown, the database belongs to another program, or a
-            newer version wrote it.
-        ConflictError: another process has it open.
-        StoreError: it cannot be reached.
-        StoreLost: raised later, after the body was cancelled: another process opened the store
-            while its database could not be reached, or its file was removed or replaced.
-    """
-    async with open_database(where, wait_seconds, reserve_bytes, shared=shared) as database:
-        # The file stays locked as long as this process lives. Nothing has to be written to hold the
-        # lock, which would fail on a full disk.
-        is_file = database.files is not None
-        with typed_failures():
-            if is_file:
-                async with database.reader.begin() as connection:
-                    lock, memory = await _known(read_lock, connection)
-            else:
-                lock, memory = await database.writer.transact(partial(_known, acquire))
-            now = await database.now()
-        time_now = ForwardClock(clock or SteadyClock(lambda: now), lock.last_time)
-        writer = Writer(database, memory, time_now, lock.owner)
-        with ThreadPoolExecutor(_THREADS, "store") as threads:
-            async with _running(writer):
-                yield Store(database, writer, threads, time_now)
-
-
-async def _known(
-    find: Callable[[AsyncConnection], Awaitable[StoreLock]], connection: AsyncConnection
-) -> tuple[StoreLock, Memory]:
-    return await find(connection), await load_memory(connection, trust_written=True)
-
-
-@asynccontextmanager
-async def _running(writer: Writer) -> AsyncIterator[None]:
-    """Runs `writer` while the body runs; cancels the body when the store is lost."""
-    body = asyncio.current_task()
-    assert body is not None
-    stop = False
-
-    def cancel_body(task: asyncio.Task[None]) -> None:
-        nonlocal stop
-        stop = True
-        body.cancel()
-
-    task = asyncio.create_task(writer.run(), name="store-writer")
-    task.add_done_callback(cancel_body)
-    try:
-        yield
-    finally:
-        task.remove_done_callback(cancel_body)
-        if stop:
-            body.uncancel()
-        writer.close()
-        await task
 
 
 class Store(DatabaseLookups, MemoryLookups):
