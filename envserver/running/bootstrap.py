@@ -112,12 +112,12 @@ async def bootstrap_server(
     """
     async with LoopLag(telemetry.slow_callback_seconds) as lag:
         health = Health(lag)
+        for part in ("store", "disk", *expected, _ROUTES):  # before anybody can ask for them
+            health.expect(part)
         start = _sharing if shared else _alone
         async with start(server, store, health, lag) as bootstrap:
             health.found("store", store_probe(bootstrap.store))
             health.found("disk", disk_probe(bootstrap.store), failing="limited")
-            for part in (*expected, _ROUTES):
-                health.expect(part)
             watching = asyncio.create_task(health.watch(), name="health")
             try:
                 yield bootstrap

@@ -145,5 +145,5 @@ def test_process_and_serve_on_a_real_vllm(
     serving = [*common, "--port", port, "--env.ensure_scores_are_not_same", "false"]
     with running("serve", *serving, "--store", "s.db", folder=tmp_path) as server:
         server.wait_for("http://\\S+")
-        got = trained(atropos_python, f"http://127.0.0.1:{port}", 8, rollouts // 8)
+        got = trained(atropos_python, f"http://127.0.0.1:{port}", 4, rollouts // 4)
     assert got["rows"] >= rollouts

@@ -81,8 +81,9 @@ def kill(engine: Engine, pid: int) -> None:
 
 
 def stored(url: str) -> set[str]:
-    page = httpx.get(f"{url}/v1/groups", params={"limit": 1000}).json()
-    return {group["group_id"] for group in page["groups"]}
+    page = httpx.get(f"{url}/v1/groups", params={"limit": 1000})
+    assert page.status_code == 200, page.text
+    return {group["group_id"] for group in page.json()["groups"]}
 
 
 def test_a_trainer_gets_every_group_once_through_a_crash_and_a_restart(

@@ -135,6 +135,27 @@ async def test_a_server_is_ready_when_its_routes_serve(tmp_path: Path) -> None:
         assert (await http.get("/readyz")).status_code == 200
 
 
+async def test_it_is_not_ready_when_its_port_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks before the start goes on must not hear that everything is there."""
+    heard: list[httpx.Response] = []
+
+    async def asked_at_once(*words: Any) -> Any:
+        server = await serve_api(*words)
+        async with httpx.AsyncClient(timeout=60) as http:
+            heard.append(await http.get(f"{server.url}/readyz"))
+        return server
+
+    monkeypatch.setattr("envserver.running.bootstrap.serve_api", asked_at_once)
+    async with bootstrap_server(
+        ServerConfig(port=0), TelemetryConfig(), tmp_path / "s.db", ("engine",)
+    ):
+        (answer,) = heard
+    assert answer.status_code == 503
+    assert set(answer.json()["parts"]) == {"store", "disk", "engine", "routes"}
+
+
 async def test_a_lease_stays_with_its_stream_when_the_server_ends(tmp_path: Path) -> None:
     async with open_store(tmp_path / "s.db") as store:
         async with at_the_door(Health()) as (door, http):
