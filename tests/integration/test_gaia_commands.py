@@ -49,6 +49,7 @@ async def engine() -> AsyncIterator[str]:
             stop.set()
 
 
+@pytest.mark.thorough
 async def test_process_as_it_was_typed(tmp_path: Path) -> None:
     """With smolagents' CodeAgent, on an engine that knows nothing of us."""
     async with engine() as url:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from support.commands import envserver, free_port, read_jsonl, running, until
 
 ENVIRONMENT = '''
@@ -34,6 +35,7 @@ RUN = (
 OUT = ("--env.data_path_to_save_groups", "out.jsonl")
 
 
+@pytest.mark.thorough
 def test_process_ends_and_names_the_flags_and_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "formal.py").write_text(ENVIRONMENT)
     ran = envserver("process", *RUN, *OUT, folder=tmp_path)

@@ -465,6 +465,7 @@ async def test_demonstrations_solve_their_tasks_and_no_request_holds_what_is_hid
                 assert json.dumps(part)[1:-1] not in asked or part in str(task.public)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", first_of("tools", "single"))
 def test_the_command_makes_groups_with_the_simulated_engine(mode: str, tmp_path: Path) -> None:
     ran = envserver(

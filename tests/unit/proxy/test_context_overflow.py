@@ -145,6 +145,7 @@ class Counting(Environment):
 '''
 
 
+@pytest.mark.thorough
 def test_the_count_is_that_of_the_prompt_and_a_shortened_conversation_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.commands import envserver, read_jsonl
 
 ENVIRONMENT = '''
@@ -139,6 +140,7 @@ class Asking(Environment):
 '''
 
 
+@pytest.mark.thorough
 def test_an_agent_that_keeps_asking_after_its_last_turn_is_ended_and_scored(tmp_path: Path) -> None:
     (tmp_path / "asking.py").write_text(ASKING)
     ran = envserver(

@@ -82,6 +82,7 @@ def test_an_unknown_environment_is_told_with_the_nearest_name() -> None:
         envserver.process("maths", **SIM)
 
 
+@pytest.mark.thorough
 async def test_it_works_inside_a_running_event_loop_and_as_coroutines() -> None:
     assert envserver.process(Echo, **SIM).delivered == 2  # as a notebook calls it
     mix = {"math": 2.0, "router": 1.0}
