@@ -3,6 +3,7 @@
     python -m envserver_clients.grpo --server http://127.0.0.1:8000 --engine http://127.0.0.1:9001
     \\
         --model FOLDER --output out/run
+    torchrun --nproc-per-node 8 -m envserver_clients.grpo ...  # the same on several GPUs
 
 One step leases a batch of groups and computes each trajectory's advantage over its group. It makes
 the policy's tokens more or less likely accordingly, within bounds relative to the delivered
@@ -12,7 +13,8 @@ a checkpoint, acknowledges the batch, and transfers the weights to the engine.
 What always holds: `kill -9` of trainer, engine or server at any moment neither loses a batch nor
 learns from one twice, because of the order of writes: metrics, checkpoint, acknowledgement. Killed
 before the checkpoint, the step never happened: its line is removed from the metrics, and its batch
-comes again. Killed after it, the acknowledgement is repeated at the start.
+comes again. Killed after it, the acknowledgement is repeated at the start. With several processes
+(`training.ranks`) rank 0 runs the loop below; the others compute and save their parts with it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import logging
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -47,8 +50,9 @@ from envserver_clients.training.metrics import (
     Tracked,
     Writer,
 )
-from envserver_clients.training.policy import Policy
+from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_clients.training.publishing import Publisher
+from envserver_clients.training.ranks import Ranks
 from envserver_clients.training.settings import TrainerSettings, from_flags
 from envserver_clients.training.sources import Source, open_source
 
@@ -64,12 +68,28 @@ def train(settings: TrainerSettings, console: Console) -> None:
     torch.manual_seed(settings.seed)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    checkpoints = Checkpoints(settings.output / "checkpoints", settings.keep_checkpoints)
-    saved = checkpoints.latest()
-    learner = _learner(settings)
-    if saved is not None:
-        learner.load_state(checkpoints.load(saved))
-    saved = saved or CheckpointInfo(step=0, version=0)
+    with Ranks.joined(settings.device) as ranks:
+        folder = settings.output / "checkpoints"
+        checkpoints = Checkpoints(folder, settings.keep_checkpoints, ranks)
+        learner = _learner(settings, ranks)
+        saved = checkpoints.latest()
+        if saved is not None:
+            learner.load_state(checkpoints.load(saved, learner.blank_state))
+        if ranks.leads:
+            start = saved or CheckpointInfo(step=0, version=0)
+            _lead(settings, learner, checkpoints, start, console)
+        else:
+            _follow(ranks, learner, checkpoints)
+
+
+def _lead(
+    settings: TrainerSettings,
+    learner: Learner,
+    checkpoints: Checkpoints,
+    saved: CheckpointInfo,
+    console: Console,
+) -> None:
+    """Runs the loop: on rank 0, or in a process alone."""
     with ExitStack() as stack:
         source, client = open_source(settings, stack)
         metrics = stack.enter_context(_metrics(settings, saved.step, console))
@@ -92,7 +112,7 @@ def train(settings: TrainerSettings, console: Console) -> None:
             )
             kept = now.step % settings.checkpoint_every == 0
             if kept:
-                checkpoints.save(now, learner.state())
+                checkpoints.save(now, learner.state)
             source.done(batch, now.name if kept else None)
             guard.judge(line)
             timer.add_phase("keeping")
@@ -102,20 +122,34 @@ def train(settings: TrainerSettings, console: Console) -> None:
     learner.policy.save(settings.output / "model")
 
 
+def _follow(ranks: Ranks, learner: Learner, checkpoints: Checkpoints) -> None:
+    """Computes with rank 0 until it ends."""
+    policy = learner.policy
+    ranks.follow(
+        {
+            "step": learner.step,
+            "save_part": lambda saved: checkpoints.save_part(saved, learner.state()),
+            "tensors": lambda: deque(policy.tensors(), maxlen=0),
+            "prompt_logprobs": policy.prompt_logprobs,
+        }
+    )
+
+
 def _line(before: CheckpointInfo, learned: BatchExamples, numbers: Numbers, timer: _Timer) -> Line:
     """Returns the metrics of the step after `before`."""
     about = {"step": before.step + 1, "version": before.version, "group_ids": learned.group_ids}
     return {**about, **learned.numbers, **numbers, **timer.seconds}
 
 
-def _learner(settings: TrainerSettings) -> Learner:
+def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
+    lora = LoraSettings(settings.lora_rank, settings.lora_alpha, settings.lora_targets)
     policy = Policy(
         settings.model,
-        lora_rank=settings.lora_rank,
-        device=settings.device,
+        lora=lora if settings.lora_rank else None,
         dtype=getattr(torch, settings.dtype),
         keep_reference=settings.kl_weight > 0,
         checkpointed=settings.gradient_checkpointing,
+        ranks=ranks,
     )
     bounds = LossSettings(
         clip_low=settings.clip_low,
@@ -131,14 +165,18 @@ def _learner(settings: TrainerSettings) -> Learner:
     rules = StepSettings(
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
+        schedule=settings.schedule,
+        schedule_steps=settings.schedule_steps or (settings.steps or 0) * settings.updates,
+        least_rate=settings.least_rate,
         weight_decay=settings.weight_decay,
         most_gradient=settings.most_gradient,
         micro_batch_tokens=settings.micro_batch_tokens,
+        packed=settings.packed,
         updates=settings.updates,
         most_mismatch=settings.most_mismatch,
         loss=bounds,
     )
-    return Learner(policy, rules)
+    return Learner(policy, rules, ranks)
 
 
 def _examples(

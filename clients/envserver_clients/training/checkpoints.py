@@ -2,7 +2,11 @@
 
 In: the learner's state, and what the server must learn after a restart. Out: `CheckpointInfo`. What
 always holds: a folder named `step-N` is complete and on disk, because it was written under another
-name, synced and renamed. `kill -9` at any moment leaves the last checkpoint intact.
+name, synced and renamed, after all ranks had written their parts. `kill -9` at any moment leaves
+the last checkpoint intact.
+
+One process writes `state.pt`. Several ranks write their parts side by side (torch's distributed
+checkpoint, in `parts/`). Any number of ranks reads both.
 """
 
 from __future__ import annotations
@@ -10,13 +14,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from envserver_records.files import sync_path, sync_tree
 
+from .ranks import Ranks
+
+State = dict[str, Any]
+_PARTS: Final = "parts"
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -46,27 +55,47 @@ class Checkpoints:
     """Manages the checkpoints below a folder.
 
     Args:
-        folder: made when needed.
+        folder: made when needed; all ranks must see it.
         keep: number of last checkpoints to keep.
+        ranks: those that save and load together. Default: this process alone.
     """
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, ranks: Ranks | None = None) -> None:
         self._folder = folder
         self._keep = keep
+        self._ranks = ranks or Ranks()
 
-    def save(self, saved: CheckpointInfo, state: dict[str, Any]) -> None:
-        """Writes a checkpoint, then removes old ones."""
+    def save(self, saved: CheckpointInfo, state: Callable[[], State]) -> None:
+        """Writes a checkpoint, then removes old ones; called on rank 0.
+
+        Args:
+            state: returns this rank's state; others call their own in `save_part`.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / f".{saved.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        torch.save(state, unfinished / "state.pt")
+        if self._ranks.size == 1:
+            torch.save(state(), unfinished / "state.pt")
+        else:
+            with self._ranks.together("save_part", saved):
+                self.save_part(saved, state())
         (unfinished / "about.json").write_text(json.dumps(asdict(saved)))
         sync_tree(unfinished)
         unfinished.rename(self._folder / saved.name)
         sync_path(self._folder)
         for step in self._steps()[: -self._keep]:
             self._remove(self._folder / f"step-{step}")
+
+    def save_part(self, saved: CheckpointInfo, state: State) -> None:
+        """Writes this rank's part, and waits until all ranks have."""
+        from torch.distributed import checkpoint
+
+        checkpoint.save(
+            state,
+            checkpoint_id=self._folder / f".{saved.name}" / _PARTS,
+            process_group=self._ranks.group,
+        )
 
     def _remove(self, folder: Path) -> None:
         """Renames before removing, so that no partial checkpoint is visible."""
@@ -76,16 +105,41 @@ class Checkpoints:
 
     def latest(self) -> CheckpointInfo | None:
         """Returns the last checkpoint's description, None if there is none."""
+        found: CheckpointInfo | None = self._ranks.broadcast(
+            self._latest() if self._ranks.leads else None
+        )
+        return found
+
+    def _latest(self) -> CheckpointInfo | None:
         steps = self._steps()
         if not steps:
             return None
         about = json.loads((self._folder / f"step-{steps[-1]}" / "about.json").read_text())
         return CheckpointInfo(**{**about, "group_ids": tuple(about["group_ids"])})
 
-    def load(self, saved: CheckpointInfo) -> dict[str, Any]:
-        """Returns the state of a checkpoint."""
-        path = self._folder / saved.name / "state.pt"
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    def load(self, saved: CheckpointInfo, blank: Callable[[Collection[str]], State]) -> State:
+        """Returns the state of a checkpoint; called on all ranks.
+
+        Args:
+            blank: returns tensors to read the parts into, given the names of what is stored.
+        """
+        folder = self._folder / saved.name
+        if (folder / "state.pt").exists():
+            whole: State = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+            return whole
+        return self._from_parts(folder / _PARTS, blank)
+
+    def _from_parts(self, folder: Path, blank: Callable[[Collection[str]], State]) -> State:
+        from torch.distributed import checkpoint
+
+        reader = checkpoint.FileSystemReader(folder)
+        state = blank(reader.read_metadata().state_dict_metadata)
+        checkpoint.load(
+            state,
+            storage_reader=reader,
+            process_group=self._ranks.group,
+            no_dist=self._ranks.size == 1,
+        )
         return state
 
     def _steps(self) -> list[int]:

@@ -1,15 +1,20 @@
 """Makes one optimizer step from one batch.
 
 In: examples. Out: a policy that learned from them, and statistics of the step. What always holds:
-the gradient is that of the whole batch, whatever the micro-batches; a step whose logprobs differ
-too much from the delivered ones, or whose gradient is not finite, changes nothing; `state()`
-returns everything that later steps depend on.
+the gradient is that of the whole batch, whatever the micro-batches and the number of ranks; a step
+whose logprobs differ too much from the delivered ones, or whose gradient is not finite, changes
+nothing; `state()` returns everything that later steps depend on.
+
+With several ranks each learns from its share of the rows. The weights of tokens were computed from
+the whole batch, so the sums over the ranks are the batch's; FSDP takes the mean of the ranks'
+gradients, so each rank's loss counts times their number. All ranks run as many forward passes as
+the one with most, because each pass collects the layers' weights from all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,8 +26,10 @@ from .bounds import LossSettings
 from .examples import Example
 from .guard import SKIPPED, disagree
 from .loss import LARGEST_LOG_RATIO, policy_loss
-from .padding import Padded, micro_batches
+from .padding import Padded, filler, longest_first, micro_batches
 from .policy import Policy, tensors
+from .ranks import Ranks, own_part, placed_like, whole
+from .schedule import Schedule, rate_of
 
 Numbers = dict[str, float | str]
 
@@ -38,20 +45,29 @@ class StepSettings:
 
     learning_rate: float = 1e-5
     warmup_steps: int = 0
+    schedule: Schedule = "constant"
+    schedule_steps: int = 0
+    least_rate: float = 0.0
     weight_decay: float = 0.0
     most_gradient: float = 1.0
     micro_batch_tokens: int = 16384
+    packed: bool = False
     updates: int = 1
     most_mismatch: float | None = None
     loss: LossSettings = field(default_factory=LossSettings)
 
 
 class Learner:
-    """A policy and its optimizer (AdamW, arXiv 1711.05101)."""
+    """A policy and its optimizer (AdamW, arXiv 1711.05101).
 
-    def __init__(self, policy: Policy, rules: StepSettings) -> None:
+    Args:
+        ranks: those of the policy. Default: this process alone.
+    """
+
+    def __init__(self, policy: Policy, rules: StepSettings, ranks: Ranks | None = None) -> None:
         self.policy = policy
         self._rules = rules
+        self._ranks = ranks or Ranks()
         self._optimizer = torch.optim.AdamW(
             list(policy.trained.values()),
             lr=rules.learning_rate,
@@ -64,44 +80,58 @@ class Learner:
         """Learns from `examples`; without examples the optimizer stays unchanged.
 
         Returns:
-            loss, clip_fraction, corrected_fraction, ratio_mean, ratio_max, kl_sampling, kl (with a
-            reference), gradient_norm (before clipping), learning_rate, weights_moved,
+            loss, clip_fraction, corrected_fraction, ratio_mean, ratio_max, kl_sampling, entropy, kl
+            (with a reference), gradient_norm (before clipping), learning_rate, weights_moved,
             mismatch_mean, mismatch_max, mismatch_kl, mismatch_ratio, mismatch_fresh; and why the
             step changed nothing as `skipped`.
             Empty without examples.
         """
         if not examples:
             return {}
-        parts = list(micro_batches(examples, self._rules.micro_batch_tokens))
+        with self._ranks.together("step", examples):
+            return self._learn(examples)
+
+    def _learn(self, examples: Sequence[Example]) -> Numbers:
+        parts = self._own_parts(examples)
         before: list[Tensor | None] = [None for _ in parts]
         differences: Numbers = {}
         for update in range(self._rules.updates):
             sums, own, comparable = self._gradient(parts, before)
             if update == 0:
-                differences = _mismatch(parts, comparable)
+                differences = _mismatch(parts, comparable, self._ranks)
                 before = list(own)
             numbers = self._stepped(sums, differences) | differences
             if SKIPPED in numbers:
                 break
         return numbers
 
+    def _own_parts(self, examples: Sequence[Example]) -> list[Padded]:
+        """Returns this rank's micro-batches, as many as any other rank's."""
+        rules, ranks = self._rules, self._ranks
+        rows = longest_first(examples)[ranks.rank :: ranks.size]
+        parts = list(micro_batches(rows, rules.micro_batch_tokens, packed=rules.packed))
+        most = int(ranks.sums({"parts_max": len(parts)})["parts_max"])
+        return parts + [filler(packed=rules.packed) for _ in range(most - len(parts))]
+
     def _gradient(
         self, parts: Sequence[Padded], before: Sequence[Tensor | None]
     ) -> tuple[list[dict[str, float]], list[Tensor], list[Tensor]]:
-        """Adds up the gradient of all parts.
+        """Adds up the gradient of all parts, and of all ranks after the last one.
 
         Returns:
-            Their sums, the policy's logprobs, and those to compare with the delivered ones.
+            Sums of each part, the policy's logprobs, and those to compare with the delivered ones.
         """
         self._optimizer.zero_grad(set_to_none=True)
         sums, own, comparable = [], list[Tensor](), list[Tensor]()
         for part, proximal in zip(parts, before, strict=True):
-            logprobs, as_delivered = self.policy.both_logprobs(part)
-            loss, numbers = self._loss(part, logprobs, proximal)
-            loss.backward()
-            sums.append({**numbers, "loss": float(loss.detach())})
-            own.append(logprobs.detach())
-            comparable.append(as_delivered)
+            self.policy.gather_gradients(now=part is parts[-1])
+            scores = self.policy.scores(part)
+            loss, numbers = self._loss(part, scores.logprobs, proximal)
+            (loss * self._ranks.size).backward()
+            numbers |= {"entropy": float(scores.entropy.sum()), "loss": float(loss.detach())}
+            sums.append(dict.fromkeys(numbers, 0.0) if part.filler else numbers)
+            own.append(scores.logprobs.detach())
+            comparable.append(scores.as_delivered)
         return sums, own, comparable
 
     def _loss(
@@ -132,11 +162,16 @@ class Learner:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         norm = float(
-            torch.nn.utils.clip_grad_norm_(self.policy.trained.values(), self._rules.most_gradient)
+            whole(
+                torch.nn.utils.clip_grad_norm_(
+                    self.policy.trained.values(), self._rules.most_gradient
+                )
+            )
         )
+        total = self._ranks.sums(_added(sums))
         numbers: Numbers = {
-            "loss": math.fsum(part["loss"] for part in sums),
-            **_means(sums),
+            "loss": total["loss"],
+            **_means(total),
             "gradient_norm": norm,
             "learning_rate": rate,
         }
@@ -148,67 +183,119 @@ class Learner:
         before = self._sample()
         self._optimizer.step()
         self._updates += 1
-        return numbers | _moved(before, self._sample())
+        return numbers | _moved(before, self._sample(), self._ranks)
 
     def _sample(self) -> list[Tensor]:
         """Returns some weights of each parameter, those that have a gradient."""
         found = []
         for value in self.policy.trained.values():
             if value.grad is not None:
-                some = value.grad.flatten()[:_SAMPLED].nonzero().squeeze(-1)
-                found.append(value.detach().flatten()[some].clone())
+                some = own_part(value.grad).flatten()[:_SAMPLED].nonzero().squeeze(-1)
+                found.append(own_part(value.detach()).flatten()[some].clone())
         return found
 
     def _rate(self) -> float:
-        """Returns the learning rate: linear warm-up, then constant."""
-        risen = (self._updates + 1) / max(1, self._rules.warmup_steps)
-        return self._rules.learning_rate * min(1.0, risen)
+        rules = self._rules
+        return rate_of(
+            self._updates,
+            rules.learning_rate,
+            rules.warmup_steps,
+            rules.schedule,
+            rules.schedule_steps,
+            rules.least_rate,
+        )
 
     def state(self) -> dict[str, Any]:
-        """Returns weights, optimizer state, random number state and the number of updates."""
+        """Returns weights, optimizer state by the weights' names, random number state and the
+        number of updates; of divided tensors this rank's part.
+        """
+        numbers = self._optimizer.state_dict()["state"]
         return {
             "weights": self.policy.state(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": {
+                name: numbers[index]
+                for index, name in enumerate(self.policy.trained)
+                if index in numbers
+            },
             "random": torch.get_rng_state(),
             "updates": self._updates,
         }
 
+    def blank_state(self, stored: Collection[str]) -> dict[str, Any]:
+        """Returns tensors for what a divided checkpoint has, to read it into.
+
+        Args:
+            stored: the names in the checkpoint; those of the optimizer begin with `optimizer.`.
+        """
+        moments = {"exp_avg", "exp_avg_sq"}
+        return {
+            "weights": self.policy.state(),
+            "optimizer": {
+                name: {
+                    "step": torch.zeros(()),
+                    **{key: torch.zeros_like(value.detach()) for key in moments},
+                }
+                for name, value in self.policy.trained.items()
+                if f"optimizer.{name}.step" in stored
+            },
+            "random": torch.get_rng_state(),
+            "updates": 0,
+        }
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores a state of `state()`."""
+        """Restores a state of `state()`, of any number of ranks."""
         self.policy.load_state(state["weights"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        names = list(self.policy.trained)
+        stored = state["optimizer"]
+        if "param_groups" in stored:  # written before 0.2, with the weights' indices
+            stored = {names[index]: one for index, one in stored["state"].items()}
+        numbers = {
+            index: {
+                key: placed_like(value, self.policy.trained[name])
+                for key, value in stored[name].items()
+            }
+            for index, name in enumerate(names)
+            if name in stored
+        }
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": numbers, "param_groups": groups})
         torch.set_rng_state(state["random"])
         self._updates = state["updates"]
 
 
-def _means(sums: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns means per trained token over all micro-batches."""
-    tokens = max(1.0, math.fsum(part["tokens"] for part in sums))
+def _added(sums: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the sums of all micro-batches; of names that end in `_max` the largest value."""
 
-    def mean(name: str) -> float:
-        return math.fsum(part[name] for part in sums) / tokens
+    def added(name: str) -> float:
+        values = [part[name] for part in sums]
+        return max(values) if name.endswith("_max") else math.fsum(values)
 
+    return {name: added(name) for name in sums[0]}
+
+
+def _means(total: dict[str, float]) -> dict[str, float]:
+    """Returns means per trained token of the whole batch."""
+    tokens = max(1.0, total["tokens"])
     return {
-        "clip_fraction": mean("clipped"),
-        "corrected_fraction": mean("corrected"),
-        "ratio_mean": mean("ratio"),
-        "ratio_max": max(part["ratio_max"] for part in sums),
-        "kl_sampling": mean("kl_sampling"),
-        "kl": mean("kl"),
+        "clip_fraction": total["clipped"] / tokens,
+        "corrected_fraction": total["corrected"] / tokens,
+        "ratio_mean": total["ratio"] / tokens,
+        "ratio_max": total["ratio_max"],
+        "kl_sampling": total["kl_sampling"] / tokens,
+        "kl": total["kl"] / tokens,
+        "entropy": total["entropy"] / tokens,
     }
 
 
-def _moved(before: Sequence[Tensor], after: Sequence[Tensor]) -> Numbers:
+def _moved(before: Sequence[Tensor], after: Sequence[Tensor], ranks: Ranks) -> Numbers:
     """Returns the share of weights that a step changed; a small step is lost in the rounding."""
-    weights = sum(len(one) for one in before)
-    if not weights:
-        return {}
     changed = sum(int((one != two).sum()) for one, two in zip(before, after, strict=True))
-    return {"weights_moved": changed / weights}
+    total = ranks.sums({"weights": sum(len(one) for one in before), "changed": changed})
+    return {"weights_moved": total["changed"] / total["weights"]} if total["weights"] else {}
 
 
-def _mismatch(parts: Sequence[Padded], own: Sequence[Tensor]) -> Numbers:
-    """Compares the policy's logprobs before the step with the delivered ones.
+def _mismatch(parts: Sequence[Padded], own: Sequence[Tensor], ranks: Ranks) -> Numbers:
+    """Compares the policy's logprobs before the step with the delivered ones, on all ranks.
 
     Tokens of the policy's own version count, if there are enough; else all tokens. Differences d =
     own - delivered are bounded as in the loss, except for the maximum. `mismatch_ratio` is the mean
@@ -217,18 +304,33 @@ def _mismatch(parts: Sequence[Padded], own: Sequence[Tensor]) -> Numbers:
     """
     fresh, rest = list[np.ndarray[Any, Any]](), list[np.ndarray[Any, Any]]()
     for part, logprobs in zip(parts, own, strict=True):
-        away = logprobs.cpu().double().numpy() - part.logprobs[:, part.first :]
-        trained, new = part.mask[:, part.first :] == 1, part.fresh[:, part.first :] == 1
-        fresh.append(away[trained & new])
-        rest.append(away[trained & ~new])
-    judged = own_version = np.concatenate(fresh)
-    if len(judged) < _ENOUGH_TOKENS:
-        judged = np.concatenate([own_version, *rest])
-    bounded = np.clip(judged, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        if not part.filler:
+            away = logprobs.cpu().double().numpy() - part.logprobs[:, part.first :]
+            trained, new = part.mask[:, part.first :] == 1, part.fresh[:, part.first :] == 1
+            fresh.append(away[trained & new])
+            rest.append(away[trained & ~new])
+    own_version = ranks.sums(_differences(fresh))
+    judged = own_version
+    if own_version["tokens"] < _ENOUGH_TOKENS:
+        judged = ranks.sums(_differences([*fresh, *rest]))
+    tokens = judged["tokens"]
     return {
-        "mismatch_mean": float(np.abs(bounded).mean()),
-        "mismatch_max": float(np.abs(judged).max()),
-        "mismatch_kl": float((np.expm1(bounded) - bounded).mean()),
-        "mismatch_ratio": float(np.exp(bounded).mean()),
-        "mismatch_fresh": len(own_version) / len(judged),
+        "mismatch_mean": judged["size"] / tokens,
+        "mismatch_max": judged["size_max"],
+        "mismatch_kl": judged["kl"] / tokens,
+        "mismatch_ratio": judged["ratio"] / tokens,
+        "mismatch_fresh": own_version["tokens"] / tokens,
+    }
+
+
+def _differences(parts: Iterable[np.ndarray[Any, Any]]) -> dict[str, float]:
+    """Returns sums over differences of logprobs, which add up over ranks."""
+    away = np.concatenate([np.zeros(0), *parts])
+    bounded = np.clip(away, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return {
+        "tokens": len(away),
+        "size": float(np.abs(bounded).sum()),
+        "size_max": float(np.abs(away).max(initial=0.0)),
+        "kl": float((np.expm1(bounded) - bounded).sum()),
+        "ratio": float(np.exp(bounded).sum()),
     }

@@ -7,7 +7,7 @@ example is in exactly one micro-batch, and padding is never trained.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ class Padded:
         weights: float32[B].
         advantages: float32[B], or float32[B, T-1] if turns have their own.
         first: index of the first trained target in any row; earlier ones need no logits.
+        packed: compute the rows one after the other, as one row without padding.
+        filler: nothing is learned from it, and it is not counted.
     """
 
     tokens: NDArray[np.int64]
@@ -42,24 +44,47 @@ class Padded:
     advantages: NDArray[np.float32]
     weights: NDArray[np.float32]
     first: int
+    packed: bool = False
+    filler: bool = False
 
 
-def micro_batches(examples: Sequence[Example], most_tokens: int) -> Iterator[Padded]:
-    """Yields the examples, longest first, in parts of at most `most_tokens` tokens with padding.
+def micro_batches(
+    examples: Sequence[Example], most_tokens: int, *, packed: bool = False
+) -> Iterator[Padded]:
+    """Yields the examples, longest first, in parts of at most `most_tokens` tokens.
 
     A longer example is alone. With the longest first, a lack of memory shows at once.
+
+    Args:
+        packed: padding does not count, because it is not computed.
     """
     part: list[Example] = []
-    for example in sorted(examples, key=lambda one: -len(one.tokens)):
-        if part and len(part[0].tokens) * (len(part) + 1) > most_tokens:
-            yield padded(part)
-            part = []
+    longest = tokens = 0
+    for example in longest_first(examples):
+        own = len(example.tokens)
+        tokens += own
+        if part and (tokens if packed else longest * (len(part) + 1)) > most_tokens:
+            yield padded(part, packed=packed)
+            part, tokens = [], own
+        longest = own if not part else longest
         part.append(example)
     if part:
-        yield padded(part)
+        yield padded(part, packed=packed)
 
 
-def padded(examples: Sequence[Example]) -> Padded:
+def longest_first(examples: Sequence[Example]) -> list[Example]:
+    """Returns the examples by falling length; the order of equal ones is kept."""
+    return sorted(examples, key=lambda one: -len(one.tokens))
+
+
+def filler(*, packed: bool) -> Padded:
+    """Returns a micro-batch of weight 0, for a rank that has fewer of them than others."""
+    logprobs, mask = np.zeros(2, np.float32), np.array([0, 1], np.uint8)
+    row = Example(np.zeros(2, np.int32), mask, logprobs, advantage=0.0, weight=0.0)
+    return replace(padded([row], packed=packed), filler=True)
+
+
+def padded(examples: Sequence[Example], *, packed: bool = False) -> Padded:
     """Returns these examples (at least one) as one micro-batch."""
     shape = (len(examples), max(len(example.tokens) for example in examples))
     tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -90,6 +115,7 @@ def padded(examples: Sequence[Example]) -> Padded:
         advantages=_advantages(examples, shape),
         weights=np.array([example.weight for example in examples], np.float32),
         first=int(trained[0]) if trained.size else 0,
+        packed=packed,
     )
 
 

@@ -3,14 +3,17 @@
 In: a folder or a hub id. Out: a `Policy` with logprobs (with gradient), trained parameters, and
 files that engines and transformers read. What always holds: dropout is off, so the learning policy
 and the engine compute the same function; trained weights are float32, whatever the type of
-computing, because a step of a usual learning rate is lost in the rounding of bfloat16.
+computing, because a step of a usual learning rate is lost in the rounding of bfloat16. Each of
+several ranks holds a part of all weights, and all ranks call the same methods at the same time.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,6 +21,41 @@ from torch import Tensor
 
 from .loss import token_logprobs
 from .padding import Padded
+from .ranks import Ranks, placed_like, shard, whole
+
+_ENTROPY_ROWS: Final = 1024
+"""Distributions whose entropy is computed at once."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """A LoRA (arXiv 2106.09685) without dropout.
+
+    Args:
+        rank: of the two matrices.
+        alpha: the product of the matrices is multiplied by `alpha / rank`; None: 2 * rank.
+        targets: names of linear layers, separated by commas; `all-linear`: all but the last.
+    """
+
+    rank: int
+    alpha: float | None = None
+    targets: str = "all-linear"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the policy computes about targets, float32[B, N].
+
+    Args:
+        logprobs: of the distributions that were sampled from, at their temperatures; with gradient.
+        as_delivered: without gradient, what the delivered ones are to be compared with: logprobs
+            from before the temperature where those are.
+        entropy: of these distributions in nats, without gradient; 0 where nothing is trained.
+    """
+
+    logprobs: Tensor
+    as_delivered: Tensor
+    entropy: Tensor
 
 
 class Policy:
@@ -25,49 +63,64 @@ class Policy:
 
     Args:
         model: folder or hub id.
-        lora_rank: rank of a LoRA to train instead of all weights; 0: train all weights.
+        lora: train this instead of all weights.
         device: torch device.
         dtype: type of computing (autocast), and of weights that are not trained and saved ones.
         keep_reference: keep what `reference_logprobs` needs.
         checkpointed: compute activations again in the backward pass: less memory, more time.
+        ranks: the processes that share the weights; `device` is theirs. Default: this one alone.
     """
 
     def __init__(
         self,
         model: str,
         *,
-        lora_rank: int = 0,
+        lora: LoraSettings | None = None,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         keep_reference: bool = False,
         checkpointed: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # it would show one per step for short writes
         self._source = model
-        self.device = torch.device(device)
+        self._ranks = ranks or Ranks(device=device)
+        self.device = self._ranks.device
         self._dtype = dtype
-        self.is_lora = lora_rank > 0
+        self.is_lora = lora is not None
         kept = dtype if self.is_lora else torch.float32
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=kept).to(self.device)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=kept)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._reference: Any = None
-        if self.is_lora:
-            self.model = _with_lora(self.model, lora_rank)
+        if lora is not None:
+            self.model = _with_lora(self.model, lora)
         elif keep_reference:
             self._reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-            self._reference.to(self.device).eval().requires_grad_(False)
+            self._reference.eval().requires_grad_(False)
+            self._place(self._reference)
         self.model.eval()
         if checkpointed:
             _checkpoint_activations(self.model)
+        self._place(self.model)
+        self.trained: dict[str, torch.nn.Parameter] = {
+            name: value for name, value in self.model.named_parameters() if value.requires_grad
+        }
+        """The parameters that are trained, by name; this rank's part of each."""
 
-    @property
-    def trained(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that are trained, by name."""
-        named = self.model.named_parameters()
-        return {name: value for name, value in named if value.requires_grad}
+    def _place(self, model: Any) -> None:
+        """Moves a model, or this rank's part of it, to the device."""
+        shard(model, self._ranks, self._dtype)
+        if self._ranks.size == 1:
+            model.to(self.device)
+
+    def gather_gradients(self, *, now: bool) -> None:
+        """Says whether the next backward pass adds up the gradients of all ranks: once per step,
+        after its last micro-batch, is enough."""
+        if self._ranks.size > 1:
+            self.model.set_requires_gradient_sync(now)
 
     @property
     def vocabulary(self) -> int:
@@ -77,22 +130,23 @@ class Policy:
     def logprobs(self, batch: Padded) -> Tensor:
         """Returns float32[B, N] for the targets from `batch.first` on, with gradient: of the
         distributions that were sampled from, at their temperatures."""
-        return self._logprobs(self.model, batch)[0]
+        return self.scores(batch).logprobs
 
-    def both_logprobs(self, batch: Padded) -> tuple[Tensor, Tensor]:
-        """Returns the same, and without gradient what the delivered ones are to be compared with:
-        logprobs from before the temperature where those are."""
-        return self._logprobs(self.model, batch)
+    def scores(self, batch: Padded) -> Scores:
+        """Returns the same, with what is measured beside it."""
+        return self._scores(self.model, batch)
 
     def reference_logprobs(self, batch: Padded) -> Tensor:
-        """Returns the same for the model as it was loaded, without gradient."""
+        """Returns the logprobs of the model as it was loaded, without gradient."""
         with torch.no_grad():
             if self.is_lora:
                 with self.model.disable_adapter():
-                    return self._logprobs(self.model, batch)[0]
-            return self._logprobs(self._reference, batch)[0]
+                    return self._scores(self.model, batch).logprobs
+            return self._scores(self._reference, batch).logprobs
 
-    def _logprobs(self, model: Any, batch: Padded) -> tuple[Tensor, Tensor]:
+    def _scores(self, model: Any, batch: Padded) -> Scores:
+        if batch.packed:
+            return self._packed_scores(model, batch)
         tokens = torch.from_numpy(batch.tokens).to(self.device)
         attention = torch.from_numpy(batch.attention).to(self.device)
         targets = tokens[:, batch.first + 1 :]
@@ -100,14 +154,50 @@ class Policy:
         keep = targets.shape[1] + 1
         with self._computing():
             found = model(tokens, attention_mask=attention, logits_to_keep=keep, use_cache=False)
-        logits, given = found.logits[:, :-1], batch.temperatures[:, batch.first :]
-        temperatures = None if (given == 1).all() else torch.from_numpy(given).to(self.device)
-        logprobs = token_logprobs(logits, targets, temperatures)
-        raw = torch.from_numpy(batch.raw[:, batch.first :]).to(self.device).bool()
-        if not raw.any():
-            return logprobs, logprobs.detach()
-        return logprobs, torch.where(
-            raw, token_logprobs(logits.detach(), targets), logprobs.detach()
+        trained = torch.from_numpy(batch.mask[:, batch.first :] == 1).to(self.device)
+        return _scored(
+            found.logits[:, :-1],
+            targets,
+            trained,
+            batch.temperatures[:, batch.first :],
+            batch.raw[:, batch.first :],
+        )
+
+    def _packed_scores(self, model: Any, batch: Padded) -> Scores:
+        """Computes all rows as one, without padding: positions that start again at 0 tell
+        transformers where a row begins, and no row attends to another.
+
+        Logits are computed for trained targets only; other targets have 0 in the result. The first
+        token of a row is never a target.
+        """
+        present, trained = batch.attention == 1, batch.mask == 1
+        places = np.broadcast_to(np.arange(present.shape[1]), present.shape)
+        predicts = np.pad(trained, ((0, 0), (0, 1)))[present].nonzero()[0]
+        tokens, positions, keep, targets = (
+            torch.from_numpy(array).to(self.device)
+            for array in (
+                batch.tokens[present][None],
+                places[present][None],
+                predicts,
+                batch.tokens[:, 1:][trained][None],
+            )
+        )
+        with self._computing():
+            found = model(tokens, position_ids=positions, logits_to_keep=keep, use_cache=False)
+        flat = _scored(
+            found.logits,
+            targets,
+            torch.ones_like(targets, dtype=torch.bool),
+            batch.temperatures[trained][None],
+            batch.raw[trained][None],
+        )
+        where = torch.from_numpy(trained[:, batch.first :]).to(self.device)
+        empty = torch.zeros(where.shape, device=self.device)
+        return Scores(
+            *(
+                empty.masked_scatter(where, part[0])
+                for part in (flat.logprobs, flat.as_delivered, flat.entropy)
+            )
         )
 
     def _computing(self) -> torch.autocast:
@@ -117,14 +207,42 @@ class Policy:
     def prompt_logprobs(self, tokens: list[int]) -> list[float]:
         """Returns the logprob of each token except the first, given those before it."""
         ids = torch.tensor([tokens], device=self.device)
-        with torch.no_grad():
+        with self._ranks.together("prompt_logprobs", tokens), torch.no_grad():
             with self._computing():
                 logits = self.model(ids, use_cache=False).logits
             found: list[float] = token_logprobs(logits[:, :-1], ids[:, 1:])[0].tolist()
         return found
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the whole model (with LoRA the adapter) as (name, tensor), in one fixed order:
+        transformers' names, without a second name of tied weights, in the type of computing, on
+        this policy's device.
+
+        All ranks put each tensor together. Walk to the end, or close the generator.
+        """
+        with self._ranks.together("tensors"):
+            named = iter(self._named().items())
+            try:
+                for name, value in named:
+                    yield name, self._whole(value)
+            finally:
+                for _, value in named:
+                    self._whole(value)
+
+    def _named(self) -> dict[str, Tensor]:
+        if self.is_lora:
+            return self.state()
+        once = {name for name, _ in self.model.named_parameters()}
+        twice = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
+        named = self.model.state_dict().items()
+        return {name: value for name, value in named if name not in twice}
+
+    def _whole(self, value: Tensor) -> Tensor:
+        is_weight = value.is_floating_point() and not self.is_lora
+        return whole(value.to(self._dtype) if is_weight else value)
+
     def state(self) -> dict[str, Tensor]:
-        """Returns the trained parameters, for a checkpoint."""
+        """Returns the trained parameters, for a checkpoint; this rank's part of each."""
         return {name: value.detach() for name, value in self.trained.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -135,26 +253,50 @@ class Policy:
         """
         with torch.no_grad():
             for name, value in self.trained.items():
-                value.copy_(state[name])
+                value.copy_(placed_like(state[name], value))
 
     def save(self, folder: Path) -> None:
         """Saves what an engine loads: the model with its tokenizer, or only the LoRA (PEFT)."""
+        state = {name: value.cpu() for name, value in self.tensors()}
+        self.model.save_pretrained(folder, state_dict=state)
         if self.is_lora:
-            self.model.save_pretrained(folder)
             return
-        self.model.save_pretrained(folder, state_dict=_cast(self.model.state_dict(), self._dtype))
         about = folder / "config.json"  # transformers writes the type of the weights in memory
         kept = json.loads(about.read_text()) | {"dtype": str(self._dtype).removeprefix("torch.")}
         about.write_text(json.dumps(kept, indent=2))
         self.tokenizer.save_pretrained(folder)
 
 
-def _cast(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the tensors in `dtype`; those that share memory still do."""
-    done: dict[int, Tensor] = {}
-    return {
-        name: done.setdefault(value.data_ptr(), value.to(dtype)) for name, value in state.items()
-    }
+def _scored(
+    logits: Tensor,
+    targets: Tensor,
+    trained: Tensor,
+    temperatures: np.ndarray[Any, Any],
+    raw: np.ndarray[Any, Any],
+) -> Scores:
+    """Returns the scores of targets [B, N] from logits [B, N, V]."""
+    hot = None if (temperatures == 1).all() else torch.from_numpy(temperatures).to(logits.device)
+    logprobs = token_logprobs(logits, targets, hot)
+    as_delivered = logprobs.detach()
+    if raw.any():
+        before = token_logprobs(logits.detach(), targets)
+        as_delivered = torch.where(
+            torch.from_numpy(raw).to(logits.device).bool(), before, as_delivered
+        )
+    return Scores(logprobs, as_delivered, _entropy(logits.detach(), trained, hot))
+
+
+def _entropy(logits: Tensor, trained: Tensor, temperatures: Tensor | None) -> Tensor:
+    """Returns the entropy of each distribution [B, N], 0 where `trained` is not."""
+    found = torch.zeros(trained.shape, device=logits.device)
+    for rows in trained.nonzero().split(_ENTROPY_ROWS):
+        where = (rows[:, 0], rows[:, 1])
+        some = logits[where].float()
+        if temperatures is not None:
+            some = some / temperatures[where].unsqueeze(-1)
+        logs = some.log_softmax(-1)
+        found[where] = -(logs.exp() * logs).sum(-1)
+    return found
 
 
 def _checkpoint_activations(model: Any) -> None:
@@ -167,12 +309,17 @@ def _checkpoint_activations(model: Any) -> None:
             module.training = True  # it is only done in training
 
 
-def _with_lora(model: Any, rank: int) -> Any:
-    """Adds LoRA (arXiv 2106.09685) to every linear layer except the last; scale 2, no dropout."""
+def _with_lora(model: Any, lora: LoraSettings) -> Any:
     from peft import LoraConfig, get_peft_model
 
+    targets: str | list[str] = lora.targets
+    if targets != "all-linear":
+        targets = [name.strip() for name in lora.targets.split(",")]
     config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=lora.rank,
+        lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config)
 

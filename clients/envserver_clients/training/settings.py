@@ -9,15 +9,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
 from envserver_records import ConfigError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .advantages import Scaling
 from .bounds import Correction, KlForm
 from .examples import Denominator
+from .schedule import Schedule
 
 S = TypeVar("S", bound=BaseModel)
 Values = dict[str, Any]
@@ -112,6 +113,12 @@ class TrainerSettings(BaseModel):
     """AdamW's learning rate after the warm-up."""
     warmup_steps: int = Field(default=5, ge=0)
     """Updates over which the learning rate rises."""
+    schedule: Schedule = "constant"
+    """The learning rate after that: constant, or falling (linear, cosine)."""
+    schedule_steps: int | None = Field(default=None, ge=1)
+    """Updates until it has fallen to `least_rate`. Default: those of `steps`."""
+    least_rate: float = Field(default=0.0, ge=0)
+    """The learning rate at the end of the schedule."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay."""
     most_gradient: float = Field(default=1.0, gt=0)
@@ -119,11 +126,18 @@ class TrainerSettings(BaseModel):
     updates: int = Field(default=1, ge=1)
     """Optimizer updates per batch."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Tokens per forward pass, including padding."""
+    """Tokens per forward pass and rank, including padding; gradients of a batch are added up."""
+    packed: bool = False
+    """Compute the rows of a forward pass one after the other, without padding."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of a LoRA to train instead of all weights; 0: train all weights."""
+    lora_alpha: float | None = Field(default=None, gt=0)
+    """The LoRA's product is multiplied by this divided by its rank. Default: twice the rank."""
+    lora_targets: str = "all-linear"
+    """Names of the linear layers with a LoRA, such as q_proj,v_proj; all-linear: all but the
+    last."""
     device: str = "cpu"
-    """Device: cpu, cuda, cuda:1, ..."""
+    """Device: cpu, cuda, cuda:1, ...; with several ranks cuda is each rank's own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of computing and of saved weights; trained weights and the optimizer are float32."""
     gradient_checkpointing: bool = False
@@ -149,6 +163,14 @@ class TrainerSettings(BaseModel):
     """Also log metrics to trackio, Weights & Biases or MLflow (offline unless you logged in)."""
     project: str = "envserver"
     """Project name at the tracker."""
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> Self:
+        if self.schedule != "constant" and self.schedule_steps is None and self.steps is None:
+            raise ValueError(f"schedule {self.schedule} needs schedule_steps or steps")
+        if self.least_rate > self.learning_rate:
+            raise ValueError("least_rate is above learning_rate")
+        return self
 
 
 def from_flags(

@@ -19,7 +19,10 @@ from envserver_clients.training.guard import Guard, GuardSettings
 from envserver_clients.training.learner import Learner, StepSettings
 from envserver_clients.training.metrics import JsonLines, Metrics, Tracked, read_lines
 from envserver_clients.training.padding import padded
-from envserver_clients.training.policy import Policy
+from envserver_clients.training.policy import LoraSettings, Policy
+from envserver_clients.training.schedule import Schedule, rate_of
+from envserver_clients.training.settings import TrainerSettings, from_flags
+from envserver_records import ConfigError
 from envserver_records.tracking import TensorBoardTracker, open_tracker
 from support.tiny_model import main as make_tiny
 
@@ -46,12 +49,16 @@ def batch(policy: Policy, seed: int) -> list[Example]:
     return made
 
 
-def learner(model: Path, *, most_mismatch: float | None = None, **more: int) -> Learner:
+def lora(rank: int) -> LoraSettings | None:
+    return LoraSettings(rank) if rank else None
+
+
+def learner(model: Path, *, most_mismatch: float | None = None, lora_rank: int = 0) -> Learner:
     torch.manual_seed(0)
     rules = StepSettings(
         learning_rate=1e-3, warmup_steps=2, micro_batch_tokens=24, most_mismatch=most_mismatch
     )
-    return Learner(Policy(str(model), **more), rules)
+    return Learner(Policy(str(model), lora=lora(lora_rank)), rules)
 
 
 def test_a_step_makes_what_was_good_likelier(model: Path) -> None:
@@ -215,7 +222,7 @@ def test_activations_that_are_computed_again_give_the_same_gradient(
     gradients = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        policy = Policy(str(model), lora_rank=lora_rank, checkpointed=checkpointed)
+        policy = Policy(str(model), lora=lora(lora_rank), checkpointed=checkpointed)
         calls: list[int] = []
         layer = next(one for one in policy.model.modules() if type(one).__name__ == "Qwen2MLP")
         rows = batch(policy, 0)
@@ -248,25 +255,96 @@ def test_a_restart_from_a_checkpoint_leads_to_the_same_weights(
     for step, rows in enumerate(batches, start=1):
         through.step(rows)
         if step <= 2:
-            kept.save(CheckpointInfo(step, step, f"lease-{step}", (f"g{step}",)), through.state())
+            kept.save(CheckpointInfo(step, step, f"lease-{step}", (f"g{step}",)), through.state)
     (tmp_path / "checkpoints" / ".step-3").mkdir()  # killed while it wrote the third
     saved = kept.latest()
     assert saved == CheckpointInfo(2, 2, "lease-2", ("g2",))
     again = learner(model, lora_rank=lora_rank)
-    again.load_state(kept.load(saved))
+    again.load_state(kept.load(saved, again.blank_state))
     for rows in batches[2:]:
         again.step(rows)
     expected = through.policy.state()
     assert all(torch.equal(value, expected[name]) for name, value in again.policy.state().items())
-    kept.save(CheckpointInfo(3, 3), again.state())
+    kept.save(CheckpointInfo(3, 3), again.state)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step-2",
         "step-3",
     ]
 
 
+def test_a_checkpoint_of_the_first_version_is_continued(model: Path, tmp_path: Path) -> None:
+    """It has the optimizer's numbers by the index of the weight."""
+    through = learner(model)
+    batches = [batch(through.policy, seed) for seed in range(3)]
+    for rows in batches[:2]:
+        through.step(rows)
+    state = through.state() | {"optimizer": through._optimizer.state_dict()}
+    Checkpoints(tmp_path).save(CheckpointInfo(2, 2), lambda: state)
+    again = learner(model)
+    again.load_state(Checkpoints(tmp_path).load(CheckpointInfo(2, 2), again.blank_state))
+    for one in (through, again):
+        one.step(batches[2])
+    expected = through.policy.state()
+    assert all(torch.equal(value, expected[name]) for name, value in again.policy.state().items())
+
+
+def test_the_learning_rate_rises_and_falls(model: Path) -> None:
+    def rates(schedule: Schedule) -> list[float]:
+        return [rate_of(update, 8.0, 2, schedule, 6, 2.0) for update in range(8)]
+
+    assert rates("constant") == [4, 8, 8, 8, 8, 8, 8, 8]
+    assert rates("linear") == pytest.approx([4, 8, 8, 6.5, 5, 3.5, 2, 2])
+    assert rates("cosine") == pytest.approx([4, 8, 8, 7.1213, 5, 2.8787, 2, 2], abs=1e-4)
+    policy = Policy(str(model))
+    rules = StepSettings(learning_rate=1e-3, schedule="linear", schedule_steps=4)
+    one, rows = Learner(policy, rules), batch(policy, 0)
+    assert [one.step(rows)["learning_rate"] for _ in range(3)] == [1e-3, 7.5e-4, 5e-4]
+    with pytest.raises(ConfigError, match="schedule_steps or steps"):
+        words = ("--model", str(model), "--output", "out", "--schedule", "linear")
+        from_flags(TrainerSettings, words, program="grpo")
+
+
+def test_the_entropy_is_that_of_the_sampled_distributions(model: Path) -> None:
+    policy = Policy(str(model))
+    rows = [
+        dataclasses.replace(row, temperatures=np.full(len(row.tokens), 0.7, np.float32))
+        for row in batch(policy, 0)
+    ]
+    entropies = []
+    for row in rows:
+        logits = policy.model(torch.from_numpy(row.tokens).long()[None]).logits[0, :-1] / 0.7
+        found = torch.distributions.Categorical(logits=logits).entropy()
+        entropies += found[torch.from_numpy(row.mask[1:] == 1)].tolist()
+    for packed in (False, True):
+        numbers = Learner(Policy(str(model)), StepSettings(packed=packed)).step(rows)
+        assert float(numbers["entropy"]) == pytest.approx(np.mean(entropies), rel=1e-4)
+
+
+def test_lora_has_the_chosen_targets_and_scale(model: Path) -> None:
+    policy = Policy(str(model), lora=LoraSettings(4, alpha=12, targets="q_proj, v_proj"))
+    layers = {name.split(".lora_")[0].rpartition(".")[2] for name in policy.trained}
+    assert layers == {"q_proj", "v_proj"}
+    layer = next(one for one in policy.model.modules() if hasattr(one, "lora_A"))
+    assert layer.scaling == {"default": 3.0}
+
+
+def test_tied_weights_are_one_tensor(model: Path, tmp_path: Path) -> None:
+    first = Policy(str(model))
+    first.model.config.tie_word_embeddings = True
+    first.model.tie_weights()
+    first.save(tmp_path / "tied")
+    policy = Policy(str(tmp_path / "tied"))
+    names = [name for name, _ in policy.tensors()]
+    assert len(names) == len(set(names)) == len(dict(first.model.named_parameters()))
+    assert "lm_head.weight" not in names
+    policy.save(tmp_path / "again")
+    tokens = [5, 6, 7, 8]
+    again = Policy(str(tmp_path / "again")).prompt_logprobs(tokens)
+    assert again == policy.prompt_logprobs(tokens)
+
+
 def test_lora_leaves_the_model_and_is_its_own_reference(model: Path, tmp_path: Path) -> None:
-    policy = Policy(str(model), lora_rank=4)
+    policy = Policy(str(model), lora=LoraSettings(4))
     rows = padded(batch(policy, 2))
     one = Learner(policy, StepSettings(learning_rate=1e-2, loss=LossSettings(kl_weight=0.1)))
     before = policy.logprobs(rows).detach()

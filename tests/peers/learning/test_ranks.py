@@ -1,0 +1,88 @@
+"""Two ranks of torchrun learn what one process learns: real processes, gloo, a tiny model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from envserver_clients.training.ranks import Ranks
+from support.rank_cases import CASES, STEPS, Case, stepped, trained
+from support.tiny_model import main as make_tiny
+
+torch.set_num_threads(1)
+
+PROGRAM = Path(__file__).parents[2] / "support" / "rank_cases.py"
+MOST_DIFFERENCE = 2e-6
+"""Relative difference of the gradients in float32; the sums have other orders."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The weights after twice `STEPS` steps in one process."""
+    return trained(model, tmp_path_factory.mktemp("straight"), Ranks(), 2 * STEPS)
+
+
+@pytest.fixture(scope="module")
+def by_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks leave behind; see the program."""
+    folder = tmp_path_factory.mktemp("ranks")
+    trained(model, folder / "one", Ranks(), STEPS)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*words, PROGRAM, model, folder], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Their distance relative to the length of `expected`."""
+    assert found.keys() == expected.keys()
+    away = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
+    size = sum(float(value.double().square().sum()) for value in expected.values())
+    return float((away / size) ** 0.5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_have_the_gradient_of_one(name: str, model: Path, by_two: Path) -> None:
+    expected, numbers = stepped(CASES[name], model, Ranks())
+    found, same = torch.load(by_two / f"{name}.pt")
+    if CASES[name].dtype == "bfloat16":  # the sums between the layers are rounded, too
+        assert difference(found, expected) < 0.15
+        assert all(value.dtype == torch.float32 for value in found.values())
+        return
+    assert difference(found, expected) < MOST_DIFFERENCE
+    assert same == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("denominator", ["trajectory", "token", "constant"])
+def test_packed_rows_have_the_gradient_of_padded_ones(denominator: str, model: Path) -> None:
+    expected, _ = stepped(CASES[denominator], model, Ranks())
+    found, _ = stepped(CASES[f"{denominator}, packed"], model, Ranks())
+    assert difference(found, expected) < MOST_DIFFERENCE
+    other, _ = stepped(Case("token" if denominator != "token" else "constant"), model, Ranks())
+    assert difference(other, expected) > 0.01  # what is compared differs between the cases
+
+
+def test_a_checkpoint_of_one_process_is_continued_by_two(
+    by_two: Path, straight: dict[str, Any]
+) -> None:
+    assert difference(torch.load(by_two / "one.pt"), straight) < MOST_DIFFERENCE
+
+
+def test_a_checkpoint_of_two_ranks_is_continued_by_one_process(
+    by_two: Path, model: Path, straight: dict[str, Any]
+) -> None:
+    found = trained(model, by_two / "two", Ranks(), STEPS)
+    assert difference(found, straight) < MOST_DIFFERENCE

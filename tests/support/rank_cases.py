@@ -1,0 +1,180 @@
+"""Steps of the learner that one process and several ranks make alike.
+
+    torchrun --nproc-per-node 2 rank_cases.py MODEL FOLDER
+
+writes each case's gradient into FOLDER, goes on from the checkpoint in FOLDER/one, and leaves one
+of its own in FOLDER/two. Runs in .venv-learn.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from envserver_clients.records import ClientGroup, Row
+from envserver_clients.training.bounds import LossSettings
+from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
+from envserver_clients.training.examples import Denominator, Example, ExampleSettings, examples_of
+from envserver_clients.training.learner import Learner, Numbers, StepSettings
+from envserver_clients.training.policy import LoraSettings, Policy
+from envserver_clients.training.ranks import Ranks, whole
+from envserver_records.sampling import SamplingSpan
+
+PROMPT = 5
+STEPS = 2
+UNBOUNDED = LossSettings(clip_low=0.999, clip_high=1e6, correction="none")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch and how to learn from it.
+
+    Args:
+        lengths: completions' lengths; a group has four.
+        micro_batch_tokens: rows of very different lengths make the ranks' numbers of passes uneven.
+    """
+
+    denominator: Denominator = "trajectory"
+    packed: bool = False
+    lengths: tuple[int, ...] = (3, 24, 7, 4, 19, 5, 11, 30, 6, 9, 2, 14)
+    micro_batch_tokens: int = 64
+    updates: int = 1
+    checkpointed: bool = False
+    lora: LoraSettings | None = None
+    dtype: str = "float32"
+    temperature: float = 1.0
+    bounds: LossSettings = field(default_factory=lambda: LossSettings(correction="none"))
+
+
+CASES = {
+    **{
+        f"{denominator}{', packed' if packed else ''}": Case(denominator, packed)
+        for denominator in ("trajectory", "token", "constant")
+        for packed in (False, True)
+    },
+    "fewer rows than ranks": Case(lengths=(9, 9, 9, 9), micro_batch_tokens=1000),
+    "activations again": Case(checkpointed=True),
+    "activations again, packed": Case(packed=True, checkpointed=True),
+    "two updates": Case(updates=2, packed=True),
+    "distance to the reference": Case(bounds=LossSettings(kl_weight=0.1), packed=True),
+    "LoRA": Case(lora=LoraSettings(4, alpha=4, targets="q_proj,v_proj"), temperature=0.7),
+    # Without bounds: rounding moves tokens across them.
+    "bfloat16": Case(dtype="bfloat16", bounds=UNBOUNDED),
+}
+
+
+def rows_of(case: Case, seed: int = 0) -> list[Example]:
+    """Random rows with a tool's tokens in between and random logprobs; one group in three is all
+    equal, and of one trajectory in a group of one only one row remains to learn from."""
+    rng = np.random.default_rng(seed)
+    groups: dict[str, list[Row]] = {}
+    for number, own in enumerate(case.lengths):
+        length = PROMPT + own
+        mask = np.r_[[0] * PROMPT, [1] * own].astype(np.uint8)
+        mask[PROMPT + 2 : PROMPT + 4] = 0
+        row = Row(
+            tokens=rng.integers(10, 4000, length).astype(np.int32),
+            mask=mask,
+            logprobs=(rng.uniform(-9, -8, length) * mask).astype(np.float32),
+            reward=float(number % 4 == 0 or (4 <= number < 8 and len(case.lengths) > 4)),
+            group_id=f"g{number // 4}",
+            versions=np.where(mask, np.int32(0), np.int32(-1)),
+            trajectory=number % 4,
+            sampling=[SamplingSpan(PROMPT, length, case.temperature, "processed")],
+        )
+        groups.setdefault(row.group_id, []).append(row)
+    made = []
+    for name, rows in groups.items():
+        group = ClientGroup(name, "e", "group", 0, memoryview(b""))
+        group.__dict__["rows"] = rows
+        made.append(group)
+    how = ExampleSettings(
+        denominator=case.denominator,
+        constant_tokens=20,
+        has_reference=case.bounds.kl_weight > 0,
+    )
+    found = examples_of(made, 0, how).examples
+    return found[:1] if len(case.lengths) == 4 else found
+
+
+def learner(case: Case, model: Path, ranks: Ranks) -> Learner:
+    torch.manual_seed(0)
+    policy = Policy(
+        str(model),
+        lora=case.lora,
+        dtype=getattr(torch, case.dtype),
+        keep_reference=case.bounds.kl_weight > 0,
+        checkpointed=case.checkpointed,
+        ranks=ranks,
+    )
+    if case.lora is not None:  # its second matrix is 0 at the start, and the first without gradient
+        with torch.no_grad():
+            for value in policy.trained.values():
+                value.add_(0.01)
+    rules = StepSettings(
+        learning_rate=1e-3,
+        loss=case.bounds,
+        most_gradient=1e9,
+        micro_batch_tokens=case.micro_batch_tokens,
+        packed=case.packed,
+        updates=case.updates,
+    )
+    return Learner(policy, rules, ranks)
+
+
+def stepped(case: Case, model: Path, ranks: Ranks) -> tuple[dict[str, Any], Numbers]:
+    """The gradient of a step, whole, and its numbers."""
+    one = learner(case, model, ranks)
+    numbers = one.step(rows_of(case))
+    named = one.policy.trained.items()
+    return {name: whole(value.grad) for name, value in named if value.grad is not None}, numbers
+
+
+def trained(model: Path, folder: Path, ranks: Ranks, steps: int) -> dict[str, Any]:
+    """Goes on from the last checkpoint in `folder`, leaves one behind; the whole weights."""
+    case = Case(packed=True)
+    one, kept = learner(case, model, ranks), Checkpoints(folder, ranks=ranks)
+    saved = kept.latest()
+    if saved is not None:
+        one.load_state(kept.load(saved, one.blank_state))
+    first = saved.step if saved else 0
+    for step in range(first, first + steps):
+        one.step(rows_of(case, step))
+    name = CheckpointInfo(first + steps, first + steps)
+    if ranks.leads:
+        kept.save(name, one.state)
+    else:
+        kept.save_part(name, one.state())
+    return {name: whole(value) for name, value in one.policy.state().items()}
+
+
+def main(model: Path, folder: Path) -> None:
+    with Ranks.joined() as ranks:
+
+        def case(name: str) -> None:
+            made = stepped(CASES[name], model, ranks)
+            if ranks.leads:
+                torch.save(made, folder / f"{name}.pt")
+
+        def train(name: str) -> None:
+            weights = trained(model, folder / name, ranks, STEPS)
+            if ranks.leads:
+                torch.save(weights, folder / f"{name}.pt")
+
+        if not ranks.leads:
+            ranks.follow({"case": case, "train": train})
+            return
+        for name in CASES:
+            with ranks.together("case", name):
+                case(name)
+        for name in ("one", "two"):
+            with ranks.together("train", name):
+                train(name)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
