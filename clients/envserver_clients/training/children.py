@@ -120,7 +120,7 @@ class Children:
                 stderr=log and subprocess.STDOUT,
                 env=self._variables,
                 start_new_session=True,  # Ctrl-C reaches only us, who end them in order
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=end_with_parent,
             )
         ids = {one: process.pid for one, process in self._running.items()}
         replace_file(self._folder / "processes.json", json.dumps(ids), sync=False)
@@ -133,9 +133,10 @@ class Children:
         return log.read_text(errors="replace")[-1500:] if log.exists() else ""
 
 
-def _end_with_parent() -> None:
-    """Runs in the child before its program starts."""
-    ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM)
+def end_with_parent() -> None:
+    """Lets the kernel end this process when the one that started it has died."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .children import end_with_parent
+
 _WAIT: Final = timedelta(days=7)
 """The others wait so long for rank 0, which waits for batches. A rank that died is noticed at once:
 its connections close."""
@@ -55,11 +57,16 @@ class Ranks:
         if size == 1:
             yield cls(device=device)
             return
+        end_with_parent()
         on_gpu = device.startswith("cuda")
         if on_gpu:
             device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        # torchrun's store outlives a restart of the ranks, with the addresses of those that died.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt-{attempt}", next(dist.rendezvous("env://"))[0])
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         ranks = cls(rank, size, device)
         try:
             yield ranks

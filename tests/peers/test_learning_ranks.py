@@ -1,0 +1,76 @@
+"""The trainer in two processes of torchrun, before a real server and the local engine: a killed rank
+costs nothing, and no batch is learned from twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from envserver_clients.http import SyncEnvClient
+from support.commands import Running, running
+from support.foreign_trainers import house
+from support.learning import Learning, tiny_model
+
+ROOT = Path(__file__).parents[2]
+SERVED = (
+    *("--config", ROOT / "clients/envserver_clients/training/serve_arithmetic.yaml"),
+    *("--rollouts.max_queued_groups", 12),
+)
+TRAINER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts")
+
+
+@contextlib.contextmanager
+def ranks(
+    python: Path, model: Path, folder: Path, urls: tuple[str, str], restarts: int, steps: int
+) -> Iterator[Learning]:
+    """Two ranks that torchrun starts, and starts again when one dies."""
+    command = (*TRAINER, restarts, "-m", "envserver_clients.grpo", "--model", model, "--packed")
+    command += ("--server", urls[0], "--engine", urls[1], "--output", folder / "out")
+    command += ("--steps", steps, "--groups", 4, "--learning-rate", 1e-5, "--threads", 1)
+    with running(*command, folder=folder, program=python) as process:
+        yield Learning(folder / "out", process)
+
+
+def kill(process: Running, rank: int) -> None:
+    """kill -9 of one rank; torchrun's processes are its children, in order."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    found = [
+        int(child)
+        for child in children
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+    ]
+    assert len(found) == 1
+    os.kill(found[0], signal.SIGKILL)
+
+
+def test_a_killed_rank_loses_nothing_and_repeats_nothing(
+    learn_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = tiny_model(learn_python)
+    with house(learn_python, model, tmp_path, *SERVED) as urls:
+        with ranks(learn_python, model, tmp_path, urls, 1, 10) as run:
+            run.wait_for_step(3, 300)
+            kill(run.process, 1)  # torchrun starts both again
+            run.wait_for_step(6, 300)
+            kill(run.process, 0)  # once too often
+            assert run.process.end(120) != 0
+        with ranks(learn_python, model, tmp_path, urls, 0, 10) as run:
+            assert run.process.end(300) == 0, run.process.output()[-5000:]
+        with SyncEnvClient(urls[0], run="judge") as client:
+            acked = {one.group_id for one in client.list_groups(limit=1024) if one.state == "acked"}
+    lines = run.lines()
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    learned = list(chain.from_iterable(line["group_ids"] for line in lines))
+    assert len(learned) == len(set(learned)) == 40
+    assert acked == set(learned)
+    assert max(float(line["mismatch_mean"]) for line in lines if "mismatch_mean" in line) < 0.05
+    assert (run.output / "model" / "model.safetensors").exists()
+    assert (run.output / "checkpoints" / "step-10" / "parts").is_dir()
