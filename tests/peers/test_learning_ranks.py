@@ -1,4 +1,4 @@
-"""The trainer in two processes of torchrun, before a real server and the local engine: a killed rank
+"""The trainer in two processes of torchrun, with a real server and the local engine: a killed rank
 costs nothing, and no batch is learned from twice.
 """
 

@@ -111,7 +111,7 @@ class Learner:
         rows = longest_first(examples)[ranks.rank :: ranks.size]
         parts = list(micro_batches(rows, rules.micro_batch_tokens, packed=rules.packed))
         most = int(ranks.sums({"parts_max": len(parts)})["parts_max"])
-        return parts + [filler(packed=rules.packed) for _ in range(most - len(parts))]
+        return parts + [filler() for _ in range(most - len(parts))]
 
     def _gradient(
         self, parts: Sequence[Padded], before: Sequence[Tensor | None]

@@ -30,7 +30,8 @@ class Padded:
         weights: float32[B].
         advantages: float32[B], or float32[B, T-1] if turns have their own.
         first: index of the first trained target in any row; earlier ones need no logits.
-        packed: compute the rows one after the other, as one row without padding.
+        places: int64[B, 2], the line that each row is computed in and where it starts there, if
+            several short rows share a line; None: each row has its own.
         filler: nothing is learned from it, and it is not counted.
     """
 
@@ -44,32 +45,38 @@ class Padded:
     advantages: NDArray[np.float32]
     weights: NDArray[np.float32]
     first: int
-    packed: bool = False
+    places: NDArray[np.int64] | None = None
     filler: bool = False
 
 
 def micro_batches(
     examples: Sequence[Example], most_tokens: int, *, packed: bool = False
 ) -> Iterator[Padded]:
-    """Yields the examples, longest first, in parts of at most `most_tokens` tokens.
+    """Yields the examples, longest first, in parts of at most `most_tokens` tokens with padding.
 
     A longer example is alone. With the longest first, a lack of memory shows at once.
 
     Args:
-        packed: padding does not count, because it is not computed.
+        packed: short examples share lines that are as long as the longest example of the part.
     """
     part: list[Example] = []
-    longest = tokens = 0
+    places: list[tuple[int, int]] = []
+    used: list[int] = []  # tokens in each line
     for example in longest_first(examples):
-        own = len(example.tokens)
-        tokens += own
-        if part and (tokens if packed else longest * (len(part) + 1)) > most_tokens:
-            yield padded(part, packed=packed)
-            part, tokens = [], own
-        longest = own if not part else longest
+        own, longest = len(example.tokens), len(part[0].tokens) if part else 0
+        fitting = (at for at, tokens in enumerate(used) if tokens + own <= longest)
+        line = next(fitting, None) if packed else None
+        if line is None:
+            if part and longest * (len(used) + 1) > most_tokens:
+                yield padded(part, places if packed else None)
+                part, places, used = [], [], []
+            line = len(used)
+            used.append(0)
         part.append(example)
+        places.append((line, used[line]))
+        used[line] += own
     if part:
-        yield padded(part, packed=packed)
+        yield padded(part, places if packed else None)
 
 
 def longest_first(examples: Sequence[Example]) -> list[Example]:
@@ -77,15 +84,15 @@ def longest_first(examples: Sequence[Example]) -> list[Example]:
     return sorted(examples, key=lambda one: -len(one.tokens))
 
 
-def filler(*, packed: bool) -> Padded:
+def filler() -> Padded:
     """Returns a micro-batch of weight 0, for a rank that has fewer of them than others."""
     logprobs, mask = np.zeros(2, np.float32), np.array([0, 1], np.uint8)
     row = Example(np.zeros(2, np.int32), mask, logprobs, advantage=0.0, weight=0.0)
-    return replace(padded([row], packed=packed), filler=True)
+    return replace(padded([row]), filler=True)
 
 
-def padded(examples: Sequence[Example], *, packed: bool = False) -> Padded:
-    """Returns these examples (at least one) as one micro-batch."""
+def padded(examples: Sequence[Example], places: Sequence[tuple[int, int]] | None = None) -> Padded:
+    """Returns these examples (at least one) as one micro-batch; see `Padded.places`."""
     shape = (len(examples), max(len(example.tokens) for example in examples))
     tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     mask, logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -115,7 +122,7 @@ def padded(examples: Sequence[Example], *, packed: bool = False) -> Padded:
         advantages=_advantages(examples, shape),
         weights=np.array([example.weight for example in examples], np.float32),
         first=int(trained[0]) if trained.size else 0,
-        packed=packed,
+        places=None if places is None else np.array(places, np.int64),
     )
 
 

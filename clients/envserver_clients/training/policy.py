@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .loss import token_logprobs
@@ -145,8 +147,8 @@ class Policy:
             return self._scores(self._reference, batch).logprobs
 
     def _scores(self, model: Any, batch: Padded) -> Scores:
-        if batch.packed:
-            return self._packed_scores(model, batch)
+        if batch.places is not None:
+            return self._packed_scores(model, batch, *batch.places.T)
         tokens = torch.from_numpy(batch.tokens).to(self.device)
         attention = torch.from_numpy(batch.attention).to(self.device)
         targets = tokens[:, batch.first + 1 :]
@@ -163,27 +165,34 @@ class Policy:
             batch.raw[:, batch.first :],
         )
 
-    def _packed_scores(self, model: Any, batch: Padded) -> Scores:
-        """Computes all rows as one, without padding: positions that start again at 0 tell
-        transformers where a row begins, and no row attends to another.
+    def _packed_scores(
+        self,
+        model: Any,
+        batch: Padded,
+        lines: NDArray[np.int64],
+        starts: NDArray[np.int64],
+    ) -> Scores:
+        """Computes short rows in shared lines. Positions that start again at 0 tell transformers
+        where a row begins: no row attends to another.
 
         Logits are computed for trained targets only; other targets have 0 in the result. The first
         token of a row is never a target.
         """
-        present, trained = batch.attention == 1, batch.mask == 1
-        places = np.broadcast_to(np.arange(present.shape[1]), present.shape)
-        predicts = np.pad(trained, ((0, 0), (0, 1)))[present].nonzero()[0]
-        tokens, positions, keep, targets = (
-            torch.from_numpy(array).to(self.device)
-            for array in (
-                batch.tokens[present][None],
-                places[present][None],
-                predicts,
-                batch.tokens[:, 1:][trained][None],
+        rows, columns = np.nonzero(batch.attention)
+        places = (lines[rows], starts[rows] + columns)
+        tokens = np.zeros((lines.max() + 1, places[1].max() + 1), np.int64)
+        positions = np.zeros_like(tokens)
+        tokens[places], positions[places] = batch.tokens[rows, columns], columns
+        trained = batch.mask == 1
+        rows, columns = np.nonzero(trained)
+        keep = lines[rows] * tokens.shape[1] + starts[rows] + columns
+        targets = torch.from_numpy(batch.tokens[rows, columns + 1][None]).to(self.device)
+        with self._computing(), _logits_of(model, torch.from_numpy(keep).to(self.device)):
+            found = model(
+                torch.from_numpy(tokens).to(self.device),
+                position_ids=torch.from_numpy(positions).to(self.device),
+                use_cache=False,
             )
-        )
-        with self._computing():
-            found = model(tokens, position_ids=positions, logits_to_keep=keep, use_cache=False)
         flat = _scored(
             found.logits,
             targets,
@@ -265,6 +274,18 @@ class Policy:
         kept = json.loads(about.read_text()) | {"dtype": str(self._dtype).removeprefix("torch.")}
         about.write_text(json.dumps(kept, indent=2))
         self.tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _logits_of(model: Any, places: Tensor) -> Iterator[None]:
+    """Lets the model compute logits [1, N, V] of these tokens alone, counted over all lines."""
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, hidden: hidden[0].flatten(0, 1)[places].unsqueeze(0)
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _scored(

@@ -128,7 +128,7 @@ class TrainerSettings(BaseModel):
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens per forward pass and rank, including padding; gradients of a batch are added up."""
     packed: bool = False
-    """Compute the rows of a forward pass one after the other, without padding."""
+    """Compute several short rows in one line, which is as long as the longest row: less padding."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of a LoRA to train instead of all weights; 0: train all weights."""
     lora_alpha: float | None = Field(default=None, gt=0)

@@ -62,7 +62,9 @@ def test_two_ranks_have_the_gradient_of_one(name: str, model: Path, by_two: Path
         assert difference(found, expected) < 0.15
         assert all(value.dtype == torch.float32 for value in found.values())
         return
-    assert difference(found, expected) < MOST_DIFFERENCE
+    # The first update divides each gradient by its size, so that of rounding errors grows.
+    most = MOST_DIFFERENCE if CASES[name].updates == 1 else 1e-5
+    assert difference(found, expected) < most
     assert same == pytest.approx(numbers, rel=1e-4, abs=1e-6)
 
 
