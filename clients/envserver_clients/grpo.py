@@ -172,6 +172,7 @@ def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
         most_gradient=settings.most_gradient,
         micro_batch_tokens=settings.micro_batch_tokens,
         packed=settings.packed,
+        reduce_each=settings.reduce_each,
         updates=settings.updates,
         most_mismatch=settings.most_mismatch,
         loss=bounds,

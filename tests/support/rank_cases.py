@@ -2,13 +2,14 @@
 
     torchrun --nproc-per-node 2 rank_cases.py MODEL FOLDER
 
-writes each case's gradient into FOLDER, goes on from the checkpoint in FOLDER/one, and leaves one
-of its own in FOLDER/two. Runs in .venv-learn.
+writes each case's gradient into FOLDER, goes on from the checkpoint in FOLDER/one, leaves one of
+its own in FOLDER/two, and saves the model and a LoRA. Runs in .venv-learn.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from envserver_records.sampling import SamplingSpan
 
 PROMPT = 5
 STEPS = 2
+TOKENS = [5, 6, 7, 8, 9]
 UNBOUNDED = LossSettings(clip_low=0.999, clip_high=1e6, correction="none")
 
 
@@ -43,6 +45,7 @@ class Case:
     lengths: tuple[int, ...] = (3, 24, 7, 4, 19, 5, 11, 30, 6, 9, 2, 14)
     micro_batch_tokens: int = 64
     updates: int = 1
+    reduce_each: bool = False
     checkpointed: bool = False
     lora: LoraSettings | None = None
     dtype: str = "float32"
@@ -57,6 +60,7 @@ CASES = {
         for packed in (False, True)
     },
     "fewer rows than ranks": Case(lengths=(9, 9, 9, 9), micro_batch_tokens=1000),
+    "gradients of each pass": Case(reduce_each=True),
     "activations again": Case(checkpointed=True),
     "activations again, packed": Case(packed=True, checkpointed=True),
     "two updates": Case(updates=2, packed=True),
@@ -122,6 +126,7 @@ def learner(case: Case, model: Path, ranks: Ranks) -> Learner:
         micro_batch_tokens=case.micro_batch_tokens,
         packed=case.packed,
         updates=case.updates,
+        reduce_each=case.reduce_each,
     )
     return Learner(policy, rules, ranks)
 
@@ -154,6 +159,10 @@ def trained(model: Path, folder: Path, ranks: Ranks, steps: int) -> dict[str, An
 
 def main(model: Path, folder: Path) -> None:
     with Ranks.joined() as ranks:
+        policies = {
+            "whole": Policy(str(model), ranks=ranks, dtype=torch.bfloat16),
+            "lora": learner(CASES["LoRA"], model, ranks).policy,
+        }
 
         def case(name: str) -> None:
             made = stepped(CASES[name], model, ranks)
@@ -166,7 +175,15 @@ def main(model: Path, folder: Path) -> None:
                 torch.save(weights, folder / f"{name}.pt")
 
         if not ranks.leads:
-            ranks.follow({"case": case, "train": train})
+            for policy in policies.values():
+                ranks.follow(
+                    {
+                        "case": case,
+                        "train": train,
+                        "prompt_logprobs": policy.prompt_logprobs,
+                        "tensors": lambda policy=policy: deque(policy.tensors(), maxlen=0),
+                    }
+                )
             return
         for name in CASES:
             with ranks.together("case", name):
@@ -174,6 +191,14 @@ def main(model: Path, folder: Path) -> None:
         for name in ("one", "two"):
             with ranks.together("train", name):
                 train(name)
+        for name, policy in policies.items():
+            walk = policy.tensors()
+            next(walk)
+            walk.close()  # by somebody who could not send it: the others have walked to the end
+            policy.save(folder / "saved" / name)
+            torch.save(policy.prompt_logprobs(TOKENS), folder / f"{name}-logprobs.pt")
+            if name == "whole":
+                ranks.broadcast(None)  # the others go on to the next policy
 
 
 if __name__ == "__main__":

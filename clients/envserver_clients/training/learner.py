@@ -52,6 +52,7 @@ class StepSettings:
     most_gradient: float = 1.0
     micro_batch_tokens: int = 16384
     packed: bool = False
+    reduce_each: bool = False
     updates: int = 1
     most_mismatch: float | None = None
     loss: LossSettings = field(default_factory=LossSettings)
@@ -124,7 +125,7 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         sums, own, comparable = [], list[Tensor](), list[Tensor]()
         for part, proximal in zip(parts, before, strict=True):
-            self.policy.gather_gradients(now=part is parts[-1])
+            self.policy.gather_gradients(now=part is parts[-1] or self._rules.reduce_each)
             scores = self.policy.scores(part)
             loss, numbers = self._loss(part, scores.logprobs, proximal)
             (loss * self._ranks.size).backward()

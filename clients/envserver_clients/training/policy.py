@@ -119,8 +119,8 @@ class Policy:
             model.to(self.device)
 
     def gather_gradients(self, *, now: bool) -> None:
-        """Says whether the next backward pass adds up the gradients of all ranks: once per step,
-        after its last micro-batch, is enough."""
+        """Says whether the next backward pass adds up the gradients of all ranks: once per update,
+        after its last micro-batch, is enough. Until then each rank holds a whole gradient."""
         if self._ranks.size > 1:
             self.model.set_requires_gradient_sync(now)
 

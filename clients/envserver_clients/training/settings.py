@@ -129,6 +129,9 @@ class TrainerSettings(BaseModel):
     """Tokens per forward pass and rank, including padding; gradients of a batch are added up."""
     packed: bool = False
     """Compute several short rows in one line, which is as long as the longest row: less padding."""
+    reduce_each: bool = False
+    """With several ranks, add up their gradients after each forward pass, not once per update: no
+    rank holds a whole gradient, and more is sent."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of a LoRA to train instead of all weights; 0: train all weights."""
     lora_alpha: float | None = Field(default=None, gt=0)

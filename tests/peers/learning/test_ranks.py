@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from envserver_clients.training.loss import token_logprobs
+from envserver_clients.training.policy import Policy
 from envserver_clients.training.ranks import Ranks
-from support.rank_cases import CASES, STEPS, Case, stepped, trained
+from peft import PeftModel
+from safetensors.torch import load_file
+from support.rank_cases import CASES, STEPS, TOKENS, Case, learner, stepped, trained
 from support.tiny_model import main as make_tiny
+from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)
 
@@ -75,6 +80,29 @@ def test_packed_rows_have_the_gradient_of_padded_ones(denominator: str, model: P
     assert difference(found, expected) < MOST_DIFFERENCE
     other, _ = stepped(Case("token" if denominator != "token" else "constant"), model, Ranks())
     assert difference(other, expected) > 0.01  # what is compared differs between the cases
+
+
+def test_two_ranks_save_the_whole_model(by_two: Path, model: Path) -> None:
+    """Also after somebody who walked over its tensors gave up."""
+    one = Policy(str(model), dtype=torch.bfloat16)
+    tensors = dict(one.tensors())
+    saved = load_file(by_two / "saved" / "whole" / "model.safetensors")
+    assert saved.keys() == tensors.keys()
+    assert all(torch.equal(saved[name], value) for name, value in tensors.items())
+    found = torch.load(by_two / "whole-logprobs.pt")
+    assert found == pytest.approx(one.prompt_logprobs(TOKENS), abs=0.3)
+
+
+def test_two_ranks_save_a_lora(by_two: Path, model: Path) -> None:
+    expected = learner(CASES["LoRA"], model, Ranks()).policy
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = PeftModel.from_pretrained(base, by_two / "saved" / "lora")(
+            torch.tensor([TOKENS])
+        ).logits
+    found = token_logprobs(logits[:, :-1], torch.tensor([TOKENS[1:]]))[0].tolist()
+    assert found == pytest.approx(expected.prompt_logprobs(TOKENS), abs=1e-5)
+    assert torch.load(by_two / "lora-logprobs.pt") == pytest.approx(found, abs=1e-5)
 
 
 def test_a_checkpoint_of_one_process_is_continued_by_two(
