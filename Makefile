@@ -283,7 +283,8 @@ trainers: .venv-trainers/.installed
 TRAINERS := verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0 ray==2.60.0 tensordict==0.10.0 codetiming==1.4.0 \
   hydra-core==1.3.8 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 torchdata==0.11.0 pyvers==0.2.3 \
   importlib_metadata==10.2.0 zipp==4.1.2 cloudpickle==3.1.2 jaxtyping==0.3.11 wadler-lindig==0.1.8 \
-  loguru==0.7.3 func-timeout==4.3.5 cachetools==8.0.1 msgpack==1.2.4 requests==2.34.2 urllib3==2.8.0
+  loguru==0.7.3 func-timeout==4.3.5 cachetools==8.0.1 msgpack==1.2.4 requests==2.34.2 urllib3==2.8.0 \
+  TransferQueue==0.1.11 pyzmq==27.3.0
 
 .venv-trainers/.installed: .venv-learn/.installed
 	@test -x .venv-trainers/bin/python || .venv-learn/bin/python -m venv .venv-trainers

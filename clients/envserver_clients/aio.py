@@ -416,6 +416,24 @@ class EnvClient(OnDemand):
         """Lets model calls continue with the weights of `version`. None: the version as before."""
         await self._send(self._calls.resume_calls(version))
 
+    async def register_engine(
+        self, url: str, version: int | None = None, *, wait_seconds: float = 60.0
+    ) -> dict[str, Any]:
+        """Registers an engine that serves the weights of `version`; again: tells its version.
+
+        Args:
+            wait_seconds: maximum wait for the check of a new engine.
+
+        Returns:
+            Its row of GET /v1/engines: `id`, `standing`, `reason` ...
+
+        Raises:
+            ConflictError: the engine differs from the server's others.
+        """
+        call = self._calls.register_engine(url, version, wait_seconds)
+        row: dict[str, Any] = _object(await self._send(call))["engine"]
+        return row
+
     async def status(self) -> dict[str, Any]:
         """Returns GET /v1/status."""
         return _object(await self._send(self._calls.status()))

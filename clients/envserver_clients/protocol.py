@@ -210,6 +210,13 @@ class Calls:
         return Call("POST", "/v1/policy/resume", body, headers=new_key())
 
     @staticmethod
+    def register_engine(url: str, version: int | None, wait_seconds: float) -> Call:
+        body: dict[str, Any] = {"url": url, "wait_seconds": wait_seconds}
+        if version is not None:
+            body["version"] = version
+        return Call("POST", "/v1/engines", body, extra_seconds=wait_seconds)
+
+    @staticmethod
     def status() -> Call:
         return Call("GET", "/v1/status")
 

@@ -201,6 +201,13 @@ class SyncEnvClient:
         """As `EnvClient.resume_calls`."""
         self._portal.call(self._client.resume_calls, version)
 
+    def register_engine(
+        self, url: str, version: int | None = None, *, wait_seconds: float = 60.0
+    ) -> dict[str, Any]:
+        """As `EnvClient.register_engine`."""
+        register = partial(self._client.register_engine, url, version, wait_seconds=wait_seconds)
+        return self._portal.call(register)
+
     def status(self) -> dict[str, Any]:
         """As `EnvClient.status`."""
         return self._portal.call(self._client.status)

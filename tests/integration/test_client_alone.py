@@ -20,7 +20,7 @@ from support.commands import environment_variables, free_port, running
 ROOT = Path(__file__).parents[2]
 MOST_PACKAGES = 8
 MOST_MEGABYTES = 100
-_MAY_LACK = {"torch", "transformers", "trl", "datasets", "verl", "skyrl", "slime", "prime_rl"}
+_MAY_LACK = {"torch", "transformers", "trl", "datasets", "verl", "skyrl", "slime", "ray", "hydra"}
 
 
 class Alone:

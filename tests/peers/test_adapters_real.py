@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from envserver_records.records import Score, Trajectory, pack
+from support.foreign_trainers import alone
 from support.trajectories import sequence, trajectory
 
 from envserver.models import ASSETS
@@ -40,7 +40,7 @@ def told(trainers_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     folder = tmp_path_factory.mktemp("trainers")
     (folder / "rollouts").write_bytes(pack(rollouts()))
     shutil.copytree(ASSETS, folder / "tokenizer")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environ = alone(ROOT / "clients", ROOT / "tools")
     run = subprocess.run(
         [trainers_python, "-W", "ignore", PEER, folder],
         env=environ,
@@ -86,3 +86,10 @@ def test_skyrl_checks_joins_and_merges_them(told: dict[str, Any]) -> None:
     # The first row of the forked one, and what its second was given beyond that, are one sequence.
     assert skyrl["merged"][2] == [2, 7, 8, 6]
     assert (skyrl["metrics"]["avg_score"], skyrl["metrics"]["pass_at_n"]) == (0.5, 1.0)
+
+
+def test_both_tell_a_server_when_the_weights_of_their_engines_change(told: dict[str, Any]) -> None:
+    published = ["publish", ["10.0.0.7:4711"], 3]
+    assert told["hooks"]["verl"] == ["pause", "sleep", "pause", "update", published]
+    published = ["publish", ["http://10.0.0.7:4711"], 1]
+    assert told["hooks"]["skyrl"] == ["pause", "/pause", "/resume", published, "pause", "/sleep"]

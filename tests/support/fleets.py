@@ -107,7 +107,7 @@ async def fleet_house(
         api = await stack.enter_async_context(
             running_api(
                 store, live=live, fleet=fleet, on_policy_version=proxy.publish_version,
-                server=server,
+                server=server, gate=endpoint.gate,
             )
         )  # fmt: skip
         http = await stack.enter_async_context(aiohttp.ClientSession())

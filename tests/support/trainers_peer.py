@@ -172,11 +172,75 @@ def _others(output: dict[str, Any]) -> dict[str, Any]:
     return {**output, "trajectory_ids": ids}
 
 
+class Recorder:
+    """As `TrainersEngines`; lists what it was told, and where its trainer was."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    async def pause(self) -> None:
+        self.told.append("pause")
+
+    async def publish(self, addresses: list[str], version: int | None) -> None:
+        self.told.append(["publish", list(addresses), version])
+
+
+def hooks_of_verl() -> list[Any]:
+    """What its own manager of checkpoints, which its trainers make, tells and does, in order."""
+    from envserver_clients.adapters import verl_training
+    from verl.checkpoint_engine import base
+    from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
+    from verl.workers.config import CheckpointEngineConfig
+
+    base.ray = SimpleNamespace(get=list)  # there is no cluster
+    recorder = Recorder()
+    verl_training.use_server(recorder)  # type: ignore[arg-type, unused-ignore]
+    made = trainer_base.CheckpointEngineManager
+    assert made is trainer_separate_async.CheckpointEngineManager
+
+    async def slept() -> None:
+        recorder.told.append("sleep")
+
+    replica = SimpleNamespace(server_address="10.0.0.7:4711", sleep=slept)
+    actors = SimpleNamespace(update_weights=lambda **_: recorder.told.append("update") or [])
+    manager = made(CheckpointEngineConfig(backend="naive"), actors, [replica])
+    manager.sleep_replicas()
+    manager.update_weights(3)
+    return recorder.told
+
+
+async def hooks_of_skyrl() -> list[Any]:
+    """What its own client of engines tells and does, in order."""
+    from envserver_clients.adapters import skyrl_training
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (
+        RemoteInferenceClient,
+    )
+
+    recorder, url = Recorder(), "http://10.0.0.7:4711"
+    client = RemoteInferenceClient(proxy_url=url, server_urls=[url], data_parallel_size=1)
+
+    async def call(path: str, *_: Any, **__: Any) -> dict[str, Any]:
+        recorder.told.append(path)
+        return {}
+
+    client._call_all_servers = call
+    client = skyrl_training.use_server(client, recorder)  # type: ignore[arg-type, unused-ignore]
+    await client.pause_generation()
+    await client.resume_generation()
+    client.increment_weight_version()
+    await client.sleep(level=1)
+    return recorder.told
+
+
 async def main(folder: Path) -> None:
     made = unpack((folder / "rollouts").read_bytes(), list[Trajectory])
     verl_adapter.EnvClient = skyrl_adapter.EnvClient = Canned
     serve(made)
     told = {"verl": await by_verl(folder, made), "skyrl": await by_skyrl(made)}
+    told["hooks"] = {
+        "verl": await asyncio.to_thread(hooks_of_verl),
+        "skyrl": await hooks_of_skyrl(),
+    }
     sys.stdout.write("\n" + json.dumps(told) + "\n")
 
 

@@ -10,22 +10,33 @@ its history is a list of samples that share a `rollout_id`.
 The server is `args.envserver_url` (slime's `--custom-config-path` sets it) or ENVSERVER_URL; the
 default environment is `args.envserver_environment`. Sampling settings are those of the server.
 
+slime serves with SGLang, which gives no token ids with a chat: the server has a vLLM of its own,
+and gets slime's weights from its full checkpoints on disk:
+
+    --update-weight-mode full --update-weight-transport disk --update-weight-disk-dir DIR
+    --custom-update-weight-post-write-path envserver_clients.adapters.slime.publish
+
+The vLLM is `args.envserver_engine_url`, started as `envserver_clients/weights/README.md` says.
+
 slime has one reward for a sample and spreads it over all of its tokens, so rewards of turns are
 part of it; `metadata["turn_rewards"]` has them as [place in the response, value], for a
 `--custom-reward-post-process-path` of your own.
-slime is not on a package index: this follows the published fields of its `Sample` and works with
-any class that has them.
+slime is not on a package index: this follows the fields of the `Sample` of slime 0.3.1, and the
+call of its hook.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import shutil
+from pathlib import Path
 from typing import Any, Final
 
 from envserver_records import ConfigError, Trajectory
 
-from envserver_clients.http import EnvClient
+from envserver_clients.http import EnvClient, SyncEnvClient
+from envserver_clients.weights import VllmFull
 
 from .completions import Completion, completions_of
 from .temperatures import check_trajectories
@@ -51,12 +62,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
             temperature than slime's.
         RolloutsLost: the rollout failed without the model's fault, after all tries.
     """
-    url = getattr(args, "envserver_url", None) or os.environ.get(URL_VARIABLE)
-    if not url:
-        raise ConfigError(
-            "No server is configured.",
-            hint=f"Set envserver_url in slime's config, or {URL_VARIABLE}.",
-        )
+    url = _server_of(args)
     default = getattr(args, "envserver_environment", None)
     environment, task_id = named(sample.metadata or {}, default, "metadata")
     async with EnvClient(url, run=None) as client:
@@ -64,6 +70,42 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     check_trajectories([trajectory], getattr(args, "rollout_temperature", 1.0), TEMPERATURE_FLAG)
     samples = samples_of(trajectory, sample)
     return samples if len(samples) > 1 else samples[0]
+
+
+def publish(args: Any, folder: str, engines: Any = None) -> None:
+    """Gives a checkpoint that slime wrote (`weight_v000012`) to the server's vLLM as version 12.
+
+    slime calls this on every rank and then goes on; rank 0 does it.
+
+    Raises:
+        ConfigError: no server or no engine is configured.
+        EngineError, ConflictError: see `envserver_clients.weights`.
+    """
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    engine_url = getattr(args, "envserver_engine_url", None)
+    if not engine_url:
+        raise ConfigError(
+            "No engine is configured.", hint="Set envserver_engine_url in its config."
+        )
+    written = Path(folder)
+
+    def save(target: Path) -> None:
+        shutil.copytree(written, target, dirs_exist_ok=True, copy_function=os.link)
+
+    with SyncEnvClient(_server_of(args), run=None) as client:
+        push = VllmFull(engine_url, written.parent / "envserver", server=client)
+        push.publish(int(written.name.removeprefix("weight_v")), save)
+
+
+def _server_of(args: Any) -> str:
+    url = getattr(args, "envserver_url", None) or os.environ.get(URL_VARIABLE)
+    if not url:
+        raise ConfigError(
+            "No server is configured.",
+            hint=f"Set envserver_url in slime's config, or {URL_VARIABLE}.",
+        )
+    return str(url)
 
 
 def samples_of(trajectory: Trajectory, sample: Any) -> list[Any]:

@@ -14,7 +14,7 @@ For verl's `agent_loop_config_path`, with `agent_name: envserver` in the data se
 
     - name: envserver
       _target_: envserver_clients.adapters.verl.EnvserverLoop
-      url: http://127.0.0.1:8000
+      url: http://127.0.0.1:8000      # default: `envserver.url` of verl's settings
       environment: math
 
 Sampling settings are those of the server. Tested with verl 0.9.1: its registry, its padding, and
@@ -55,14 +55,15 @@ class EnvserverLoop:
 
     Args:
         trainer_config: verl's; has the maximum lengths of prompt and response.
-        url: the server's address; several equal servers: a list, or a text with commas.
+        url: the server's address; several equal servers: a list, or a text with commas. None:
+            `envserver.url` of verl's settings, as for `verl_training`.
         environment: default for rows that do not name one.
         rows: "one": the row with the most trained tokens, if the agent forked its history (verl's
             default trainer takes one for each row of its batch); "all": a list of all rows, for
             trainers with a TransferQueue.
         agent: which of several agents is trained; None: the first of each trajectory. With "all",
             verl compares all rows of a task, so leave one agent.
-        split: default: the one that the server serves.
+        split: of rows that do not name one; default: the one that the server serves.
         tries: how often to order a rollout that is lost without the model's fault.
     """
 
@@ -70,7 +71,7 @@ class EnvserverLoop:
         self,
         trainer_config: Any,
         *,
-        url: Urls,
+        url: Urls | None = None,
         environment: str | None = None,
         rows: Rows = "one",
         agent: str | None = None,
@@ -84,7 +85,7 @@ class EnvserverLoop:
         self._prompt_length = int(rollout.prompt_length)
         self._response_length = int(rollout.response_length)
         self._temperature = float(getattr(rollout, "temperature", 1.0))
-        self._url = url
+        self._url: Urls = trainer_config.config.envserver.url if url is None else url
         self._environment = environment
         self._rows = rows
         self._agent = agent
@@ -103,7 +104,7 @@ class EnvserverLoop:
         """
         columns = dict(fields.get("extra_info") or {}) | fields
         environment, task_id = named(columns, self._environment, "extra_info")
-        wish = GroupOrder(environment, [task_id], split=self._split)
+        wish = GroupOrder(environment, [task_id], split=columns.get("split") or self._split)
         async with EnvClient(self._url, run=None, token=self._token) as client:
             ((trajectory,),) = await complete_groups(
                 client, wish, tries=self._tries, timeout_seconds=self._timeout_seconds
@@ -190,7 +191,7 @@ def _output(trajectory: Trajectory, row: Completion, length: int) -> dict[str, A
         "response_mask": mask[:length],
         "response_logprobs": masked_logprobs(row, mask)[:length],
         "reward_score": reward,
-        "num_turns": len(trajectory.messages),
+        "num_turns": trajectory.turns,
         "metrics": {
             "generate_sequences": usage.model_seconds,
             "tool_calls": max(0.0, usage.seconds - usage.model_seconds),

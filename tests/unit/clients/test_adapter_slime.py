@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import enum
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from envserver_clients.adapters.completions import completions_of
-from envserver_clients.adapters.slime import generate, samples_of
+from envserver_clients.adapters.slime import generate, publish, samples_of
 from envserver_records.records import Trajectory
 from hypothesis import given, settings
+from support.api import running_api
 from support.extent import examples
 from support.trajectories import sequence, trajectories, trajectory
+from support.weights_engine import saver, scripted_engine
 
 from envserver import ConfigError, InputError, Score, TurnReward
+from envserver.proxy import Gate
 
 
 class Status(enum.Enum):
@@ -94,3 +99,23 @@ async def test_what_is_not_named_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(InputError, match="no environment in metadata"):
         args = SimpleNamespace(envserver_url="http://127.0.0.1:1")
         await generate(args, Sample(metadata={"task_id": "t"}), {})
+
+
+async def test_a_checkpoint_of_slime_reaches_the_servers_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "updates" / "weight_v000012"
+    written.mkdir(parents=True)
+    saver(12)(written)
+    gate = Gate()
+    async with running_api(tmp_path / "s.db", gate=gate) as api:
+        with scripted_engine() as engine:
+            args = SimpleNamespace(envserver_url=api.url, envserver_engine_url=engine.url)
+            monkeypatch.setenv("RANK", "1")
+            await asyncio.to_thread(publish, args, str(written), [])
+            assert engine.weights == 0
+            monkeypatch.setenv("RANK", "0")
+            await asyncio.to_thread(publish, args, str(written), [])
+            assert (engine.weights, engine.name) == (12, "version-12")
+        assert (await api.get("/v1/policy"))["version"] == 12
+        assert not gate.paused

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 from envserver_clients.adapters import slime, verl
-from envserver_clients.adapters.prime_rl import samples_of_group
 from envserver_clients.adapters.skyrl import EnvserverGenerator
 from envserver_clients.adapters.temperatures import check_spans
 from envserver_clients.records import ClientGroup
@@ -70,11 +69,6 @@ def test_what_a_trainer_would_get_wrong_is_refused(
         check_spans([span], temperature, "x")
     check_spans([WARM], 0.7, "x")
     check_spans([SamplingSpan(2, 5, 1.0, "raw")], 1.0, "x")
-
-
-def test_prime_rl_gets_it_with_each_token() -> None:
-    (sample,) = samples_of_group([warm()])
-    assert sample.temperatures == [1.0, 0.7, 0.7]
 
 
 async def test_the_others_need_the_same_in_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:

