@@ -20,9 +20,12 @@ def alone(*packages: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def house(python: Path, model: Path, folder: Path, *words: object) -> Iterator[tuple[str, str]]:
+def house(
+    python: Path, model: Path, folder: Path, *words: object, engine_words: tuple[object, ...] = ()
+) -> Iterator[tuple[str, str]]:
     """A local engine and a server before it, with a store `groups.db`; their addresses."""
     command = ("-m", "envserver_local", "--model", model, "--port", 0, "--threads", 1)
+    command += engine_words
     with running(*command, folder=folder, program=python) as engine:
         base_url = engine.wait_for(r"http://127\.0\.0\.1:\d+/v1", 300).group()
         serve = ("serve", "--openai.base_url", base_url, "--port", 0, "--store", "groups.db")

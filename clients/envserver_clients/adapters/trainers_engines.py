@@ -23,6 +23,8 @@ from envserver_records.urls import Urls
 from envserver_clients.http import EnvClient
 from envserver_clients.protocol import InFlight
 
+from .trl_weights import Versions
+
 log = logging.getLogger(__name__)
 
 _USABLE: Final = ("used", "paused")
@@ -57,7 +59,7 @@ class TrainersEngines:
         self._timeout_seconds = timeout_seconds
         self._version: int | None = None
         self._counts_on = counts_on
-        self._first = 0
+        self._versions: Versions | None = None
 
     async def pause(self) -> None:
         """Stops the server's calls to the engines. Idempotent."""
@@ -79,11 +81,8 @@ class TrainersEngines:
                 engine. The calls stay paused.
         """
         async with self._client() as client:
-            if self._counts_on and version is not None and self._version is None:
-                published = (await client.status())["policy_version"]
-                self._first = max(0, published + 1 - version)
             if version is not None:
-                self._version = self._first + version
+                self._version = (await self._mapped(client)).of(version)
             for address in addresses:
                 url = address if "://" in address else f"http://{address}"
                 row = await client.register_engine(
@@ -95,6 +94,12 @@ class TrainersEngines:
                         hint="A trainer that goes back to an older version needs a new server.",
                     )
             await client.resume_calls(self._version)
+
+    async def _mapped(self, client: EnvClient) -> Versions:
+        if self._versions is None:
+            published = (await client.status())["policy_version"] if self._counts_on else -1
+            self._versions = Versions(published)
+        return self._versions
 
     def _client(self) -> EnvClient:
         return EnvClient(self._url, run=None, token=self._token)
