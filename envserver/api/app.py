@@ -47,7 +47,7 @@ from .live.engines import engine_rows
 from .live.follower import Follower
 from .live.routes import live_routes
 from .metrics import CountedRequests, Metrics, metric_routes
-from .native import FilterWarnings, PolicyVersion, native_routes
+from .native import FilterWarnings, HeldOutEvaluations, PolicyVersion, native_routes
 from .native.session import Logins
 from .openenv import mount_openenv
 from .queue_limit import QueueLimit
@@ -87,6 +87,7 @@ def create_api(
     alarms: AlarmWatch | None = None,
     live: Live | None = None,
     fleet: Fleet | None = None,
+    evaluations: HeldOutEvaluations | None = None,
 ) -> FastAPI:
     """Builds the application.
 
@@ -108,6 +109,7 @@ def create_api(
         alarms: says what is wrong; None: by the default thresholds, if there are metrics.
         live: what the parts of this server tell of; None: a new one, for the store alone.
         fleet: engines that come and go; None: those routes do not exist.
+        evaluations: of a held-out split; None: those routes do not exist.
     """
     live = live or Live()
     runners = runners or RunnerRegistry(
@@ -204,6 +206,7 @@ def create_api(
             recorder=recorder,
             logins=logins,
             alarms=None if alarms is None else alarms.book,
+            evaluations=evaluations,
         )
     )
     if engines is not None:
@@ -216,7 +219,7 @@ def create_api(
         metrics.add(RunnerMetrics(runners).families)
         app.include_router(metric_routes(metrics))
     if pausing is not None:
-        app.include_router(weight_routes(pausing, policy))
+        app.include_router(weight_routes(pausing, policy, evaluations))
     posts = wire_posts | limit.limited(runner_posts(runners, settings.max_body_bytes))
     app.add_middleware(DirectPosts, endpoints=posts | runner_beats(runners))
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes, smaller=_SMALL_BODIES)

@@ -11,6 +11,7 @@ another one takes over in the midst of an update.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from ..proxy.gate import Gate, InFlight
 from ..store import GroupStore
 from .bodies import read_body, request_body
-from .native import VERSION_LIMIT, PolicyVersion
+from .native import VERSION_LIMIT, HeldOutEvaluations, PolicyVersion
 from .native.answers import answers
 from .native.waiting import key_of
 from .runners.registry import RunnerRegistry
@@ -100,8 +101,14 @@ class WeightPause:
         self._news.resume()
 
 
-def weight_routes(pausing: WeightPause, policy: PolicyVersion) -> APIRouter:
-    """Returns the routes that pause and resume calls."""
+def weight_routes(
+    pausing: WeightPause, policy: PolicyVersion, evaluations: HeldOutEvaluations | None
+) -> APIRouter:
+    """Returns the routes that pause and resume calls.
+
+    Args:
+        evaluations: what a pause may wait for (`evaluate.hold_seconds`).
+    """
     gate = pausing.gate
     router = APIRouter(tags=["native"])
     handled: deque[str | None] = deque(maxlen=_KEPT_KEYS)
@@ -120,7 +127,11 @@ def weight_routes(pausing: WeightPause, policy: PolicyVersion) -> APIRouter:
         if key is not None and key in handled and not gate.paused:
             return JSONResponse({**_state(gate, policy), "idle": False})
         handled.append(key)
-        idle = await pausing.pause(wanted.in_flight, wanted.timeout_seconds)
+        began = time.monotonic()
+        if evaluations is not None and not gate.paused:
+            await evaluations.hold(wanted.timeout_seconds / 2)
+        left = wanted.timeout_seconds - (time.monotonic() - began)
+        idle = await pausing.pause(wanted.in_flight, left)
         return JSONResponse({**_state(gate, policy), "idle": idle})
 
     @router.post(

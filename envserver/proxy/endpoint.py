@@ -7,6 +7,7 @@ The capabilities are probed when the engine first answers; a server may start be
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -271,6 +272,13 @@ class EngineEndpoint:
         self.tokens = tokens or TokensConfig()
         self._ready = None if find else ReadyEngine(engine, None, self.tokens)
         self._finding: asyncio.Task[ReadyEngine] | None = None
+
+    def pinned(self) -> EngineEndpoint:
+        """Returns an endpoint of the same engine that stays at the current policy version, for
+        model names that hold the version."""
+        other = copy.copy(self)
+        other._finding = None
+        return other
 
     @property
     def capabilities(self) -> Capabilities | None:

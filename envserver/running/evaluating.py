@@ -10,6 +10,7 @@ environment that fails does not end the others.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 import sys
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 from envserver_records.errors import AllFailed, ConfigError, EnvserverError
+from envserver_records.packing import ready
 from pydantic import ValidationError
 
 from ..config import MixSettings
@@ -196,10 +198,7 @@ async def evaluate_members(
     """
     view, stop = view or EvaluationView(), stop or Stop()
     folder = choice.folder or _new_folder(members)
-    parts = _claimed(members, folder, choice)
-    for part in parts:
-        _check_passable(part, choice)
-    failures: list[EnvserverError] = []
+    parts = _ready_parts(members, folder, choice)
     settings = members[0].settings
     names = [one.name for one in members]
     async with (
@@ -209,22 +208,59 @@ async def evaluate_members(
         shared_engine(settings, need_engine=True, need_exact=False, folder=folder) as shared,
         makers_of(settings)() as makers,
     ):
-        for number, part in enumerate(parts, 1):
-            if len(parts) > 1:
-                view.say(f"{part.member.name} ({number} of {len(parts)})")
-            failure = await _make_part(part, choice, view, shared, stop, tracked, makers)
-            if failure is not None:
-                failures.append(failure)
-                if len(parts) > 1:
-                    view.say(f"{part.member.name}: {failure.message}")
-            if stop.asked:
-                break
+        failures = await _make_parts(parts, choice, view, shared, stop, tracked, makers)
         if shared.judge is not None:
             view.say(judge_line(shared.judge))
         done = _reported(folder, parts, failures, view, stopped=stop.asked)
         if tracked is not None and done.report is not None:
             tracked.summary(summary_scalars(done.report))
         return done
+
+
+async def evaluate_on(
+    shared: SharedEngine, members: Sequence[Member[Any]], choice: Choice
+) -> Evaluation:
+    """Runs everything on an engine that is open already, and shows nothing; see
+    `evaluate_members`."""
+    folder = choice.folder or _new_folder(members)
+    parts = _ready_parts(members, folder, choice)
+    view = EvaluationView()
+    failures = await _make_parts(parts, choice, view, shared, Stop(), None, None)
+    for kind in (RunFile, TaskFacts, Report, Suite):
+        ready(kind)
+    return await asyncio.to_thread(_reported, folder, parts, failures, view, stopped=False)
+
+
+def _ready_parts(members: Sequence[Member[Any]], folder: Path, choice: Choice) -> list[_Part]:
+    """Claims the folders; see `_claimed` and `_check_passable` for errors."""
+    parts = _claimed(members, folder, choice)
+    for part in parts:
+        _check_passable(part, choice)
+    return parts
+
+
+async def _make_parts(
+    parts: Sequence[_Part],
+    choice: Choice,
+    view: EvaluationView,
+    shared: SharedEngine,
+    stop: Stop,
+    tracked: Tracking | None,
+    makers: RayMakers | None,
+) -> list[EnvserverError]:
+    """Makes the groups of all environments; returns the errors that ended some of them."""
+    failures: list[EnvserverError] = []
+    for number, part in enumerate(parts, 1):
+        if len(parts) > 1:
+            view.say(f"{part.member.name} ({number} of {len(parts)})")
+        failure = await _make_part(part, choice, view, shared, stop, tracked, makers)
+        if failure is not None:
+            failures.append(failure)
+            if len(parts) > 1:
+                view.say(f"{part.member.name}: {failure.message}")
+        if stop.asked:
+            break
+    return failures
 
 
 def summary_scalars(report: Report | Suite) -> dict[str, float]:

@@ -34,6 +34,8 @@ from ..store.sink import StoreOrderSink
 from .bootstrap import BootstrapServer, beside
 from .context import SharedEngine, rollout_context, shared_engine
 from .curricula import curriculum_of_store, stream_of
+from .held_out import Evaluations
+from .held_out_metrics import EvaluationNumbers
 from .judging import JudgeNumbers
 from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
 from .mix import Member, Several
@@ -55,6 +57,7 @@ class Hosted(msgspec.Struct, frozen=True):
         elsewhere: environments on other machines.
         orders: rollouts that are made on demand.
         episodes: rollouts whose model is played by clients.
+        evaluations: of a held-out split, while trainers train.
     """
 
     room: SharedEngine
@@ -66,6 +69,7 @@ class Hosted(msgspec.Struct, frozen=True):
     schedulers: Several
     orders: Orders
     episodes: Episodes
+    evaluations: Evaluations
     tally: Tally
 
     @property
@@ -78,6 +82,7 @@ class Hosted(msgspec.Struct, frozen=True):
         self.staleness.publish(version)
         for one in self.parts:
             one.publish_version(version)
+        self.evaluations.published(version)
 
     def status(self) -> dict[str, Any]:
         """The fields that `/v1/status` has in addition to the store's."""
@@ -152,6 +157,7 @@ async def hosted(
             ),
             orders=orders,
             episodes=await stack.enter_async_context(episodes),
+            evaluations=Evaluations(members, server.store, room, tracked),
             tally=tally,
         )
         for source in (
@@ -162,12 +168,14 @@ async def hosted(
             SandboxMachineNumbers(settings.sandbox),
             CurriculumNumbers(curricula),
             JudgeNumbers(room.judge),
+            EvaluationNumbers(host.evaluations),
         ):
             server.metrics.add(source.families)
         server.live.engines += _engines(host)
         server.live.running = partial(running_rollouts, parts)
         await stack.enter_async_context(beside("stale-groups", host.staleness.run()))
         await stack.enter_async_context(beside("silent-runs", demand.close_silent_runs()))
+        await stack.enter_async_context(beside("evaluations", host.evaluations.run()))
         yield host
 
 

@@ -35,7 +35,7 @@ from .ray_runners import (
     runner_command,
     url_for_nodes,
 )
-from .run_settings import RunApiSettings
+from .run_settings import RunApiSettings, ServeSettings
 from .serving import POLL_SECONDS, Served, check_alike
 from .stopping import Stop, run_until_stopped
 
@@ -249,6 +249,11 @@ async def ray_serving(members: Members) -> AsyncIterator[RayServing]:
         raise ConfigError(
             "--track follows rollouts of this process, and with --ray there are none.",
             hint="`process --ray` and `evaluate --ray` have it; `serve --ray` has /metrics.",
+        )
+    if isinstance(settings, ServeSettings) and settings.evaluate.every is not None:
+        raise ConfigError(
+            "--evaluate.every needs an engine in this server, and with --ray there is none.",
+            hint="Evaluate with `envserver evaluate --ray auto`, or serve without --ray.",
         )
     async with connected(settings.ray) as cluster, api_server(_api_settings(settings)) as server:
         await cluster.check_place()

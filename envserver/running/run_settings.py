@@ -28,7 +28,7 @@ from ..config import (
     StorePlace,
 )
 from ..delivery_config import DeliveryConfig
-from ..evaluation_config import Failures, Truncated
+from ..evaluation_config import Failures, HeldOutConfig, Truncated
 from ..judge_config import JudgeConfig
 from ..prices_config import PricesConfig
 from ..remote.messages import NAME_PATTERN
@@ -42,6 +42,7 @@ class ServeSettings(MixSettings):
 
     verbose: bool = False
     """Show samples of conversations: the best and the worst rollout of a group, now and then."""
+    evaluate: HeldOutConfig = HeldOutConfig()
 
 
 class ProcessSettings(MixSettings):

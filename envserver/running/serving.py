@@ -113,10 +113,11 @@ class Serving:
         return Served(ending, await self._waiting(), cut_off, audit, judge)
 
     async def _run_then_wait(self, say: Callable[[str], object]) -> None:
-        """Runs the schedulers, then waits until trainers have all groups."""
+        """Runs the schedulers, then waits until trainers have all groups and no evaluation runs."""
         schedulers: Several = self._host.schedulers
+        evaluations = self._host.evaluations
         await schedulers.run(say)
-        while not schedulers.drained and await self._waiting():
+        while not schedulers.drained and (evaluations.busy or await self._waiting()):
             await asyncio.sleep(POLL_SECONDS)
 
     async def _waiting(self) -> int:
@@ -178,6 +179,7 @@ def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmW
         alarms=alarms,
         live=server.live,
         fleet=host.room.fleet,
+        evaluations=host.evaluations,
     )
 
 

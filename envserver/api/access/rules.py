@@ -68,6 +68,8 @@ RULES: Final = (
     Rule("POST", "/v1/policy/pause", TRAINER),
     Rule("POST", "/v1/policy/resume", TRAINER),
     Rule("GET", "/v1/policy", EVERYBODY),
+    Rule("POST", "/v1/evaluations", TRAINER),
+    Rule("GET", "/v1/evaluations", READERS),
     Rule("POST", "/v1/engines", TRAINER),
     Rule("POST", "/v1/engines/{engine_id}/version", TRAINER),
     Rule("POST", "/v1/engines/{engine_id}/drain", TRAINER),

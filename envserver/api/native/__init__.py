@@ -20,6 +20,7 @@ from ..leasing import GroupEncoder
 from ..recording import Recorder
 from .alarms import add_alarm_routes
 from .estimates import add_estimate_routes
+from .evaluations import HeldOutEvaluations, add_evaluation_routes
 from .filters import FilterWarnings
 from .groups import add_group_routes
 from .leases import SetAside, add_lease_routes
@@ -36,7 +37,13 @@ from .streams import Streams
 from .tasks_seen import add_task_routes
 from .waiting import Leasing
 
-__all__ = ["VERSION_LIMIT", "FilterWarnings", "PolicyVersion", "native_routes"]
+__all__ = [
+    "VERSION_LIMIT",
+    "FilterWarnings",
+    "HeldOutEvaluations",
+    "PolicyVersion",
+    "native_routes",
+]
 
 
 def native_routes(
@@ -54,6 +61,7 @@ def native_routes(
     logins: Logins | None,
     alarms: AlarmBook | None,
     set_aside: SetAside,
+    evaluations: HeldOutEvaluations | None,
 ) -> APIRouter:
     """Returns all native routes.
 
@@ -62,6 +70,7 @@ def native_routes(
         orders: None if the server has no environment that can make rollouts on demand.
         recorder, alarms: None if the server counts nothing.
         logins: None if no access tokens are required.
+        evaluations: None if the server makes no rollouts.
         set_aside: called with groups that a trainer cannot use, and its reason.
     """
     router = APIRouter(tags=["native"])
@@ -84,6 +93,8 @@ def native_routes(
     add_status_routes(router, store, atropos, policy, joined, status)
     add_session_routes(router, logins)
     add_source_routes(router, present, makes_rollouts=orders is not None)
+    if evaluations is not None:
+        add_evaluation_routes(router, evaluations)
     if recorder is not None:
         add_series_routes(router, recorder)
     if alarms is not None:

@@ -1,0 +1,352 @@
+"""Evaluations of a held-out split while a server trains: `--evaluate.*` of `serve`.
+
+In: policy versions as trainers publish them, and requests. Out: for each evaluation a folder as
+`envserver evaluate` writes it, its numbers, and the list of all, in the store. What holds: one
+evaluation runs at a time; none of its groups reaches a trainer or an estimate of a task; each says
+which policy versions sampled its rollouts. An evaluation that the end of the server cut off goes on
+after a restart if the version is still the same; otherwise the current version is evaluated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import structlog
+from envserver_records.errors import ConfigError, ConflictError, EnvserverError
+from envserver_records.packing import ready
+
+from ..config import MixSettings
+from ..evaluation.folders import View, groups_path
+from ..evaluation_config import HeldOutConfig
+from ..export.stored_files import opened
+from ..proxy.endpoint import VERSION_PLACEHOLDER
+from ..store import GroupStore
+from .context import SharedEngine
+from .evaluating import Choice, Evaluation, Member, evaluate_on, summary_scalars
+from .judging import folder_of
+from .mix import Member as Served
+from .prices import pricing_of
+from .run_settings import ServeSettings
+from .spec import RunSpec
+from .tracking import Tracking
+
+_KEY: Final = "evaluations"
+_KEPT: Final = 1000
+"""Maximum number of evaluations in the list; their folders stay."""
+_log = structlog.get_logger("envserver.evaluations")
+
+State = Literal["running", "complete", "failed", "interrupted"]
+
+
+class HeldOut(msgspec.Struct, kw_only=True):
+    """One evaluation.
+
+    Args:
+        version: the policy version at its start; -1: none was published.
+        folder: where its files are; `envserver evaluate compare` reads it.
+        began_at, ended_at: seconds since 1970; 0: not yet.
+        results: its numbers, such as `evaluate/math/mean_reward`.
+        rollouts: number of scored rollouts.
+        other_versions: how many of them have tokens that another version sampled.
+        sampled_by: number of rollouts by version; `several`: mixed in one rollout; `unknown`.
+        error: why it failed.
+    """
+
+    version: int
+    folder: str
+    state: State
+    began_at: float
+    ended_at: float = 0.0
+    results: dict[str, float] = {}
+    rollouts: int = 0
+    other_versions: int = 0
+    sampled_by: dict[str, int] = {}
+    error: str = ""
+
+
+class Evaluations:
+    """Runs evaluations, one at a time; `run` does the work.
+
+    Args:
+        room: the engine of the training rollouts.
+        tracked: gets the results.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Served[MixSettings]],
+        store: GroupStore,
+        room: SharedEngine,
+        tracked: Tracking | None,
+    ) -> None:
+        settings = members[0].spec.settings
+        own = isinstance(settings, ServeSettings)
+        self.config = settings.evaluate if own else HeldOutConfig()  # type: ignore[attr-defined]
+        self._members = [_member(one, self.config) for one in members]
+        self._folder = self.config.out or folder_of(settings.store) / "evaluations"
+        self._pricing = pricing_of(settings.prices, settings.model, settings.engine.models_file)
+        self._store = store
+        self._room = room
+        self._tracked = tracked
+        self._records: list[HeldOut] = []
+        self._loaded = False
+        self._off = False
+        self._wanted = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.ends: Counter[str] = Counter()
+        """Evaluations since the start by how they ended; `skipped`: due while another one ran."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether an evaluation runs or is about to."""
+        return not self._idle.is_set()
+
+    @property
+    def latest(self) -> HeldOut | None:
+        """The last complete evaluation; None before any."""
+        return next((one for one in reversed(self._records) if one.state == "complete"), None)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Returns all evaluations, the oldest first."""
+        return [msgspec.to_builtins(one) for one in self._records]
+
+    def published(self, version: int) -> None:
+        """Starts an evaluation if one is due."""
+        if not self._loaded or not self._is_due(version):
+            return
+        if self.busy:
+            self.ends["skipped"] += 1
+            _log.warning(
+                "evaluation.skipped",
+                version=version,
+                why="Another evaluation runs.",
+                hint="Raise evaluate.every or evaluate.max_concurrent, or lower total_steps.",
+            )
+            return
+        self._want()
+
+    def start(self) -> None:
+        """Evaluates the current version now.
+
+        Raises:
+            ConflictError: an evaluation runs.
+        """
+        if self.busy or not self._loaded:
+            raise ConflictError("An evaluation runs.", hint="GET /v1/evaluations shows its end.")
+        self._want()
+
+    async def hold(self, most_seconds: float) -> None:
+        """Waits until no evaluation runs, at most `evaluate.hold_seconds` and `most_seconds`."""
+        seconds = min(self.config.hold_seconds, most_seconds)
+        if not self.busy or not seconds:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            _log.warning("evaluation.not_held", why=f"It still runs after {seconds:g} s.")
+
+    async def run(self) -> None:
+        """Runs the evaluations that are due or asked for, until it is cancelled."""
+        await self._load()
+        self.published(self._version)
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            try:
+                await self._one(self._version)
+            finally:
+                self._idle.set()
+
+    @property
+    def _version(self) -> int:
+        return self._room.endpoint.policy_version
+
+    def _want(self) -> None:
+        self._idle.clear()
+        self._wanted.set()
+
+    def _is_due(self, version: int) -> bool:
+        before = [one.version for one in self._records if one.state in ("complete", "running")]
+        return not self._off and is_due(version, before, self.config.every)
+
+    async def _load(self) -> None:
+        stored = await self._store.get_value(_KEY)
+        self._records = msgspec.convert(stored or [], list[HeldOut])
+        for one in self._records:
+            if one.state == "running":  # when the server ended
+                one.state = "interrupted"
+        self._loaded = True
+
+    async def _save(self) -> None:
+        del self._records[:-_KEPT]
+        await self._store.set_value(_KEY, self.listed())
+
+    async def _one(self, version: int) -> None:
+        """Runs one evaluation; what goes wrong is told, and the server goes on."""
+        record, again = self._begun(version)
+        await self._save()
+        _log.info("evaluation.begins", version=version, folder=record.folder)
+        try:
+            done = await self._made(Path(record.folder), again=again)
+            await self._note(record, done)
+        except EnvserverError as error:
+            record.state, record.error = "failed", str(error)
+            # A wrong setting, such as a split without tasks, stays wrong.
+            self._off = isinstance(error, ConfigError)
+            _log.error(
+                "evaluation.failed",
+                version=version,
+                error=str(error),
+                next="none until a restart" if self._off else "at the next version",
+            )
+        record.ended_at = time.time()
+        self.ends[record.state] += 1
+        await self._save()
+
+    def _begun(self, version: int) -> tuple[HeldOut, bool]:
+        """Returns the evaluation of `version` to make, and whether it was begun before."""
+        for one in self._records:
+            if one.version == version and one.state in ("interrupted", "failed"):
+                one.state, one.error, one.ended_at = "running", "", 0.0
+                return one, True
+        folder = _free(self._folder, f"version-{version:06d}" if version >= 0 else "unpublished")
+        record = HeldOut(version=version, folder=str(folder), state="running", began_at=time.time())
+        self._records.append(record)
+        return record, False
+
+    async def _made(self, folder: Path, *, again: bool) -> Evaluation:
+        room = self._room
+        if VERSION_PLACEHOLDER in room.model:  # its calls ask for this version by name
+            room = msgspec.structs.replace(room, endpoint=room.endpoint.pinned())
+        config = self.config
+        view = View(
+            pass_at=config.pass_at,
+            failures=config.failures,
+            truncated=config.truncated,
+            pricing=self._pricing,
+        )
+        choice = Choice(folder=folder, resume=again, baselines=config.baselines, view=view)
+        try:
+            return await evaluate_on(room, self._members, choice)
+        except ConfigError:
+            if not again:
+                raise
+            # The settings have changed since it was begun: nothing of it can be used.
+            anew = dataclasses.replace(choice, resume=False, overwrite=True)
+            return await evaluate_on(room, self._members, anew)
+
+    async def _note(self, record: HeldOut, done: Evaluation) -> None:
+        """Notes the results of an evaluation that is complete."""
+        record.results = {} if done.report is None else summary_scalars(done.report)
+        ready(_Line)
+        alone = len(self._members) == 1
+        folders = [done.folder if alone else done.folder / one.name for one in self._members]
+        paths = [path for one in folders if (path := groups_path(one)).exists()]
+        record.sampled_by = dict(await asyncio.to_thread(sampled_by, paths))
+        record.rollouts = sum(record.sampled_by.values())
+        record.other_versions = record.rollouts - record.sampled_by.get(str(record.version), 0)
+        record.state = "complete"
+        _log.info(
+            "evaluation.complete",
+            version=record.version,
+            folder=record.folder,
+            rollouts=record.rollouts,
+            other_versions=record.other_versions,
+            results=record.results,
+        )
+        if self._tracked is not None:
+            self._tracked.summary(
+                record.results
+                | {
+                    "evaluate/policy_version": record.version,
+                    "evaluate/other_versions": record.other_versions,
+                }
+            )
+
+
+def is_due(version: int, before: Sequence[int], every: int | None) -> bool:
+    """Returns whether `version` is to be evaluated, after the versions `before`.
+
+    The first version is, and then the first at or after each multiple of `every`; None: none is.
+    """
+    if every is None or version < 0:
+        return False
+    return version // every > max(before, default=-1) // every
+
+
+def sampled_by(paths: Sequence[Path]) -> Counter[str]:
+    """Counts the rollouts in files of groups by the version that sampled all of their tokens."""
+    counts: Counter[str] = Counter()
+    decoder = msgspec.json.Decoder(_Line)
+    for path in paths:
+        with opened(path) as lines:
+            for line in lines:
+                for rollout in decoder.decode(line).envserver.rollouts:
+                    seen = {span[0] for row in rollout.versions for span in row if span[0] >= 0}
+                    name = str(seen.pop()) if len(seen) == 1 else "several" if seen else "unknown"
+                    counts[name] += 1
+    return counts
+
+
+class _Rollout(msgspec.Struct):
+    versions: list[list[list[int]]] = []
+
+
+class _Rollouts(msgspec.Struct):
+    rollouts: list[_Rollout]
+
+
+class _Line(msgspec.Struct):
+    """What is read of a line of a file of groups."""
+
+    envserver: _Rollouts
+
+
+def _free(folder: Path, name: str) -> Path:
+    """Returns a folder that does not exist yet: `name`, or `name-2` and so on."""
+    numbered = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
+    return next(path for one in numbered if not (path := folder / one).exists())
+
+
+def _member(one: Served[MixSettings], config: HeldOutConfig) -> Member[MixSettings]:
+    """Returns the environment with the settings of an evaluation.
+
+    Raises:
+        ConfigError: the split is the one that is trained on.
+    """
+    settings, env = one.spec.settings, one.spec.settings.env
+    if config.every is not None and config.split == env.split:
+        raise ConfigError(
+            f"--evaluate.split {config.split} is the split that {one.share.name!r} trains on.",
+            hint="A held-out split has other tasks: test or validation.",
+        )
+    size = config.group_size or env.group_size
+    own = env.model_copy(
+        update={"split": config.split, "total_steps": config.total_steps, "group_size": size}
+    )
+    sampling, rollouts = settings.sampling, settings.rollouts
+    if config.temperature is not None:
+        sampling = sampling.model_copy(update={"temperature": config.temperature})
+    rollouts = rollouts.model_copy(
+        update={
+            "max_concurrent": config.max_concurrent,
+            "min_group_size": 1,  # as in `evaluate`
+            "max_staleness": None,
+            "max_staleness_at_delivery": None,
+        }
+    )
+    changed = settings.model_copy(
+        update={"env": own, "sampling": sampling, "rollouts": rollouts, "track": []}
+    )
+    spec = RunSpec(changed, one.spec.reference, one.spec.environment_class)
+    return Member(one.share.name, spec)
