@@ -66,6 +66,9 @@ CASES = {
     "two updates": Case(updates=2, packed=True),
     "distance to the reference": Case(bounds=LossSettings(kl_weight=0.1), packed=True),
     "LoRA": Case(lora=LoraSettings(4, alpha=4, targets="q_proj,v_proj"), temperature=0.7),
+    "LoRA in bfloat16": Case(
+        lora=LoraSettings(4), dtype="bfloat16", checkpointed=True, packed=True, bounds=UNBOUNDED
+    ),
     # Without bounds: rounding moves tokens across them.
     "bfloat16": Case(dtype="bfloat16", bounds=UNBOUNDED),
 }
@@ -139,8 +142,24 @@ def stepped(case: Case, model: Path, ranks: Ranks) -> tuple[dict[str, Any], Numb
     return {name: whole(value.grad) for name, value in named if value.grad is not None}, numbers
 
 
-def trained(model: Path, folder: Path, ranks: Ranks, steps: int) -> dict[str, Any]:
-    """Goes on from the last checkpoint in `folder`, leaves one behind; the whole weights."""
+@dataclass(frozen=True)
+class Run:
+    """Steps from a checkpoint on; `keep` leaves the next one behind."""
+
+    learner: Learner
+    checkpoints: Checkpoints
+    info: CheckpointInfo
+    weights: dict[str, Any]
+
+    def keep(self) -> None:
+        self.checkpoints.save(self.info, self.learner.state)
+
+    def keep_part(self, saved: CheckpointInfo) -> None:
+        self.checkpoints.save_part(saved, self.learner.state())
+
+
+def continued(model: Path, folder: Path, ranks: Ranks, steps: int) -> Run:
+    """Makes steps after the last checkpoint in `folder`."""
     case = Case(packed=True)
     one, kept = learner(case, model, ranks), Checkpoints(folder, ranks=ranks)
     saved = kept.latest()
@@ -149,12 +168,15 @@ def trained(model: Path, folder: Path, ranks: Ranks, steps: int) -> dict[str, An
     first = saved.step if saved else 0
     for step in range(first, first + steps):
         one.step(rows_of(case, step))
-    name = CheckpointInfo(first + steps, first + steps)
-    if ranks.leads:
-        kept.save(name, one.state)
-    else:
-        kept.save_part(name, one.state())
-    return {name: whole(value) for name, value in one.policy.state().items()}
+    weights = {name: whole(value) for name, value in one.policy.state().items()}
+    return Run(one, kept, CheckpointInfo(first + steps, first + steps), weights)
+
+
+def trained(model: Path, folder: Path, steps: int) -> dict[str, Any]:
+    """The weights after such steps of one process, which are kept in `folder`."""
+    run = continued(model, folder, Ranks(), steps)
+    run.keep()
+    return run.weights
 
 
 def main(model: Path, folder: Path) -> None:
@@ -169,10 +191,10 @@ def main(model: Path, folder: Path) -> None:
             if ranks.leads:
                 torch.save(made, folder / f"{name}.pt")
 
+        runs: list[Run] = []
+
         def train(name: str) -> None:
-            weights = trained(model, folder / name, ranks, STEPS)
-            if ranks.leads:
-                torch.save(weights, folder / f"{name}.pt")
+            runs.append(continued(model, folder / name, ranks, STEPS))
 
         if not ranks.leads:
             for policy in policies.values():
@@ -180,6 +202,7 @@ def main(model: Path, folder: Path) -> None:
                     {
                         "case": case,
                         "train": train,
+                        "save_part": lambda saved: runs[-1].keep_part(saved),
                         "prompt_logprobs": policy.prompt_logprobs,
                         "tensors": lambda policy=policy: deque(policy.tensors(), maxlen=0),
                     }
@@ -191,6 +214,8 @@ def main(model: Path, folder: Path) -> None:
         for name in ("one", "two"):
             with ranks.together("train", name):
                 train(name)
+            runs[-1].keep()
+            torch.save(runs[-1].weights, folder / f"{name}.pt")
         for name, policy in policies.items():
             walk = policy.tensors()
             next(walk)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, Self
 
@@ -117,7 +117,8 @@ class Ranks:
     def _end(self) -> None:
         """Ends the others' `follow`, unless they are in the middle of something that failed."""
         if self.leads and not self._failed:
-            self.broadcast(None)
+            with suppress(RuntimeError):  # torchrun has ended them already
+                self.broadcast(None)
 
     def broadcast(self, value: Any) -> Any:
         """Returns rank 0's value on all ranks."""

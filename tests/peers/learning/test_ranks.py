@@ -35,14 +35,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The weights after twice `STEPS` steps in one process."""
-    return trained(model, tmp_path_factory.mktemp("straight"), Ranks(), 2 * STEPS)
+    return trained(model, tmp_path_factory.mktemp("straight"), 2 * STEPS)
 
 
 @pytest.fixture(scope="module")
 def by_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks leave behind; see the program."""
     folder = tmp_path_factory.mktemp("ranks")
-    trained(model, folder / "one", Ranks(), STEPS)
+    trained(model, folder / "one", STEPS)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*words, PROGRAM, model, folder], capture_output=True, text=True, timeout=600, check=False
@@ -114,5 +114,5 @@ def test_a_checkpoint_of_one_process_is_continued_by_two(
 def test_a_checkpoint_of_two_ranks_is_continued_by_one_process(
     by_two: Path, model: Path, straight: dict[str, Any]
 ) -> None:
-    found = trained(model, by_two / "two", Ranks(), STEPS)
+    found = trained(model, by_two / "two", STEPS)
     assert difference(found, straight) < MOST_DIFFERENCE
