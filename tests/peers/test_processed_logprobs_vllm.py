@@ -55,7 +55,7 @@ model, *files = sys.argv[1:]
 groups = [
     ClientGroup(path, "babble", "group", -1, memoryview(Path(path).read_bytes())) for path in files
 ]
-made = examples_of(groups, 0, ExampleSettings(has_reference=True, learn_truncated=True))
+made = examples_of(groups, 0, ExampleSettings(keep_zero=True, learn_truncated=True))
 plain = [
     dataclasses.replace(one, temperatures=np.ones(len(one.tokens), np.float32))
     for one in made.examples

@@ -102,7 +102,7 @@ def rows_of(case: Case, seed: int = 0) -> list[Example]:
     how = ExampleSettings(
         denominator=case.denominator,
         constant_tokens=20,
-        has_reference=case.bounds.kl_weight > 0,
+        keep_zero=case.bounds.kl_weight > 0,
     )
     found = examples_of(made, 0, how).examples
     return found[:1] if len(case.lengths) == 4 else found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from envserver_clients.records import ClientGroup, Row
 
-from .advantages import RowAdvantage, Scaling, rewards_of, row_advantages, shuffled_rewards
+from .advantages import AdvantageSettings, RowAdvantage, group_advantages, rewards_of, whitened
 from .guard import SKIPPED
 
 Denominator = Literal["trajectory", "token", "constant"]
@@ -66,19 +66,19 @@ class ExampleSettings:
     """How rows become examples; see the settings.
 
     Args:
-        has_reference: a distance to a reference policy is part of the loss.
+        skip_equal: groups whose rewards are all equal do not count in the denominators either.
+        keep_zero: keep rows of advantage 0, which a reference policy or an entropy bonus needs.
         vocabulary: number of tokens that the model knows; None: unknown.
-        turn_discount: see `row_advantages`.
     """
 
-    scaling: Scaling = "std"
+    advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
     denominator: Denominator = "trajectory"
     constant_tokens: int = 512
     max_staleness: int | None = None
     learn_truncated: bool = False
-    has_reference: bool = False
+    skip_equal: bool = False
+    keep_zero: bool = False
     vocabulary: int | None = None
-    turn_discount: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,34 +105,37 @@ def examples_of(
 ) -> BatchExamples:
     """Returns the examples of a batch.
 
-    Rows with advantage 0 are left out, because they do not change the gradient, unless there is a
-    reference; their trajectories and tokens count in the denominators. Left out and counted are
+    Rows with advantage 0 are left out, because they do not change the gradient, unless `keep_zero`;
+    their trajectories and tokens count in the denominators. Left out and counted are
     also groups older than `max_staleness` or newer than the policy, and rows that cannot be learned
     from rightly (see `refusal`). Their rewards count.
 
     Args:
         version: version of the learning policy.
         shuffle: shuffles the rewards of each agent within each group (for control experiments).
+
+    Raises:
+        ConfigError: a row lacks a reward that the settings name.
     """
     own_or_older = [group for group in groups if _newest(group.rows) <= version]
     newer = len(groups) - len(own_or_older)
     fresh = [
         group for group in own_or_older if not _is_stale(group.rows, version, rules.max_staleness)
     ]
-    rows: list[tuple[Row, RowAdvantage]] = []
-    rewards: list[float] = []
+    rewards = [reward for group in fresh for reward in rewards_of(group.rows).values()]
+    rows = [row for group in fresh for row in group.rows]
+    refused = Counter(why for row in rows if (why := refusal(row, version, rules.vocabulary)))
     equal = 0
+    counted: list[tuple[Row, RowAdvantage]] = []
     for group in fresh:
-        own = rewards_of(group.rows)
-        rewards += own.values()
-        given = shuffled_rewards(own, shuffle)
-        found = row_advantages(
-            group.rows, rules.scaling, turn_discount=rules.turn_discount, rewards=given
-        )
-        equal += not any(map(_teaches, found))
-        rows += zip(group.rows, found, strict=True)
-    refused = Counter(why for row, _ in rows if (why := refusal(row, version, rules.vocabulary)))
-    examples = _weighed(rows, len(rewards), version, rules)
+        found = group_advantages(group.rows, rules.advantages, shuffle)
+        is_equal = _is_equal(group.rows, found, rules.advantages)
+        equal += is_equal
+        if not (is_equal and rules.skip_equal):
+            counted += zip(group.rows, found, strict=True)
+    if rules.advantages.whiten:
+        counted = _whitened(counted)
+    examples = _weighed(counted, version, rules)
     numbers: dict[str, float | str] = {
         **_spread("reward", rewards),
         "groups": len(groups),
@@ -144,10 +147,10 @@ def examples_of(
         "rows_learned": len(examples),
         "rows_refused": refused.total(),
         **{f"rows_{why}": count for why, count in refused.items()},
-        "tokens": sum(len(row.tokens) for row, _ in rows),
-        "tokens_trained": sum(int(row.mask.sum()) for row, _ in rows),
-        "truncated": _share([not row.learn for row, _ in rows]),
-        **_staleness([row for row, _ in rows], version),
+        "tokens": sum(len(row.tokens) for row in rows),
+        "tokens_trained": sum(int(row.mask.sum()) for row in rows),
+        "truncated": _share([not row.learn for row in rows]),
+        **_staleness(rows, version),
     }
     if not examples and (refused or newer):
         numbers[SKIPPED] = refused.most_common(1)[0][0] if refused else "newer"
@@ -210,25 +213,32 @@ def _is_stale(rows: Sequence[Row], version: int, most: int | None) -> bool:
     return any(bool((version - versions > most).any()) for versions in known)
 
 
-def _teaches(advantage: RowAdvantage) -> bool:
-    return bool(advantage.value if advantage.tokens is None else advantage.tokens.any())
+def _is_equal(rows: Sequence[Row], found: Sequence[RowAdvantage], rules: AdvantageSettings) -> bool:
+    """Returns whether comparing the rows of a group with each other teaches nothing."""
+    if rules.baseline == "none":
+        found = group_advantages(rows, replace(rules, baseline="group"))
+    return not any(one.teaches for one in found)
+
+
+def _whitened(rows: Sequence[tuple[Row, RowAdvantage]]) -> list[tuple[Row, RowAdvantage]]:
+    own, found = [row for row, _ in rows], [one for _, one in rows]
+    return list(zip(own, whitened(own, found), strict=True))
 
 
 def _weighed(
-    rows: list[tuple[Row, RowAdvantage]], trajectories: int, version: int, rules: ExampleSettings
+    rows: list[tuple[Row, RowAdvantage]], version: int, rules: ExampleSettings
 ) -> list[Example]:
-    """Returns the examples; `trajectories`: their number, each agent of one counted by itself."""
+    """Returns the examples; each agent of a trajectory counts as a trajectory by itself."""
     sizes: dict[tuple[str, str | None, int], int] = {}
     for row, _ in rows:
         key = (row.group_id, row.agent, row.trajectory)
         sizes[key] = sizes.get(key, 0) + int(row.mask.sum())
+    trajectories = len(sizes)
     all_tokens = sum(sizes.values())
     examples = []
     for row, advantage in rows:
         own = sizes[row.group_id, row.agent, row.trajectory]
-        if not (_teaches(advantage) or rules.has_reference) or not (
-            row.learn or rules.learn_truncated
-        ):
+        if not (advantage.teaches or rules.keep_zero) or not (row.learn or rules.learn_truncated):
             continue
         if (
             not row.mask[1:].any()

@@ -81,7 +81,8 @@ class Learner:
         """Learns from `examples`; without examples the optimizer stays unchanged.
 
         Returns:
-            loss, clip_fraction, corrected_fraction, ratio_mean, ratio_max, kl_sampling, entropy, kl
+            loss, clip_fraction (and clip_low_fraction, clip_high_fraction, clip_dual_fraction),
+            corrected_fraction, off_policy_fraction, ratio_mean, ratio_max, kl_sampling, entropy, kl
             (with a reference), gradient_norm (before clipping), learning_rate, weights_moved,
             mismatch_mean, mismatch_max, mismatch_kl, mismatch_ratio, mismatch_fresh; and why the
             step changed nothing as `skipped`.
@@ -126,17 +127,22 @@ class Learner:
         sums, own, comparable = [], list[Tensor](), list[Tensor]()
         for part, proximal in zip(parts, before, strict=True):
             self.policy.gather_gradients(now=part is parts[-1] or self._rules.reduce_each)
-            scores = self.policy.scores(part)
-            loss, numbers = self._loss(part, scores.logprobs, proximal)
+            learn_entropy = self._rules.loss.entropy_weight > 0
+            scores = self.policy.scores(part, learn_entropy=learn_entropy)
+            entropy = scores.entropy if learn_entropy else None
+            loss, numbers = self._loss(part, scores.logprobs, entropy, proximal)
             (loss * self._ranks.size).backward()
-            numbers |= {"entropy": float(scores.entropy.sum()), "loss": float(loss.detach())}
+            numbers |= {
+                "entropy": float(scores.entropy.detach().sum()),
+                "loss": float(loss.detach()),
+            }
             sums.append(dict.fromkeys(numbers, 0.0) if part.filler else numbers)
             own.append(scores.logprobs.detach())
             comparable.append(scores.as_delivered)
         return sums, own, comparable
 
     def _loss(
-        self, part: Padded, logprobs: Tensor, proximal: Tensor | None
+        self, part: Padded, logprobs: Tensor, entropies: Tensor | None, proximal: Tensor | None
     ) -> tuple[Tensor, dict[str, float]]:
         delivered, mask, advantages, weights = tensors(part, self.policy.device)
         if part.raw.any():
@@ -155,6 +161,7 @@ class Learner:
             self._rules.loss,
             proximal=proximal,
             reference=self.policy.reference_logprobs(part) if has_reference else None,
+            entropies=entropies,
         )
 
     def _stepped(self, sums: Sequence[dict[str, float]], differences: Numbers) -> Numbers:
@@ -279,6 +286,10 @@ def _means(total: dict[str, float]) -> dict[str, float]:
     tokens = max(1.0, total["tokens"])
     return {
         "clip_fraction": total["clipped"] / tokens,
+        "clip_low_fraction": total["clipped_low"] / tokens,
+        "clip_high_fraction": total["clipped_high"] / tokens,
+        "clip_dual_fraction": total["clipped_dual"] / tokens,
+        "off_policy_fraction": total["off_policy"] / tokens,
         "corrected_fraction": total["corrected"] / tokens,
         "ratio_mean": total["ratio"] / tokens,
         "ratio_max": total["ratio_max"],

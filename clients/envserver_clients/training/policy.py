@@ -52,7 +52,7 @@ class Scores:
         logprobs: of the distributions that were sampled from, at their temperatures; with gradient.
         as_delivered: without gradient, what the delivered ones are to be compared with: logprobs
             from before the temperature where those are.
-        entropy: of these distributions in nats, without gradient; 0 where nothing is trained.
+        entropy: of these distributions in nats; 0 where nothing is trained.
     """
 
     logprobs: Tensor
@@ -134,9 +134,13 @@ class Policy:
         distributions that were sampled from, at their temperatures."""
         return self.scores(batch).logprobs
 
-    def scores(self, batch: Padded) -> Scores:
-        """Returns the same, with what is measured beside it."""
-        return self._scores(self.model, batch)
+    def scores(self, batch: Padded, *, learn_entropy: bool = False) -> Scores:
+        """Returns the same, with what is measured beside it.
+
+        Args:
+            learn_entropy: the entropy has a gradient, too, which takes more memory.
+        """
+        return self._scores(self.model, batch, learn_entropy=learn_entropy)
 
     def reference_logprobs(self, batch: Padded) -> Tensor:
         """Returns the logprobs of the model as it was loaded, without gradient."""
@@ -146,9 +150,9 @@ class Policy:
                     return self._scores(self.model, batch).logprobs
             return self._scores(self._reference, batch).logprobs
 
-    def _scores(self, model: Any, batch: Padded) -> Scores:
+    def _scores(self, model: Any, batch: Padded, *, learn_entropy: bool = False) -> Scores:
         if batch.places is not None:
-            return self._packed_scores(model, batch, *batch.places.T)
+            return self._packed_scores(model, batch, *batch.places.T, learn_entropy=learn_entropy)
         tokens = torch.from_numpy(batch.tokens).to(self.device)
         attention = torch.from_numpy(batch.attention).to(self.device)
         targets = tokens[:, batch.first + 1 :]
@@ -163,6 +167,7 @@ class Policy:
             trained,
             batch.temperatures[:, batch.first :],
             batch.raw[:, batch.first :],
+            learn_entropy=learn_entropy,
         )
 
     def _packed_scores(
@@ -171,6 +176,8 @@ class Policy:
         batch: Padded,
         lines: NDArray[np.int64],
         starts: NDArray[np.int64],
+        *,
+        learn_entropy: bool,
     ) -> Scores:
         """Computes short rows in shared lines. Positions that start again at 0 tell transformers
         where a row begins: no row attends to another.
@@ -199,6 +206,7 @@ class Policy:
             torch.ones_like(targets, dtype=torch.bool),
             batch.temperatures[trained][None],
             batch.raw[trained][None],
+            learn_entropy=learn_entropy,
         )
         where = torch.from_numpy(trained[:, batch.first :]).to(self.device)
         empty = torch.zeros(where.shape, device=self.device)
@@ -294,6 +302,8 @@ def _scored(
     trained: Tensor,
     temperatures: np.ndarray[Any, Any],
     raw: np.ndarray[Any, Any],
+    *,
+    learn_entropy: bool,
 ) -> Scores:
     """Returns the scores of targets [B, N] from logits [B, N, V]."""
     hot = None if (temperatures == 1).all() else torch.from_numpy(temperatures).to(logits.device)
@@ -304,7 +314,8 @@ def _scored(
         as_delivered = torch.where(
             torch.from_numpy(raw).to(logits.device).bool(), before, as_delivered
         )
-    return Scores(logprobs, as_delivered, _entropy(logits.detach(), trained, hot))
+    entropy = _entropy(logits if learn_entropy else logits.detach(), trained, hot)
+    return Scores(logprobs, as_delivered, entropy)
 
 
 def _entropy(logits: Tensor, trained: Tensor, temperatures: Tensor | None) -> Tensor:

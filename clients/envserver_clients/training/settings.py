@@ -8,21 +8,38 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from envserver_records import ConfigError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from .advantages import Scaling
-from .bounds import Correction, KlForm
-from .examples import Denominator
+from .advantages import AdvantageSettings, Baseline, Scaling
+from .bounds import Correction, KlForm, Level, LossSettings, Surrogate
+from .examples import Denominator, ExampleSettings
+from .objectives import preset
 from .schedule import Schedule
 
 S = TypeVar("S", bound=BaseModel)
 Values = dict[str, Any]
 """Values by the names of settings."""
+
+
+def _weights(given: object) -> object:
+    """Reads `name=weight,name=weight` of a flag."""
+    if not isinstance(given, str):
+        return given
+    pairs = [part.partition("=") for part in given.split(",") if part.strip()]
+    return {name.strip(): weight for name, _, weight in pairs}
 
 
 class TrainerSettings(BaseModel):
@@ -69,41 +86,76 @@ class TrainerSettings(BaseModel):
     max_staleness: int | None = Field(default=4, ge=0)
     """Groups with a token that is more versions behind are left out and counted."""
 
+    # The objective.
+    objective: str = ""
+    """Name of a preset for the settings below, or several joined by +, such as dapo+tis; settings
+    that are given take precedence. grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp,
+    reinforce_pp_baseline, gdpo, dual_clip, tis, icepop, sequence_tis, sequence_mis, opsm. Default:
+    the defaults below, which are GRPO with a higher upper bound and IcePop's mask."""
     advantage: Scaling = "std"
     """std: divide by the group's standard deviation (GRPO); mean: do not (Dr. GRPO)."""
+    baseline: Baseline = "group"
+    """Compare a reward with the mean of its group, of the others in it (leave_one_out, RLOO), or
+    with nothing (none)."""
+    whiten: bool = False
+    """Subtract the batch's mean advantage and divide by its standard deviation (REINFORCE++)."""
     turn_discount: float | None = Field(default=None, ge=0, le=1)
     """Learn each turn from its own return: its reward and those of later turns, each turn later
     weighed by this. 1: undiscounted. Default: every turn learns from the trajectory's reward."""
+    reward_weights: Annotated[dict[str, float], BeforeValidator(_weights)] = {}
+    """Weights of named rewards, such as correct=1,format=0.5: each is compared in the group by
+    itself (GDPO). Default: the reward as it is."""
+    overlong_tokens: int | None = Field(default=None, ge=1)
+    """Longest wanted answer, in trained tokens: the last `overlong_buffer` of them lower the reward
+    by up to `overlong_penalty` (DAPO). Default: no such penalty."""
+    overlong_buffer: int = Field(default=4096, ge=1)
+    """Number of tokens over which that penalty rises."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """Largest such penalty."""
     denominator: Denominator = "trajectory"
     """Equal weight per trajectory (GRPO) or token (DAPO), or a constant (Dr. GRPO)."""
     constant_tokens: int = Field(default=512, ge=1)
     """Tokens per trajectory for the constant denominator."""
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """Maximum decrease of a token's importance weight below 1."""
+    skip_equal: bool = False
+    """Leave groups whose rewards are all equal out of the denominators, too (DAPO)."""
+    surrogate: Surrogate = "clip"
+    """Bounds of the importance ratio: clip (PPO) or cispo, which keeps every token's gradient."""
+    ratio_level: Level = "token"
+    """Importance ratios of single tokens, or of whole rows (sequence, GSPO)."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """Maximum decrease of an importance ratio below 1."""
     clip_high: float = Field(default=0.28, ge=0)
     """Maximum increase of it above 1."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Maximum weight of a token whose advantage is negative (dual-clip PPO: 3). Default: none."""
+    """Maximum ratio of a token whose advantage is negative (dual-clip PPO: 3). Default: none."""
     decoupled: bool = False
     """Bound each update relative to the policy before it, and correct by a weight for tokens that
     an older policy sampled."""
     correction: Correction = "mask"
     """Tokens whose logprob before the step is far from the delivered one are left out (mask,
     IcePop), weigh at most `most_correction` (truncate), or weigh what they weigh (none)."""
+    correction_level: Level = "token"
+    """Weights of single tokens, or of whole rows (sequence)."""
     least_correction: float = Field(default=0.5, ge=0)
     """With `mask`: minimum of that weight."""
     most_correction: float | None = Field(default=None, gt=0)
     """Maximum of that weight. Default: 5 (mask) or 2 (truncate)."""
+    off_policy_bound: float | None = Field(default=None, gt=0)
+    """Leave out rows with a negative advantage whose tokens became less likely by more nats on
+    average since they were sampled (DeepSeek-V3.2). Default: no such bound."""
+    kl_weight: float = Field(default=0.0, ge=0)
+    """Weight of the distance to the initial model; 0: keep no reference."""
+    kl_form: KlForm = "k3"
+    """Estimate of that distance: k1, k2, k3, or k3 times the importance ratio (k3_ratio, TRL's)."""
+    entropy_weight: float = Field(default=0.0, ge=0)
+    """Weight of the entropy of each token's distribution, which is rewarded; 0: only measured."""
+    # Trust in the engine's logprobs.
     warn_mismatch: float = Field(default=0.1, gt=0)
     """Warn if the logprobs of engine and trainer differ by more nats per token on average."""
     most_mismatch: float = Field(default=0.5, gt=0)
     """Do not learn from a batch if they differ by more than this."""
     patience: int = Field(default=3, ge=1)
     """Stop with an error after so many batches in a row that cannot be learned from."""
-    kl_weight: float = Field(default=0.0, ge=0)
-    """Weight of the distance to the initial model; 0: keep no reference."""
-    kl_form: KlForm = "k3"
-    """Estimate of that distance: k1, k2, k3, or k3 times the importance ratio (k3_ratio, TRL's)."""
     learn_truncated: bool = False
     """Also take a gradient from trajectories that were cut off."""
     shuffle_rewards: bool = False
@@ -174,6 +226,47 @@ class TrainerSettings(BaseModel):
         if self.least_rate > self.learning_rate:
             raise ValueError("least_rate is above learning_rate")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_objective(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("objective"):
+            return {**preset(str(given["objective"])), **given}
+        return given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        self.loss()
+        self.examples()
+        return self
+
+    def loss(self) -> LossSettings:
+        """Returns the settings of the loss.
+
+        Raises:
+            ConfigError: they contradict each other.
+        """
+        return LossSettings(**{one.name: getattr(self, one.name) for one in fields(LossSettings)})
+
+    def examples(self, vocabulary: int | None = None) -> ExampleSettings:
+        """Returns how rows become examples.
+
+        Raises:
+            ConfigError: the settings contradict each other.
+        """
+        named = {one.name for one in fields(AdvantageSettings)} - {"scaling"}
+        return ExampleSettings(
+            advantages=AdvantageSettings(
+                scaling=self.advantage, **{name: getattr(self, name) for name in named}
+            ),
+            denominator=self.denominator,
+            constant_tokens=self.constant_tokens,
+            max_staleness=self.max_staleness,
+            learn_truncated=self.learn_truncated,
+            skip_equal=self.skip_equal,
+            keep_zero=not self.loss().is_reward_only,
+            vocabulary=vocabulary,
+        )
 
 
 def from_flags(

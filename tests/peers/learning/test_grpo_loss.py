@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from envserver_clients.records import ClientGroup, Row
-from envserver_clients.training.advantages import advantages, shuffled
+from envserver_clients.training.advantages import AdvantageSettings, advantages, shuffled
 from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.examples import Example, ExampleSettings, examples_of
 from envserver_clients.training.guard import (
@@ -213,7 +213,11 @@ def test_each_token_is_weighed_by_the_version_that_sampled_it() -> None:
 def test_denominators(denominator: str, weights: list[float]) -> None:
     """A trajectory of two rows (2 and 4 trained tokens) and one of a single row (3)."""
     batch = [group(row(0, 1.0, 4), row(0, 1.0, 6), row(1, 0.0, 5))]
-    rules = ExampleSettings(denominator=denominator, constant_tokens=100, scaling="mean")  # type: ignore[arg-type]
+    rules = ExampleSettings(
+        denominator=denominator,  # type: ignore[arg-type]
+        constant_tokens=100,
+        advantages=AdvantageSettings("mean"),
+    )
     learned = examples_of(batch, 3, rules)
     assert [one.weight for one in learned.examples] == pytest.approx(weights)
     assert [one.advantage for one in learned.examples] == [0.5, 0.5, -0.5]
@@ -301,7 +305,7 @@ def test_groups_of_a_later_version_are_refused() -> None:
 def test_a_reference_is_for_rows_without_an_advantage_too() -> None:
     batch = [group(row(0, 1.0), row(1, 1.0))]
     assert examples_of(batch, 3, ExampleSettings()).examples == []
-    held = examples_of(batch, 3, ExampleSettings(has_reference=True)).examples
+    held = examples_of(batch, 3, ExampleSettings(keep_zero=True)).examples
     assert [one.advantage for one in held] == [0.0, 0.0]
 
 

@@ -1,12 +1,18 @@
 """The gradient is TRL's: one batch, our learner and TRL's own `_compute_loss`, all parameters.
 
 Twelve rows in three groups, of uneven lengths, with a tool's tokens in between that are not
-trained. One group has equal rewards. The delivered logprobs differ from the policy's own.
+trained. One group has equal rewards. The delivered logprobs differ from the policy's own. Each
+objective is the preset of its name. With the variable PARITY_TABLE the differences are written to
+that file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 from envserver_clients.records import ClientGroup, Row
-from envserver_clients.training.bounds import LossSettings
-from envserver_clients.training.examples import Example, ExampleSettings, examples_of
+from envserver_clients.training.examples import examples_of
 from envserver_clients.training.learner import Learner, StepSettings
+from envserver_clients.training.objectives import preset
 from envserver_clients.training.policy import Policy
+from envserver_clients.training.settings import TrainerSettings
 from envserver_records.sampling import LogprobsKind, SamplingSpan
 from support.tiny_model import main as make_tiny
 
@@ -27,6 +34,8 @@ torch.set_num_threads(1)
 PROMPT = 6
 LONGEST = 20
 NOISE = 0.3
+SetUp = Callable[[Any, dict[str, Any], torch.Tensor], None]
+"""Completes TRL's trainer and its inputs, given the delivered logprobs."""
 MOST_DIFFERENCE = 5e-6
 """Relative difference of the gradients in float32; both sums have other orders."""
 
@@ -131,37 +140,42 @@ def at_temperature(policy: Policy, tokens: Any, temperature: float) -> Any:
     return np.array([0.0, *chosen.tolist()])
 
 
-def our_gradient(
-    policy: Policy, groups: list[ClientGroup], denominator: str, rules: LossSettings
-) -> tuple[dict[str, Any], list[Example]]:
-    how = ExampleSettings(
-        denominator=denominator,  # type: ignore[arg-type]
-        constant_tokens=LONGEST,
-        has_reference=rules.kl_weight > 0,
+def settings(objective: str, **more: Any) -> TrainerSettings:
+    """The preset, without a correction of its own unless it is about one."""
+    plain = {} if "correction" in preset(objective) else {"correction": "none"}
+    return TrainerSettings.model_validate(
+        {"model": "-", "output": "-", "objective": objective, "constant_tokens": LONGEST}
+        | plain
+        | more
     )
-    examples = examples_of(groups, 0, how).examples
+
+
+def our_gradient(
+    policy: Policy, groups: list[ClientGroup], chosen: TrainerSettings
+) -> dict[str, Any]:
+    examples = examples_of(groups, 0, chosen.examples()).examples
     before = {name: value.detach().clone() for name, value in policy.trained.items()}
-    step = StepSettings(loss=rules, most_gradient=1e9, micro_batch_tokens=64)
+    step = StepSettings(loss=chosen.loss(), most_gradient=1e9, micro_batch_tokens=64)
     numbers = Learner(policy, step).step(examples)
-    if rules.correction == "none" and groups[0].rows[0].sampling[0].logprobs == "processed":
-        assert float(numbers["clip_fraction"]) > 0.1  # the bounds are tried, too
+    if not chosen.decoupled and groups[0].rows[0].sampling[0].logprobs == "processed":
+        bounded = float(numbers["clip_fraction"])
+        assert bounded > 0.1 or chosen.surrogate == "cispo"  # the bounds are tried, too
     found = {name: value.grad for name, value in policy.trained.items()}
     policy.load_state(before)
-    return found, examples
+    return found
 
 
 def trl_gradient(
     trainer: Any,
     policy: Policy,
     groups: list[ClientGroup],
-    set_up: Callable[[Any, dict[str, Any], torch.Tensor], None],
+    chosen: TrainerSettings,
+    set_up: SetUp,
 ) -> dict[str, Any]:
     """The gradient of TRL's loss of the same rows; `set_up` completes trainer and inputs."""
-    rows = [row for group in groups for row in group.rows]
-    advantages = [
-        one.advantage
-        for one in examples_of(groups, 0, ExampleSettings(has_reference=True)).examples
-    ]
+    examples = examples_of(groups, 0, replace(chosen.examples(), keep_zero=True)).examples
+    advantages = [one.advantage for one in examples]
+    rows = [row for group in groups for row in group.rows][: len(examples)]
     width = max(len(row.tokens) for row in rows) - PROMPT
 
     def padded(name: str, kind: Any) -> torch.Tensor:
@@ -185,8 +199,11 @@ def trl_gradient(
     inputs["ref_per_token_logps"] = logps(trainer, trainer.reference, inputs)
     trainer.model.load_state_dict(policy.model.state_dict())
     trainer.beta, trainer.use_vllm, trainer.loss_type = 0.0, False, "grpo"
-    trainer.epsilon_low, trainer.epsilon_high = 0.2, 0.28
+    trainer.epsilon_low, trainer.epsilon_high = 0.2, 0.2
     trainer.args.delta, trainer.args.use_bias_correction_kl = None, False
+    trainer.importance_sampling_level, trainer.off_policy_mask_threshold = "token", None
+    trainer.entropy_coef, trainer._entropy_bonus_enabled = 0.0, False
+    trainer.use_adaptive_entropy = False
     trainer.vllm_importance_sampling_correction = True
     set_up(trainer, inputs, delivered)
     trainer.model.zero_grad(set_to_none=True)
@@ -212,57 +229,116 @@ def relative_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 
 
 def compare(
-    model: Path,
-    trainer: Any,
-    rules: LossSettings,
-    set_up: Callable[[Any, dict[str, Any], torch.Tensor], None],
-    denominator: str = "trajectory",
-    **sampling: Any,
+    model: Path, trainer: Any, chosen: TrainerSettings, set_up: SetUp, **sampling: Any
 ) -> float:
     policy = moved(model)
     groups = rows_of(policy, **sampling)
-    ours, _ = our_gradient(policy, groups, denominator, rules)
-    return relative_difference(ours, trl_gradient(trainer, policy, groups, set_up))
+    ours = our_gradient(policy, groups, chosen)
+    return relative_difference(ours, trl_gradient(trainer, policy, groups, chosen, set_up))
 
 
 def relative_to_delivered(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
-    inputs["old_per_token_logps"] = delivered
+    inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"] = delivered
 
 
-@pytest.mark.parametrize(
-    ("denominator", "loss_type"),
-    [("trajectory", "grpo"), ("token", "dapo"), ("constant", "dr_grpo")],
-)
-def test_objectives(model: Path, trl: Any, denominator: str, loss_type: str) -> None:
+def like(**attributes: Any) -> SetUp:
+    """TRL with these attributes of the trainer, or of its arguments."""
+
     def set_up(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
         relative_to_delivered(trainer, inputs, delivered)
-        trainer.loss_type = loss_type
+        for name, value in attributes.items():
+            setattr(trainer if hasattr(trainer, name) else trainer.args, name, value)
 
-    rules = LossSettings(correction="none")
-    assert compare(model, trl, rules, set_up, denominator) < MOST_DIFFERENCE
+    return set_up
+
+
+def corrected(mode: str, most: float, least: float | None = None, **attributes: Any) -> SetUp:
+    """TRL's correction for what the engine computes, as its `_generate_and_score_completions`."""
+
+    def set_up(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
+        like(use_vllm=True, **attributes)(trainer, inputs, delivered)
+        own = logps(trainer, trainer.model, inputs)
+        inputs["old_per_token_logps"] = own
+        logs = (own - delivered) * inputs["completion_mask"] * inputs["tool_mask"]
+        ratio = torch.exp(logs.sum(-1, keepdim=True) if "sequence" in mode else logs)
+        if "truncate" in mode:
+            ratio = ratio.clamp(max=most)
+        else:
+            ratio = ratio.masked_fill((ratio < (least or -math.inf)) | (ratio > most), 0.0)
+        inputs["importance_sampling_ratio"] = ratio
+
+    return set_up
+
+
+GSPO = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+DAPO = {"loss_type": "dapo", "epsilon_high": 0.28}
+NARROW = {"least_correction": 0.8, "most_correction": 1.3}
+
+TABLE: dict[str, tuple[TrainerSettings, SetUp]] = {
+    "grpo": (settings("grpo"), like()),
+    "dr_grpo": (settings("dr_grpo"), like(loss_type="dr_grpo")),
+    "dapo": (settings("dapo"), like(**DAPO)),
+    "gspo": (settings("gspo"), like(**GSPO)),
+    "cispo": (settings("cispo"), like(loss_type="cispo", epsilon_high=5.0)),
+    "grpo+dual_clip": (settings("grpo+dual_clip", dual_clip=1.5), like(delta=1.5)),
+    "grpo+tis": (
+        settings("grpo+tis", most_correction=1.3),
+        corrected("token_truncate", 1.3),
+    ),
+    "grpo+icepop": (settings("grpo+icepop", **NARROW), corrected("token_mask", 1.3, 0.8)),
+    "grpo+sequence_tis": (
+        settings("grpo+sequence_tis", most_correction=1.3),
+        corrected("sequence_truncate", 1.3),
+    ),
+    "dapo+sequence_mis": (
+        settings("dapo+sequence_mis"),
+        corrected("sequence_mask", 3.0, **DAPO),
+    ),
+    "grpo+opsm": (
+        settings("grpo+opsm", off_policy_bound=0.02),
+        like(off_policy_mask_threshold=0.02),
+    ),
+    "dapo, entropy_weight": (
+        settings("dapo", entropy_weight=0.1),
+        like(**DAPO, entropy_coef=0.1, _entropy_bonus_enabled=True),
+    ),
+    "grpo, kl_form k3": (settings("grpo", kl_weight=0.5), like(beta=0.5)),
+    "grpo, kl_form k3_ratio": (
+        settings("grpo", kl_weight=0.5, kl_form="k3_ratio"),
+        like(beta=0.5, use_bias_correction_kl=True),
+    ),
+    "cispo, kl_form k3": (
+        settings("cispo", kl_weight=0.5),
+        like(loss_type="cispo", epsilon_high=5.0, beta=0.5),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def differences() -> Iterator[dict[str, float]]:
+    """Differences by objective, written as JSON at the end."""
+    found: dict[str, float] = {}
+    yield found
+    if path := os.environ.get("PARITY_TABLE"):
+        Path(path).write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_objectives(model: Path, trl: Any, differences: dict[str, float], name: str) -> None:
+    differences[name] = compare(model, trl, *TABLE[name])
+    assert differences[name] < MOST_DIFFERENCE
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-@pytest.mark.parametrize(
-    ("denominator", "loss_type"),
-    [("trajectory", "grpo"), ("token", "dapo"), ("constant", "dr_grpo")],
-)
-@pytest.mark.parametrize("form", ["k3_ratio"])
+@pytest.mark.parametrize("name", ["dapo", "grpo, kl_form k3_ratio"])
 def test_temperatures(
-    model: Path, trl_at: Any, temperature: float, denominator: str, loss_type: str, form: str
+    model: Path, trl_at: Any, differences: dict[str, float], temperature: float, name: str
 ) -> None:
     """Policy, delivered and reference logprobs are those of the logits over the temperature."""
-
-    def set_up(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
-        relative_to_delivered(trainer, inputs, delivered)
-        trainer.loss_type, trainer.beta = loss_type, 0.5
-        trainer.args.use_bias_correction_kl = form == "k3_ratio"
-
-    rules = LossSettings(correction="none", kl_weight=0.5, kl_form=form)  # type: ignore[arg-type]
-    trainer = trl_at(temperature)
-    found = compare(model, trainer, rules, set_up, denominator, temperature=temperature)
-    assert found < MOST_DIFFERENCE
-    wrong = compare(model, trl_at(1.0), rules, set_up, denominator, temperature=temperature)
+    right = compare(model, trl_at(temperature), *TABLE[name], temperature=temperature)
+    differences[f"{name}, temperature {temperature}"] = right
+    assert right < MOST_DIFFERENCE
+    wrong = compare(model, trl_at(1.0), *TABLE[name], temperature=temperature)
     assert wrong > 0.05  # so the temperature matters
 
 
@@ -270,69 +346,19 @@ def test_logprobs_from_before_the_temperature_are_compared_as_such(
     model: Path, trl_at: Any
 ) -> None:
     """Tokens of the policy's own version: the ratio is to its own distribution, as TRL's is."""
-    found = compare(
-        model,
-        trl_at(0.7),
-        LossSettings(correction="none"),
-        lambda *_: None,
-        temperature=0.7,
-        logprobs="raw",
-    )
+    sampling = {"temperature": 0.7, "logprobs": "raw"}
+    found = compare(model, trl_at(0.7), settings("grpo"), lambda *_: None, **sampling)
     assert found < MOST_DIFFERENCE
 
 
-def test_dual_clip_is_two_sided_clipping(model: Path, trl: Any) -> None:
-    def set_up(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
-        relative_to_delivered(trainer, inputs, delivered)
-        trainer.args.delta = 1.5
-
-    rules = LossSettings(correction="none", dual_clip=1.5)
-    assert compare(model, trl, rules, set_up) < MOST_DIFFERENCE
-
-
-@pytest.mark.parametrize("correction", ["truncate", "mask"])
-def test_corrections_for_what_the_engine_computes(model: Path, trl: Any, correction: str) -> None:
-    """TRL's token_truncate and token_mask, as in its `_generate_and_score_completions`."""
-
-    def set_up(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
-        trainer.use_vllm = True
-        own = logps(trainer, trainer.model, inputs)
-        inputs["old_per_token_logps"] = own
-        ratio = torch.exp((own - delivered) * inputs["completion_mask"] * inputs["tool_mask"])
-        if correction == "truncate":
-            ratio = ratio.clamp(max=1.3)
-        else:
-            ratio = ratio.masked_fill((ratio < 0.8) | (ratio > 1.3), 0.0)
-        inputs["importance_sampling_ratio"] = ratio
-
-    rules = LossSettings(
-        decoupled=True,
-        correction=correction,  # type: ignore[arg-type]
-        least_correction=0.8,
-        most_correction=1.3,
-    )
-    assert compare(model, trl, rules, set_up) < MOST_DIFFERENCE
-
-
-@pytest.mark.parametrize("form", ["k1", "k2", "k3", "k3_ratio"])
-def test_forms_of_the_distance_also_where_rewards_are_equal(
-    model: Path, trl: Any, form: str
-) -> None:
-    """k3 and k3_ratio are TRL's; k1 and k2 are put into its place for k3."""
-
-    def set_up(trainer: Any, inputs: dict[str, Any], delivered: torch.Tensor) -> None:
-        relative_to_delivered(trainer, inputs, delivered)
-        trainer.beta = 0.5
-        trainer.args.use_bias_correction_kl = form == "k3_ratio"
-
-    rules = LossSettings(correction="none", kl_weight=0.5, kl_form=form)  # type: ignore[arg-type]
-    if form in ("k3", "k3_ratio"):
-        assert compare(model, trl, rules, set_up) < MOST_DIFFERENCE
-        return
+@pytest.mark.parametrize("form", ["k1", "k2"])
+def test_forms_of_the_distance_that_trl_lacks(model: Path, trl: Any, form: str) -> None:
+    """Also where rewards are equal."""
     policy = moved(model)
     groups = rows_of(policy)
-    ours, _ = our_gradient(policy, groups, "trajectory", rules)
-    plain = trl_gradient(trl, policy, groups, relative_to_delivered)
+    chosen = settings("grpo", kl_weight=0.5, kl_form=form)
+    ours = our_gradient(policy, groups, chosen)
+    plain = trl_gradient(trl, policy, groups, chosen, relative_to_delivered)
     distances = distance_gradient(policy, groups, form)
     theirs = {name: plain[name] + 0.5 * distances[name] for name in plain}
     assert relative_difference(ours, theirs) < MOST_DIFFERENCE

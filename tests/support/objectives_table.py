@@ -1,0 +1,92 @@
+"""Measures the objectives against TRL and verl, and writes the table of the trainer's README:
+`make objectives`.
+
+In: both peers, installed. Out: the part of the README between two marks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+README: Final = ROOT / "clients/envserver_clients/training/README.md"
+MARKS: Final = ("<!-- objectives -->\n", "<!-- /objectives -->")
+Differences = dict[str, float]
+
+
+def against_verl(python: Path) -> Differences:
+    """Runs the comparison with verl in the Python that has it."""
+    done = subprocess.run(
+        [python, "-W", "ignore", ROOT / "tests/support/verl_objectives.py"],
+        env=_environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    found: Differences = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def against_trl(python: Path) -> Differences:
+    """Runs the parity tests with TRL in the Python that has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "differences.json"
+        subprocess.run(
+            [python, "-m", "pytest", "-q", ROOT / "tests/peers/learning/test_trl_parity.py"],
+            env=_environment() | {"PARITY_TABLE": str(path)},
+            cwd=ROOT,
+            check=True,
+            timeout=1800,
+        )
+        found: Differences = json.loads(path.read_text())
+    return found
+
+
+def table(trl: Mapping[str, float], verl: Mapping[str, float]) -> str:
+    """Returns the table in Markdown; a dash where a peer has no such objective."""
+    lines = ["| objective | TRL 1.16.0 | verl 0.9.1 |", "|---|---|---|"]
+    for name in dict.fromkeys((*trl, *verl)):
+        cells = [f"{found[name]:.1e}" if name in found else "-" for found in (trl, verl)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def names_in_readme() -> set[tuple[str, str]]:
+    """Returns (objective, peer) of each number in the README's table."""
+    lines = _parts(README.read_text())[1].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {
+        (name, peer)
+        for name, *values in cells
+        for peer, value in zip(("trl", "verl"), values, strict=True)
+        if value != "-"
+    }
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    before, _, rest = text.partition(MARKS[0])
+    inside, _, after = rest.partition(MARKS[1])
+    return before, inside, after
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "clients", ROOT / "tools")))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def main() -> None:
+    trl = against_trl(ROOT / ".venv-learn/bin/python")
+    verl = against_verl(ROOT / ".venv-trainers/bin/python")
+    before, _, after = _parts(README.read_text())
+    README.write_text(before + MARKS[0] + table(trl, verl) + MARKS[1] + after)
+
+
+if __name__ == "__main__":
+    main()
