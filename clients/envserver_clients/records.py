@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from envserver_records import Group, InputError, Message, Trajectory, unpack
+from envserver_records.images import RowImage, images_of
 from envserver_records.sampling import SamplingSpan, span_of
 from envserver_records.wire import GroupSummary, WireGroup, WireLease
 from numpy.typing import NDArray
@@ -41,6 +42,8 @@ class Row:
         turn_rewards: rewards of single calls, in `reward` too, by the number of the call.
         components: named parts of the trajectory's reward, a vector for trainers that weigh them.
         sampling: how the trained tokens were sampled.
+        images: those among the tokens, in order, with their bytes and the range of their tokens.
+        processor: digest of the engine's configuration that made tokens of them; "" if unknown.
     """
 
     tokens: NDArray[np.int32]
@@ -58,6 +61,8 @@ class Row:
     turn_rewards: dict[int, float] = field(default_factory=dict)
     components: dict[str, float] = field(default_factory=dict)
     sampling: list[SamplingSpan] = field(default_factory=list)
+    images: list[RowImage] = field(default_factory=list)
+    processor: str = ""
 
 
 class ClientGroup(WireGroup, dict=True):
@@ -154,7 +159,7 @@ def _checked(rows: Iterator[Row]) -> list[Row]:
 def _rows_of_group(group_id: str, group: Group) -> Iterator[Row]:
     for number, trajectory in enumerate(group.trajectories):
         if trajectory.score.reward is not None:
-            for row in _rows_of_trajectory(group_id, number, trajectory):
+            for row in _rows_of_trajectory(group, group_id, number, trajectory):
                 yield row if row.sampling else replace(row, sampling=_of_run(row, group))
 
 
@@ -163,7 +168,9 @@ def _of_run(row: Row, group: Group) -> list[SamplingSpan]:
     return [span_of(group.generation_params, "unknown", 0, len(row.tokens))]
 
 
-def _rows_of_trajectory(group_id: str, number: int, trajectory: Trajectory) -> Iterator[Row]:
+def _rows_of_trajectory(
+    group: Group, group_id: str, number: int, trajectory: Trajectory
+) -> Iterator[Row]:
     score = trajectory.score
     for sequence in trajectory.sequences:
         agent = sequence.agent
@@ -185,6 +192,8 @@ def _rows_of_trajectory(group_id: str, number: int, trajectory: Trajectory) -> I
             turn_rewards=score.call_rewards(agent),
             components=score.components,
             sampling=sequence.sampling,
+            images=images_of(sequence.images, group.images),
+            processor=str(group.rendering.get("processor", "")),
         )
 
 

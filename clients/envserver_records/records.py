@@ -16,6 +16,7 @@ from .costs import Cost, JudgeUsage
 from .egress_requests import EgressRequest
 from .errors import Failure
 from .hook_events import HookEvent
+from .images import ImageSpan
 from .packing import pack as pack
 from .packing import ready
 from .packing import unpack as unpack
@@ -159,6 +160,8 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
             first chunk of a stream.
         flags: see `tokens.flags`.
         hooks: what hooks of the environment did to it.
+        images: those of the prompt, in order; empty if it has none, or if it is unknown where they
+            are.
     """
 
     index: int
@@ -195,6 +198,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
     flags: list[str] = msgspec.field(default_factory=list)
     sampled_message: Message | None = None
     hooks: list[HookEvent] = msgspec.field(default_factory=list)
+    images: list[ImageSpan] = msgspec.field(default_factory=list)
 
     @property
     def engine_message(self) -> Message:
@@ -244,6 +248,7 @@ class Sequence(msgspec.Struct, kw_only=True):
         agent: see Call.
         flags: union over the path, and `mixed_versions` if several versions sampled it.
         sampling: how the trained tokens were sampled; empty in rows of older versions.
+        images: those among the tokens, in order; their bytes are in `Group.images`.
     """
 
     tokens: Tokens
@@ -255,6 +260,7 @@ class Sequence(msgspec.Struct, kw_only=True):
     agent: str | None = None
     flags: list[str] = msgspec.field(default_factory=list)
     sampling: list[SamplingSpan] = msgspec.field(default_factory=list)
+    images: list[ImageSpan] = msgspec.field(default_factory=list)
 
 
 KilledBy = Literal[
@@ -405,6 +411,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     what hooks of the environment changed and refused. `egress`: requests to hosts outside.
     `started_at`: `time.time()` at the start of this attempt (0: unknown); `timings`: what it waited
     for, in order of start; `attempts`: the ones that failed before; `printed`: its last lines.
+    `images`: the bytes of those in its rows, until they move to its group.
     """
 
     rollout_id: str
@@ -435,6 +442,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     timings: list[Timing] = msgspec.field(default_factory=list)
     attempts: list[FailedAttempt] = msgspec.field(default_factory=list)
     printed: list[Printed] = msgspec.field(default_factory=list)
+    images: dict[str, bytes] = msgspec.field(default_factory=dict)
 
     def messages_of(self, agent: str | None) -> list[Message]:
         """Returns the last conversation of one of several agents."""
@@ -464,6 +472,7 @@ class Group(msgspec.Struct, kw_only=True):
         public: the task's public part; large values are left out, see `bounded_public`.
         provenance: what it was made with: environment, code, settings, engine, sampling, policy
             versions (see `envserver.rollouts.provenance`); {} in groups of older versions.
+        images: the bytes of all images in its rows, by their SHA-256 in hex: each is here once.
         digest: of everything above (see `seals`); "" in groups of older versions. The last field,
             so that it ends the packed group.
     """
@@ -490,6 +499,7 @@ class Group(msgspec.Struct, kw_only=True):
     public: dict[str, Any] = msgspec.field(default_factory=dict)
     missing: dict[str, list[FailedAttempt]] = msgspec.field(default_factory=dict)
     provenance: dict[str, Any] = msgspec.field(default_factory=dict)
+    images: dict[str, bytes] = msgspec.field(default_factory=dict)
     digest: str = ""
 
 

@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..formats.atropos import group_to_atropos
+from ..formats.atropos import group_to_atropos, image_data
 from ..store import GroupRow, Lease
 from ..store.compression import RAW, ZSTD, decode
 from ..store.damage import DamagedBodies, decode_all
@@ -205,7 +205,9 @@ def _encoded(row: GroupRow, stored: _Stored) -> bytes:
     body = _plain(stored)
     if row.format == "atropos":
         return body
-    return orjson.dumps(group_to_atropos(unpack(body, Group), include_messages=True))
+    group = unpack(body, Group)
+    told = group_to_atropos(group, include_messages=True)
+    return orjson.dumps(told | ({"image_data": image_data(group)} if group.images else {}))
 
 
 class PackedAnswer(Response):

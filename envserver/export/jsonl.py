@@ -22,7 +22,7 @@ from envserver_records.records import Group, Split, Tokens, Trajectory
 from envserver_records.scores import TurnReward, range_as_json, range_from_json
 from envserver_records.timings import compact_timing
 
-from ..formats.atropos import ScoreRange, group_to_atropos
+from ..formats.atropos import ScoreRange, group_to_atropos, image_data
 from ..rollouts.estimates import Scored, scored
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
 from ..rollouts.kept_calls import kept_calls
@@ -78,6 +78,8 @@ def group_line(
         line["envserver"]["public"] = group.public
     if group.env_config:
         line["envserver"]["env_config"] = group.env_config
+    if group.images:
+        line["envserver"]["images"] = image_data(group)
     return orjson.dumps(
         line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY, default=str
     )

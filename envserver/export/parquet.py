@@ -197,6 +197,12 @@ def schema() -> Schema:
     function = pa.struct([("name", text), ("arguments", text)])
     call = pa.struct([("id", text), ("type", text), ("function", function)])
     message = pa.struct([*((name, text) for name in _TEXTS), ("tool_calls", pa.list_(call))])
+    image = pa.struct(
+        [
+            *(("sha256", text), ("offset", number), ("length", number)),
+            *(("grid", pa.list_(number)), ("data", pa.binary())),
+        ]
+    )
     span = pa.struct([("version", number), ("start", number), ("end", number)])
     return pa.schema(
         [
@@ -222,6 +228,7 @@ def schema() -> Schema:
             ("tokens", pa.list_(pa.int32())),
             ("mask", pa.list_(pa.bool_())),
             ("logprobs", pa.list_(pa.float32())),
+            ("images", pa.list_(image)),
         ]
     )
 
@@ -237,6 +244,7 @@ def _tokens(number: int, row: StoredRow) -> Json:
         "tokens": np.asarray(row.tokens, np.int32),
         "mask": np.asarray(row.mask, np.bool_),
         "logprobs": np.asarray(row.logprobs, np.float32),
+        "images": [msgspec.structs.asdict(image) for image in row.images],
     }
 
 
@@ -311,7 +319,8 @@ def _json(value: Any) -> str | None:
 def _size(row: Json) -> int:
     texts = sum(len(value) for name, value in row.items() if isinstance(value, str))
     said = sum(len(message["content"] or "") for message in row["messages"])
-    return _BYTES_BESIDE + texts + said + _BYTES_A_TOKEN * len(row["tokens"])
+    seen = sum(len(image["data"]) for image in row["images"])
+    return _BYTES_BESIDE + texts + said + seen + _BYTES_A_TOKEN * len(row["tokens"])
 
 
 def _column(pa: Any, field: Any, values: list[Any]) -> Any:

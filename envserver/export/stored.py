@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ import numpy as np
 from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import InputError
 from envserver_records.hook_events import HookEvent
+from envserver_records.images import ImageSpan, RowImage, images_of
 from envserver_records.packing import ready
 from envserver_records.records import Logprobs, Mask, Message, Tokens
 from envserver_records.scores import RewardRange, TurnReward, range_from_json
@@ -44,6 +45,7 @@ class StoredRow:
         logprobs: float32[T], of the sampled token where the mask is 1, else 0.
         agent: name of its agent, where there are several.
         versions: runs of [policy version, start, end); -1 is context or unknown.
+        images: those among the tokens, with their bytes.
     """
 
     tokens: Tokens
@@ -52,6 +54,7 @@ class StoredRow:
     agent: str | None
     flags: list[str]
     versions: list[list[int]]
+    images: list[RowImage] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,6 +267,7 @@ class _Facts(msgspec.Struct):
     lost: dict[str, int] = {}
     reward_range: dict[str, float | None] = {}
     public: Json = {}
+    images: dict[str, bytes] = {}
 
 
 class _Line(msgspec.Struct):
@@ -274,6 +278,7 @@ class _Line(msgspec.Struct):
     scores: list[float]
     inference_logprobs: list[list[Any]] | None = None
     messages: list[list[Message]] | None = None
+    images: Any = None
     envserver: _Facts | None = None
 
 
@@ -368,14 +373,28 @@ def _stored(columns: _Line, facts: _Facts, told: _Rollout) -> StoredRollout:
         attempts=told.attempts,
         printed=told.printed,
         rows=[
-            _row(columns, row, told, number)
+            _row(columns, row, told, number, _images(columns, facts, row))
             for number, row in enumerate(told.rows)
             if columns.tokens[row]
         ],
     )
 
 
-def _row(columns: _Line, row: int, told: _Rollout, number: int) -> StoredRow:
+def _images(columns: _Line, facts: _Facts, row: int) -> list[RowImage]:
+    """Returns the images of a row; none where only a foreign program knows their form.
+
+    Raises:
+        ValueError: the bytes of one are missing or damaged.
+    """
+    if not facts.images or not columns.images:
+        return []
+    told = [ImageSpan(**image) for image in columns.images[row]]
+    return images_of(told, facts.images)
+
+
+def _row(
+    columns: _Line, row: int, told: _Rollout, number: int, images: list[RowImage]
+) -> StoredRow:
     """Returns one row.
 
     Raises:
@@ -399,6 +418,7 @@ def _row(columns: _Line, row: int, told: _Rollout, number: int) -> StoredRow:
         agent=told.agents[number] if number < len(told.agents) else None,
         flags=told.row_flags[number] if number < len(told.row_flags) else told.flags,
         versions=told.versions[number] if number < len(told.versions) else [],
+        images=images,
     )
 
 

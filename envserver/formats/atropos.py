@@ -8,6 +8,7 @@ What holds: `masks` has the token id where a row is trained and `NOT_TRAINED` el
 
 from __future__ import annotations
 
+import base64
 import math
 from typing import Any, Final, Literal
 
@@ -34,7 +35,8 @@ def group_to_atropos(
     trainers not to learn from truncated trajectories; it is None if no trajectory is truncated.
     `advantages` has a value for each token if turns have rewards: that of the turn's own return,
     undiscounted, within its agent (`returns.turn_advantages`); else it is None, and `scores` say
-    all.
+    all. `images` says which tokens of each row stand for which image: {"sha256", "offset",
+    "length", "grid"}; `image_data` has the bytes.
 
     Args:
         include_messages: give each row the conversation of its agent.
@@ -65,7 +67,7 @@ def group_to_atropos(
         "inference_logprobs": [_logprobs(sequence) for _, sequence in rows],
         "overrides": _overrides([trajectory for trajectory, _ in rows]),
         "group_overrides": None,
-        "images": None,
+        "images": _images([sequence for _, sequence in rows]),
         "env_id": None,
         "distill_token_ids": None,
         "distill_logprobs": None,
@@ -80,6 +82,18 @@ def _generation_params(group: Group, rows: list[Sequence]) -> dict[str, Any] | N
     if not all(span.is_plain for row in rows for span in row.sampling):
         params["sampling"] = msgspec.to_builtins([row.sampling for row in rows])
     return params or None
+
+
+def _images(rows: list[Sequence]) -> list[list[dict[str, Any]]] | None:
+    """Returns where each row has which images; None if none has any."""
+    if not any(row.images for row in rows):
+        return None
+    return [[msgspec.structs.asdict(image) for image in row.images] for row in rows]
+
+
+def image_data(group: Group) -> dict[str, str]:
+    """Returns the bytes of a group's images in base64, by their SHA-256."""
+    return {name: base64.b64encode(data).decode() for name, data in group.images.items()}
 
 
 def conversation_of(trajectory: Trajectory, agent: str | None) -> list[Message]:

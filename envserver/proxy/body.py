@@ -41,6 +41,7 @@ _SAMPLING = (
     "reasoning_effort",
     "chat_template_kwargs",
 )
+_LEAST_BIAS = -100.0
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -77,6 +78,7 @@ def engine_body(
     model: str,
     sampling: dict[str, Any],
     exact: bool,
+    banned: tuple[int, ...] = (),
 ) -> EngineBody:
     """Builds the engine's body for `request`.
 
@@ -84,6 +86,7 @@ def engine_body(
         model: the name to request.
         sampling: the run's `temperature` and `top_p`.
         exact: whether the engine returns token ids and logprobs on demand.
+        banned: tokens that must not be sampled: placeholders with no image behind them.
     """
     body = {**request.fields, "model": model}
     if exact:
@@ -104,11 +107,14 @@ def engine_body(
         body["prompt"] = request.prompt
         if exact:
             body.setdefault("logprobs", 0)
-    return EngineBody(
-        body=body,
-        tokens_field=request.tokens_field,
-        flags=_flags(request, body),
-    )
+    flags = _flags(request, body)
+    if banned:
+        body["logit_bias"] = {**(body.get("logit_bias") or {}), **_never(banned)}
+    return EngineBody(body=body, tokens_field=request.tokens_field, flags=flags)
+
+
+def _never(banned: tuple[int, ...]) -> dict[str, float]:
+    return {str(token): _LEAST_BIAS for token in banned}
 
 
 def _flags(request: ModelRequest, body: dict[str, Any]) -> list[str]:

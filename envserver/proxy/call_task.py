@@ -26,6 +26,7 @@ from envserver_records.records import Call
 
 from ..models.routing import SampledVersions, note_versions
 from ..telemetry.tracing import Span
+from ..tokens.images import digest_of, urls_of
 from ..tokens.prompts import PromptPlan
 from .attempts import ProxyAttempt, TokenReservation
 from .body import EngineBody, engine_body
@@ -82,6 +83,7 @@ class CallTask:
         """`request` as the engine gets it."""
         self._body: EngineBody
         self._prompt: PromptPlan
+        self._images: list[str] = []
         self._ready: ReadyEngine
         self._collector: Collector | None = None
         self._task: asyncio.Task[dict[str, Any]] | None = None
@@ -126,7 +128,9 @@ class CallTask:
             model=route.model,
             sampling=route.sampling,
             exact=self._ready.exact,
+            banned=self._ready.banned,
         )
+        self._images = [digest_of(url) for url in urls_of(request.messages)]
         self._prompt = await self._ready.plan(self._attempt, request, self._body.body, self._agent)
         note_tools(self._attempt, self._agent, request)
 
@@ -349,10 +353,10 @@ class CallTask:
             engine_answer.choices = [
                 SampledChoice(index=0, message={"role": "assistant", "content": ""})
             ]
-        self._record(calls_of(engine_answer, self._context(), how))
+        self._record(calls_of(engine_answer, self._context(engine_answer), how))
 
     def _commit(self, engine_answer: EngineAnswer) -> None:
-        self._record(calls_of(engine_answer, self._context()))
+        self._record(calls_of(engine_answer, self._context(engine_answer)))
         if self._route.follows_policy and names_version(engine_answer):
             self._endpoint.names_versions = True
         self._attempt.engine_answered(self._agent)
@@ -361,8 +365,9 @@ class CallTask:
         self._attempt.commit(calls, side=self.request.may_be_side)
         self.calls = calls
 
-    def _context(self) -> CallContext:
+    def _context(self, engine_answer: EngineAnswer) -> CallContext:
         request = self._sent
+        searched = bool(self._images) and engine_answer.images is None
         first_version, last_version = self._versions()
         return CallContext(
             model=self._route.model,
@@ -385,6 +390,9 @@ class CallTask:
             names_versions=self._endpoint.names_versions,
             prompt=self._prompt,
             hooked=self._hooked,
+            images=self._images,
+            folded=self._ready.folded(self._prompt) if searched else None,
+            image_token=self._ready.image_token,
             flags=self._body.flags + (["own_model"] if self._route.endpoint else []),
         )
 

@@ -31,7 +31,7 @@ from .attempts import ProxyAttempt
 from .bounds import InFlight
 from .capabilities import Capabilities
 from .engine_client import EngineClient, client_for, stream_text, whole_text
-from .engine_client.base import has_media
+from .engine_client.base import has_media, has_only_images
 from .engine_client.chat import ChatClient
 from .engine_client.tokenizing import tokenized
 from .gate import Gate
@@ -97,6 +97,7 @@ class ReadyEngine:
             **({"template_kwargs": self._format.defaults} if self._format.defaults else {}),
             "template": self._format.template_digest,
             "tokenizer": self._format.tokenizer_digest,
+            **({"processor": self._format.processor} if self._format.processor else {}),
         }
 
     def identity(self) -> dict[str, Any]:
@@ -114,6 +115,25 @@ class ReadyEngine:
         return told
 
     @property
+    def image_token(self) -> int | None:
+        """The token of an image in a prompt, if the model sees images and its files are known."""
+        return None if self._format is None else self._format.image_token
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Tokens that must not be sampled."""
+        return () if self._format is None else self._format.banned
+
+    def folded(self, plan: PromptPlan) -> list[int] | None:
+        """Returns the ids of a planned prompt with one token for each image; None: unknown."""
+        if plan.ids is not None or plan.text is None or self._format is None:
+            return plan.ids
+        return self._format.encode(plan.text)
+
+    def _sees(self, body: dict[str, Any]) -> bool:
+        return self.image_token is not None and has_only_images(body)
+
+    @property
     def max_model_len(self) -> int | None:
         """Maximum tokens of prompt and answer together, if the engine says it."""
         found = self.capabilities
@@ -128,9 +148,14 @@ class ReadyEngine:
             EngineError: the engine failed, or it refuses the conversation.
         """
         plan = await self.plan(attempt, request, body, agent)
-        if plan.ids is not None:
+        if plan.ids is not None and not plan.images:
             return len(plan.ids)
-        if plan.text is not None and self._format is not None and self._format.trusted:
+        if (
+            plan.text is not None
+            and not plan.images
+            and self._format is not None
+            and self._format.trusted
+        ):
             async with attempt.planning:
                 await attempt.in_flight.may_read()
                 return await asyncio.to_thread(_counted, self._format, plan.text, attempt.in_flight)
@@ -141,7 +166,7 @@ class ReadyEngine:
         self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None
     ) -> PromptPlan:
         """Plans the prompt of `request`: continue a recorded call, or let the engine render it."""
-        if request.prompt is None and has_media(body):
+        if request.prompt is None and has_media(body) and not self._sees(body):
             return PromptPlan(flags=["multimodal_unstitched"])
         if request.prompt is not None or self._format is None:
             return PromptPlan()
@@ -180,7 +205,9 @@ class ReadyEngine:
         for call in calls:
             same = None
             if prompt.ids is None and len(prompt.text) > _LONG_TEXT:
-                same = await asyncio.to_thread(same_prompt, self._format, prompt, call.prompt_ids)
+                same = await asyncio.to_thread(
+                    same_prompt, self._format, prompt, call.prompt_ids, call.images
+                )
             was_trusted = self._format.trusted
             history.add(call, prompt, same=same)
             if was_trusted and not self._format.trusted:

@@ -9,6 +9,7 @@ from envserver_records.hook_events import HookEvent
 from envserver_records.records import Message
 
 from .answer_schema import check_answer
+from .engine_client.generated import IMAGES
 
 
 class SampledChoice(msgspec.Struct, kw_only=True):
@@ -37,6 +38,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     """The answers to one request.
 
     Args:
+        images: offset, length and grid of each image in the prompt, if the engine says it.
         prompt_tokens, completion_tokens: the engine's own counts, the latter over all choices."""
 
     choices: list[SampledChoice]
@@ -44,6 +46,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     completion_tokens: int | None = None
     prompt_tokens: int | None = None
     model: str = ""
+    images: list[Any] | None = None
 
     def tokens(self) -> int:
         """Returns the number of completion tokens: the engine's count, or else the number of
@@ -80,6 +83,7 @@ def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
         completion_tokens=usage_count(answer, "completion_tokens"),
         prompt_tokens=usage_count(answer, "prompt_tokens"),
         model=answer.get("model") or "",
+        images=list_or_none(answer.pop(IMAGES, None)),
     )
 
 

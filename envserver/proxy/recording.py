@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 import numpy as np
 from envserver_records.hook_events import HookEvent
+from envserver_records.images import ImageSpan
 from envserver_records.records import Call, Dialect, Message, VersionSpan
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING, LogprobsKind
 from numpy.typing import NDArray
 
+from ..tokens.images import folded, placed, spans
 from ..tokens.prompts import PromptPlan
 from .endpoint import VERSION_PLACEHOLDER
 from .engine_answer import EngineAnswer, SampledChoice
@@ -37,6 +39,8 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
         prompt: the prompt plan.
         hooked: what a hook did to the request.
         follows_policy: whether the policy samples, so that the engine's version numbers count.
+        images: SHA-256 of each image of the request, in order.
+        folded: the prompt with one `image_token` for each of them, if it is known.
         names_versions: whether the engine has reported a version number before. If it reports none
             afterwards, it was restarted and has lost the published weights.
     """
@@ -62,6 +66,9 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
     follows_policy: bool = True
     names_versions: bool = False
     hooked: HookEvent | None = None
+    images: list[str] = []
+    folded: list[int] | None = None
+    image_token: int | None = None
 
     @property
     def is_named(self) -> bool:
@@ -117,7 +124,10 @@ def _call(
     ]
     if counts and context.names_versions and choice.weight_versions and told is None:
         flags.append("weights_lost")
-    if plan.ids is not None and echoed is not None and echoed != plan.ids:
+    images = _images(engine_answer, context, prompt_ids)
+    if images is None:
+        flags.append("images_unplaced")
+    if plan.ids is not None and echoed is not None and _folded(echoed, images, context) != plan.ids:
         flags.append("prompt_mismatch")
     flags.append("undelivered_completion")
     return Call(
@@ -159,7 +169,33 @@ def _call(
         seconds=context.seconds,
         seconds_to_first=context.seconds_to_first,
         flags=_distinct(flags),
+        images=images or [],
     )
+
+
+def _images(
+    engine_answer: EngineAnswer, context: CallContext, prompt_ids: NDArray[np.int32] | None
+) -> list[ImageSpan] | None:
+    """Returns the images of the prompt; None if it has some and their places are unknown."""
+    if not context.images or prompt_ids is None:
+        return []
+    told = engine_answer.images
+    if told is not None and len(told) == len(context.images):
+        ranges = [(offset, length) for offset, length, _ in told]
+        return spans(context.images, ranges, [grid for _, _, grid in told])
+    if context.folded is None or context.image_token is None:
+        return None
+    found = placed(context.folded, prompt_ids.tolist(), context.image_token)
+    return (
+        None if found is None or len(found) != len(context.images) else spans(context.images, found)
+    )
+
+
+def _folded(echoed: list[Any], images: list[ImageSpan] | None, context: CallContext) -> list[Any]:
+    """Returns an echoed prompt as it was sent."""
+    if not images or context.image_token is None:
+        return echoed
+    return folded(echoed, [(one.offset, one.length) for one in images], context.image_token)
 
 
 def _told_tokens(

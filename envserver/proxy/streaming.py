@@ -11,6 +11,7 @@ from typing import Any
 
 from .answer_schema import check_chunk
 from .engine_answer import EngineAnswer, SampledChoice, list_or_none, logprobs_of, usage_count
+from .engine_client.generated import IMAGES
 from .model_request import ModelRequest
 
 _REASONING = ("reasoning", "reasoning_content")
@@ -29,6 +30,7 @@ class Collector:
         self._completion_tokens: int | None = None
         self._prompt_tokens: int | None = None
         self._model = ""
+        self._images: list[Any] | None = None
 
     def add(self, chunk: dict[str, Any]) -> None:
         """Adds one chunk.
@@ -44,6 +46,7 @@ class Collector:
             self._prompt_tokens = count
         if self._prompt_ids is None:
             self._prompt_ids = list_or_none(chunk.get("prompt_token_ids"))
+        self._images = self._images or list_or_none(chunk.pop(IMAGES, None))
         for part in _choices(chunk):
             self._add_choice(part)
 
@@ -62,6 +65,7 @@ class Collector:
             completion_tokens=self._completion_tokens,
             prompt_tokens=self._prompt_tokens,
             model=self._model,
+            images=self._images,
         )
 
     def _add_choice(self, part: dict[str, Any]) -> None:

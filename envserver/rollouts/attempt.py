@@ -50,6 +50,7 @@ from ..telemetry.genai import agent_span
 from ..telemetry.tracing import current, within
 from ..tokens.builder import all_flags, build, find_parents
 from ..tokens.flags import Actions
+from ..tokens.images import held_by
 from ..tokens.invariants import check
 from ..tokens.trace import pack_calls
 from ..workers.pool import Assignment, Spent, WorkerPool
@@ -82,6 +83,7 @@ class Finished(msgspec.Struct, kw_only=True):
     hooks: list[HookEvent] = msgspec.field(default_factory=list)
     egress: list[EgressRequest] = msgspec.field(default_factory=list)
     timings: list[Timing] = msgspec.field(default_factory=list)
+    images: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 async def run_attempt(
@@ -134,7 +136,8 @@ async def run_attempt(
     answered = answered_calls(calls)
     counted = counted_calls(calls, spec)
     trained = [call for call in calls if call.trained]
-    sequences, timings = await asyncio.to_thread(_built, attempt, calls, trained, actions)
+    built = await asyncio.to_thread(_built, attempt, calls, trained, actions)
+    sequences, timings, images = built
     last = main_call(counted, spec.agents)
     return Finished(
         result=Result(
@@ -163,6 +166,7 @@ async def run_attempt(
         hooks=_hook_events(attempt, calls),
         egress=[copy.copy(request) for request in attempt.egress.requests],
         timings=timings,
+        images=images,
         attempt=attempt,
     )
 
@@ -215,11 +219,15 @@ def _traced(attempt: ProxyAttempt, isolation: Isolation) -> Iterator[None]:
 
 def _built(
     attempt: ProxyAttempt, calls: list[Call], trained: list[Call], actions: Actions
-) -> tuple[list[Sequence], list[Timing]]:
-    """Builds training rows and times; tens of milliseconds for hundreds of long calls."""
+) -> tuple[list[Sequence], list[Timing], dict[str, bytes]]:
+    """Builds training rows, times and the images of the rows; tens of milliseconds for hundreds of
+    long calls."""
     sequences = build(trained, actions)
     check(trained, sequences, actions)
-    return sequences, timings_of(attempt.timeline, calls, sequences)
+    shown = {image.sha256 for row in sequences for image in row.images}
+    held = held_by(call.messages for call in trained) if shown else {}
+    images = {sha256: held[sha256] for sha256 in sorted(shown)}
+    return sequences, timings_of(attempt.timeline, calls, sequences), images
 
 
 def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from envserver_records.errors import EngineRefused
+from envserver_records.images import RowImage, images_of
 from envserver_records.records import Logprobs, Mask, Tokens, Trajectory
 from envserver_records.sampling import SamplingSpan
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ NOT_COMPARED: Final = {
     "weights_changed": "the engine's weights changed while it was scored",
     "structured_output_masked": "a grammar or bias masked the distribution",
     "unchecked_fields": "a field that the run passed on may have bent the distribution",
-    "multimodal_unstitched": "images are in the prompt",
+    "multimodal_unstitched": "images are in the prompt, and where is not known",
     "processed_logprobs": "recorded after temperature and top_p were applied",
     "own_model": "sampled by another model than the policy",
     "too_long": "longer than the engine's context",
@@ -55,6 +56,7 @@ class AuditedRow(msgspec.Struct, frozen=True, kw_only=True):
         altered: it was sampled with a temperature other than 1 or with top_p.
         number: index of the row in its group, from 0.
         line: line of its file, from 1.
+        images: those among the tokens, with their bytes.
     """
 
     tokens: Tokens
@@ -67,6 +69,7 @@ class AuditedRow(msgspec.Struct, frozen=True, kw_only=True):
     rollout_id: str
     number: int
     line: int | None = None
+    images: list[RowImage] = []
 
     @property
     def trained(self) -> NDArray[np.intp]:
@@ -182,8 +185,8 @@ class AuditResult(msgspec.Struct, frozen=True):
     refused: str = ""
 
 
-def rows_of(trajectory: Trajectory) -> Iterator[AuditedRow]:
-    """Yields the rows of `trajectory`, numbered within it."""
+def rows_of(trajectory: Trajectory, held: dict[str, bytes]) -> Iterator[AuditedRow]:
+    """Yields the rows of `trajectory`, numbered within it; `held`: images by their SHA-256."""
     for number, sequence in enumerate(trajectory.sequences):
         yield AuditedRow(
             tokens=sequence.tokens,
@@ -195,6 +198,7 @@ def rows_of(trajectory: Trajectory) -> Iterator[AuditedRow]:
             group_id="",
             rollout_id=trajectory.rollout_id,
             number=number,
+            images=images_of(sequence.images, held),
         )
 
 
@@ -241,7 +245,7 @@ async def audit_row(rescorer: Rescorer, row: AuditedRow) -> AuditResult:
     if row.altered and not await rescorer.is_raw(row.tokens[: row.trained[0]]):
         return AuditResult(not_compared="processed_logprobs")
     try:
-        again = await rescorer.score(row.tokens)
+        again = await rescorer.score(row.tokens, row.images)
     except EngineRefused as error:
         if not await rescorer.takes(len(row.tokens)):
             return AuditResult(not_compared="too_long")

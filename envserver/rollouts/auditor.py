@@ -124,7 +124,7 @@ class Auditor:
     async def _run(self) -> None:
         while True:
             trajectory = await self._queue.get()
-            for row in rows_of(trajectory):
+            for row in rows_of(trajectory, trajectory.images):
                 await self._audit(row)
             self._rollouts += 1
             self._queue.task_done()

@@ -32,6 +32,7 @@ from ..telemetry.genai import evaluation
 from ..telemetry.tracing import NO_TRACER, Tracer, current, root, within
 from ..tokens.builder import trained_ids
 from ..tokens.flags import Actions
+from ..tokens.images import shared
 from ..workers.pool import WorkerPool
 from .agents import demonstrated
 from .attempt import Finished, run_attempt
@@ -434,6 +435,7 @@ def trajectory_of(
         agent_calls=result.calls,
         started_at=finished.attempt.timeline.started_at,
         timings=with_scoring_times(finished.timings, finished.attempt.timeline),
+        images=finished.images,
         attempts=member.failed,
         printed=finished.attempt.timeline.lines(),
         flags=[
@@ -464,13 +466,15 @@ def _judged(
             failures.add(number, why_not, final=True)
     rows = [row for item in kept.values() for row in item.sequences]
     versions = [int(row.versions[row.mask == 1].min()) for row in rows]
+    delivered, images = shared(kept.values())
     group = Group(
         group_id=request.group_id,
         index=request.index,
         env=request.env,
         task_id=request.task.id,
         split=request.split,
-        trajectories=list(kept.values()),
+        trajectories=delivered,
+        images=images,
         model=context.model,
         policy_version=min(versions, default=-1),
         generation_params=context.sampling.model_dump(),

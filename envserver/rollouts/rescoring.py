@@ -9,15 +9,19 @@ last digits.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 from envserver_records.errors import EngineGarbage, EngineRefused
+from envserver_records.images import RowImage
 from envserver_records.records import Logprobs, Tokens
 
 from ..models.engine import Engine
+from ..tokens.images import folded, url_from
 
 _PATH: Final = "/v1/completions"
+_GENERATE: Final = "/inference/v1/generate"
 _PROBE_TEMPERATURE: Final = 2.0
 _PROBE_CONTEXT: Final = 64
 _PROBE_TOKENS: Final = 32
@@ -52,19 +56,43 @@ class Rescorer:
                 self._context_known = True
         return self._context
 
-    async def score(self, tokens: Tokens) -> Logprobs:
+    async def score(self, tokens: Tokens, images: Sequence[RowImage] = ()) -> Logprobs:
         """Returns float32[T]: the logprob of each token given those before it; 0 for the first.
+
+        Args:
+            images: those among `tokens`. Their tokens' own logprobs mean nothing.
 
         Raises:
             EngineRefused: the engine does not accept these tokens.
             EngineGarbage: its answer is about other tokens, or lacks numbers.
             EngineError: it failed.
         """
+        if images:
+            return await self._score_with(tokens, images)
         choice = await self._complete(tokens, max_tokens=1, temperature=0.0, prompt_logprobs=0)
         echoed = choice.get("prompt_token_ids")
         if echoed is not None and echoed != tokens.tolist():
             raise EngineGarbage("The engine scored another prompt than it was sent.")
         return _prompt_logprobs(choice, tokens)
+
+    async def _score_with(self, tokens: Tokens, images: Sequence[RowImage]) -> Logprobs:
+        """Scores a row with images. `/v1/completions` would ignore them without an error."""
+        ranges = [(one.offset, one.length) for one in images]
+        token = _placeholder(tokens, images[0])
+        urls = [url_from(one.data) for one in images]
+        body = {
+            "model": await self._engine.model_name(),
+            "token_ids": folded(tokens.tolist(), ranges, token),
+            "content_parts": [{"type": "image_url", "url": url} for url in urls],
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0},
+            "return_token_ids": True,
+        }
+        answer = await self._engine.post(
+            _GENERATE, body, rollout_id="", timeout_seconds=self._timeout_seconds
+        )
+        if answer.get("prompt_token_ids") != tokens.tolist():
+            raise EngineGarbage("The engine makes other tokens of the row's images now.")
+        return _prompt_logprobs(answer, tokens)
 
     async def takes(self, length: int) -> bool:
         """Returns whether the engine accepts a prompt of `length` tokens.
@@ -137,6 +165,13 @@ class Rescorer:
                 length = entry.get("max_model_len")
                 return length if isinstance(length, int) else None
         return None
+
+
+def _placeholder(tokens: Tokens, image: RowImage) -> int:
+    """Returns the token that stands for an image: the most frequent one of its range."""
+    shown = tokens[image.offset : image.offset + image.length]
+    values, counts = np.unique(shown, return_counts=True)
+    return int(values[counts.argmax()])
 
 
 def _prompt_logprobs(choice: dict[str, Any], tokens: Tokens) -> Logprobs:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from envserver_records.images import ImageSpan, RowImage, images_of
 from envserver_records.packing import ready
 from envserver_records.records import Group, Sequence, Tokens, Trajectory, unpack
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
@@ -90,6 +91,7 @@ class _Rollout(msgspec.Struct):
 class _Facts(msgspec.Struct):
     group_id: str
     rollouts: list[_Rollout]
+    images: dict[str, bytes] = {}
 
 
 class _Line(msgspec.Struct):
@@ -100,6 +102,7 @@ class _Line(msgspec.Struct):
     scores: list[float]
     inference_logprobs: list[list[float | None]] | None = None
     generation_params: dict[str, Any] | None = None
+    images: Any = None
     envserver: _Facts | None = None
 
 
@@ -280,6 +283,11 @@ class _Reader:
             self._find(kind, words, rollout_id=rollout_id, row=number, position=position)
         if faults or versions is None:
             return
+        try:
+            images = self._images(number)
+        except (ValueError, TypeError) as error:
+            self._find("images", str(error), rollout_id=rollout_id, row=number)
+            return
         flags = _flags(rollout, index)
         self._delivery.rows.append(
             AuditedRow(
@@ -293,8 +301,20 @@ class _Reader:
                 rollout_id=rollout_id,
                 number=number,
                 line=self._number,
+                images=images,
             )
         )
+
+    def _images(self, number: int) -> list[RowImage]:
+        """Returns the images of a row.
+
+        Raises:
+            ValueError, TypeError: they cannot be read.
+        """
+        if not self._line.images or self._line.envserver is None:
+            return []
+        told = [ImageSpan(**image) for image in self._line.images[number]]
+        return images_of(told, self._facts.images)
 
     def _versions(self, rollout: _Rollout | None, index: int, trained: Column) -> Tokens | None:
         """Returns versions of a row's tokens, int32[T]; None if the spans do not fit the row."""
@@ -406,6 +426,12 @@ def _read_sequence(
         faults.append(("mask", words, int(unsampled[0])))
     for kind, words, position in faults:
         delivery.findings.append(Finding(kind=kind, message=words, position=position, **place))
+    images: list[RowImage] = []
+    try:
+        images = images_of(sequence.images, group.images)
+    except ValueError as error:
+        delivery.findings.append(Finding(kind="images", message=str(error), **place))
+        return
     if not faults:
         delivery.rows.append(
             AuditedRow(
@@ -418,5 +444,6 @@ def _read_sequence(
                 group_id=group.group_id,
                 rollout_id=trajectory.rollout_id,
                 number=delivery.size,
+                images=images,
             )
         )

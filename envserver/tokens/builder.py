@@ -1,10 +1,10 @@
 """Builds training sequences from the calls of one rollout.
 
 Calls form a forest: a call is the child of the longest earlier call whose prompt and completion
-are a prefix of its own prompt, token by token. Each path from a root to a leaf is one sequence, and
-holds exactly what the model saw at its leaf. Where paths share a call, its tokens are trained in
-the first one only and are context in the others. Calls are never merged, however equal their
-tokens: each was a choice of the policy.
+are a prefix of its own prompt, token by token and image by image. Each path from a root to a leaf
+is one sequence, and holds exactly what the model saw at its leaf. Where paths share a call, its
+tokens are trained in the first one only and are context in the others. Calls are never merged,
+however equal their tokens: each was a choice of the policy.
 
 Cost: linear in the tokens of the prompts and of the resulting rows (plus a few nanoseconds for each
 pair of calls).
@@ -21,6 +21,7 @@ from envserver_records.sampling import SamplingSpan, merged, span_of
 from numpy.typing import NDArray
 
 from .flags import DEFAULT, Actions
+from .images import images_before
 from .invariants import check_calls
 from .versions import flags_of, token_versions
 
@@ -111,9 +112,7 @@ def find_parents(calls: list[Call]) -> list[int]:
         shorter = np.flatnonzero((lengths[:k] <= size) & (lineage[:k] == lineage[k]))
         likely = shorter[sums[shorter] == prefix_sums[lengths[shorter]]]
         longest_first = likely[np.argsort(lengths[likely], kind="stable")][::-1]
-        parents.append(
-            next((int(j) for j in longest_first if _continues(call.prompt_ids, calls[j])), -1)
-        )
+        parents.append(next((int(j) for j in longest_first if _continues(call, calls[j])), -1))
     return parents
 
 
@@ -121,11 +120,15 @@ def _end(call: Call) -> int:
     return len(call.prompt_ids) + len(call.completion_ids)
 
 
-def _continues(prompt: Tokens, call: Call) -> bool:
-    """Returns whether `prompt`, which is long enough, begins with what `call` saw and sampled."""
-    size = len(call.prompt_ids)
-    return np.array_equal(prompt[:size], call.prompt_ids) and np.array_equal(
-        prompt[size : _end(call)], call.completion_ids
+def _continues(later: Call, call: Call) -> bool:
+    """Returns whether the prompt of `later` begins with what `call` saw and sampled: the same ids,
+    and the same images behind them."""
+    size, end = len(call.prompt_ids), _end(call)
+    prompt = later.prompt_ids[:end]
+    return (
+        np.array_equal(prompt[:size], call.prompt_ids)
+        and np.array_equal(prompt[size:], call.completion_ids)
+        and images_before(later.images, end) == images_before(call.images, end)
     )
 
 
@@ -183,6 +186,7 @@ def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence
         agent=leaf.agent,
         flags=_union(flags),
         sampling=merged(spans),
+        images=leaf.images,
     )
 
 

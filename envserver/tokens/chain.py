@@ -1,8 +1,9 @@
 """Hashes a request's messages: one hash for each prefix.
 
 `hashes[i]` identifies the first i messages together with everything else that affects their
-rendering and answer. So a request continues a recorded one exactly if one of its hashes equals that
-one's last. Reasoning is left out: agents drop it, and templates decide about it. O(messages).
+rendering and answer, images by the SHA-256 of their bytes. So a request continues a recorded one
+exactly if one of its hashes equals that one's last. Reasoning is left out: agents drop it, and
+templates decide about it. O(messages).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def hashes(
     """
     start = [prepare_tools(list(tools)), sorted(kwargs.items()), model, agent]
     chain = [_digest(b"", start)]
-    for message in prepare(list(messages), parts=False):
+    for message in prepare(list(messages), parts=False, images="named"):
         said = {name: value for name, value in message.items() if name not in _REASONING}
         chain.append(_digest(chain[-1], said))
     return chain

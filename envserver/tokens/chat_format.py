@@ -6,6 +6,7 @@ time. Callers that find a difference from the engine's rendering call `distrust`
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 from envserver_records.errors import ConfigError
 from envserver_records.records import Message
 
+from .images import banned_tokens_of, image_token_of
 from .prepare import RESERVED, prepare, prepare_tools, with_defaults
 from .template import ChatTemplate
 from .vocabulary import CONFIG, Vocabulary, read_json
 
 _SHAPES_KEPT = 65_536
 _PROMPTS_KEPT = 64
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Texts whose ids are remembered: the rollouts of a group begin with the same prompt."""
 
 
@@ -32,6 +35,9 @@ class ChatFormat:
             with tools where the model has one.
         stop_ids: ids that end the model's turn by its own configuration.
         defaults: template variables of every conversation; a request's own take precedence.
+        image_token: what the template writes for an image; None: the model sees none.
+        banned: tokens that must not be sampled, see `images.banned_tokens_of`.
+        processor: digest of the files that say how images become tokens; "" without any.
     """
 
     def __init__(
@@ -40,10 +46,17 @@ class ChatFormat:
         templates: Mapping[str, str],
         stop_ids: frozenset[int],
         defaults: Mapping[str, Any] | None = None,
+        *,
+        image_token: int | None = None,
+        banned: tuple[int, ...] = (),
+        processor: str = "",
     ) -> None:
         self.vocabulary = vocabulary
         self.stop_ids = stop_ids
         self.defaults = dict(defaults or {})
+        self.image_token = image_token
+        self.banned = banned
+        self.processor = processor
         self.distrusted: str | None = None
         """Why prompts must not be rendered here, None while they may be."""
         self.shapes: dict[bytes, str] = {}
@@ -62,11 +75,27 @@ class ChatFormat:
             ConfigError: `folder` has no tokenizer.json or no chat template, or they are unusable.
         """
         vocabulary = Vocabulary.load(folder)
-        return cls(vocabulary, _read_templates(folder), _read_stop_ids(folder, vocabulary))
+        config = read_json(folder / "config.json")
+        return cls(
+            vocabulary,
+            _read_templates(folder),
+            _read_stop_ids(folder, vocabulary),
+            image_token=image_token_of(config),
+            banned=banned_tokens_of(config),
+            processor=_processor_digest(folder),
+        )
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ChatFormat:
         """Returns this format with other default variables."""
-        return ChatFormat(self.vocabulary, self._sources, self.stop_ids, defaults)
+        return ChatFormat(
+            self.vocabulary,
+            self._sources,
+            self.stop_ids,
+            defaults,
+            image_token=self.image_token,
+            banned=self.banned,
+            processor=self.processor,
+        )
 
     @property
     def own_variables(self) -> list[str]:
@@ -126,7 +155,12 @@ class ChatFormat:
         """
         template = self.template(bool(tools))
         return template.render(
-            prepare(messages, parts=template.parts, developer=template.developer),
+            prepare(
+                messages,
+                parts=template.parts,
+                developer=template.developer,
+                images="refused" if self.image_token is None else "shown",
+            ),
             prepare_tools(tools),
             generation_prompt=generation_prompt,
             kwargs=with_defaults(self.defaults, kwargs),
@@ -188,6 +222,15 @@ def _read_templates(folder: Path) -> dict[str, str]:
             hint=f"They are named {', '.join(sorted(found))}.",
         )
     return found
+
+
+def _processor_digest(folder: Path) -> str:
+    """Returns the digest of the files that configure the processor of images; "" without any."""
+    found = [folder / name for name in _PROCESSORS if (folder / name).is_file()]
+    digest = hashlib.blake2b(digest_size=16)
+    for path in found:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest() if found else ""
 
 
 def _read_stop_ids(folder: Path, vocabulary: Vocabulary) -> frozenset[int]:

@@ -75,6 +75,7 @@ FLAGS: dict[str, Flag] = {
     "render_mismatch": Flag("train", "our rendering of the prompt differs from the engine's"),
     "suffix_refused": Flag("train", "the conversation could not be continued exactly"),
     "multimodal_unstitched": Flag("train", "images or audio: the engine rendered the prompt"),
+    "images_unplaced": Flag("mask", "which tokens of the prompt stand for its images is unknown"),
     # Hosts outside that agents reach through the server.
     "egress_refused": Flag("train", "the agent asked for a host or an amount that it may not have"),
     # Who played.

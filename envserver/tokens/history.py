@@ -9,12 +9,13 @@ wrong.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from envserver_records.errors import TemplateRefused
+from envserver_records.images import ImageSpan
 from envserver_records.records import Call, Edge, Message, Tokens
 
 from ..tokens_config import Edit
@@ -22,6 +23,7 @@ from .chain import hashes
 from .chat_format import ChatFormat
 from .comparison import UNREADABLE, Difference, Segment, compare
 from .flags import FLAGS
+from .images import digest_of, folded, urls_of
 from .parents import Match, Parent, Parents, is_ambiguous, reasoning_of, segment_of
 from .prompts import PromptPlan
 from .refusal import Refused
@@ -75,7 +77,8 @@ class History:
             return PromptPlan(flags=flags)
         except (TemplateRefused, UnicodeEncodeError, RecursionError):  # the engine will report it
             return PromptPlan()
-        request = _Request(messages, tools, dict(kwargs), chain, text)
+        urls = urls_of(messages)
+        request = _Request(messages, tools, dict(kwargs), chain, text, [*map(digest_of, urls)])
         return _Search(self._format, self._parents, self._edits, self._think, request).plan()
 
     def add(self, call: Call, plan: PromptPlan, *, same: bool | None = None) -> None:
@@ -92,8 +95,10 @@ class History:
         """
         if not call.exact or not call.completion_ids.size or plan.text is None or not plan.key:
             return
+        if plan.images and not call.images:  # where they are is unknown: it says so itself
+            return
         if same is None:
-            same = same_prompt(self._format, plan, call.prompt_ids)
+            same = same_prompt(self._format, plan, call.prompt_ids, call.images)
         if not same:
             self._mistrust(call, plan)
             return
@@ -124,8 +129,10 @@ def _flag(call: Call, *flags: str) -> None:
     call.flags = list(dict.fromkeys([*call.flags, *flags]))
 
 
-def same_prompt(format: ChatFormat, plan: PromptPlan, prompt_ids: Tokens) -> bool:
-    """Returns whether the engine's prompt equals the plan. Pure.
+def same_prompt(
+    format: ChatFormat, plan: PromptPlan, prompt_ids: Tokens, images: Sequence[ImageSpan] = ()
+) -> bool:
+    """Returns whether the engine's prompt equals the plan, up to its `images`. Pure.
 
     Encodes the whole text of a root, at about 2 ms per 1000 tokens: use a thread for long texts.
     """
@@ -134,17 +141,22 @@ def same_prompt(format: ChatFormat, plan: PromptPlan, prompt_ids: Tokens) -> boo
         if plan.text is None:
             return True
         ids = format.encode(plan.text)
-    return np.array_equal(np.asarray(ids, np.int32), prompt_ids)
+    seen = prompt_ids
+    if images and format.image_token is not None:
+        ranges = [(one.offset, one.length) for one in images]
+        seen = np.asarray(folded(prompt_ids.tolist(), ranges, format.image_token), np.int32)
+    return np.array_equal(np.asarray(ids, np.int32), seen)
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """`text` is the whole prompt as the template renders it now."""
+    """`text` is the whole prompt as the template renders it now; `images`: the SHA-256 of each."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
     kwargs: dict[str, Any]
     chain: list[bytes]
     text: str
+    images: list[str]
 
 
 class _Search:
@@ -196,6 +208,7 @@ class _Search:
             flags=self._flags,
             key=request.chain[-1],
             kwargs=request.kwargs,
+            images=request.images,
         )
 
     def _accepted(self, at: int) -> list[Match]:
@@ -228,8 +241,11 @@ class _Search:
         self._check(differences)
         call = match.parent.call
         edge = _edge(match, differences)
+        ids = [*self._folded(call), *call.completion_ids.tolist(), *new.ids]
+        if request.images and ids.count(self._format.image_token) != len(request.images):
+            raise Refused("image_count")
         return PromptPlan(
-            ids=[*call.prompt_ids.tolist(), *call.completion_ids.tolist(), *new.ids],
+            ids=ids,
             text=request.text,
             parent=call.index,
             edge=edge,
@@ -237,7 +253,22 @@ class _Search:
             added=new.text,
             key=request.chain[-1],
             kwargs=request.kwargs,
+            images=request.images,
         )
+
+    def _folded(self, call: Call) -> list[int]:
+        """Returns the prompt of `call` as it is sent again: with one token for each image.
+
+        Raises:
+            Refused: image_places: it has images, and where their tokens are is unknown.
+        """
+        ids: list[int] = call.prompt_ids.tolist()
+        if not urls_of(call.messages):
+            return ids
+        if not call.images or self._format.image_token is None:
+            raise Refused("image_places")
+        ranges = [(one.offset, one.length) for one in call.images]
+        return folded(ids, ranges, self._format.image_token)
 
     def _suffix(self, at: int, match: Match) -> Suffix:
         request, call = self._request, match.parent.call

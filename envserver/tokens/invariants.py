@@ -11,7 +11,9 @@ By number:
    versions says so, and trains the newest alone where those are masked;
  8 each call of a path continues the one before it, which was committed earlier, by the same agent
    and model, and is the same in every row;
-10 calls are numbered in the order in which they were committed.
+10 calls are numbered in the order in which they were committed;
+11 images are in order and within the prompt that they belong to, and a row has the images of each
+   call of its path at their places.
 
 (5, that the engine saw what it was sent, is checked where it is sent; 9, that independent calls may
 come in any order, follows from no single trajectory.)
@@ -26,6 +28,7 @@ from envserver_records.sampling import LOGPROB_ROUNDING
 from numpy.typing import NDArray
 
 from .flags import DEFAULT, Actions
+from .images import images_before
 from .versions import flags_of, token_versions
 
 Positions = NDArray[np.int64]
@@ -61,7 +64,7 @@ def check(calls: list[Call], sequences: list[Sequence], actions: Actions = DEFAU
 
 
 def check_calls(calls: list[Call]) -> None:
-    """Checks each exact call of `calls` by itself (2, 6, 7), and their order (10).
+    """Checks each exact call of `calls` by itself (2, 6, 7, 11), and their order (10).
 
     Raises:
         TokensError: as in `check`.
@@ -88,6 +91,11 @@ def _check_sizes(call: Call) -> None:
         raise _broken(
             6, f"{len(call.logprobs)} logprobs for {size} sampled tokens", call=call.index
         )
+    at = 0
+    for image in call.images:
+        if image.offset < at or image.length < 1 or image.end > len(call.prompt_ids):
+            raise _broken(11, f"an image at token {image.offset} has no place", call=call.index)
+        at = image.end
     at = 0
     for span in call.versions:
         if span.start != at or span.end < span.start:
@@ -224,6 +232,9 @@ def _check_prefixes(
             and np.array_equal(sequence.tokens[size : _end(call)], call.completion_ids)
         ):
             raise _broken(4, f"it is not what the model saw at call {index}", row=row)
+        end = _end(call)
+        if images_before(sequence.images, end) != images_before(call.images, end):
+            raise _broken(11, f"its images are not those of call {index}", row=row)
 
 
 def _check_trained_once(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from envserver_records.records import Message
 
+from .images import digest_of, is_image, url_of
 from .refusal import Refused
 
 _TEXT_PARTS = {
@@ -27,6 +28,7 @@ _MEDIA = ("image", "audio", "video", "input_image", "input_audio", "prompt_embed
 _NOT_TEXT = (*_MEDIA, "uuid", "prompt_cache_breakpoint")
 _PART_FIELDS = ("type", "text", "refusal", "thinking", "closed", "name", "data", "file")
 """Fields of text parts that are not handed on to the template; unknown ones are."""
+Images = Literal["refused", "shown", "named"]
 _WITHOUT_CONTENT = ("assistant", "function")
 _BILLING = "x-anthropic-billing-header"
 """A line of Claude Code's that differs in every request; engines drop it from system messages."""
@@ -107,28 +109,36 @@ def _prepare_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": known}
 
 
-def prepare(messages: list[Message], *, parts: bool, developer: bool = True) -> list[Message]:
+def prepare(
+    messages: list[Message],
+    *,
+    parts: bool,
+    developer: bool = True,
+    images: Images = "refused",
+) -> list[Message]:
     """Messages as the template gets them; the given ones are left as they are.
 
     Args:
         messages: in OpenAI's chat shape.
         parts: the template reads content as parts (see `ChatTemplate`).
         developer: it knows the role `developer`.
+        images: `shown`: as the parts that templates write a placeholder for; `named`: by their
+            SHA-256, to tell conversations apart.
 
     Raises:
         Refused: multimodal, unusual_message: only the engine can render it (or refuse it).
     """
-    prepared = [_prepare_message(message, parts) for message in messages]
+    prepared = [_prepare_message(message, parts, images) for message in messages]
     if not developer and any(message["role"] == "developer" for message in prepared):
         return _one_system([_as_system(message) for message in prepared])
     return prepared
 
 
-def _prepare_message(message: Message, parts: bool) -> Message:
+def _prepare_message(message: Message, parts: bool, images: Images) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str):
         raise Refused("unusual_message")
-    prepared: Message = {"role": role, "content": _content(message, role, parts)}
+    prepared: Message = {"role": role, "content": _content(message, role, parts, images)}
     if role == "assistant":
         calls = message.get("tool_calls")
         if calls is not None and not isinstance(calls, list):
@@ -150,7 +160,9 @@ def _prepare_message(message: Message, parts: bool) -> Message:
     return prepared
 
 
-def _content(message: Message, role: str, parts: bool) -> str | list[dict[str, Any]]:
+def _content(
+    message: Message, role: str, parts: bool, images: Images
+) -> str | list[dict[str, Any]]:
     content = message.get("content")
     if content is None:
         if role not in _WITHOUT_CONTENT:
@@ -162,17 +174,22 @@ def _content(message: Message, role: str, parts: bool) -> str | list[dict[str, A
         content = [{"type": "text", "text": content}]
     elif not isinstance(content, list):
         raise Refused("unusual_message")
-    read = [text for part in content for text in [_part(part, role)] if text is not None]
-    if parts and role != "tool":
+    read = [text for part in content for text in [_part(part, role, images)] if text is not None]
+    if (parts and role != "tool") or (images == "named" and any(map(is_image, read))):
         return read
+    if any(map(is_image, read)):
+        raise Refused("multimodal")
     return "\n".join(part["text"] for part in read)
 
 
-def _part(part: Any, role: str) -> dict[str, Any] | None:
-    """A part of a content as a text part; None where it says nothing."""
+def _part(part: Any, role: str, images: Images) -> dict[str, Any] | None:
+    """A part of a content as a text part or an image; None where it says nothing."""
     if not isinstance(part, dict):
         raise Refused("unusual_message")
     kind = part.get("type")
+    if images != "refused" and is_image(part) and (url := url_of(part)) is not None:
+        named = {"sha256": digest_of(url)} if images == "named" else {}
+        return {"type": "image", **named}
     if kind not in _TEXT_PARTS:
         media = isinstance(kind, str) and kind.startswith(_MEDIA)
         raise Refused("multimodal" if media else "unusual_message")
@@ -248,6 +265,8 @@ def _one_system(messages: list[Message]) -> list[Message]:
     for message in system:
         content = message["content"]
         if isinstance(content, list):
+            if any(map(is_image, content)):
+                raise Refused("multimodal")
             content = "\n".join(part["text"] for part in content)
         if content:
             texts.append(content)

@@ -12,7 +12,7 @@ class PromptPlan(msgspec.Struct, kw_only=True):
     """How the prompt of a call is made.
 
     Args:
-        ids: the whole prompt; None: the engine renders it.
+        ids: the whole prompt, with one token for each image; None: the engine renders it.
         text: the whole prompt as our template renders it; None if unknown.
         parent: index of the continued call, or None.
         edge, refusal: see Call.
@@ -20,6 +20,7 @@ class PromptPlan(msgspec.Struct, kw_only=True):
         added: the text after the completion of the continued call.
         key: hash of the whole request, see `chain`; empty: the call cannot be continued.
         kwargs: the request's variables for the chat template.
+        images: SHA-256 of each image of the request, in order.
     """
 
     ids: list[int] | None = None
@@ -31,6 +32,7 @@ class PromptPlan(msgspec.Struct, kw_only=True):
     added: str | None = None
     key: bytes = b""
     kwargs: dict[str, Any] = {}
+    images: list[str] = []
 
     def as_root(self, refusal: str) -> PromptPlan:
         """Returns the same prompt, rendered by the engine because of `refusal`."""
@@ -40,4 +42,5 @@ class PromptPlan(msgspec.Struct, kw_only=True):
             flags=[flag for flag in self.flags if flag != "think_kept"] + ["suffix_refused"],
             key=self.key,
             kwargs=self.kwargs,
+            images=self.images,
         )

@@ -16,6 +16,7 @@ from envserver_records.errors import TemplateRefused
 from envserver_records.records import Message
 
 from .chat_format import ChatFormat
+from .images import is_image
 from .refusal import Refused
 
 # Mixed case, letters and digits: no template splits them, and one that changes case is detected.
@@ -249,5 +250,5 @@ def _key(turn: Turn, head: str) -> bytes:
 
 def _role(message: Message) -> tuple[Any, ...]:
     content = message.get("content")
-    size = len(content) if isinstance(content, list) else 0 if content is None else -1
-    return (message.get("role"), size, len(message.get("tool_calls") or ()))
+    kinds = tuple(map(is_image, content)) if isinstance(content, list) else content is None
+    return (message.get("role"), kinds, len(message.get("tool_calls") or ()))

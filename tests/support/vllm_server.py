@@ -63,6 +63,7 @@ def running_vllm(
     developing: bool = False,
     learning: bool = False,
     tied: bool = False,
+    sees: str = "",
     more: Sequence[str] = (),
 ) -> Iterator[VllmServer]:
     """Makes the model in `folder` and serves it on a free port.
@@ -71,6 +72,7 @@ def running_vllm(
         developing: sampling can be paused, and the version of the weights be named.
         learning: that, and it takes new weights and LoRA adapters.
         tied: the model's output layer is its embedding.
+        sees: it takes images too, as `tiny_vlm.py` makes a model of this kind.
         more: further words of its command line.
 
     Raises:
@@ -91,6 +93,8 @@ def running_vllm(
     if learning:
         environ = vllm_extension.extended(environ)
     made: list[str | Path] = [python, script, model_folder, *(["0", "tied"] if tied else [])]
+    if sees:
+        made = [python, script.with_name("tiny_vlm.py"), model_folder, sees]
     subprocess.run(made, check=True, env=environ, capture_output=True)
     port = free_port()
     log = folder / "vllm.log"

@@ -39,7 +39,7 @@ def client_for(
             engine that only continues ids is used through its chat API.
     """
     if probe_result.mode == "tokens":
-        return TokensClient(engine, probe_result)
+        return TokensClient(engine, probe_result, None if format is None else format.image_token)
     if probe_result.mode == "completions" and format is not None:
         return CompletionsClient(engine, probe_result, format)
     return ChatClient(engine)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from envserver_records.errors import EngineGarbage, EngineTimeout
 
 from ...models.engine import Engine
+from ...tokens.images import url_of
 
 ChatBody = dict[str, Any]
 ChatAnswer = dict[str, Any]
@@ -130,6 +131,13 @@ def has_media(body: ChatBody) -> bool:
         if isinstance(content, list) and any(_is_media(part) for part in content):
             return True
     return False
+
+
+def has_only_images(body: ChatBody) -> bool:
+    """Returns whether all that is not text in the messages is images."""
+    contents = [message.get("content") for message in body.get("messages") or []]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return all(url_of(part) is not None for part in parts if _is_media(part))
 
 
 def _is_media(part: Any) -> bool:

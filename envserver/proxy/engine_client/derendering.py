@@ -25,12 +25,12 @@ _CUT = "The engine's tokenized text"
 async def derendered(
     session: EngineSession,
     body: ChatBody,
-    request: ChatBody,
+    prompt_ids: Sequence[int],
     choices: Sequence[dict[str, Any]],
     *,
     reasons: bool,
 ) -> list[Message]:
-    """Returns the messages in `choices`, which the engine generated for `request`.
+    """Returns the messages in `choices`, which the engine generated after `prompt_ids`.
 
     Sets each choice's `finish_reason` to that of a chat answer.
 
@@ -53,7 +53,7 @@ async def derendered(
                 "model": body.get("model"),
                 "chat_request": body,
                 "generate_response": {
-                    "prompt_token_ids": request["token_ids"],
+                    "prompt_token_ids": list(prompt_ids),
                     "choices": [
                         {
                             "index": index,

@@ -7,10 +7,12 @@ begin with the first token instead of a chunk for the role.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from envserver_records.errors import EngineGarbage
 from envserver_records.records import Message
 
+from ...tokens.images import Range, folded, folds_to
 from .base import (
     ChatAnswer,
     ChatBody,
@@ -24,9 +26,57 @@ from .base import (
     role_chunk,
     top_logprobs,
 )
+from .grids import Grid
 
+IMAGES = "prompt_images"
+"""Field of an answer: offset, length and grid of each image in its prompt. No agent gets it."""
 _WHERE = "The engine's generated answer"
 _CHUNK = "A chunk of the engine's generated stream"
+
+
+class SentPrompt(NamedTuple):
+    """The ids of a prompt as they were sent, with one `image_token` for each image; `grids`: of
+    its images."""
+
+    ids: Sequence[int]
+    image_token: int | None = None
+    grids: Sequence[Grid] = ()
+
+    def check(self, answer: ChatAnswer, where: str) -> list[Range]:
+        """Returns where the images are in the prompt that `answer` echoes.
+
+        Raises:
+            EngineGarbage: the engine saw another prompt, or other images, than it was sent.
+        """
+        if not self.grids or self.image_token is None:
+            check_prompt(answer, self.ids, where)
+            return []
+        seen: list[int] = require(answer, "prompt_token_ids", list, where)
+        ranges = image_ranges(answer, where)
+        if (
+            len(ranges) != len(self.grids)
+            or not folds_to(seen, ranges, self.image_token)
+            or folded(seen, ranges, self.image_token) != list(self.ids)
+        ):
+            raise EngineGarbage(f"{where} echoes another prompt than was sent.")
+        return ranges
+
+    def told(self, ranges: Sequence[Range]) -> ChatAnswer:
+        """Returns the field of an answer that says where the images are, if there are any."""
+        images = [[*place, grid] for place, grid in zip(ranges, self.grids, strict=True)]
+        return {IMAGES: images} if images else {}
+
+
+def image_ranges(holder: ChatAnswer, where: str) -> list[Range]:
+    """Returns vLLM's `mm_placeholders` of the images of a prompt.
+
+    Raises:
+        EngineGarbage: they are missing or malformed.
+    """
+    told = require(require(holder, "mm_placeholders", dict, where), "image", list, where)
+    return [
+        (require(one, "offset", int, where), require(one, "length", int, where)) for one in told
+    ]
 
 
 def count_of(body: ChatBody) -> int:
@@ -41,14 +91,15 @@ class GeneratedAnswer:
     Args:
         answer: to a request for text that echoes its prompt.
         body: the chat body of the request.
-        sent: the prompt's ids.
+        sent: the prompt.
 
     Raises:
         EngineGarbage: a field is missing, or the engine saw another prompt.
     """
 
-    def __init__(self, answer: ChatAnswer, body: ChatBody, sent: Sequence[int]) -> None:
-        check_prompt(answer, sent, _WHERE)
+    def __init__(self, answer: ChatAnswer, body: ChatBody, sent: SentPrompt) -> None:
+        self._told = sent.told(sent.check(answer, _WHERE))
+        self.prompt_ids: list[int] = answer["prompt_token_ids"]
         self._answer = answer
         self._body = body
         self.choices = choices_of(answer, count_of(body), _WHERE)
@@ -68,13 +119,14 @@ class GeneratedAnswer:
                 for choice, message in zip(self.choices, messages, strict=True)
             ],
             "usage": require(self._answer, "usage", dict, _WHERE),
-            "prompt_token_ids": self._answer["prompt_token_ids"],
+            "prompt_token_ids": self.prompt_ids,
+            **self._told,
             "prompt_logprobs": self._answer.get("prompt_logprobs"),
         }
 
 
 async def chunks_of(
-    stream: AsyncIterator[ChatAnswer], body: ChatBody, sent: Sequence[int], created: int
+    stream: AsyncIterator[ChatAnswer], body: ChatBody, sent: SentPrompt, created: int
 ) -> AsyncIterator[ChatAnswer]:
     """Converts a generated stream to the chunks of a chat answer.
 
@@ -86,10 +138,10 @@ async def chunks_of(
     unfinished = set(range(count))
     async for chunk in stream:
         if not head:
-            check_prompt(chunk, sent, _CHUNK)
+            told = {**sent.told(sent.check(chunk, _CHUNK)), **_ids(chunk)}
             head = chunk_head(_id(chunk), created, body.get("model"))
             for index in range(count):
-                first = {"prompt_token_ids": list(sent)} if index == 0 else {}
+                first = told if index == 0 else {}
                 yield {**role_chunk(head, index), **first}
         for choice in require(chunk, "choices", list, _CHUNK):
             index = require(choice, "index", int, _CHUNK)
@@ -103,6 +155,10 @@ async def chunks_of(
         if not chunk["choices"]:
             yield {**head, "choices": [], "usage": require(chunk, "usage", dict, _CHUNK)}
     check_ended(unfinished)
+
+
+def _ids(chunk: ChatAnswer) -> ChatAnswer:
+    return {"prompt_token_ids": chunk["prompt_token_ids"]}
 
 
 def _id(answer: ChatAnswer) -> str:

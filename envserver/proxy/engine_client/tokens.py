@@ -3,6 +3,9 @@
 A call whose prompt the engine renders is rendered first; a continued call brings its ids.
 Generating returns ids, logprobs, text, and which weights sampled which tokens. If the text may hold
 tool calls or reasoning, derendering returns what the engine's own parsers find in it.
+
+Images go along with each request, with one placeholder token for each in the prompt. (vLLM 0.32
+expands expanded prompts a second time without an error, and /v1/completions ignores images.)
 """
 
 from __future__ import annotations
@@ -11,17 +14,30 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from envserver_records.errors import EngineGarbage
+
 from ...models.engine import Engine
 from ...models.probe import ProbeResult
-from .base import ChatAnswer, ChatBody, EngineSession, Prompt, has_media, has_tools
+from ...tokens.images import digest_of, folded, folds_to, urls_of
+from .base import (
+    ChatAnswer,
+    ChatBody,
+    EngineSession,
+    Prompt,
+    has_media,
+    has_only_images,
+    has_tools,
+)
 from .chat import ChatClient, not_streamed
 from .derendering import derendered
-from .generated import GeneratedAnswer, chunks_of
+from .generated import GeneratedAnswer, SentPrompt, chunks_of, image_ranges
+from .grids import Grids
 from .render_cache import RenderCache, check_rendered, with_prompt
 
 RENDER = "/v1/chat/completions/render"
 GENERATE = "/inference/v1/generate"
 
+_RENDERED = "The engine's rendered request"
 _CHAT_ONLY = (
     "logprob_token_ids",
     "return_tokens_as_token_ids",
@@ -33,21 +49,29 @@ _CHAT_ONLY = (
 
 
 class TokensClient:
-    """See EngineClient."""
+    """See EngineClient.
 
-    def __init__(self, engine: Engine, probe_result: ProbeResult) -> None:
+    Args:
+        image_token: the placeholder of an image; None: images go through chat.
+    """
+
+    def __init__(
+        self, engine: Engine, probe_result: ProbeResult, image_token: int | None = None
+    ) -> None:
         self._engine = engine
+        self._image_token = image_token
         self._reasons = probe_result.reasoning_parser
         self._chat = ChatClient(engine)
         self._cache = RenderCache()
+        self._grids = Grids()
 
     def can_continue(self, body: ChatBody) -> str | None:
         """See EngineClient."""
-        return _chat_only(body)
+        return self._chat_only(body)
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
         """See EngineClient. Derendering a stream would take quadratic time."""
-        if _chat_only(body):
+        if self._chat_only(body):
             return self._chat.streams(body, prompt)
         return not self._is_parsed(body)
 
@@ -55,18 +79,18 @@ class TokensClient:
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
     ) -> ChatAnswer:
         """See EngineClient."""
-        if _chat_only(body):
+        if self._chat_only(body):
             return await self._chat.whole(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
             )
         body = not_streamed(body)
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
-        request = await self._request(session, body, prompt)
+        request, sent = await self._request(session, body, prompt)
         answer = await session.post(GENERATE, request)
-        generated = GeneratedAnswer(answer, body, request["token_ids"])
+        generated = GeneratedAnswer(answer, body, sent)
         if self._is_parsed(body):
             messages = await derendered(
-                session, body, request, generated.choices, reasons=self._reasons
+                session, body, generated.prompt_ids, generated.choices, reasons=self._reasons
             )
             return generated.told(messages)
         texts = [choice["text"] for choice in generated.choices]
@@ -77,7 +101,7 @@ class TokensClient:
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
         """See EngineClient."""
-        if _chat_only(body):
+        if self._chat_only(body):
             async with self._chat.stream(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
             ) as chunks:
@@ -85,29 +109,55 @@ class TokensClient:
             return
         body = not_streamed(body)
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
-        request = await self._request(session, body, prompt)
+        request, sent = await self._request(session, body, prompt)
         options = {"stream": True, "stream_options": {"include_usage": True}}
         async with session.stream(GENERATE, {**request, **options}) as chunks:
-            yield chunks_of(chunks, body, request["token_ids"], int(time.time()))
+            yield chunks_of(chunks, body, sent, int(time.time()))
 
     def _is_parsed(self, body: ChatBody) -> bool:
         return has_tools(body) or self._reasons
 
-    async def _request(self, session: EngineSession, body: ChatBody, prompt: Prompt) -> ChatBody:
-        """Returns the request to generate: for text, with the prompt echoed."""
-        request = None if prompt.ids is None else self._cache.request(body, prompt.ids)
+    async def _request(
+        self, session: EngineSession, body: ChatBody, prompt: Prompt
+    ) -> tuple[ChatBody, SentPrompt]:
+        """Returns the request to generate, for text and with the prompt echoed, and its prompt."""
+        urls = urls_of(body.get("messages") or [])
+        digests = [digest_of(url) for url in urls]
+        request = None
+        if prompt.ids is not None and not self._grids.lack(digests):
+            request = self._cache.request(body, prompt.ids)
         if request is None:
             rendered = await session.post(RENDER, body)
             check_rendered(rendered)
             self._cache.learn(body, rendered)
+            self._grids.learn(digests, rendered)
             # vLLM omits a limit of 16, its default, from what it renders, and then applies none.
-            ids = rendered["token_ids"] if prompt.ids is None else prompt.ids
+            ids = self._folded(rendered) if prompt.ids is None else prompt.ids
             request = with_prompt(rendered, body, ids)
-        return {**request, "output_mode": "text", "return_token_ids": True}
+        request = {**request, "output_mode": "text", "return_token_ids": True}
+        request.pop("features", None)
+        if urls:
+            request["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
+        sent = SentPrompt(request["token_ids"], self._image_token, self._grids.of(digests))
+        return request, sent
 
+    def _folded(self, rendered: ChatAnswer) -> list[int]:
+        """Returns the rendered prompt with one token for each image.
 
-def _chat_only(body: ChatBody) -> str | None:
-    """Returns why `body` needs the chat endpoint, or None if it does not."""
-    if has_media(body):
-        return "multimodal"
-    return next((f"field_{name}" for name in _CHAT_ONLY if body.get(name)), None)
+        Raises:
+            EngineGarbage: the rendering does not say where its images are.
+        """
+        ids: list[int] = rendered["token_ids"]
+        features = rendered.get("features")
+        if self._image_token is None or not isinstance(features, dict):
+            return ids
+        ranges = image_ranges(features, _RENDERED)
+        if not folds_to(ids, ranges, self._image_token):
+            raise EngineGarbage(f"{_RENDERED} has images at other places than it says.")
+        return folded(ids, ranges, self._image_token)
+
+    def _chat_only(self, body: ChatBody) -> str | None:
+        """Returns why `body` needs the chat endpoint, or None if it does not."""
+        if has_media(body) and (self._image_token is None or not has_only_images(body)):
+            return "multimodal"
+        return next((f"field_{name}" for name in _CHAT_ONLY if body.get(name)), None)

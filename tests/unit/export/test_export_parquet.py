@@ -111,6 +111,7 @@ def as_read(rollout: StoredRollout, number: int, row: StoredRow | None) -> dict[
         "tokens": row.tokens.tolist() if row else [],
         "mask": row.mask.astype(bool).tolist() if row else [],
         "logprobs": row.logprobs.tolist() if row else [],
+        "images": [],
     }
 
 

@@ -412,7 +412,11 @@ async def test_images_pass_and_are_not_continued_by_tokens(home: House) -> None:
     await chat(client, messages=[{"role": "user", "content": [image]}])
     assert home.fake.requests[0]["messages"][0]["content"] == [image]
     (call,) = attempt.calls
-    assert (call.edge, call.exact, call.flags) == ("root", True, ["multimodal_unstitched"])
+    assert (call.edge, call.exact, call.flags) == (
+        "root",
+        True,
+        ["multimodal_unstitched", "images_unplaced"],
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from envserver_records.errors import TokensError
+from envserver_records.images import ImageSpan
 from envserver_records.records import Call, Sequence, VersionSpan
 from msgspec.structs import replace
 from support.forests import END, NEWLINE, call, spans, talk
@@ -75,6 +76,8 @@ CHANGES: dict[str, tuple[int, Callable[[], list[Call]], Callable[..., object]]] 
     "spans that end early": (7, talk, call_with(versions=[VersionSpan(0, 0, 1)])),
     "spans that begin late": (7, talk, call_with(versions=[VersionSpan(0, 1, 2)])),
     "spans with a gap": (7, talk, call_with(versions=[VersionSpan(0, 0, 0), VersionSpan(0, 1, 2)])),
+    "an image beyond its prompt": (11, talk, call_with(images=[ImageSpan("a", 1, 9)])),
+    "an image of a row alone": (11, forked, row_with(images=[ImageSpan("a", 0, 1)])),
     "calls out of order": (10, talk, lambda calls, rows: calls.reverse()),
     "calls of one number": (10, talk, lambda calls, rows: calls.append(calls[-1])),
 }

@@ -255,7 +255,7 @@ FALSE_ROWS = {
     "names no agent": ("agent=leaf.agent", "agent=None"),
 }
 OTHER_ROWS = {
-    "begins anew at each call": ("if _continues(call.prompt_ids, calls[j])", "if False"),
+    "begins anew at each call": ("if _continues(call, calls[j])", "if False"),
     "continues the shortest": ('kind="stable")][::-1]', 'kind="stable")]'),
     "needs a word between answers": ("lengths[:k] <= size", "lengths[:k] < size"),
     "gives the shortest first": ("key=lambda k: (-depths[k], k)", "key=lambda k: (depths[k], k)"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from envserver_records.errors import TokensError
 from envserver_records.hook_events import HookEvent
+from envserver_records.images import ImageSpan
 from envserver_records.records import Call, Delivered, Dialect, Edge, TracedCall, pack, unpack
 from envserver_records.sampling import LogprobsKind
 from hypothesis import given
@@ -53,6 +54,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "logprobs_kind": st.sampled_from(get_args(LogprobsKind)),
     "sampled_message": st.one_of(st.none(), messages),
     "hooks": st.lists(st.builds(HookEvent, at=st.just("answer"), reason=text), max_size=2),
+    "images": st.just([ImageSpan("00", 0, 1, (1, 2, 2))]),
 }
 OF_FORESTS = {
     "index",

@@ -1,0 +1,206 @@
+"""Images in prompts: which a conversation has, and where the engine put their tokens. Pure.
+
+A prompt is *folded* if each image is the one placeholder token that the chat template writes, and
+*expanded* if it is what the model sees: as many tokens as the engine's processor makes of the
+image. Continued prompts are sent folded, with the images beside them; rows are expanded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from envserver_records.images import ImageSpan, sha256_of
+from envserver_records.records import Message, Trajectory
+
+Range = tuple[int, int]
+"""Offset and length of an image's tokens."""
+
+_REMEMBERED = 1 << 20
+"""Characters of an address whose digest is remembered."""
+_IMAGE_PARTS = ("image_url", "input_image", "image")
+_TOKEN_FIELDS = ("image_token_id", "image_token_index")
+_BANNED_FIELDS = (*_TOKEN_FIELDS, "video_token_id", "video_token_index", "audio_token_id")
+
+
+def image_token_of(config: Mapping[str, Any]) -> int | None:
+    """Returns the token that stands for an image, by a model's config.json; None: it has none."""
+    found = [config[name] for name in _TOKEN_FIELDS if isinstance(config.get(name), int)]
+    return found[0] if found else None
+
+
+def banned_tokens_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the placeholders that must not be sampled: no image, video or sound is behind one."""
+    found = {config[name] for name in _BANNED_FIELDS if isinstance(config.get(name), int)}
+    size = (config.get("text_config") or config).get("vocab_size")
+    return tuple(sorted(one for one in found if not isinstance(size, int) or one < size))
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message's content is an image."""
+    return isinstance(part, dict) and part.get("type") in _IMAGE_PARTS
+
+
+def url_of(part: Mapping[str, Any]) -> str | None:
+    """Returns the `data:` address of an image part; None if it has none."""
+    held = part.get("image_url")
+    url = held.get("url") if isinstance(held, dict) else held
+    return url if isinstance(url, str) and url[:5].lower() == "data:" else None
+
+
+def urls_of(messages: Iterable[Message]) -> list[str]:
+    """Returns the addresses of all images of a conversation, in order."""
+    return [url for part in _parts(messages) if (url := url_of(part)) is not None]
+
+
+def bytes_of(url: str) -> bytes:
+    """Returns the bytes that a `data:` address holds; none if it is not base64."""
+    try:
+        return base64.b64decode(url.partition(",")[2])
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def url_from(data: bytes) -> str:
+    """Returns the `data:` address of an image; engines look at the bytes for its format."""
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def digest_of(url: str) -> str:
+    """Returns the SHA-256 of the bytes of a `data:` address, in hex.
+
+    Remembered for a few of moderate size: a conversation sends its images again with each turn.
+    """
+    return _remembered(url) if len(url) <= _REMEMBERED else sha256_of(bytes_of(url))
+
+
+@lru_cache(maxsize=32)
+def _remembered(url: str) -> str:
+    return sha256_of(bytes_of(url))
+
+
+def held_by(conversations: Iterable[Iterable[Message]]) -> dict[str, bytes]:
+    """Returns the bytes of all images of some conversations, by their SHA-256."""
+    held: dict[str, bytes] = {}
+    for url in {url for messages in conversations for url in urls_of(messages)}:
+        data = bytes_of(url)
+        held[sha256_of(data)] = data
+    return held
+
+
+def shared(rollouts: Iterable[Trajectory]) -> tuple[list[Trajectory], dict[str, bytes]]:
+    """Returns the rollouts without the bytes of their images, and these: each once."""
+    bare: list[Trajectory] = []
+    held: dict[str, bytes] = {}
+    for rollout in rollouts:
+        held |= rollout.images
+        bare.append(msgspec.structs.replace(rollout, images={}) if rollout.images else rollout)
+    return bare, held
+
+
+def folded(ids: Sequence[int], ranges: Iterable[Range], token: int) -> list[int]:
+    """Returns `ids` with one `token` in place of each range."""
+    out: list[int] = []
+    at = 0
+    for offset, length in ranges:
+        out += [*ids[at:offset], token]
+        at = offset + length
+    return [*out, *ids[at:]]
+
+
+def folds_to(ids: Sequence[int], ranges: Sequence[Range], token: int) -> bool:
+    """Whether every `token` of expanded `ids` is in one of `ranges`, and each range has one."""
+    at = 0
+    for offset, length in ranges:
+        if length < 1 or offset < at or offset + length > len(ids) or token in ids[at:offset]:
+            return False
+        if token not in ids[offset : offset + length]:
+            return False
+        at = offset + length
+    return token not in ids[at:]
+
+
+def placed(ids: Sequence[int], expanded: Sequence[int], token: int) -> list[Range] | None:
+    """Finds where the images of a folded prompt are in the expanded one.
+
+    Returns:
+        A range for each `token` in `ids`; None: the prompts differ in more than their images, or
+        the ranges are not certain.
+    """
+    pieces = _split(ids, token)
+    if len(expanded) < len(ids) or list(expanded[: len(pieces[0])]) != pieces[0]:
+        return None
+    tail = len(expanded) - len(pieces[-1])
+    if len(pieces) > 1 and list(expanded[tail:]) != pieces[-1]:
+        return None
+    ranges: list[Range] = []
+    at = len(pieces[0])
+    for piece in pieces[1:-1]:
+        found = _after(expanded, piece, at + 1, tail - 1, token)
+        if found is None:
+            return None
+        ranges.append((at, found - at))
+        at = found + len(piece)
+    if len(pieces) > 1:
+        ranges.append((at, tail - at))
+    elif len(expanded) != len(ids):
+        return None
+    return ranges if folds_to(expanded, ranges, token) else None
+
+
+def spans(
+    digests: Sequence[str], ranges: Sequence[Range], grids: Sequence[tuple[int, ...]] = ()
+) -> list[ImageSpan]:
+    """Returns the images of a prompt; all arguments have one entry for each."""
+    known = list(grids) if len(grids) == len(ranges) else [()] * len(ranges)
+    return [
+        ImageSpan(digest, offset, length, tuple(grid))
+        for digest, (offset, length), grid in zip(digests, ranges, known, strict=True)
+    ]
+
+
+def images_before(images: Iterable[ImageSpan], end: int) -> list[tuple[str, int, int]]:
+    """Returns what identifies the images that begin before position `end`."""
+    return [(one.sha256, one.offset, one.length) for one in images if one.offset < end]
+
+
+def _parts(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            yield from (part for part in content if is_image(part))
+
+
+def _split(ids: Sequence[int], token: int) -> list[list[int]]:
+    pieces: list[list[int]] = [[]]
+    for id in ids:
+        if id == token:
+            pieces.append([])
+        else:
+            pieces[-1].append(id)
+    return pieces
+
+
+def _after(
+    expanded: Sequence[int], piece: list[int], start: int, end: int, token: int
+) -> int | None:
+    """Returns the only place in [start, end) where `piece` follows an image; None: it is not sure.
+
+    A processor may write ordinary tokens into an image too (line breaks between its parts), so that
+    a short piece can be in several places. The first is right if the image is a run of `token`.
+    """
+    if not piece:
+        return None
+    places = [
+        at
+        for at in range(start, end - len(piece) + 1)
+        if expanded[at] == piece[0] and list(expanded[at : at + len(piece)]) == piece
+    ]
+    fit = [at for at in places if token in expanded[start - 1 : at]]
+    if len(fit) > 1 and any(id != token for id in expanded[start - 1 : fit[0]]):
+        return None
+    return fit[0] if fit else None

