@@ -46,7 +46,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 # What learns: the versions that the tests ran with.
 LEARN := transformers==5.19.0 trl==1.16.0 peft==0.21.2 accelerate datasets matplotlib tensorboard trackio requests \
-  lm-eval==0.4.13 tenacity==9.2.1 sentence-transformers==6.2.0 \
+  lm-eval==0.4.13 tenacity==9.2.1 sentence-transformers==6.2.0 bitsandbytes==0.50.2 \
   pytest pytest-asyncio hypothesis asyncpg
 
 # The first of these that is Python 3.11 or newer.

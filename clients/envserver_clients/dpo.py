@@ -33,7 +33,7 @@ def train(arguments: Sequence[str] | None, console: Console) -> None:
     """
     settings = read_settings(DpoSettings, "dpo", arguments)
     parts = parts_of(settings.data, whole=True)
-    check_libraries()
+    check_libraries(settings)
     from envserver_clients.finetuning.examples import PAIR_COLUMNS
     from envserver_clients.finetuning.runs import Method, Training, prepare
     from envserver_clients.finetuning.trainers import dpo_trainer

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -25,6 +25,7 @@ from envserver_clients.finetuning.settings import SftSettings, read_settings
 
 if TYPE_CHECKING:
     from envserver_clients.finetuning.examples import Example, ExampleCounts
+    from envserver_clients.finetuning.heldout import HeldOut
     from envserver_clients.finetuning.tokens import Encoder
 
 
@@ -36,13 +37,15 @@ def train(arguments: Sequence[str] | None, console: Console) -> None:
     """
     settings = read_settings(SftSettings, "sft", arguments)
     parts = parts_of(settings.data, tool=settings.tool, whole=settings.whole)
-    check_libraries()
+    check_libraries(settings)
     from envserver_clients.finetuning.examples import SFT_COLUMNS
     from envserver_clients.finetuning.runs import Method, Training, prepare
     from envserver_clients.finetuning.trainers import sft_trainer
 
     prepare(settings)
-    method = Method("sft", SFT_COLUMNS, _examples, sft_trainer, lambda given: given.turns == "last")
+    method = Method(
+        "sft", SFT_COLUMNS, _examples, sft_trainer, lambda given: given.turns == "last", _heldout
+    )
     for part in parts:
         below = part.tool is not None and settings.tool is None
         output = settings.output / str(part.tool) if below else settings.output
@@ -61,6 +64,23 @@ def _examples(
         max_length=settings.max_length,
         too_long=settings.too_long,
         prompts=settings.prompts,
+    )
+
+
+def _heldout(
+    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, tokenizer: Any
+) -> HeldOut:
+    from envserver_clients.finetuning.examples import ExampleCounts, Limits, encoded_rows
+    from envserver_clients.finetuning.heldout import HeldOut
+    from envserver_clients.finetuning.trainers import is_half
+
+    limits = Limits(settings.max_length, settings.too_long)
+    return HeldOut(
+        tokenizer,
+        lambda: encoded_rows(paths, encoder, ExampleCounts(), limits, prompts=settings.prompts),
+        batch_size=settings.batch_size,
+        calls=settings.check_calls,
+        half=is_half(settings),
     )
 
 

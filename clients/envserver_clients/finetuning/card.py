@@ -6,8 +6,8 @@ gives the same card.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class CardFacts:
         data: sha256 of the rows.
         versions: versions of the libraries.
         license: the result's license; None: unspecified.
+        heldout: measures of held-out rows by name: before and after the training.
     """
 
     method: str
@@ -41,6 +42,7 @@ class CardFacts:
     data: str
     versions: Mapping[str, str]
     license: str | None = None
+    heldout: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 _METHODS = {
@@ -81,6 +83,7 @@ def _body(about: CardFacts) -> str:
         f"# {about.name}\n\nA {what} {about.base}. {_METHODS[about.method]}{tool}\n",
         "## Data\n\n" + _table({**about.counts, "sha256": about.data}),
         "## Training\n\n" + _table(about.settings),
+        "## Held-out rows\n\n" + _before_and_after(about.heldout) if about.heldout else "",
         "## Last numbers\n\n" + _table(about.results) if about.results else "",
         "## Use\n\n" + _use(about),
         "## Libraries\n\n" + _table(about.versions),
@@ -91,6 +94,14 @@ def _body(about: CardFacts) -> str:
 def _table(facts: Mapping[str, Any]) -> str:
     lines = [f"| {name.replace('_', ' ')} | {_cell(value)} |" for name, value in facts.items()]
     return "\n".join(["| | |", "|---|---|", *lines]) + "\n"
+
+
+def _before_and_after(numbers: Mapping[str, Sequence[float]]) -> str:
+    lines = [
+        f"| {name.replace('_', ' ')} | {' | '.join(map(_cell, values))} |"
+        for name, values in numbers.items()
+    ]
+    return "\n".join(["| | before | after |", "|---|---|---|", *lines]) + "\n"
 
 
 def _cell(value: Any) -> str:

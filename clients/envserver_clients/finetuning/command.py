@@ -15,20 +15,34 @@ from envserver_records import ConfigError, ConflictError, EnvserverError, InputE
 from envserver_records.extras import CLIENTS, install_command
 from rich.console import Console
 
-_NEEDED = ("torch", "transformers", "trl", "peft", "datasets")
+from .settings import FinetuneSettings
+
+_NEEDED = ("torch", "transformers", "trl", "peft", "datasets", "jsonschema")
 
 
-def check_libraries() -> None:
+def check_libraries(settings: FinetuneSettings) -> None:
     """Checks that the libraries of these commands are installed.
 
     Raises:
-        ConfigError: a library is missing.
+        ConfigError: a library is missing, or 4 bits are wanted without a LoRA.
     """
     missing = [name for name in _NEEDED if not importlib.util.find_spec(name)]
     if missing:
         raise ConfigError(
             f"Training needs {', '.join(missing)}, which this Python does not have.",
             hint=install_command("train", CLIENTS),
+        )
+    if not settings.load_in_4bit:
+        return
+    if not settings.lora:
+        raise ConfigError(
+            "--load-in-4bit needs --lora: weights in 4 bits cannot be trained themselves.",
+            hint="Add --lora, or leave --load-in-4bit out.",
+        )
+    if not importlib.util.find_spec("bitsandbytes"):
+        raise ConfigError(
+            "--load-in-4bit needs bitsandbytes, which this Python does not have.",
+            hint=install_command("qlora", CLIENTS),
         )
 
 

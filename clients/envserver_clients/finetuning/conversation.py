@@ -1,9 +1,9 @@
 """Reads a row as a conversation, or as plain text with a completion.
 
 In: rows of `envserver export --to messages` or `--to dpo`, of `envserver sft build`, or with a
-`prompt` and a `completion`. Out: `Conversation` (messages, of which the first ones are not trained)
-or `Plain`. What always holds: arguments of tool calls are objects, as chat templates need them,
-even if the row has them as JSON text.
+`prompt` and a `completion`, or with recorded tokens. Out: `Conversation` (messages, of which the
+first ones are not trained), `Plain` or `Tokens`. What always holds: arguments of tool calls are
+objects, as chat templates need them, even if the row has them as JSON text.
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ class Plain:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Exact token ids, as the proxy recorded them, and which of them the model sampled."""
+
+    ids: list[int]
+    sampled: list[bool]
+
+
+@dataclass(frozen=True)
 class Pair:
     """Two answers to one prompt."""
 
@@ -52,16 +60,21 @@ class Pair:
     rejected: Conversation
 
 
-def read_row(row: Row, place: str, *, plain: Any = None) -> Conversation | Plain:
+def read_row(
+    row: Row, place: str, *, plain: Any = None, recorded: bool = False
+) -> Conversation | Plain | Tokens:
     """Reads a row for supervised training.
 
     Args:
         place: the row's place, for errors.
         plain: decides whether a text prompt is used as it is; None: never.
+        recorded: read `tokens` and `mask` instead of messages.
 
     Raises:
         InputError: the row has none of the known forms.
     """
+    if recorded:
+        return _tokens(row.get("tokens"), row.get("mask"), place)
     if "messages" in row:
         return Conversation(_messages(row["messages"], "messages", place), 0, _tools(row, place))
     if "instruction" in row and "output" in row:
@@ -106,6 +119,22 @@ def read_pair(row: Row, place: str) -> Pair:
         Conversation([*before, *chosen], given, tools),
         Conversation([*before, *rejected], given, tools),
     )
+
+
+def _tokens(ids: Any, mask: Any, place: str) -> Tokens:
+    fits = (
+        isinstance(ids, list)
+        and isinstance(mask, list)
+        and len(ids) == len(mask)
+        and all(type(one) is int and one >= 0 for one in ids)
+        and all(isinstance(one, bool) or one in (0, 1) for one in mask)
+    )
+    if not fits:
+        raise InputError(
+            f"{place}: recorded tokens must be token ids, and mask as many flags.",
+            hint="`envserver export --to parquet` writes such rows.",
+        )
+    return Tokens(ids, [bool(one) for one in mask])
 
 
 def _asked(prompt: str, completion: str) -> Conversation:

@@ -13,16 +13,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from .conversation import Conversation, read_pair, read_row
+from .conversation import Conversation, Tokens, Tools, read_pair, read_row
 from .data import rows_of
 from .tokens import Encoded, Encoder
 
+Prompts = Literal["auto", "chat", "plain", "recorded"]
 TooLong = Literal["drop", "truncate"]
 Example = dict[str, list[int]]
 
 _BATCH: Final = 256
 SFT_COLUMNS: Final = ("input_ids", "labels")
 PAIR_COLUMNS: Final = ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_labels")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The maximum tokens of a row, and what happens to longer ones."""
+
+    max_length: int
+    too_long: TooLong
 
 
 @dataclass
@@ -60,31 +69,48 @@ def sft_examples(
     *,
     max_length: int,
     too_long: TooLong,
-    prompts: Literal["auto", "chat", "plain"] = "auto",
+    prompts: Prompts = "auto",
 ) -> Iterator[Example]:
     """Yields examples for supervised training; fills `counts`.
 
     Raises:
         InputError: a row is wrong; the message has its place.
     """
+    limits = Limits(max_length, too_long)
+    for one, _ in encoded_rows(paths, encoder, counts, limits, prompts=prompts):
+        yield {"input_ids": one.ids, "labels": one.labels}
+
+
+def encoded_rows(
+    paths: Sequence[Path],
+    encoder: Encoder,
+    counts: ExampleCounts,
+    limits: Limits,
+    *,
+    prompts: Prompts = "auto",
+) -> Iterator[tuple[Encoded, Tools | None]]:
+    """Yields training rows with the tools that were offered; otherwise like `sft_examples`."""
     plain: dict[str, Callable[[str], bool]] = {
         "auto": encoder.is_rendered,
         "chat": lambda prompt: False,
         "plain": lambda prompt: True,
     }
-    fit = partial(_fit, counts=counts, max_length=max_length, too_long=too_long)
+    fit = partial(_fit, counts=counts, max_length=limits.max_length, too_long=limits.too_long)
     for place, row in rows_of(paths):
         counts.rows += 1
-        read = read_row(row, place, plain=plain[prompts])
+        read = read_row(row, place, plain=plain.get(prompts), recorded=prompts == "recorded")
+        tools = None
         if isinstance(read, Conversation):
-            encoded = encoder.conversation(read, place)
+            encoded, tools = encoder.conversation(read, place), read.tools
+        elif isinstance(read, Tokens):
+            encoded = [encoder.exact(read, place)]
         else:
             encoded = [encoder.plain(read)]
         counts.dropped_nothing_to_train += not encoded
         for one in filter(None, map(fit, encoded)):
             _count(counts, one)
             counts.examples += 1
-            yield {"input_ids": one.ids, "labels": one.labels}
+            yield one, tools
     counts.rendered_otherwise = encoder.rendered_otherwise
 
 

@@ -6,8 +6,9 @@ What always holds: metrics.jsonl has one line for each step, even after a kill.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,6 +16,7 @@ from transformers import TrainerCallback
 
 from envserver_clients.training.metrics import JsonLines
 
+MEASURED: Final = "heldout_loss"
 _LEFT_OUT = ("total_flos", "num_tokens", "train_runtime", "train_samples_per_second")
 _SHOWN = ("loss", "mean_token_accuracy", "rewards/accuracies", "eval_loss")
 
@@ -31,6 +33,7 @@ class Reporting(TrainerCallback):  # type: ignore[misc]  # a class of a library 
     def __init__(self, path: Path, step: int, name: str, console: Console) -> None:
         self._lines = JsonLines(path, step)
         self._evaluated = {line["step"] for line in self._lines.kept if "eval_loss" in line}
+        self._measured = {line["step"] for line in self._lines.kept if MEASURED in line}
         self._name = name
         self._begun = time.monotonic()
         self._bar = Progress(
@@ -65,6 +68,11 @@ class Reporting(TrainerCallback):  # type: ignore[misc]  # a class of a library 
         note = " ".join(f"{name} {numbers[name]:.3f}" for name in _SHOWN if name in numbers)
         if self._task is not None:
             self._bar.update(self._task, note=note)
+
+    def measure(self, step: int, measured: Callable[[], dict[str, float]]) -> None:
+        """Writes the measures of held-out rows at a step, unless they are there already."""
+        if step not in self._measured:
+            self._lines.write({"step": step, **measured()})
 
     def close(self) -> None:
         """Stops the bar and leaves it visible."""

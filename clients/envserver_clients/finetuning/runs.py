@@ -26,7 +26,9 @@ from envserver_clients.training.metrics import read_lines
 from .card import CardFacts, base_name, card_of
 from .data import Part, digest_of
 from .examples import Example, ExampleCounts, written
-from .reporting import Reporting
+from .heldout import PREFIX, HeldOut
+from .packing import check_apart
+from .reporting import MEASURED, Reporting
 from .settings import FinetuneSettings
 from .tokens import Encoder
 
@@ -39,11 +41,13 @@ _METRICS: Final = "metrics.jsonl"
 _ADAPTER: Final = "adapter_config.json"
 _STATE: Final = "trainer_state.json"
 _LIBRARIES: Final = ("trl", "transformers", "peft", "torch", "datasets")
+_NEWER: Final = ("load_in_4bit", "packing")
+"""Settings that trainings of earlier versions did not have."""
 _NOT_OF_THE_RESULT: Final = frozenset(
     {
         *("output", "data", "overwrite", "preset", "merged", "threads", "device", "base_model"),
         *("license", "keep_checkpoints", "checkpoint_every", "log_every", "validate_every"),
-        *("tool", "whole", "model"),
+        *("tool", "whole", "model", "check_calls"),
     }
 )
 
@@ -58,6 +62,7 @@ class Method(Generic[S]):
         examples: converts rows of files to examples; fills the counts.
         trainer: creates TRL's trainer.
         last_only: train only the last turn.
+        heldout: measures on validation rows, before and after the training.
     """
 
     name: str
@@ -65,6 +70,7 @@ class Method(Generic[S]):
     examples: Callable[[S, Sequence[Path], Encoder, ExampleCounts], Iterator[Example]]
     trainer: Callable[..., Any]
     last_only: Callable[[S], bool] = lambda settings: False
+    heldout: Callable[[S, Sequence[Path], Encoder, Any], HeldOut] | None = None
 
 
 def prepare(settings: FinetuneSettings) -> None:
@@ -126,7 +132,12 @@ class Training(Generic[S]):
         validation = None
         if self._part.validation:
             validation = self._data(self._part.validation, encoder, ExampleCounts(), "validation")
-        trainer = self._trained(tokenizer, train, validation)
+        heldout = None
+        if validation is not None and self._method.heldout is not None:
+            heldout = self._method.heldout(
+                self._settings, self._part.validation, encoder, tokenizer
+            )
+        trainer = self._trained(tokenizer, train, validation, heldout)
         self._finish(trainer, tokenizer, facts, counts)
 
     def _facts(self) -> dict[str, Any]:
@@ -156,6 +167,8 @@ class Training(Generic[S]):
                 f"{self._output} contains other files.", hint="Use another --output."
             )
         earlier = json.loads(ours.read_text(encoding="utf-8"))
+        # Written before a setting existed, it had the setting's default.
+        earlier["settings"] = self._defaults() | earlier.get("settings", {})
         if all(earlier.get(name) == value for name, value in facts.items()):
             return ours is done
         if ours is started and _last_whole(self._work / "checkpoints") is None:
@@ -169,6 +182,10 @@ class Training(Generic[S]):
             )
         shutil.rmtree(self._output)
         return False
+
+    def _defaults(self) -> dict[str, Any]:
+        kinds = type(self._settings).model_fields
+        return {name: kinds[name].default for name in _NEWER if name in kinds}
 
     def _encoder(self) -> tuple[Any, Encoder]:
         from transformers import AutoTokenizer, GenerationConfig
@@ -191,7 +208,7 @@ class Training(Generic[S]):
         examples = self._method.examples(self._settings, paths, encoder, counts)
         return written(examples, self._method.columns, self._work / f"{name}.arrow")
 
-    def _trained(self, tokenizer: Any, train: Any, validation: Any) -> Any:
+    def _trained(self, tokenizer: Any, train: Any, validation: Any, heldout: HeldOut | None) -> Any:
         from transformers import PrinterCallback
 
         checkpoints = self._work / "checkpoints"
@@ -203,9 +220,15 @@ class Training(Generic[S]):
                 self._settings, tokenizer, train, validation, checkpoints, [reporting]
             )
             trainer.remove_callback(PrinterCallback)  # it would print each line of metrics
+            if "seq_lengths" in trainer.train_dataset.column_names:
+                check_apart(trainer.model, trainer.train_dataset, half=trainer.args.bf16)
+            if heldout is not None:
+                reporting.measure(0, lambda: heldout.measure(trainer.model))
             trainer.train(resume_from_checkpoint=str(last) if last else None)
             if validation is not None:
                 trainer.evaluate()
+            if heldout is not None:
+                reporting.measure(trainer.state.global_step, lambda: heldout.measure(trainer.model))
         finally:
             reporting.close()
         return trainer
@@ -221,6 +244,7 @@ class Training(Generic[S]):
             **facts,
             "counts": counts.as_dict(),
             "results": self._results(),
+            "heldout": self._heldout(),
             "versions": {name: version(name) for name in _LIBRARIES},
         }
         about = CardFacts(
@@ -244,10 +268,25 @@ class Training(Generic[S]):
         found: dict[str, float] = {}
         for line in read_lines(self._output / _METRICS):
             found.update(line)
-        return {name: value for name, value in found.items() if not _is_time(name)}
+        return {
+            name: value
+            for name, value in found.items()
+            if not _is_time(name) and not name.startswith(PREFIX)
+        }
+
+    def _heldout(self) -> dict[str, list[float]]:
+        """Returns each measure of held-out rows before and after the training."""
+        lines = [line for line in read_lines(self._output / _METRICS) if MEASURED in line]
+        if not lines:
+            return {}
+        first, last = lines[0], lines[-1]
+        names = [name for name in last if name.startswith(PREFIX) and name in first]
+        return {name.removeprefix(PREFIX): [first[name], last[name]] for name in names}
 
 
-_TOLD: Final = ("method", "base", "tool", "settings", "counts", "results", "data", "versions")
+_TOLD: Final = (
+    *("method", "base", "tool", "settings", "counts", "results", "heldout", "data", "versions"),
+)
 
 
 def _is_time(name: str) -> bool:
@@ -287,6 +326,8 @@ def _save(model: Any, tokenizer: Any, folder: Path, settings: FinetuneSettings, 
         _write(folder / _ADAPTER, {**config, "base_model_name_or_path": base})
         if not settings.merged:
             return
+        if settings.load_in_4bit:
+            model = _on_whole_base(settings.model, folder)
         model, folder = model.merge_and_unload(), folder / "merged"
     was = AutoConfig.from_pretrained(settings.model).dtype
     if isinstance(was, torch.dtype):
@@ -294,6 +335,16 @@ def _save(model: Any, tokenizer: Any, folder: Path, settings: FinetuneSettings, 
     model.config.use_cache = True
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _on_whole_base(base: str, adapter: Path) -> Any:
+    """Loads the adapter on the base's own weights: 4-bit ones would be merged with their error."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return PeftModel.from_pretrained(whole, adapter)
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -53,6 +53,9 @@ class FinetuneSettings(BaseModel):
     """Dropout of the LoRA's inputs."""
     lora_targets: Annotated[tuple[str, ...], BeforeValidator(_names)] = ATTENTION_AND_MLP
     """Layers with a LoRA: name suffixes, separated by commas; all-linear: all except the last."""
+    load_in_4bit: bool = False
+    """With --lora: keep the frozen base in 4 bits (QLoRA: NF4, double quantisation). Needs
+    bitsandbytes; runs on CPUs, too."""
     merged: bool = False
     """With --lora: also save the whole model with the LoRA merged into it, below `output`."""
 
@@ -121,9 +124,18 @@ class SftSettings(FinetuneSettings):
     """One model from the rows of all tools of such a folder."""
     turns: Literal["all", "last"] = "all"
     """Which turns of the assistant are trained."""
-    prompts: Literal["auto", "chat", "plain"] = "auto"
+    packing: bool = False
+    """Put short rows together into rows of up to `max_length` tokens, which do not see each other.
+    `batch_size` then counts these."""
+    check_calls: int = Field(default=32, ge=0)
+    """Maximum number of held-out tool calls that the model writes before and after the training, to
+    count valid ones."""
+    prompts: Literal["auto", "chat", "plain", "recorded"] = "auto"
     """Meaning of a text prompt. chat: the user's turn, rendered by the chat template; plain: the
-    exact text; auto: plain if it contains special tokens or the model has no template."""
+    exact text; auto: plain if it contains special tokens or the model has no template. recorded:
+    no text at all, but `tokens` and `mask` of `envserver export --to parquet`: exactly the tokens
+    that the proxy recorded, of which the sampled ones are trained. Only for models with the
+    tokenizer that made them."""
 
     @property
     def rate(self) -> float:

@@ -10,13 +10,15 @@ tokens up to the one that ends the turn.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envserver_records import InputError
 from jinja2 import TemplateError
 
-from .conversation import Conversation, Message, Plain
+from .conversation import Conversation, Message, Plain, Tokens
+
+Span = tuple[int, int]
 
 NOT_TRAINED = -100
 """The label of context tokens."""
@@ -29,10 +31,12 @@ class Encoded:
     Args:
         ids: T token ids.
         trained: T flags: whether the loss counts the token.
+        calls: the trained turns that call tools: first token, and the one after the last.
     """
 
     ids: list[int]
     trained: list[bool]
+    calls: tuple[Span, ...] = ()
 
     @property
     def labels(self) -> list[int]:
@@ -44,7 +48,14 @@ class Encoded:
 
     def cut(self, length: int) -> Encoded:
         """Returns the first `length` tokens."""
-        return Encoded(self.ids[:length], self.trained[:length])
+        calls = tuple(span for span in self.calls if span[1] <= length)
+        return Encoded(self.ids[:length], self.trained[:length], calls)
+
+    def turns(self) -> list[Span]:
+        """Returns the trained turns: first token, and the one after the last."""
+        edges = zip([False, *self.trained], [*self.trained, False], strict=True)
+        places = [place for place, (before, now) in enumerate(edges) if before != now]
+        return list(zip(places[::2], places[1::2], strict=True))
 
 
 class Encoder:
@@ -91,6 +102,8 @@ class Encoder:
         rows: list[Encoded] = []
         for number in turns[-1:] if self._last_only else turns:
             turn = self._turn(messages, number, conversation, place)
+            if messages[number].get("tool_calls"):
+                turn = replace(turn, calls=tuple(turn.turns()))
             if rows and (joined := _joined(rows[-1], turn)):
                 rows[-1] = joined
             else:
@@ -105,6 +118,23 @@ class Encoder:
         both = start + self._ids(text.prompt + text.completion)
         full = both if both[: len(prompt)] == prompt else prompt + self._ids(text.completion)
         return self._answered(prompt, full)
+
+    def exact(self, tokens: Tokens, place: str) -> Encoded:
+        """Takes recorded tokens as they are.
+
+        Raises:
+            InputError: they are another model's.
+        """
+        if max(tokens.ids, default=0) >= len(self._tokenizer):
+            raise InputError(
+                f"{place}: token {max(tokens.ids)} is not in the model's vocabulary.",
+                hint="Recorded tokens fit only models with the tokenizer that made them.",
+            )
+        row = Encoded(tokens.ids, tokens.sampled)
+        if not self._last_only or not any(row.trained):
+            return row
+        start, end = row.turns()[-1]
+        return Encoded(row.ids, _mask(start, end, len(row.ids)))
 
     def _turn(
         self, messages: list[Message], number: int, conversation: Conversation, place: str
@@ -174,7 +204,8 @@ def _joined(row: Encoded, turn: Encoded) -> Encoded | None:
     sampled = len(row.ids) - row.trained[::-1].index(True)
     if turn.ids[:sampled] != row.ids[:sampled] or any(turn.trained[:sampled]):
         return None
-    return Encoded(turn.ids, row.trained[:sampled] + turn.trained[sampled:])
+    trained = row.trained[:sampled] + turn.trained[sampled:]
+    return Encoded(turn.ids, trained, row.calls + turn.calls)
 
 
 def _common(first: list[int], second: list[int]) -> int:

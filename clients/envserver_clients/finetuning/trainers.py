@@ -38,7 +38,13 @@ def sft_trainer(
     Raises:
         ConfigError: the model and the LoRA settings do not fit together.
     """
-    arguments = SFTConfig(**_arguments(settings, folder), max_length=None)
+    arguments = SFTConfig(
+        **_arguments(settings, folder),
+        # No row is longer, and TRL packs whole rows only; rows for validation stay apart.
+        max_length=settings.max_length if settings.packing else None,
+        packing=settings.packing,
+        eval_packing=False,
+    )
     return _made(
         SFTTrainer,
         settings,
@@ -121,9 +127,44 @@ class PairCollator:
 
 def _made(trainer: Any, settings: FinetuneSettings, **given: Any) -> Any:
     try:
-        return trainer(model=settings.model, peft_config=_lora(settings), **given)
-    except (OSError, ValueError) as error:  # errors of transformers, PEFT and TRL
+        made = trainer(
+            model=settings.model,
+            peft_config=_lora(settings),
+            quantization_config=quantization(settings),
+            **given,
+        )
+    except (OSError, ValueError, ImportError) as error:  # of transformers, PEFT and TRL
         raise ConfigError(f"{settings.model} cannot be trained like this: {error}") from error
+    if settings.load_in_4bit:
+        _keep_precision(made.model)
+    return made
+
+
+def _keep_precision(model: Any) -> None:
+    """Undoes what would round: TRL makes a quantised model's LoRA bfloat16, which loses small
+    updates, and bitsandbytes on a CPU rounds the base's scales to bfloat16 at the first evaluation.
+    """
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def quantization(settings: FinetuneSettings) -> Any:
+    """Returns the configuration of a 4-bit base (QLoRA, arXiv 2305.14314), None without."""
+    if not settings.load_in_4bit:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    half = is_half(settings)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if half else torch.float32,
+    )
 
 
 def _lora(settings: FinetuneSettings) -> Any:
@@ -144,10 +185,8 @@ def _lora(settings: FinetuneSettings) -> Any:
 
 def _arguments(settings: FinetuneSettings, folder: Path) -> dict[str, Any]:
     """Returns the arguments of both configurations."""
-    cuda = settings.device == "auto" and torch.cuda.is_available()
-    half = settings.dtype == "bfloat16" or (
-        settings.dtype == "auto" and cuda and torch.cuda.is_bf16_supported()
-    )
+    cuda = _has_gpu(settings)
+    half = is_half(settings)
     return {
         "output_dir": str(folder),
         # Frozen weights may be 16-bit; trained ones would lose small updates.
@@ -177,3 +216,14 @@ def _arguments(settings: FinetuneSettings, folder: Path) -> dict[str, Any]:
         "disable_tqdm": True,
         "report_to": "none",
     }
+
+
+def _has_gpu(settings: FinetuneSettings) -> bool:
+    return settings.device == "auto" and torch.cuda.is_available()
+
+
+def is_half(settings: FinetuneSettings) -> bool:
+    """Returns whether computing is in bfloat16."""
+    if settings.dtype != "auto":
+        return settings.dtype == "bfloat16"
+    return _has_gpu(settings) and torch.cuda.is_bf16_supported()

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, TextIO
 from envserver_records import InputError
 from envserver_records.files import replacing_path
 
-from envserver_clients.finetuning.conversation import Plain, read_row
+from envserver_clients.finetuning.conversation import Conversation, read_row
 from envserver_clients.finetuning.data import rows_of
 
 Form = Literal["contents", "messages"]
@@ -107,7 +107,7 @@ def line_of(row: dict[str, Any], place: str, form: Form, most_tokens: int) -> di
         InputError: the row has an unknown form.
     """
     conversation = read_row(row, place)
-    assert not isinstance(conversation, Plain)
+    assert isinstance(conversation, Conversation)
     if conversation.tools or any(
         one["role"] == "tool" or one.get("tool_calls") for one in conversation.messages
     ):

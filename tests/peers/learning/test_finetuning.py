@@ -137,8 +137,8 @@ def test_each_tool_gets_an_adapter_that_can_go_to_the_hub(model: Path, tmp_path:
     }
     done = json.loads((made / "training.json").read_text())
     assert done["data"] in card.text and done["counts"]["examples"] == 8
-    assert [line["step"] for line in lines(made)] == [1, 2, 2]
-    assert "eval_loss" in lines(made)[-1]
+    assert [line["step"] for line in lines(made)] == [0, 1, 2, 2, 2]
+    assert "eval_loss" in lines(made)[-2] and "heldout_loss" in lines(made)[-1]
     everything = "".join(path.read_text() for path in made.glob("*.[mj]*") if path.is_file())
     assert str(tmp_path) not in everything
     assert not list(made.glob(".*"))

@@ -248,3 +248,35 @@ def test_of_a_pair_only_the_answers_count(tmp_path: Path) -> None:
     assert kept == ["call<|im_end|>two<|im_end|>", "three<|im_end|>"]
     with pytest.raises(InputError, match="are the same"):
         read_pair({**split, "rejected": chosen}, "row 3")
+
+
+def test_recorded_tokens_are_trained_as_they_are(tmp_path: Path) -> None:
+    row = {"tokens": [9, 8, 7, 6, 5], "mask": [False, True, True, False, True]}
+    (one,), _ = examples(tmp_path, {**row, "messages": messages("a", "b")}, prompts="recorded")
+    assert one == {"input_ids": row["tokens"], "labels": [NOT_TRAINED, 8, 7, NOT_TRAINED, 5]}
+    wrong: list[dict[str, Any]] = [{**row, "mask": [1]}, {**row, "tokens": ["a"] * 5}]
+    for other in (*wrong, {"messages": messages("a", "b")}):
+        with pytest.raises(InputError, match=r"line 1: recorded tokens must be"):
+            examples(tmp_path, other, prompts="recorded")
+    with pytest.raises(InputError, match="token 99999 is not in the model's vocabulary"):
+        examples(tmp_path, {**row, "tokens": [1, 2, 3, 4, 99999]}, prompts="recorded")
+
+
+def test_a_template_with_marks_says_the_same() -> None:
+    """transformers' own mask, from marks that the template puts around what the assistant says."""
+    marked = TEMPLATE.replace(
+        "<|im_start|>{{ message.role }}\n{{ message.content or '' }}",
+        "<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}"
+        "{{ message.content }}<|im_end|>{% endgeneration %}{{ '\\n' }}{% continue %}{% endif %}"
+        "{{ message.content or '' }}",
+    )
+    assert marked != TEMPLATE
+    chat = messages("a b", "c 1", "d", "e\nf")
+    (row,) = Encoder(words(TEMPLATE)).conversation(Conversation(chat), "row")
+    (same,) = Encoder(words(marked)).conversation(Conversation(chat), "row")
+    theirs = words(marked).apply_chat_template(
+        chat, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+    )
+    assert same == row
+    flags = [bool(one) for one in theirs["assistant_masks"]]
+    assert theirs["input_ids"] == row.ids and flags == row.trained

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from envserver_clients import dpo, sft
+from envserver_clients.finetuning.calls import Call, are_valid, calls_in
 from envserver_clients.finetuning.card import base_name
-from envserver_clients.finetuning.command import tell
+from envserver_clients.finetuning.command import check_libraries, tell
 from envserver_clients.finetuning.data import Part, digest_of, parts_of, rows_of
+from envserver_clients.finetuning.settings import SftSettings, read_settings
 from rich.console import Console
 
 from envserver import ConfigError, InputError
@@ -109,3 +111,56 @@ def test_an_error_keeps_the_brackets_of_an_extra(capsys: pytest.CaptureFixture[s
     tell(Console(stderr=True), ConfigError("No trl.", hint="pip install 'envserver[train,data]'"))
     told = capsys.readouterr().err
     assert told.startswith("envserver: No trl. pip install 'envserver[train,data]'")
+
+
+def test_4_bits_need_a_lora_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settings(*words: str) -> SftSettings:
+        given = ["--model", "m", "--data", "d", "--output", "o", "--load-in-4bit", *words]
+        return read_settings(SftSettings, "sft", given)
+
+    there = {"bitsandbytes"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name not in there or None)
+    with pytest.raises(ConfigError, match="needs --lora"):
+        check_libraries(settings())
+    with pytest.raises(ConfigError, match="needs bitsandbytes") as refused:
+        check_libraries(settings("--lora"))
+    assert "[qlora]" in str(refused.value.hint)
+    there.clear()
+    check_libraries(settings("--lora"))
+
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "valid"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', 1, True),
+        ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', 1, True),
+        ('{"type": "function", "name": "add", "parameters": {"a": 1}}<|eom_id|>', 1, True),
+        ('x {"function": {"name": "add", "arguments": "{\\"a\\": 1}"}} y', 1, True),
+        ('{"name": "add", "arguments": {"a": "1"}}', 1, False),
+        ('{"name": "add", "arguments": {"a": 1, "b": 2}}', 1, False),
+        ('{"name": "sub", "arguments": {"a": 1}}', 1, False),
+        ('{"name": "add", "arguments": {"a": 1}', 0, False),
+        ('{"a": {"name": "add"}} or 1', 0, False),
+    ],
+)
+def test_calls_are_found_in_the_forms_of_chat_templates_and_checked(
+    text: str, calls: int, valid: bool
+) -> None:
+    found = calls_in(text)
+    assert len(found) == calls and are_valid(found, [ADD]) == valid
+    if valid:
+        assert found == [Call("add", {"a": 1})]
