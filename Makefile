@@ -1,5 +1,6 @@
 # make demo        the shipped math tasks with the simulated engine; makes .venv when it is missing
-# make learn       a tiny model learns sums before your eyes: engine, server, trainer (minutes)
+# make learn       a tiny model learns to sort before your eyes: engine, server, trainer (minutes)
+# make learn-proof   does it generalise? five seeds, two tasks, held-out questions, control, baselines (half an hour)
 # make objectives  the trainer's objectives beside TRL's and verl's: writes the table of its README (minutes)
 # make test        the tests of every room, in a few minutes; make test ROOM=store runs one room
 # make test-all    all but the slow ones, with real peers (what is not installed is skipped, and said)
@@ -72,6 +73,9 @@ demo: .venv/.installed
 
 learn: learner
 	@.venv-learn/bin/python -m envserver_clients.learn --output out/learn
+
+learn-proof: learner
+	@.venv-learn/bin/python -m envserver_clients.proof --output out/proof
 
 objectives: learner trainers
 	@$(BIN)/python tests/support/objectives_table.py

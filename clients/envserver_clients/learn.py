@@ -4,9 +4,10 @@
     python -m envserver_clients.learn --output out/learn --serve my_environment.yaml
 
 Makes the tiny model (once), starts the local engine, `envserver serve` and the trainer of
-`envserver_clients.grpo`, prints a line per step and draws the curve. All processes end with it:
-when the model has learned enough, on Ctrl-C, and on errors. Processes that die are restarted, and
-the trainer continues from its checkpoint; so does the same command with the same --output.
+`envserver_clients.grpo`, prints a line per step and draws the curve. Meanwhile the server evaluates
+questions that training never asks (`held_out.jsonl`). All processes end with it: when the model has
+learned enough, on Ctrl-C, and on errors. Processes that die are restarted, and the trainer
+continues from its checkpoint; so does the same command with the same --output.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
 from envserver_clients.training.children import Children
+from envserver_clients.training.held_out import HELD_OUT, write_held_out
 from envserver_clients.training.metrics import Line, read_lines
 from envserver_clients.training.settings import from_flags
 
 _CONFIGS: Final = Path(__file__).parent / "training"
+_MANY: Final = ("sort", "tool")
+"""Tasks with tens of thousands of questions, which another tiny model is made for."""
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _PICTURE_WIDTH: Final = 60
 
@@ -41,9 +45,9 @@ class LearnSettings(BaseModel):
 
     output: Path = Path("out/learn")
     """Folder for everything; an existing one is continued."""
-    task: Literal["arithmetic", "tool", "kuhn"] = "arithmetic"
-    """arithmetic: one answer per task; tool: several turns with a calculator; kuhn: self-play in
-    Kuhn poker, from a model of your own (`--model`)."""
+    task: Literal["sort", "tool", "arithmetic", "kuhn"] = "sort"
+    """sort: one answer per task; tool: several turns with a calculator; arithmetic: 124 sums, too
+    few to generalise; kuhn: self-play in Kuhn poker, from a model of your own (`--model`)."""
     serve: Path | None = None
     """Settings file of `envserver serve` for an environment of your own, instead of `task`."""
     wire: Literal["native", "atropos"] = "native"
@@ -58,6 +62,11 @@ class LearnSettings(BaseModel):
     """Stop after this many steps. Default: no limit."""
     until_reward: float | None = 0.9
     """Stop when the mean reward of the last ten steps is at least this."""
+    evaluate_every: int | None = Field(default=None, ge=0)
+    """Evaluate the model on held-out questions every so many steps, and at the end; 0: never.
+    Default: 20 for `sort` and `tool`, else 0."""
+    held_out: int = Field(default=200, ge=1)
+    """Number of held-out questions, asked once each."""
     shuffle_rewards: bool = False
     """Shuffle the rewards within each group: a control run, which must not learn."""
     groups: int = Field(default=12, ge=1)
@@ -79,7 +88,7 @@ def learn(settings: LearnSettings, console: Console) -> int:
     Raises:
         EnvserverError: a process did not start, or died too often.
     """
-    model = settings.model or _tiny_model(settings.output.parent / "tiny", console)
+    model = settings.model or _tiny_model(settings, console)
     engine, server = f"http://127.0.0.1:{_free_port()}", f"http://127.0.0.1:{_free_port()}"
     with Children(settings.output, environment={"OMP_NUM_THREADS": "1"}) as children:
         children.start("engine", lambda: _engine(settings, model, engine), ready=f"{engine}/health")
@@ -92,6 +101,8 @@ def learn(settings: LearnSettings, console: Console) -> int:
         children.start("trainer", lambda: _trainer(settings, model, engine, server))
         try:
             status = children.wait_for("trainer")
+            if _evaluate_every(settings) and status == 0:
+                write_held_out(server, settings.output / HELD_OUT)
         except KeyboardInterrupt:
             console.print("Stopping; the same command continues from the last checkpoint.")
             status = 130
@@ -99,10 +110,13 @@ def learn(settings: LearnSettings, console: Console) -> int:
     return status
 
 
-def _tiny_model(folder: Path, console: Console) -> Path:
+def _tiny_model(settings: LearnSettings, console: Console) -> Path:
+    kind = "many" if _has_many(settings) else "sums"
+    folder = settings.output.parent / ("tiny-many" if kind == "many" else "tiny")
     if not (folder / "config.json").exists():
-        console.print(f"Making a tiny model in {folder}: about two minutes, once.")
+        console.print(f"Making a tiny model in {folder}: two minutes or less, once.")
         words = [sys.executable, "-m", "envserver", "models", "tiny", str(folder)]
+        words += ["--tasks", kind]
         if subprocess.run(words, check=False).returncode:
             raise EnvserverError("The tiny model could not be made.")
     return folder
@@ -135,6 +149,11 @@ def _server(settings: LearnSettings, model: Path, engine: str, address: str) -> 
     name = "policy@{version}" if settings.lora_rank else "policy"
     words += ["--openai.base_url", f"{engine}/v1", "--openai.model_name", name]
     words += ["--tokens.tokenizer", str(model), "--port", _port(address)]
+    if every := _evaluate_every(settings):
+        words += ["--evaluate.every", str(every)]
+        words += ["--evaluate.total_steps", str(settings.held_out)]
+        # New weights wait for the end of an evaluation, so that it is of one version.
+        words += ["--evaluate.hold_seconds", "60"]
     return [*words, "--store", str(settings.output / "store.db")]
 
 
@@ -162,6 +181,15 @@ def _trainer(settings: LearnSettings, model: Path, engine: str, server: str) -> 
     return [*words, *(["--shuffle-rewards"] if settings.shuffle_rewards else [])]
 
 
+def _has_many(settings: LearnSettings) -> bool:
+    return settings.serve is None and settings.task in _MANY
+
+
+def _evaluate_every(settings: LearnSettings) -> int:
+    default = 20 if _has_many(settings) else 0
+    return default if settings.evaluate_every is None else settings.evaluate_every
+
+
 def _free_port() -> int:
     """Returns a free port; a process keeps its port in all restarts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -185,6 +213,9 @@ def _show(settings: LearnSettings, console: Console) -> None:
         highlight=False,
     )
     console.print(_picture(rewards), highlight=False)
+    if held_out := list(read_lines(settings.output / HELD_OUT)):
+        curve = ", ".join(f"{line['reward_mean']:.2f} ({line['version']})" for line in held_out)
+        console.print(f"Held-out reward (version): {curve}", highlight=False)
     console.print(f"Curves: {settings.output / 'curves.png'}", highlight=False)
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from envserver_local.tiny.from_experts import MODES, TinyPlan, check_folder, make_from_experts
+from envserver_local.tiny.from_experts import (
+    RECIPES,
+    TinyPlan,
+    check_folder,
+    make_from_experts,
+)
 from envserver_records.errors import UsageError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -29,11 +34,13 @@ def run(argv: list[str]) -> int:
     if settings.folder == Path():
         raise UsageError("Give a folder: envserver models tiny FOLDER")
     check_folder(settings.folder, overwrite=settings.overwrite)
+    recipe = RECIPES[settings.tasks]
     plan = TinyPlan(
+        tasks=settings.tasks,
         seed=settings.seed,
-        steps=settings.steps,
-        groups=settings.groups,
-        solve_probability=settings.solve_probability,
+        steps=settings.steps or recipe.steps,
+        groups=settings.groups or recipe.groups,
+        solve_probability=settings.solve_probability or recipe.solve_probability,
         threads=settings.threads,
     )
     with _bars() as bars:
@@ -50,7 +57,7 @@ class _View:
         self._bars = bars
         self._experts = {
             mode: bars.add_task(f"experts, {mode}", total=plan.groups, visible=False, note="")
-            for mode in MODES
+            for mode in RECIPES[plan.tasks].flags
         }
         self._training = bars.add_task("training", total=plan.steps, visible=False, note="")
 

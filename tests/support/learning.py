@@ -23,15 +23,16 @@ _MAKING = (
 )
 
 
-def tiny_model(python: Path) -> Path:
+def tiny_model(python: Path, tasks: str = "sums") -> Path:
     """The tiny model, made once per state of what makes it, and kept with the Python."""
     sources = sorted(path for folder in _MAKING for path in (ROOT / folder).rglob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
-    folder = python.parent.parent / f"tiny-{digest}"
+    folder = python.parent.parent / f"tiny-{tasks}-{digest}"
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests side by side need it at the same moment
         if not (folder / "config.json").exists():
             words = [python, "-m", "envserver", "models", "tiny", folder, "--threads", "1"]
+            words += ["--tasks", tasks]
             made = subprocess.run(
                 words, capture_output=True, text=True, check=False, env=variables()
             )
@@ -60,6 +61,11 @@ class Learning:
     def rewards(self) -> list[float]:
         """The mean reward of each step."""
         return [line["reward_mean"] for line in self.lines()]
+
+    def held_out(self) -> list[float]:
+        """Mean reward of each evaluation of held-out questions, the last one at the end."""
+        text = (self.output / "held_out.jsonl").read_text()
+        return [json.loads(line)["reward_mean"] for line in text.splitlines()]
 
     def wait_for_step(self, step: int, seconds: float) -> None:
         """Until so many steps are written down."""

@@ -28,7 +28,7 @@ def problems(max_operand: int, split: Split, seed: int) -> Iterator[tuple[str, P
         max_operand: largest number in a question; the smallest is 0.
     """
     size = max_operand + 1
-    for place in _shuffled(2 * size * size, f"arithmetic-{split}-{seed}"):
+    for place in shuffled(2 * size * size, f"arithmetic-{split}-{seed}"):
         sign, (left, right) = "+-"[place % 2], divmod(place // 2, size)
         if sign == "-" and left < right:
             continue
@@ -52,7 +52,7 @@ def _problem(left: int, sign: str, right: int) -> Problem:
     )
 
 
-def _shuffled(count: int, seed: str) -> Iterator[int]:
+def shuffled(count: int, seed: str) -> Iterator[int]:
     """Every number below `count` once, without keeping any: steps of one length around a circle."""
     rng = random.Random(seed)
     start = rng.randrange(count)

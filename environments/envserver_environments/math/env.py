@@ -33,7 +33,7 @@ from envserver import (
     Task,
 )
 
-from . import arithmetic, procedural, verification
+from . import arithmetic, procedural, sorting, verification
 from .agent import Mode, solve
 from .data_sets import Kind, Problem, read_problem, why_unusable
 from .demonstrations import demonstrate
@@ -45,7 +45,7 @@ from .scoring import ScoringRules, last_answer, score_rollout
 
 DataSetName = Literal[
     "sample", "gsm8k", "math", "math500", "svamp", "mawps", "mathqa", "aqua", "aime", "deepmath",
-    "mathx", "procedural", "arithmetic",
+    "mathx", "procedural", "arithmetic", "sorting",
 ]  # fmt: skip
 
 
@@ -163,6 +163,10 @@ class Math(Environment):
             return
         if name == "arithmetic":
             for task_id, problem in arithmetic.problems(self.config.max_operand, split, seed):
+                yield _task(task_id, problem)
+            return
+        if name == "sorting":
+            for task_id, problem in sorting.problems(split, seed):
                 yield _task(task_id, problem)
             return
         # A row of the sample or of a file may say itself which data set it is of.

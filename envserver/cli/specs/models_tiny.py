@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -19,14 +20,19 @@ class TinySettings(Section):
 
     folder: Path = Path()
     """Folder for the model. Can be given as the first argument."""
+    tasks: Literal["sums", "many"] = "sums"
+    """sums: up to 9, 155 problems. many: tens of thousands, to show that what is learned
+    generalises: sorting five digits with one answer, sums up to 99 with a calculator."""
     seed: int = 0
     """Seed for the experts, the initial weights and the training order."""
-    steps: int = Field(default=500, ge=2)
-    """Optimizer steps; fewer give a weaker model."""
-    groups: int = Field(default=124, ge=1)
-    """Groups of eight expert rollouts for each of the two kinds of tasks."""
-    solve_probability: float = Field(default=0.25, gt=0, le=1)
-    """Fraction of rollouts that the expert solves, and about what the trained model solves."""
+    steps: int | None = Field(default=None, ge=2)
+    """Optimizer steps; fewer give a weaker model. Default: 500 (sums), 600 (many)."""
+    groups: int | None = Field(default=None, ge=1)
+    """Groups of expert rollouts for each kind of tasks. Default: 124 groups of eight (sums), 1500
+    of two (many)."""
+    solve_probability: float | None = Field(default=None, gt=0, le=1)
+    """Fraction of rollouts that the expert solves, and about what the trained model solves.
+    Default: 0.25 (sums), 0.35 (many)."""
     threads: int = Field(default=1, ge=1)
     """Torch threads; another number gives other weights, and more help only on an idle machine."""
     overwrite: bool = False

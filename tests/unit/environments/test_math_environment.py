@@ -377,3 +377,13 @@ def test_arithmetic_has_every_small_problem_once_in_one_split_only() -> None:
     assert of("test").keys() <= of("test", max_operand=12).keys()
     endless = Math(Math.Config(data_set="arithmetic", max_operand=10**12)).tasks("train")
     assert len({task.id for task in islice(endless, 50)}) == 50
+
+
+def test_sorting_has_every_number_once_in_one_split_only() -> None:
+    splits = [list(Math(Math.Config(data_set="sorting")).tasks(s)) for s in get_args(Split)]
+    everything = {task.id: task for tasks in splits for task in tasks}
+    assert len(everything) == sum(map(len, splits)) == 9**5
+    assert len(splits[0]) > 40_000
+    for task in islice(everything.values(), 100):
+        number = task.public["question"].removeprefix("Sort ")
+        assert task.hidden["answer"] == "".join(sorted(number))

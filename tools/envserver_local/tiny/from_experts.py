@@ -14,10 +14,10 @@ import json
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError
 from envserver_records.extras import install_command
@@ -25,11 +25,36 @@ from envserver_records.files import replace_folder
 
 FACTS = "make_tiny.json"
 """File in the model's folder with the settings that made it."""
-GROUP_SIZE = 8
-MODES = ("single", "tools")
-"""Kinds of tasks, each with experts of its own."""
 _LAST_CHARACTERS = 2000
 _SECONDS_BETWEEN_LOOKS = 0.5
+
+
+Tasks = Literal["sums", "many"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a model is taught, and how long.
+
+    Args:
+        flags: settings of the experts' environment by its mode; each has experts of its own.
+        group_size: rollouts of the expert per task.
+        steps, groups, solve_probability: see TinyPlan.
+    """
+
+    flags: Mapping[str, Sequence[str]]
+    group_size: int
+    steps: int
+    groups: int
+    solve_probability: float
+
+
+_SUMS = ("--env.data_set", "arithmetic")
+_LARGE = (*_SUMS, "--env.max_operand", "99")
+RECIPES: Mapping[Tasks, Recipe] = {
+    "sums": Recipe({"single": _SUMS, "tools": _SUMS}, 8, 500, 124, 0.25),
+    "many": Recipe({"single": ("--env.data_set", "sorting"), "tools": _LARGE}, 2, 600, 1500, 0.35),
+}
 
 
 @dataclass(frozen=True)
@@ -37,13 +62,16 @@ class TinyPlan:
     """How to make the model.
 
     Args:
+        tasks: sums: up to 9, 155 problems; many: sorting five digits with one answer, sums up to 99
+            with a calculator, tens of thousands of problems.
         seed: seed for the experts, the initial weights and the training order.
         steps: optimizer steps.
-        groups: groups of expert rollouts for each of MODES.
+        groups: groups of expert rollouts for each mode.
         solve_probability: fraction of rollouts that the expert solves.
         threads: torch threads.
     """
 
+    tasks: Tasks
     seed: int
     steps: int
     groups: int
@@ -92,7 +120,9 @@ async def make_from_experts(
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tiny-", dir=folder.parent) as place:
-        experts = [await _experts(mode, Path(place), plan, view) for mode in MODES]
+        experts = [
+            await _experts(mode, Path(place), plan, view) for mode in RECIPES[plan.tasks].flags
+        ]
         made = Path(place) / "model"
         await _trained(experts, made, plan, view)
         check_folder(folder, overwrite=overwrite)  # the experts took their time
@@ -107,12 +137,16 @@ async def _experts(mode: str, folder: Path, plan: TinyPlan, view: TinyView) -> P
         EnvserverError: it failed; the message has the end of its output.
     """
     output, log = folder / f"{mode}.jsonl", folder / f"{mode}.log"
+    recipe = RECIPES[plan.tasks]
     view.experts(mode, 0)
     with log.open("wb") as words:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "envserver", "process", "--env", "math"),
-            *("--env.data_set", "arithmetic", "--env.mode", mode, "--env.system_prompt", ""),
-            *("--env.group_size", str(GROUP_SIZE), "--env.total_steps", str(plan.groups)),
+            *recipe.flags[mode],
+            *("--env.mode", mode, "--env.system_prompt", ""),
+            *("--env.group_size", str(recipe.group_size)),
+            *("--env.total_steps", str(plan.groups)),
+            *("--env.ensure_scores_are_not_same", "false"),
             *("--env.data_path_to_save_groups", str(output)),
             *("--model", "sim", "--sim.openers", "false", "--sim.latency_seconds", "0"),
             *("--sim.solve_probability", str(plan.solve_probability)),

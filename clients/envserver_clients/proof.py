@@ -1,0 +1,211 @@
+"""`make learn-proof`: does what is learned generalise? Five seeds, two tasks, control, baselines.
+
+    python -m envserver_clients.proof --output out/proof [--seeds 5] [--steps 40] [--jobs 1]
+
+Runs `envserver_clients.learn` for each task (`sort`: one answer; `tool`: several turns with a
+calculator) and seed, and once with rewards shuffled within each group. All start from one tiny
+model. The curve that counts is the held-out one: the server asks questions that training never asks
+of one policy version while the trainer waits. Baselines on the same questions: the start, sampled
+and greedy; and the start after supervised training on the expert's demonstrations of the questions
+that training asks. Out: a folder per run, `proof.json`, `proof.png`, and `SHA256SUMS` of the
+metrics. A run that is complete is not repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, Literal
+
+from envserver_records import EnvserverError
+from envserver_records.files import replace_file
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+
+from envserver_clients.training.held_out import HELD_OUT, draw_held_out
+from envserver_clients.training.metrics import read_lines
+from envserver_clients.training.settings import from_flags
+
+Task = Literal["sort", "tool"]
+TASKS: Final[tuple[Task, ...]] = ("sort", "tool")
+_GROUPS: Final = 16
+"""Questions per step; each is asked eight times."""
+_CONFIGS: Final = Path(__file__).parent / "training"
+
+
+class ProofSettings(BaseModel):
+    """Trains a tiny model on two tasks with several seeds and shows what generalises."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    output: Path = Path("out/proof")
+    """Folder for all runs; those that are complete are kept."""
+    task: Task | None = None
+    """Only this task. Default: both."""
+    seeds: int = Field(default=5, ge=1)
+    """Number of seeds, from 0."""
+    steps: int = Field(default=40, ge=1)
+    """Steps of each run."""
+    evaluate_every: int = Field(default=10, ge=1)
+    """Steps between evaluations."""
+    held_out: int = Field(default=200, ge=1)
+    """Number of held-out questions."""
+    jobs: int = Field(default=1, ge=1)
+    """Runs at the same time; each is busy on one to two cores."""
+
+
+def prove(settings: ProofSettings, console: Console) -> None:
+    """Makes all runs and baselines that are missing, and the results.
+
+    Raises:
+        EnvserverError: a run failed; its log says why.
+    """
+    settings.output.mkdir(parents=True, exist_ok=True)
+    model = settings.output / "tiny-many"
+    if not (model / "config.json").exists():
+        _run(["envserver", "models", "tiny", str(model), "--tasks", "many"], model)
+    tasks = TASKS if settings.task is None else (settings.task,)
+    jobs: list[Callable[[], None]] = []
+    for seed in range(settings.seeds):
+        jobs += [_trained(settings, task, f"seed-{seed}", seed) for task in tasks]
+    jobs += [_trained(settings, task, "shuffled", 0, "--shuffle-rewards") for task in tasks]
+    for task in tasks:
+        jobs.append(_evaluated(settings, task, "start", model, temperature=1))
+        jobs.append(_evaluated(settings, task, "start", model, temperature=0))
+    with ThreadPoolExecutor(settings.jobs) as pool:
+        for done in [pool.submit(job) for job in jobs]:
+            done.result()
+    jobs = [_tuned(settings, task, model) for task in tasks]
+    for task in tasks:
+        for seed in range(settings.seeds):
+            last = settings.output / f"{task}-seed-{seed}" / "model"
+            jobs.append(_evaluated(settings, task, f"seed-{seed}", last, temperature=0))
+    with ThreadPoolExecutor(settings.jobs) as pool:
+        for done in [pool.submit(job) for job in jobs]:
+            done.result()
+    summarize(settings.output, tasks, console)
+
+
+def _trained(
+    settings: ProofSettings, task: Task, name: str, seed: int, *more: str
+) -> Callable[[], None]:
+    folder = settings.output / f"{task}-{name}"
+    words = ["envserver_clients.learn", "--task", task, "--seed", str(seed)]
+    words += ["--output", str(folder), "--model", str(settings.output / "tiny-many")]
+    words += [
+        "--groups",
+        str(_GROUPS),
+        "--steps",
+        str(settings.steps),
+        "--minutes",
+        "10",
+        "--until-reward",
+        "2",
+    ]
+    words += ["--evaluate-every", str(settings.evaluate_every)]
+    words += ["--held-out", str(settings.held_out), *more]
+    return lambda: None if (folder / HELD_OUT).exists() else _run(words, folder)
+
+
+def _evaluated(
+    settings: ProofSettings, task: Task, name: str, model: Path, *, temperature: int
+) -> Callable[[], None]:
+    """Asks the held-out questions of a model; at temperature 0 for its likeliest answers."""
+    folder = settings.output / f"{task}-{name}-temperature-{temperature}"
+    words = ["envserver", "evaluate", "--config", str(_CONFIGS / f"serve_{task}.yaml")]
+    words += ["--model", str(model), "--engine.backend", "local", "--no_baselines"]
+    words += ["--env.split", "test", "--env.total_steps", str(settings.held_out)]
+    words += ["--env.group_size", "1", "--sampling.temperature", str(temperature)]
+    words += ["--out", str(folder), "--overwrite"]
+    return lambda: None if (folder / "report.json").exists() else _run(words, folder)
+
+
+def _tuned(settings: ProofSettings, task: Task, model: Path) -> Callable[[], None]:
+    """Trains the start on right answers to as many questions as a run asks, one each."""
+    folder = settings.output / f"{task}-sft"
+    groups, chats = folder.with_suffix(".jsonl"), settings.output / f"{task}-chats"
+    made = ["envserver", "process", "--config", str(_CONFIGS / f"serve_{task}.yaml")]
+    made += ["--model", "sim", "--sim.openers", "false", "--sim.latency_seconds", "0"]
+    made += ["--sim.solve_probability", "1", "--env.group_size", "1", "--env.seed", "0"]
+    made += ["--env.include_messages", "true", "--env.total_steps", str(settings.steps * _GROUPS)]
+    made += ["--out", str(groups)]
+    told = ["envserver", "export", str(groups), "--to", "messages", "--out", str(chats)]
+    tuned = ["envserver_clients.sft", "--model", str(model), "--data", str(chats)]
+    tuned += ["--output", str(folder), "--steps", str(settings.steps), "--batch-size", str(_GROUPS)]
+    tuned += ["--accumulate", "1", "--learning-rate", "3e-4", "--threads", "1"]
+
+    def job() -> None:
+        if not (folder / "config.json").exists():
+            for words in (made, told, tuned):
+                _run(words, folder)
+        _evaluated(settings, task, "sft", folder, temperature=1)()
+        _evaluated(settings, task, "sft", folder, temperature=0)()
+
+    return job
+
+
+def _run(words: Sequence[str], folder: Path) -> None:
+    log = folder.parent / f"{folder.name}.log"
+    with log.open("ab") as out:
+        status = subprocess.run(
+            [sys.executable, "-m", *words], stdout=out, stderr=out, check=False
+        ).returncode
+    if status:
+        raise EnvserverError(f"{' '.join(words)} ended with status {status}.", hint=f"See {log}.")
+
+
+def summarize(output: Path, tasks: Sequence[Task], console: Console) -> None:
+    """Writes proof.json, proof.png and SHA256SUMS from the runs in `output`; prints the numbers."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for task in tasks:
+        runs = sorted(path.parent for path in output.glob(f"{task}-*/{HELD_OUT}"))
+        rows = found[task] = {}
+        for run in runs:
+            curve = {
+                f"version {x['version']}": x["reward_mean"] for x in read_lines(run / HELD_OUT)
+            }
+            seconds = max(line["seconds"] for line in read_lines(run / "metrics.jsonl"))
+            rows[run.name.removeprefix(f"{task}-")] = {**curve, "seconds": seconds}
+        for path in sorted(output.glob(f"{task}-*-temperature-*/report.json")):
+            name, _, kind = path.parent.name.removeprefix(f"{task}-").rpartition("-temperature-")
+            kind = "greedy" if kind == "0" else "sampled"
+            rows.setdefault(name, {})[kind] = mean_reward(path)
+        for name, row in rows.items():
+            console.print(task, name, row, highlight=False, soft_wrap=True)
+    replace_file(output / "proof.json", json.dumps(found, indent=1) + "\n", sync=False)
+    draw_held_out(output, tasks, output / "proof.png")
+    files = sorted(output.glob(f"*/{HELD_OUT}")) + sorted(output.glob("*/metrics.jsonl"))
+    sums = [
+        (hashlib.sha256(one.read_bytes()).hexdigest(), one.relative_to(output)) for one in files
+    ]
+    text = "".join(f"{digest}  {path}\n" for digest, path in sums)
+    replace_file(output / "SHA256SUMS", text, sync=False)
+
+
+def mean_reward(report: Path) -> float:
+    """Returns the mean reward of a report.json of `envserver evaluate`."""
+    value: float = json.loads(report.read_text())["run"]["overall"]["mean_reward"]["value"]
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    console = Console()
+    try:
+        prove(
+            from_flags(ProofSettings, arguments, program="python -m envserver_clients.proof"),
+            console,
+        )
+    except EnvserverError as error:
+        console.print(f"[red]{error.message}[/] {error.hint}", highlight=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
