@@ -434,6 +434,19 @@ class EnvClient(OnDemand):
         row: dict[str, Any] = _object(await self._send(call))["engine"]
         return row
 
+    async def engines(self) -> list[dict[str, Any]]:
+        """Returns the rows of GET /v1/engines: `id`, `url`, `weights_version`, `standing`, ..."""
+        rows: list[dict[str, Any]] = _object(await self._send(self._calls.engines()))["engines"]
+        return rows
+
+    async def pause_engine(self, engine_id: str) -> None:
+        """Sends an engine no more calls; those that are there go to another one."""
+        await self._send(self._calls.pause_engine(engine_id))
+
+    async def resume_engine(self, engine_id: str, version: int) -> None:
+        """Sends an engine calls again, whose weights are of `version` now."""
+        await self._send(self._calls.resume_engine(engine_id, version))
+
     async def status(self) -> dict[str, Any]:
         """Returns GET /v1/status."""
         return _object(await self._send(self._calls.status()))

@@ -217,6 +217,20 @@ class Calls:
         return Call("POST", "/v1/engines", body, extra_seconds=wait_seconds)
 
     @staticmethod
+    def engines() -> Call:
+        return Call("GET", "/v1/engines")
+
+    @staticmethod
+    def pause_engine(engine_id: str) -> Call:
+        body = {"in_flight": "abort", "timeout_seconds": 1.0}
+        return Call("POST", f"/v1/engines/{quote(engine_id, safe='')}/pause", body)
+
+    @staticmethod
+    def resume_engine(engine_id: str, version: int) -> Call:
+        body = {"version": version}
+        return Call("POST", f"/v1/engines/{quote(engine_id, safe='')}/resume", body)
+
+    @staticmethod
     def status() -> Call:
         return Call("GET", "/v1/status")
 

@@ -208,6 +208,18 @@ class SyncEnvClient:
         register = partial(self._client.register_engine, url, version, wait_seconds=wait_seconds)
         return self._portal.call(register)
 
+    def engines(self) -> list[dict[str, Any]]:
+        """As `EnvClient.engines`."""
+        return self._portal.call(self._client.engines)
+
+    def pause_engine(self, engine_id: str) -> None:
+        """As `EnvClient.pause_engine`."""
+        self._portal.call(self._client.pause_engine, engine_id)
+
+    def resume_engine(self, engine_id: str, version: int) -> None:
+        """As `EnvClient.resume_engine`."""
+        self._portal.call(self._client.resume_engine, engine_id, version)
+
     def status(self) -> dict[str, Any]:
         """As `EnvClient.status`."""
         return self._portal.call(self._client.status)

@@ -1,4 +1,5 @@
-"""Starts vLLM with our worker extension, `vllm_worker/envserver_reload.py`, which reloads weights.
+"""Starts vLLM with our worker extension, `vllm_worker/envserver_reload.py`, which reloads weights,
+and our plugin, `vllm_worker/envserver_gloo.py`, which receives them.
 
 In flow the environment variables for vLLM, out flow those with which it finds the extension. vLLM
 itself is not imported here.
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Final
 
 FOLDER: Final = Path(__file__).parent / "vllm_worker"
-"""Holds that one module only, since modules in a path hide others of the same name."""
+"""Holds these modules only, since modules in a path hide others of the same name."""
 ARGUMENTS: Final = ("--worker-extension-cls", "envserver_reload.ReloadWeights")
+GLOO_ARGUMENTS: Final = ("--weight-transfer-config", '{"backend": "envserver_gloo"}')
+"""For weights that a trainer sends to engines on CPUs, by the plugin in the same folder."""
 METHOD: Final = "envserver_reload"
 """The method to call by `/collective_rpc`; it takes `weights_path`."""
 

@@ -27,12 +27,18 @@ TRAINER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2,
 
 @contextlib.contextmanager
 def ranks(
-    python: Path, model: Path, folder: Path, urls: tuple[str, str], restarts: int, steps: int
+    python: Path,
+    model: Path,
+    folder: Path,
+    urls: tuple[str, str],
+    restarts: int,
+    steps: int,
+    *more: object,
 ) -> Iterator[Learning]:
     """Two ranks that torchrun starts, and starts again when one dies."""
     command = (*TRAINER, restarts, "-m", "envserver_clients.grpo", "--model", model, "--packed")
     command += ("--server", urls[0], "--engine", urls[1], "--output", folder / "out")
-    command += ("--steps", steps, "--groups", 4, "--learning-rate", 1e-5, "--threads", 1)
+    command += ("--steps", steps, "--groups", 4, "--learning-rate", 1e-5, "--threads", 1, *more)
     with running(*command, folder=folder, program=python) as process:
         yield Learning(folder / "out", process)
 
@@ -62,7 +68,8 @@ def test_a_killed_rank_loses_nothing_and_repeats_nothing(
             run.wait_for_step(6, 300)
             kill(run.process, 0)  # once too often
             assert run.process.end(120) != 0
-        with ranks(learn_python, model, tmp_path, urls, 0, 10) as run:
+        # Both ways of new weights: files so far, over the network from now on.
+        with ranks(learn_python, model, tmp_path, urls, 0, 10, "--weights", "gloo") as run:
             assert run.process.end(300) == 0, run.process.output()[-5000:]
         with SyncEnvClient(urls[0], run="judge") as client:
             acked = {one.group_id for one in client.list_groups(limit=1024) if one.state == "acked"}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +11,7 @@ import httpx
 import pytest
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import LocalFull, Lora, WeightPush
-from support.commands import free_port
+from support.local_server import Local, local_engine
 from support.versions import ROUNDING, VersionMaker, version_maker
 from support.weights_house import prove
 
@@ -24,56 +21,12 @@ WRONG = 0.05
 Tell = Callable[[str], None]
 
 
-@dataclass
-class Local:
-    """An engine of ours that can be killed and started again at its address."""
-
-    python: Path
-    model: Path
-    port: int
-    process: subprocess.Popen[str] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        words = (
-            *("--model", self.model, "--served-model-name", "tiny", "--port", str(self.port)),
-            *("--dtype", "float32", "--enable-lora", "--threads", "1"),
-        )
-        self.process = subprocess.Popen(
-            [self.python, "-m", "envserver_local", *words],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().startswith(self.url)
-
-    def kill(self) -> None:
-        """kill -9."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(30)
-
-
 @pytest.fixture(scope="module")
 def model(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("local") / "model"
     script = Path(__file__).parents[1] / "support" / "tiny_model.py"
     subprocess.run([learn_python, script, folder], check=True, capture_output=True)
     return folder
-
-
-@contextlib.contextmanager
-def local_engine(python: Path, model: Path) -> Iterator[Local]:
-    engine = Local(python, model, free_port())
-    engine.start()
-    try:
-        yield engine
-    finally:
-        engine.kill()
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,10 @@ class Versions:
         save_file(tensors, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(_CONFIG))
 
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The weights of the version that was scored last, tied ones once."""
+        return list(self._model.named_parameters())
+
     def score(self, version: int, rows: list[list[int]]) -> list[list[float]]:
         """The logprob of each token but the first, given those before it."""
         self._become(version)

@@ -64,6 +64,7 @@ def running_vllm(
     learning: bool = False,
     tied: bool = False,
     sees: str = "",
+    model: Path | None = None,
     more: Sequence[str] = (),
 ) -> Iterator[VllmServer]:
     """Makes the model in `folder` and serves it on a free port.
@@ -73,12 +74,13 @@ def running_vllm(
         learning: that, and it takes new weights and LoRA adapters.
         tied: the model's output layer is its embedding.
         sees: it takes images too, as `tiny_vlm.py` makes a model of this kind.
+        model: this model instead.
         more: further words of its command line.
 
     Raises:
         RuntimeError: it did not come up; its last words are in the message.
     """
-    model_folder = folder / "model"
+    model_folder = model or folder / "model"
     script = Path(__file__).with_name("tiny_model.py")
     environ = {
         **os.environ,
@@ -95,7 +97,8 @@ def running_vllm(
     made: list[str | Path] = [python, script, model_folder, *(["0", "tied"] if tied else [])]
     if sees:
         made = [python, script.with_name("tiny_vlm.py"), model_folder, sees]
-    subprocess.run(made, check=True, env=environ, capture_output=True)
+    if model is None:
+        subprocess.run(made, check=True, env=environ, capture_output=True)
     port = free_port()
     log = folder / "vllm.log"
     command: list[str | Path] = [
@@ -110,6 +113,7 @@ def running_vllm(
     ]
     if learning:
         command += [*vllm_extension.ARGUMENTS, "--enable-lora", "--max-lora-rank", "16"]
+        command += vllm_extension.GLOO_ARGUMENTS
         command += ["--max-loras", "2", "--max-cpu-loras", "8"]
     with log.open("wb") as output:
         process = subprocess.Popen(

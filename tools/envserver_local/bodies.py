@@ -142,6 +142,24 @@ class VersionBody(msgspec.Struct, kw_only=True):
     new_version: str
 
 
+class JoinBody(msgspec.Struct, kw_only=True):
+    """Body of /init_weight_transfer_engine."""
+
+    init_info: dict[str, Any]
+
+
+class BucketBody(msgspec.Struct, kw_only=True):
+    """Body of /update_weights."""
+
+    update_info: dict[str, Any]
+
+
+class FinishBody(msgspec.Struct, kw_only=True):
+    """Body of /finish_weight_update."""
+
+    weight_version: str | None = None
+
+
 class TokenizeBody(requests.TokenizeBody, kw_only=True):
     """Add special tokens to plain text, as vLLM does by default."""
 

@@ -21,8 +21,9 @@ from envserver import __version__
 from envserver.models.sim.requests import read
 
 from . import weights
-from .bodies import LoraBody, RpcBody, VersionBody
+from .bodies import BucketBody, FinishBody, JoinBody, LoraBody, RpcBody, VersionBody
 from .metrics import Metrics
+from .receiver import Receiver
 from .row_requests import Asking
 from .scheduler import PauseMode
 
@@ -42,6 +43,7 @@ class Control:
         self._lora = lora
         self._created = int(time.time())
         self._metrics = Metrics(asking.runner, asking.model)
+        self._receiver = Receiver(asking.runner.generator.model)
 
     def routes(self) -> list[Route]:
         """All routes."""
@@ -53,6 +55,7 @@ class Control:
             "/v1/models": self._models,
             "/is_paused": self._is_paused,
             "/weight_info": self._weight_info,
+            "/get_world_size": self._world_size,
         }
         posts: dict[str, Callable[[Request], Any]] = {
             "/pause": self._pause,
@@ -61,6 +64,11 @@ class Control:
             "/reset_prefix_cache": self._reset_prefix_cache,
             "/update_weight_version": self._update_weight_version,
             "/collective_rpc": self._collective_rpc,
+            "/init_weight_transfer_engine": self._join_trainer,
+            "/start_weight_update": self._start_update,
+            "/update_weights": self._receive,
+            "/finish_weight_update": self._finish_update,
+            "/weight_checker": self._checksums,
             "/v1/load_lora_adapter": self._load_lora_adapter,
             "/v1/unload_lora_adapter": self._unload_lora_adapter,
         }
@@ -101,7 +109,11 @@ class Control:
         return _json({"status": "paused"})
 
     async def _resume(self, request: Request) -> Response:
-        await self._runner.run(self._runner.resume)
+        def resume() -> None:
+            self._receiver.must_be_whole()
+            self._runner.resume()
+
+        await self._runner.run(resume)
         return _json({"status": "resumed"})
 
     async def _abort_requests(self, request: Request) -> Response:
@@ -130,10 +142,43 @@ class Control:
         def reload() -> None:
             generator = self._runner.generator
             weights.reload(generator.model, Path(folder))
+            self._receiver.incomplete = False
             generator.prefixes.clear()
 
         await self._runner.run(reload)
         return _json({"results": [None]})
+
+    async def _world_size(self, request: Request) -> Response:
+        return _json({"world_size": 1})
+
+    async def _join_trainer(self, request: Request) -> Response:
+        info = (await _body(request, JoinBody)).init_info
+        await self._runner.run(lambda: self._receiver.join(info))
+        return _json({"message": "Weight transfer initialized"})
+
+    async def _start_update(self, request: Request) -> Response:
+        await self._runner.run(self._receiver.start)
+        return _json({"message": "Weight update started"})
+
+    async def _receive(self, request: Request) -> Response:
+        info = (await _body(request, BucketBody)).update_info
+        await self._runner.run(lambda: self._receiver.receive(info))
+        return _json({"message": "Weights updated"})
+
+    async def _finish_update(self, request: Request) -> Response:
+        name = (await _body(request, FinishBody)).weight_version
+
+        def finish() -> None:
+            self._receiver.finish()
+            self._runner.generator.prefixes.clear()
+            if name is not None:
+                self._runner.set_version(name)
+
+        await self._runner.run(finish)
+        return _json({"message": "Weight update finished"})
+
+    async def _checksums(self, request: Request) -> Response:
+        return _json({"checksums": await self._runner.run(self._receiver.checksums)})
 
     async def _load_lora_adapter(self, request: Request) -> Response:
         body = await self._lora_body(request)

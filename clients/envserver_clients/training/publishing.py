@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Final, Self
 
 import numpy as np
-from envserver_records import EngineError
+from envserver_records import ConfigError, EngineError
 
 from envserver_clients.http import SyncEnvClient
-from envserver_clients.weights import LocalFull, Lora, PromptCheck, VllmFull
+from envserver_clients.weights import (
+    LocalFull,
+    Lora,
+    PromptCheck,
+    Published,
+    Transfer,
+    VllmFull,
+    Wire,
+)
 
 from .examples import Example
 from .policy import Policy
@@ -81,10 +89,11 @@ class Publisher:
             EngineError: the engine refused, was away for minutes, or computes different logprobs.
         """
         check = _check(self._policy, examples[0], self._tolerance) if examples else None
+        publish = self._attempts(version, check)
         give_up = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
-                self._push.publish(version, self._policy.save, check)
+                publish()
                 return
             except EngineError as error:
                 if error.kind not in _PASSING or time.monotonic() > give_up:
@@ -92,14 +101,40 @@ class Publisher:
                 log.warning("version %d waits for the engine: %s", version, error)
             time.sleep(_PAUSE_SECONDS)
 
+    def _attempts(self, version: int, check: PromptCheck | None) -> Callable[[], Published]:
+        """Returns what publishes `version`; it can be called again after a failure."""
+        push = self._push
+        if not isinstance(push, Transfer):
+            return lambda: push.publish(version, self._policy.save, check)
+        sent = push.prepare(version, self._policy.tensors(), check)
+        return lambda: push.send(sent)
 
-def _push(settings: TrainerSettings, client: SyncEnvClient | None) -> LocalFull | VllmFull | Lora:
+
+def _push(
+    settings: TrainerSettings, client: SyncEnvClient | None
+) -> LocalFull | VllmFull | Lora | Transfer:
+    engines = [one.strip() for one in settings.engine.split(",")]
+    sends = settings.weights != "files" and not settings.lora_rank
+    if engines == ["server"] and not (sends and client):
+        raise ConfigError(
+            "The server's engines get weights only if they are sent.",
+            hint="Name the engines, or set weights to gloo or nccl, on the native wire.",
+        )
     folder = settings.output / "weights"
     if settings.lora_rank:
-        return Lora(settings.engine, folder, server=client)
+        return Lora(engines, folder, server=client)
+    if sends:
+        wire: Wire = "nccl" if settings.weights == "nccl" else "gloo"
+        return Transfer(
+            "server" if engines == ["server"] else engines,
+            wire=wire,
+            in_flight=settings.in_flight,
+            address=settings.weights_address,
+            server=client,
+        )
     if settings.engine_kind == "vllm":
-        return VllmFull(settings.engine, folder, server=client, in_flight=settings.in_flight)
-    return LocalFull(settings.engine, folder, server=client, in_flight=settings.in_flight)
+        return VllmFull(engines, folder, server=client, in_flight=settings.in_flight)
+    return LocalFull(engines, folder, server=client, in_flight=settings.in_flight)
 
 
 def _check(policy: Policy, example: Example, tolerance: float) -> PromptCheck:

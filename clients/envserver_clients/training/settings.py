@@ -50,7 +50,8 @@ class TrainerSettings(BaseModel):
     server: str = "http://127.0.0.1:8000"
     """Address of `envserver serve`."""
     engine: str = "http://127.0.0.1:9001"
-    """Address of the engine."""
+    """Address of the engine; of several, with commas. With sent weights "server": those of the
+    server's GET /v1/engines, also ones that come later."""
     engine_kind: Literal["local", "vllm"] = "local"
     """Kind of engine."""
     model: str
@@ -206,6 +207,13 @@ class TrainerSettings(BaseModel):
     """Number of last checkpoints to keep."""
     publish_every: int = Field(default=1, ge=1)
     """Steps between transfers of weights to the engine."""
+    # Weights to the engines
+    weights: Literal["files", "gloo", "nccl"] = "files"
+    """How all weights reach the engines: by files on a disk that they share with the trainer, or
+    sent over the network: gloo (TCP, from the CPU) or nccl (between GPUs). LoRA uses files."""
+    weights_address: str = ""
+    """This machine's address as engines see it, for sent weights. Default: the one that reaches
+    each engine."""
     in_flight: Literal["drain", "keep", "abort"] = "keep"
     """What happens to running model calls while weights change: they end first (drain), continue
     with the new weights (keep; each token has its version), or are repeated (abort)."""

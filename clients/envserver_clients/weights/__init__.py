@@ -3,8 +3,8 @@
     push = Lora("http://127.0.0.1:8000", Path("out/weights"), server=client)
     push.publish(17, model.save_pretrained, PromptCheck(prompt_ids, completion_ids, logprobs))
 
-The README.md beside this file says which of the three classes to use, what each check finds and
-what to do about each failure. Nothing here needs torch.
+The README.md beside this file says which of the four classes to use, what each check finds and
+what to do about each failure. Only `Transfer` needs torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from .check import PromptCheck
 from .engines import Timeouts
 from .errors import WeightsMismatch, WeightsNotSaved
 from .full import LocalFull, VllmFull
+from .links import Wire
 from .lora import Lora
 from .push import Published, WeightPush
+from .transfer import Transfer
 
 __all__ = [
     "LocalFull",
@@ -22,8 +24,10 @@ __all__ = [
     "PromptCheck",
     "Published",
     "Timeouts",
+    "Transfer",
     "VllmFull",
     "WeightPush",
     "WeightsMismatch",
     "WeightsNotSaved",
+    "Wire",
 ]

@@ -34,6 +34,14 @@ _STARTED_WITH: Final = (
     "Start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls, for LoRA with --enable-lora"
     " and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: see envserver_clients/weights/README.md."
 )
+_STARTED_FOR_TRANSFER: Final = (
+    "Start vLLM with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config: see "
+    "envserver_clients/weights/README.md."
+)
+_MARGIN_SECONDS: Final = 10.0
+"""The engine's own limit comes first, with its reason."""
+CHANGING: Final = "changing"
+"""Name of weights between two versions."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Timeouts:
         reset: until nothing uses the prefix cache.
         check: one forward pass, queued behind running calls.
         other: requests that take no time.
+        transfer: until an engine has received one bucket.
     """
 
     reach: float = 10.0
@@ -57,6 +66,7 @@ class Timeouts:
     reset: float = 60.0
     check: float = 120.0
     other: float = 30.0
+    transfer: float = 60.0
 
 
 class EngineControl:
@@ -138,6 +148,62 @@ class EngineControl:
     def weights(self) -> str:
         """Returns the name of its weights; a restarted engine has a name that is not ours."""
         return str(self._ask("GET", "/weight_info", "name", self._timeouts.other)["weight_version"])
+
+    def world_size(self) -> int:
+        """Returns the number of the engine's ranks that take weights."""
+        return int(self._ask("GET", "/get_world_size", "reach", self._timeouts.reach)["world_size"])
+
+    def init_weight_transfer(self, about: Json) -> None:
+        """Connects the engine to a trainer that waits at the address in `about`.
+
+        Raises:
+            EngineRefused: it was started without `--weight-transfer-config`.
+        """
+        path, seconds = "/init_weight_transfer_engine", self._timeouts.transfer + _MARGIN_SECONDS
+        try:
+            self._post(path, "connect", seconds, json={"init_info": about})
+        except EngineUnavailable:
+            raise
+        except EngineError as error:
+            if "eight transfer not configured" in error.message:
+                raise EngineRefused(error.message, hint=_STARTED_FOR_TRANSFER) from error
+            raise
+
+    def start_weight_update(self) -> None:
+        """Begins to take weights; ends first what a failed update left half done: until then the
+        engine cannot start another one, or would join the old half and the new.
+        """
+        if self.weights() == CHANGING:
+            try:
+                self._finish_weight_update({})
+            except EngineUnavailable:
+                raise
+            except EngineError:  # it is not open: it ended with its failure
+                self._start_weight_update()
+                self._finish_weight_update({})
+        self.name_weights(CHANGING)
+        self._start_weight_update()
+
+    def update_weights(self, about: Json) -> None:
+        """Receives one bucket; returns when it is loaded."""
+        seconds = self._timeouts.transfer + _MARGIN_SECONDS
+        self._post("/update_weights", "send", seconds, json={"update_info": about})
+
+    def finish_weight_update(self, name: str) -> None:
+        """Uses the new weights under `name`."""
+        self._finish_weight_update({"weight_version": name})
+
+    def _start_weight_update(self) -> None:
+        self._post("/start_weight_update", "send", self._timeouts.other)
+
+    def _finish_weight_update(self, body: Json) -> None:
+        self._post("/finish_weight_update", "send", self._timeouts.load, json=body)
+
+    def checksums(self) -> dict[str, str]:
+        """Returns the SHA-256 of each of its parameters, by the engine's names."""
+        body = {"action": "checksum"}
+        answer = self._post("/weight_checker", "compare", self._timeouts.load, json=body)
+        return {str(name): str(digest) for name, digest in answer.get("checksums", {}).items()}
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Loads a LoRA adapter as `name`, replacing an adapter of that name."""
@@ -257,20 +323,31 @@ def together(
         EngineError: at least one failed; `detail["engines"]` names them. A permanent failure takes
             precedence over one that a retry may solve.
     """
+    done, failed = attempt(engines, step)
+    if failed:
+        raise joined(failed, len(engines), phase)
+    return done
+
+
+def attempt(
+    engines: Sequence[EngineControl], step: Callable[[EngineControl], T]
+) -> tuple[dict[str, T], dict[str, EngineError]]:
+    """Runs `step` for all engines at once; returns results and failures by url."""
     done: dict[str, T] = {}
     failed: dict[str, EngineError] = {}
+    if not engines:
+        return done, failed
     with ThreadPoolExecutor(len(engines)) as pool:
         for engine, running in [(engine, pool.submit(step, engine)) for engine in engines]:
             try:
                 done[engine.url] = running.result()
             except EngineError as error:
                 failed[engine.url] = error
-    if failed:
-        raise _joined(failed, len(engines), phase)
-    return done
+    return done, failed
 
 
-def _joined(failed: Mapping[str, EngineError], of: int, phase: str) -> EngineError:
+def joined(failed: Mapping[str, EngineError], of: int, phase: str) -> EngineError:
+    """Returns one error for those of several engines."""
     first = min(failed.values(), key=lambda error: isinstance(error, EngineUnavailable))
     which = "; ".join(f"{url}: {error.message}" for url, error in failed.items())
     how_many = "The engine failed" if of == 1 else f"{len(failed)} of {of} engines failed"

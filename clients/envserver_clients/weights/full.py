@@ -28,12 +28,11 @@ from .check import PromptCheck
 from .engines import EngineControl, together
 from .errors import WeightsMismatch
 from .folders import Save
-from .push import Phases, Published, PushBase
+from .push import FolderPush, InFlight, Phases, Published
 
 log = logging.getLogger(__name__)
 
-InFlight = Literal["drain", "keep", "abort"]
-_PAUSE_MODES: Final[dict[InFlight, Literal["wait", "keep", "abort"]]] = {
+PAUSE_MODES: Final[dict[InFlight, Literal["wait", "keep", "abort"]]] = {
     "drain": "wait",
     "keep": "keep",
     "abort": "abort",
@@ -51,11 +50,11 @@ class _Given:
 
     @property
     def name(self) -> str:
-        return f"version-{self.version}"
+        return weights_name(self.version)
 
 
-class _Full(PushBase):
-    """See `PushBase` for the arguments.
+class _Full(FolderPush):
+    """See `FolderPush` for the arguments.
 
     Args:
         in_flight: what happens to running calls: "drain" (they end first), "keep" (they continue
@@ -137,7 +136,7 @@ class _Full(PushBase):
         _load(engine, self.method, self._seen(given.folder), given.name, kept=False)
         engine.resume()
         try:
-            self._checked(engine, given)
+            checked(engine, given.version, given.check, old=self._old)
         except EngineError:
             engine.pause("abort")
             raise
@@ -149,13 +148,9 @@ class _Full(PushBase):
             EngineError: one could not be paused; calls continue if nothing was changed before.
         """
         with phases.phase("drain"):
-            if self._server is not None:
-                seconds = self._timeouts.drain
-                if not self._server.pause_calls(self._in_flight, timeout_seconds=seconds):
-                    log.warning("calls did not end within %g s: they are repeated", seconds)
-                    self._server.pause_calls("abort", timeout_seconds=seconds)
+            self._hold_calls(self._in_flight)
         with phases.phase("pause"):
-            mode = _PAUSE_MODES[self._in_flight]
+            mode = PAUSE_MODES[self._in_flight]
             try:
                 together(self._engines, "pause", lambda engine: engine.pause(mode))
             except BaseException:
@@ -183,7 +178,9 @@ class _Full(PushBase):
             with phases.phase("check"):
                 together(self._engines, "resume", EngineControl.resume)
                 found = together(
-                    self._engines, "check", lambda engine: self._checked(engine, given)
+                    self._engines,
+                    "check",
+                    lambda engine: checked(engine, given.version, given.check, old=self._old),
                 )
         except BaseException:
             # Kept calls must not continue: what they sampled meanwhile is marked as broken.
@@ -191,38 +188,6 @@ class _Full(PushBase):
             raise
         self._given, self._old = given, given.version
         return max((one for one in found.values() if one is not None), default=None)
-
-    def _checked(self, engine: EngineControl, given: _Given) -> float | None:
-        """Returns how far the engine's logprobs are from the trainer's.
-
-        Raises:
-            EngineUnavailable: it was restarted meanwhile, with its initial weights.
-            WeightsMismatch: they differ too much.
-        """
-        check = given.check
-        widest = None if check is None else check.widest(engine.logprobs(check, None))
-        if (name := engine.weights()) != given.name:
-            raise EngineUnavailable(
-                f"It has the weights {name!r}, not {given.name!r}: it was restarted meanwhile.",
-                hint="Publish again.",
-            )
-        if check is None or widest is None:
-            return None
-        if widest[0] > check.tolerance:
-            old = "none" if self._old is None else str(self._old)
-            raise WeightsMismatch(
-                f"Its logprobs for version {given.version} differ from the trainer's: "
-                f"by {widest[0]:.3g} at token {widest[1]}; {check.tolerance:g} is allowed.",
-                hint=f"It is paused; the last correct version is {old}. Compare its dtype "
-                "and model with the trainer's (see envserver_clients/weights/README.md), "
-                "then publish again; to continue without, POST /resume to the engine.",
-                version=given.version,
-                old_version=self._old,
-                difference=widest[0],
-                tolerance=check.tolerance,
-                token=widest[1],
-            )
-        return widest[0]
 
 
 class LocalFull(_Full):
@@ -246,3 +211,46 @@ def _load(engine: EngineControl, method: str, folder: Path, name: str, *, kept: 
     engine.reload(method, folder)
     engine.reset_prefix_cache(of_kept_calls=kept)
     engine.name_weights(name)
+
+
+def checked(
+    engine: EngineControl, version: int, check: PromptCheck | None, *, old: int | None
+) -> float | None:
+    """Returns how far the engine's logprobs are from the trainer's; None: there is no check.
+
+    Args:
+        old: the last correct version.
+
+    Raises:
+        EngineUnavailable: it was restarted meanwhile, with its initial weights.
+        WeightsMismatch: they differ too much.
+    """
+    widest = None if check is None else check.widest(engine.logprobs(check, None))
+    wanted = weights_name(version)
+    if (name := engine.weights()) != wanted:
+        raise EngineUnavailable(
+            f"It has the weights {name!r}, not {wanted!r}: it was restarted meanwhile.",
+            hint="Publish again.",
+        )
+    if check is None or widest is None:
+        return None
+    if widest[0] > check.tolerance:
+        raise WeightsMismatch(
+            f"Its logprobs for version {version} differ from the trainer's: "
+            f"by {widest[0]:.3g} at token {widest[1]}; {check.tolerance:g} is allowed.",
+            hint=f"It is paused; the last correct version is {'none' if old is None else old}. "
+            "Compare its dtype and model with the trainer's (see "
+            "envserver_clients/weights/README.md), then publish again; to continue without, "
+            "POST /resume to the engine.",
+            version=version,
+            old_version=old,
+            difference=widest[0],
+            tolerance=check.tolerance,
+            token=widest[1],
+        )
+    return widest[0]
+
+
+def weights_name(version: int) -> str:
+    """Returns the name that engines have for the weights of `version`."""
+    return f"version-{version}"

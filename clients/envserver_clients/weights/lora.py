@@ -21,16 +21,16 @@ from .check import PromptCheck
 from .engines import EngineControl, together
 from .errors import WeightsMismatch
 from .folders import Save
-from .push import Phases, Published, PushBase
+from .push import FolderPush, Phases, Published
 
 log = logging.getLogger(__name__)
 
 _FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
 
 
-class Lora(PushBase):
+class Lora(FolderPush):
     """Transfers adapters to vLLM with `--enable-lora`, or to the local engine; see `WeightPush` and
-    `PushBase`.
+    `FolderPush`.
 
     Args:
         name: the model name before the version. Start the server with

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
-from envserver_records import ConflictError, EngineError
+from envserver_records import ConflictError, EngineError, EnvserverError
 
 from envserver_clients.http import SyncEnvClient
 
@@ -21,6 +21,7 @@ from .folders import Save, WeightFolders
 
 log = logging.getLogger(__name__)
 
+InFlight = Literal["drain", "keep", "abort"]
 TIMEOUTS: Final = Timeouts()
 WATCH_SECONDS: Final = 5.0
 
@@ -32,18 +33,20 @@ class Published:
     Args:
         version: the version that the engines serve now.
         model: the model name to use; None: unchanged.
-        folder: the folder with the weights; removed some versions later.
+        folder: the folder with the weights, removed some versions later; None: without files.
         engines: urls of the engines that have them.
         difference: largest difference from the trainer's logprobs; None: not checked.
         seconds: duration by phase, in order.
+        failed: errors of engines that do not have them, and are not used, by url.
     """
 
     version: int
     model: str | None
-    folder: Path
+    folder: Path | None
     engines: tuple[str, ...]
     difference: float | None
     seconds: dict[str, float]
+    failed: dict[str, EngineError] = field(default_factory=dict)
 
 
 class WeightPush(Protocol):
@@ -78,14 +81,11 @@ class WeightPush(Protocol):
 
 
 class PushBase:
-    """Engines, folders and the server; runs one operation at a time.
+    """Engines and the server; runs one operation at a time.
 
     Args:
         engine_url: the engine's url, or one for each of several replicas.
-        folder: where versions are saved, and where engines read them.
         server: client of the server, which learns of versions and holds the agents' calls.
-        keep: number of last versions that stay on disk.
-        engine_folder: `folder` as the engines see it, if different (in a container).
         timeouts: see `Timeouts`.
         api_key: the engines' key.
     """
@@ -93,21 +93,15 @@ class PushBase:
     def __init__(
         self,
         engine_url: str | Sequence[str],
-        folder: Path,
         *,
         server: SyncEnvClient | None = None,
-        keep: int = 2,
-        engine_folder: Path | None = None,
         timeouts: Timeouts = TIMEOUTS,
         api_key: str = "",
     ) -> None:
         self._engines = controls(engine_url, timeouts, api_key)
-        self._folders = WeightFolders(folder)
-        self._folder = folder.absolute()
         self._server = server
-        self._keep = max(1, keep)
-        self._engine_folder = engine_folder or self._folder
         self._timeouts = timeouts
+        self._api_key = api_key
         self._lock = threading.RLock()
 
     def close(self) -> None:
@@ -129,7 +123,7 @@ class PushBase:
             while not ended.wait(every_seconds):
                 try:
                     self.restore()
-                except EngineError as error:
+                except EnvserverError as error:
                     log.warning("%s", error)
 
         thread = threading.Thread(target=watch, name="weights-watch", daemon=True)
@@ -139,10 +133,6 @@ class PushBase:
         finally:
             ended.set()
             thread.join()
-
-    def _seen(self, folder: Path) -> Path:
-        """Returns `folder` as the engines see it."""
-        return self._engine_folder / folder.relative_to(self._folder)
 
     def _server_takes(self, version: int) -> None:
         if self._server is None:
@@ -155,6 +145,15 @@ class PushBase:
                 current=current,
             )
 
+    def _hold_calls(self, in_flight: InFlight) -> None:
+        """Stops calls at the server; those that do not end in time are aborted."""
+        if self._server is None:
+            return
+        seconds = self._timeouts.drain
+        if not self._server.pause_calls(in_flight, timeout_seconds=seconds):
+            log.warning("calls did not end within %g s: they are repeated", seconds)
+            self._server.pause_calls("abort", timeout_seconds=seconds)
+
     def _quietly(self, what: str, step: Callable[[EngineControl], None]) -> None:
         """Runs `step` at every engine; failures are only logged."""
         for engine in self._engines:
@@ -164,11 +163,41 @@ class PushBase:
                 log.warning("%s: could not %s: %s", engine.url, what, error)
 
 
+class FolderPush(PushBase):
+    """Sends weights as files in a folder that trainer and engines share.
+
+    Args:
+        folder: where versions are saved, and where engines read them.
+        keep: number of last versions that stay on disk.
+        engine_folder: `folder` as the engines see it, if different (in a container).
+        settings: those of `PushBase`.
+    """
+
+    def __init__(
+        self,
+        engine_url: str | Sequence[str],
+        folder: Path,
+        *,
+        keep: int = 2,
+        engine_folder: Path | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(engine_url, **settings)
+        self._folders = WeightFolders(folder)
+        self._folder = folder.absolute()
+        self._keep = max(1, keep)
+        self._engine_folder = engine_folder or self._folder
+
+    def _seen(self, folder: Path) -> Path:
+        """Returns `folder` as the engines see it."""
+        return self._engine_folder / folder.relative_to(self._folder)
+
+
 class Phases:
     """Measures the seconds of each phase."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, before: Mapping[str, float] | None = None) -> None:
+        self.seconds: dict[str, float] = dict(before or {})
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -28,10 +28,11 @@ class ReloadWeights:
         """Loads the weights in the folder; returns how many layers had to be packed again."""
         worker: Any = self
         worker.reload_weights(weights_path=weights_path)
-        return {"packed": _pack_again(worker.model_runner.get_model())}
+        return {"packed": pack_again(worker.model_runner.get_model())}
 
 
-def _pack_again(model: Any) -> int:
+def pack_again(model: Any) -> int:
+    """Packs output layers anew that are also an embedding; returns their number."""
     from vllm.model_executor.layers.utils import (  # type: ignore[import-not-found]
         dispatch_cpu_unquantized_gemm,
     )

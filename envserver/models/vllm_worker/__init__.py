@@ -1,0 +1,1 @@
+"""Modules for vLLM's own processes, which find them by `PYTHONPATH`."""
