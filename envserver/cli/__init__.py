@@ -119,6 +119,8 @@ COMMANDS = {
     "validate": _other("validate_command", "check files of unified trajectories"),
     "sft": Command("", "build data for supervised fine-tuning", False, words=_SFT),
     "merge": _other("merge_command", "merge models: base + alpha * (rl - sft)"),
+    "sweep": Command("sweep_command", "merge with several alphas, evaluate each, draw the reward"),
+    "publish": _other("publish_command", "publish a model or an adapter on the hub"),
     "check": Command("check_command", "check that an environment's rewards cannot be cheated"),
     "models": Command("", "start a model, make a tiny one, probe an engine", False, words=_MODELS),
     "env": Command("", "install and share packages of environments", False, words=_ENV),

@@ -18,7 +18,7 @@ from ..evaluation.report import Report
 from ..evaluation.suite import Suite
 from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
 from ..running.evaluating import EvaluationView, evaluate_members
-from ..running.group_run import GroupRun
+from ..running.group_run import GroupRun, Show
 from ..running.python_api import EVALUATION_DEFAULTS, choice_of
 from .console import Console
 from .evaluate_members import read_members
@@ -58,7 +58,7 @@ class _Shown(EvaluationView):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self.show = partial(ProgressView, console)
+        self.show = shown(console)
 
     def say(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -68,6 +68,11 @@ class _Shown(EvaluationView):
 
     def report(self, report: Report | Suite, folder: Path) -> None:
         show_report(self._console, report, folder)
+
+
+def shown(console: Console) -> Show:
+    """Returns what shows the run of an environment on a terminal."""
+    return partial(ProgressView, console)
 
 
 def show_report(console: Console, report: Report | Suite, folder: Path) -> None:

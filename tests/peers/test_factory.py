@@ -99,3 +99,19 @@ def test_preferences_go_on_from_there(
     before, after = (mean_reward(factory / "runs" / name) for name in ("base-test", "dpo"))
     tell(f"mean reward on what was not taught: {before:.2f} -> {after:.2f}")
     assert after > before
+
+
+@pytest.mark.slow
+def test_a_sweep_finds_how_much_of_it_is_best(
+    learn_python: Path, factory: Path, tell: Callable[[str], None]
+) -> None:
+    """With the local engine; its first and last point are the models before and after."""
+    sweep, publish = commands(2)
+    run(sweep, learn_python, factory)
+    found = json.loads((factory / "runs" / "sweep" / "sweep.json").read_text())["points"]
+    rewards = [point["rewards"]["math"]["value"] for point in found]
+    tell(f"mean reward at alpha 0, 0.5, 1: {rewards}")
+    assert [point["alpha"] for point in found] == [0, 0.5, 1] and rewards[2] > rewards[0] + 0.3
+    assert "Merging" not in run(sweep, learn_python, factory)
+    told = run(publish, learn_python, factory)
+    assert "model-index:" in told and "model.safetensors" in told

@@ -128,5 +128,4 @@ def _use(about: CardFacts) -> str:
             'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")',
         ]
     code = "\n".join(lines)
-    upload = "To upload: `hf upload NAME THIS_FOLDER`."
-    return f"```python\n{code}\n```\n\n{upload}\n"
+    return f"```python\n{code}\n```\n"

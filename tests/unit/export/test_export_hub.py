@@ -8,15 +8,14 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 import yaml
+from support.hub import Hub, running_hub
 
 from envserver import main
 
@@ -192,53 +191,10 @@ def test_pages_have_a_card_without_splits(tmp_path: Path) -> None:
     assert "configs" not in told and told["viewer"] is False
 
 
-class Hub(ThreadingHTTPServer):
-    """What huggingface_hub asks a hub when it makes a data set and commits small files to it."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answers)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.asked: list[tuple[str, str, bytes]] = []
-
-    def answer(self, path: str, token: str, body: bytes) -> dict[str, Any]:
-        self.asked.append((path, token, body))
-        if path == "/api/repos/create":
-            return {"url": f"{self.url}/datasets/me/x"}
-        if "/preupload/" in path:
-            names = [file["path"] for file in json.loads(body)["files"]]
-            kind = {"uploadMode": "regular", "shouldIgnore": False}
-            return {"files": [{"path": name, **kind} for name in names]}
-        if "/commit/" in path:
-            url = f"{self.url}/datasets/me/x/commit/{'a' * 40}"
-            return {"commitUrl": url, "commitOid": "a" * 40, "pullRequestUrl": None}
-        return {"errors": [], "warnings": []}
-
-
-class _Answers(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length") or 0))
-        token = self.headers.get("authorization") or ""
-        data = orjson.dumps(self.server.answer(self.path.partition("?")[0], token, body))
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *words: object) -> None:
-        pass
-
-
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    with Hub() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with running_hub() as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_a_push_is_one_commit_of_the_folder(tmp_path: Path, hub: Hub) -> None:

@@ -1,0 +1,313 @@
+"""Publishes a model or a LoRA adapter to the Hugging Face hub: exactly the files of a plan.
+
+In: a finished folder. Out: a `Plan` that names each file that would be uploaded, with its size and
+sha256, and each that would not, with the reason; then one commit. What holds: only files that
+loading or understanding a model needs are in a plan, never optimizer states or checkpoints; a file
+that looks as if it had a secret in it ends the planning; a repository is made as private unless the
+caller says otherwise, and a public one is refused then.
+
+The hub library handles the token (HF_TOKEN, or the one of `hf auth login`); it is never read,
+written or shown here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import importlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from envserver_records.errors import ConfigError, InputError, StoreError
+from envserver_records.extras import install_command
+
+from .model_card import Result, joined_card, split_card, with_results
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WEIGHTS: Final = (
+    *("model.safetensors", "model-*-of-*.safetensors"),
+    "adapter_model.safetensors",
+)
+_ALLOWED: Final = (
+    *_WEIGHTS,
+    *("*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
+    *("tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.*"),
+    *("additional_chat_templates/*.jinja", "preprocessor_config.json", "processor_config.json"),
+    *("README.md", "LICENSE*", "NOTICE*", "merge.json", "training.json", "metrics.jsonl"),
+)
+_CARD: Final = "README.md"
+_UNFINISHED: Final = ".work"
+_REASONS: Final = (
+    ("optimizer state", ("optimizer*", "scheduler*", "rng_state*", "trainer_state*", "*.distcp")),
+    ("Python's pickles may run code", ("*.bin", "*.pt", "*.pth", "*.pkl")),
+)
+_SECRETS: Final = {
+    "a token of the Hugging Face hub": re.compile(rb"\bhf_[A-Za-z0-9]{30,}"),
+    "a key of an API": re.compile(rb"\bsk-[A-Za-z0-9_-]{24,}"),
+    "a key of AWS": re.compile(rb"\bAKIA[0-9A-Z]{16}\b"),
+    "a token of GitHub": re.compile(rb"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{50,})"),
+    "a private key": re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
+}
+_SECRET_NAMES: Final = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY")
+_LEAST_SECRET: Final = 12
+_BLOCK: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file to upload: its path in the repository, and its content (a path, or changed bytes)."""
+
+    name: str
+    content: Path | bytes
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be published.
+
+    Args:
+        repository: OWNER/NAME.
+        files: the files of the commit.
+        left_out: files of the folder that stay here: name -> reason.
+        private: make the repository as private, and refuse a public one.
+    """
+
+    repository: str
+    files: Sequence[PlannedFile]
+    left_out: Mapping[str, str]
+    private: bool = True
+
+    @property
+    def card(self) -> str:
+        """The text of the model card as it would be uploaded."""
+        [content] = [one.content for one in self.files if one.name == _CARD]
+        assert isinstance(content, bytes)
+        return content.decode()
+
+
+def plan(
+    folder: Path,
+    repository: str,
+    *,
+    results: Sequence[Result] = (),
+    base_model: str | None = None,
+    license: str | None = None,
+    private: bool = True,
+) -> Plan:
+    """Decides what would be published; reads all files, and changes none.
+
+    Args:
+        results: evaluations to write into the card.
+        base_model: hub id of the base model, for the card and the adapter's config.
+        license: license, for the card.
+
+    Raises:
+        ConfigError: `repository` is not a name.
+        InputError: the folder is not a finished model or adapter, names a folder of this machine,
+            or a file seems to have a secret.
+    """
+    if not _NAME.fullmatch(repository):
+        raise ConfigError(f"{repository!r} is not a name on the hub.", hint="Write OWNER/NAME.")
+    names = [path.relative_to(folder).as_posix() for path in sorted(_files(folder))]
+    kept = [name for name in names if _is_allowed(name)]
+    _check_finished(folder, kept)
+    changed = _changed(folder, repository, kept, results, base_model, license)
+    files = [_planned(folder, name, changed.get(name)) for name in sorted({*kept, *changed})]
+    left_out = {name: _reason(name) for name in names if name not in kept}
+    return Plan(repository, files, left_out, private)
+
+
+def publish(planned: Plan, *, message: str = "Model uploaded by envserver") -> str:
+    """Uploads the files of a plan in one commit; returns the address of the commit.
+
+    Raises:
+        ConfigError: the repository is public though the plan is private; or huggingface_hub is
+            missing.
+        StoreError: the hub refused, or could not be reached.
+    """
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise ConfigError(
+            f"Publishing needs huggingface_hub, which cannot be imported: {error}.",
+            hint=install_command("data"),
+        ) from error
+    api = hub.HfApi()
+    name = planned.repository
+    operations = [
+        hub.CommitOperationAdd(
+            one.name, one.content if isinstance(one.content, bytes) else str(one.content)
+        )
+        for one in planned.files
+    ]
+    try:
+        api.create_repo(name, repo_type="model", private=planned.private, exist_ok=True)
+        is_private = api.model_info(name).private
+    except Exception as error:
+        raise _refused(name, error) from error
+    if planned.private and not is_private:
+        raise ConfigError(
+            f"{name} exists on the hub and is public: nothing was uploaded.",
+            hint="Publish with --public, or under another name.",
+        )
+    try:
+        done = api.create_commit(name, operations, commit_message=message, repo_type="model")
+    except Exception as error:
+        raise _refused(name, error) from error
+    return str(done.commit_url)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder.")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            yield path
+
+
+def _is_allowed(name: str) -> bool:
+    below = "/" in name
+    return any(
+        fnmatch.fnmatchcase(name, pattern) for pattern in _ALLOWED if ("/" in pattern) == below
+    )
+
+
+def _reason(name: str) -> str:
+    last = name.rpartition("/")[2]
+    for reason, patterns in _REASONS:
+        if any(fnmatch.fnmatchcase(last, pattern) for pattern in patterns):
+            return reason
+    return "in a subfolder" if "/" in name else "not part of a model"
+
+
+def _check_finished(folder: Path, names: Sequence[str]) -> None:
+    if (folder / _UNFINISHED).exists():
+        raise InputError(
+            f"{folder} holds a training that has not ended.",
+            hint="Finish it by the command that started it.",
+        )
+    weights = [name for name in names if any(fnmatch.fnmatchcase(name, one) for one in _WEIGHTS)]
+    described = "adapter_config.json" in names or "config.json" in names
+    if not weights or not described:
+        raise InputError(
+            f"{folder} is neither a model nor an adapter: it needs config.json or "
+            "adapter_config.json, and weights as safetensors.",
+            hint="Name the folder that a training or `envserver merge` wrote.",
+        )
+    for name in names:
+        if name.endswith(".index.json"):
+            shards = set(_object(folder / name).get("weight_map", {}).values())
+            if missing := sorted(shards - set(names)):
+                raise InputError(f"{folder / name} names {missing[0]}, which is missing.")
+
+
+def _changed(
+    folder: Path,
+    repository: str,
+    names: Sequence[str],
+    results: Sequence[Result],
+    base_model: str | None,
+    license: str | None,
+) -> dict[str, bytes]:
+    """Returns the contents that are not uploaded as they are: the card, and configs that name a
+    folder of this machine."""
+    made: dict[str, bytes] = {}
+    for name, key in (
+        ("config.json", "_name_or_path"),
+        ("adapter_config.json", "base_model_name_or_path"),
+    ):
+        if name not in names:
+            continue
+        config = _object(folder / name)
+        told = config.get(key)
+        if key == "base_model_name_or_path" and base_model is not None:
+            config[key] = base_model
+        elif isinstance(told, str) and _is_here(told):
+            if key != "_name_or_path":
+                raise InputError(
+                    f"{folder / name} names a folder of this machine as the base: {told}.",
+                    hint="Name the base on the hub: --base_model OWNER/NAME.",
+                )
+            del config[key]
+        if config.get(key) != told:
+            made[name] = (json.dumps(config, indent=2) + "\n").encode()
+    card = folder / _CARD
+    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {repository}\n"
+    header, body = split_card(text)
+    header |= {
+        key: value
+        for key, value in (("base_model", base_model), ("license", license))
+        if value is not None
+    }
+    if isinstance(base := header.get("base_model"), str) and _is_here(base):
+        raise InputError(
+            f"{card} names a folder of this machine as the base: {base}.",
+            hint="Name the base on the hub: --base_model OWNER/NAME.",
+        )
+    text = joined_card(header, body)
+    if results:
+        text = with_results(text, repository.partition("/")[2], results)
+    return {**made, _CARD: text.encode()}
+
+
+def _is_here(name: str) -> bool:
+    return name.startswith(("/", "~", ".")) or "\\" in name
+
+
+def _planned(folder: Path, name: str, content: bytes | None) -> PlannedFile:
+    path = folder / name
+    if content is not None:
+        _check_secrets(content, path)
+        return PlannedFile(name, content, len(content), hashlib.sha256(content).hexdigest())
+    if name.endswith(".safetensors"):
+        _check_secrets(_safetensors_header(path), path)
+    else:
+        _check_secrets(path.read_bytes(), path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return PlannedFile(name, path, path.stat().st_size, digest)
+
+
+def _safetensors_header(path: Path) -> bytes:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return file.read(min(size, 100 * _BLOCK))
+
+
+def _check_secrets(content: bytes, path: Path) -> None:
+    found = [what for what, pattern in _SECRETS.items() if pattern.search(content)]
+    found += [
+        f"the value of ${name}"
+        for name, value in os.environ.items()
+        if _SECRET_NAMES.search(name.upper())
+        and len(value) >= _LEAST_SECRET
+        and value.encode() in content
+    ]
+    if found:
+        raise InputError(
+            f"{path} seems to contain {found[0]}: nothing was uploaded.",
+            hint="Remove it from the file, and revoke it if the file was ever shared.",
+        )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} must be a JSON object.")
+    return value
+
+
+def _refused(name: str, error: Exception) -> StoreError:
+    reason = " ".join(str(error).split())[:300]
+    return StoreError(f"{name} cannot be published: {type(error).__name__}: {reason}")
