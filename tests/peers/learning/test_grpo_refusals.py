@@ -122,14 +122,16 @@ def test_noise_on_the_logprobs_ends_the_run_with_the_reason(
 
 @pytest.mark.parametrize("logprob", [-9999.0, float("-inf"), float("nan")])
 def test_an_extreme_logprob_costs_its_row_and_nothing_else(
-    model: Path, train: Any, logprob: float
+    model: Path, tmp_path: Path, train: Any, logprob: float
 ) -> None:
     policy = Policy(str(model))
     batches = [batch(policy, number, 0.0) for number in range(2)]
     logprobs = batches[0].groups[0].rows[1].logprobs
     assert logprobs is not None
     logprobs[10] = logprob
-    lines = train(batches, steps=2)
+    lines = train(batches, steps=2, objective="gspo")
+    recorded = json.loads((tmp_path / "settings.json").read_text())
+    assert (recorded["objective"], recorded["ratio_level"]) == ("gspo", "sequence")
     assert [line["rows_refused"] for line in lines] == [1, 0]
     assert [line["rows_learned"] for line in lines] == [3, 4]
     assert not any("skipped" in line for line in lines)
