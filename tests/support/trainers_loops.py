@@ -44,6 +44,7 @@ def trains(python: Path, made: Loop, *command: object, **environ: str) -> Iterat
     quiet = {
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # it kills when others fill the memory
         "GLOO_SOCKET_IFNAME": "lo",
         "ENGINE_URL": made.engine.root_url,
         "SERVER_URL": made.server,  # support/commands.py passes on no ENVSERVER_...
