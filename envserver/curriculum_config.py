@@ -44,5 +44,8 @@ class CurriculumConfig(BaseModel):
     """Scored rollouts required before a task can be skipped."""
     solved_share: float = Field(default=0.1, gt=0, le=1)
     """Share of the times that such a task is not skipped."""
+    unsolved_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the times that a task is not skipped that was lately never solved (a mean reward of
+    at most `unsolved_below` after `solved_attempts` rollouts), with any sampler; 1: never skip."""
     memory: int = Field(default=2048, ge=1, le=65536)
     """Tasks remembered per environment, to be repeated."""

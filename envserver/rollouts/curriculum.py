@@ -61,12 +61,17 @@ def choose(
 
 
 def is_passed_over(estimate: Estimate | None, rules: CurriculumConfig, rng: random.Random) -> bool:
-    """Returns whether the next task in the environment's order is skipped this time."""
-    if rules.solved_above is None or estimate is None:
+    """Returns whether the next task in the environment's order is skipped this time: it is solved
+    too often, or lately never, so its group would teach nothing."""
+    if estimate is None or estimate.attempts < rules.solved_attempts:
         return False
-    is_known = estimate.attempts >= rules.solved_attempts
-    is_solved = is_known and estimate.success > rules.solved_above
-    return is_solved and rng.random() >= rules.solved_share
+    if rules.solved_above is not None and estimate.success > rules.solved_above:
+        return rng.random() >= rules.solved_share
+    # What old policies did fades: then it is tried again.
+    is_recent = 2 * estimate.weight >= rules.solved_attempts
+    if rules.unsolved_share < 1 and is_recent and _is_unsolved(estimate, rules):
+        return rng.random() >= rules.unsolved_share
+    return False
 
 
 def to_forget(candidates: Sequence[Candidate], rules: CurriculumConfig, count: int) -> list[str]:

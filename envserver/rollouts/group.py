@@ -496,7 +496,8 @@ def _judged(
             model=context.model,
             sampling=context.sampling.model_dump(),
             trajectories=kept.values(),
-        ),
+        )
+        | ({"chosen": request.chosen} if request.chosen else {}),
     )
     drop = judge_group(group, rules, context.staleness.version)
     if drop is None:

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
@@ -23,7 +23,8 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one group.
 
     `index` is the position of its task in the stream, from 0; for a repeated task (`again_prefix`)
-    it is the number of repeated tasks before it.
+    it is the number of repeated tasks before it. `chosen` is why a curriculum chose the task, for
+    the group's record; empty without one.
     """
 
     group_id: str
@@ -32,6 +33,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     split: Split
     seed: int
     task: Task
+    chosen: dict[str, Any] = {}
 
 
 def id_prefix(environment: Environment) -> str:

@@ -15,6 +15,7 @@ import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 from envserver_records.records import Task
@@ -81,7 +82,8 @@ class TaskStream:
         self.came_again = 0
         """Groups of repeated tasks since the start."""
         self.passed_over = 0
-        """Solved tasks of the environment's order that were skipped since the start."""
+        """Tasks of the environment's order that were skipped since the start: solved too often, or
+        lately never."""
 
     @property
     def remembered(self) -> int:
@@ -139,7 +141,11 @@ class TaskStream:
         self.came_again += 1
         prefix = again_prefix(stream_prefix(last.env, last.split, last.seed))
         return msgspec.structs.replace(
-            last, group_id=group_id(prefix, index, task_id), index=index, task=one.task
+            last,
+            group_id=group_id(prefix, index, task_id),
+            index=index,
+            task=one.task,
+            chosen=self._chosen(self._rules.sampler, one.estimate),
         )
 
     def _unmade(self, own: Iterator[GroupRequest]) -> Iterator[GroupRequest]:
@@ -162,10 +168,17 @@ class TaskStream:
                     self.passed_over += 1
                 else:
                     passed = 0
-                    yield request
+                    chosen = self._chosen("order", estimate)
+                    yield msgspec.structs.replace(request, chosen=chosen)
 
     def _is_passed_over(self, estimate: Estimate | None) -> bool:
         return is_passed_over(self._now(estimate), self._rules, self._rng)
+
+    def _chosen(self, by: str, estimate: Estimate | None) -> dict[str, Any]:
+        """Returns why a task was chosen: `by` the environment's order or by a sampler, and what was
+        known of the task."""
+        now = self._now(estimate) or UNTRIED
+        return {"by": by, "success": round(now.success, 4), "attempts": now.attempts}
 
     def _now(self, estimate: Estimate | None) -> Estimate | None:
         """Returns the estimate discounted to the current policy."""

@@ -36,7 +36,8 @@ MOST_ESTIMATES = 65_536
 
 def has_curriculum(rules: CurriculumConfig) -> bool:
     """Returns whether estimates influence the order of tasks."""
-    return rules.sampler != "uniform" or rules.solved_above is not None
+    skips = rules.solved_above is not None or rules.unsolved_share < 1
+    return rules.sampler != "uniform" or skips
 
 
 def stream_of(

@@ -90,6 +90,7 @@ class Hosted(msgspec.Struct, frozen=True):
             _status(self.parts, self.schedulers, self.tally)
             | _flow(self.tally, self.staleness, self.demand)
             | {"audit": self.auditor.report(), "ordered": self.orders.snapshot()}
+            | {"teaching": _teaching(self.tally)}
             | {"open_episodes": self.episodes.open}
         )
 
@@ -355,6 +356,20 @@ async def _schedulers(
             lane=turns.lane(name) if len(members) > 1 or total is not None else None,
         )
     return Several(schedulers)
+
+
+def _teaching(tally: Tally) -> dict[str, Any]:
+    """Returns how many groups were scored for how many that were delivered."""
+    equal = tally.drops["zero_variance"]
+    scored = tally.groups + sum(
+        tally.drops[name] for name in ("zero_variance", "too_long", "stale")
+    )
+    return {
+        "scored_groups": scored,
+        "delivered_groups": tally.groups,
+        "equal_groups_dropped": equal,
+        "scored_per_delivered": round(scored / tally.groups, 4) if tally.groups else None,
+    }
 
 
 def _flow(tally: Tally, staleness: Staleness, demand: Demand) -> dict[str, Any]:

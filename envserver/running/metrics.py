@@ -189,7 +189,7 @@ class CurriculumNumbers:
                 [((name,), float(one.came_again)) for name, one in each],
             ),
             counter(
-                "envserver_tasks_passed_over", "Solved tasks skipped by the curriculum", of,
+                "envserver_tasks_passed_over", "Tasks skipped as solved too often or never", of,
                 [((name,), float(one.passed_over)) for name, one in each],
             ),
             gauge(

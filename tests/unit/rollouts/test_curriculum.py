@@ -282,6 +282,25 @@ def test_solved_tasks_are_passed_over_mostly_and_never_for_ever() -> None:
     assert len(list(itertools.islice(stream.requests(own_order(10)), 3))) == 3
 
 
+def test_tasks_lately_never_solved_are_passed_over_until_that_is_long_ago() -> None:
+    rules = CurriculumConfig(unsolved_share=0.1, discount=0.5)
+    known = {
+        f"t-{n}": Estimate(attempts=16, weight=16, solved=8.0 * (n % 2), policy_version=0)
+        for n in range(10)
+    }
+    for version, least, most in ((0, 0.05, 0.14), (3, 0.49, 0.51)):  # weight 16, and 2
+        stream = TaskStream(
+            rules,
+            look=lambda asked: Known(set(), {one.task.id: known[one.task.id] for one in asked}),
+            version=lambda: version,  # noqa: B023 (used within this turn)
+        )
+        drawn = [*itertools.islice(stream.requests(own_order(10)), 1000)]
+        unsolved = [one for one in drawn if int(one.task.id[2:]) % 2 == 0]
+        assert least < len(unsolved) / 1000 < most
+    assert drawn[1].chosen == {"by": "order", "success": 0.5, "attempts": 16}
+    assert drawn[0].chosen == {"by": "order", "success": 0.25, "attempts": 16}
+
+
 def test_a_stream_goes_on_where_it_was_and_remembers_what_was_scored() -> None:
     made = {one.group_id for one in itertools.islice(own_order(60), 50)}
     estimates = {

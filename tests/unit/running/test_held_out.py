@@ -98,7 +98,11 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, environment: str = "math", own: dict[str, Any] | None = None, **evaluate: Any
+    folder: Path,
+    environment: str = "math",
+    own: dict[str, Any] | None = None,
+    curriculum: dict[str, Any] | None = None,
+    **evaluate: Any,
 ) -> AsyncIterator[Served]:
     async with (
         envserver.aio.serve(
@@ -108,6 +112,7 @@ async def serving(
             env={"group_size": 2, "ensure_scores_are_not_same": False, **(own or {})},
             rollouts={"max_queued_groups": 2, "max_concurrent": 2},
             workers={"processes": 1},
+            curriculum=curriculum or {},
             store=str(folder / "groups.db"),
             server={"port": 0, "drain_seconds": 0},
             track=["jsonl"],
@@ -200,6 +205,36 @@ async def test_a_pause_for_new_weights_waits_for_an_evaluation(tmp_path: Path) -
         await served.http.post("/v1/policy/resume", json={"version": 1})
         (first, _) = await served.evaluations()
         assert (first["state"], first["sampled_by"]) == ("complete", {"0": 4})
+
+
+@pytest.mark.thorough
+async def test_batches_are_of_groups_that_teach_and_it_is_said_how_many_it_took(
+    tmp_path: Path,
+) -> None:
+    curriculum = {"sampler": "difficulty"}
+    own = {"ensure_scores_are_not_same": None}
+    async with serving(tmp_path, own=own, curriculum=curriculum) as served:
+        await served.http.post("/v1/runs", json={"name": "trainer", "batch_size": 8})
+        lease = {"max_groups": 8, "wait_seconds": 60}
+
+        async def is_full() -> bool:
+            answer = (await served.http.post("/v1/runs/trainer/lease", json=lease)).json()
+            groups.extend(answer["groups"])
+            return len(groups) >= 8
+
+        groups: list[dict[str, Any]] = []
+        await until(is_full)
+        status = (await served.http.get("/v1/status")).json()["server"]
+        teaching = status["teaching"]
+        equal = status["groups_dropped"]["zero_variance"]
+        assert teaching["equal_groups_dropped"] == equal > 0
+        assert teaching["scored_groups"] == teaching["delivered_groups"] + equal
+        assert teaching["scored_per_delivered"] > 1
+    made = await envserver.aio.process(
+        "math", model="sim", env={"group_size": 2, "total_steps": 2}, curriculum=curriculum
+    )
+    for group in made.groups:
+        assert group.provenance["chosen"]["by"] in ("order", "difficulty")
 
 
 async def test_the_split_of_training_is_refused(tmp_path: Path) -> None:
