@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from envserver_records import EnvserverError
+from envserver_records import ConfigError, EnvserverError
 from envserver_records.files import replace_file
 from envserver_records.tracking import TrackerName, open_tracker
 from rich.console import Console
@@ -152,6 +152,11 @@ def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
         checkpointed=settings.gradient_checkpointing,
         ranks=ranks,
     )
+    if settings.packed and policy.is_recurrent:
+        raise ConfigError(
+            "--packed is for models whose layers are attention: others remember earlier rows.",
+            hint="Leave it out.",
+        )
     rules = StepSettings(
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,

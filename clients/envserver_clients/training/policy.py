@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from torch import Tensor
 from .loss import token_logprobs
 from .padding import Padded
 from .ranks import Ranks, placed_like, shard, whole
+
+Entropy = Literal["none", "measured", "learned"]
+"""What is computed of it: nothing (zeros), its value, or its gradient, too."""
 
 _ENTROPY_ROWS: Final = 1024
 """Distributions whose entropy is computed at once."""
@@ -129,6 +132,11 @@ class Policy:
         """Number of tokens that the model knows."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers remember earlier rows of a line, which rows must not share then."""
+        return bool(getattr(self.model, "_is_stateful", False))
+
     def logprobs(self, batch: Padded) -> Tensor:
         """Returns float32[B, N] for the targets from `batch.first` on, with gradient: of the
         distributions that were sampled from, at their temperatures."""
@@ -140,19 +148,19 @@ class Policy:
         Args:
             learn_entropy: the entropy has a gradient, too, which takes more memory.
         """
-        return self._scores(self.model, batch, learn_entropy=learn_entropy)
+        return self._scores(self.model, batch, entropy="learned" if learn_entropy else "measured")
 
     def reference_logprobs(self, batch: Padded) -> Tensor:
         """Returns the logprobs of the model as it was loaded, without gradient."""
         with torch.no_grad():
             if self.is_lora:
                 with self.model.disable_adapter():
-                    return self._scores(self.model, batch).logprobs
-            return self._scores(self._reference, batch).logprobs
+                    return self._scores(self.model, batch, entropy="none").logprobs
+            return self._scores(self._reference, batch, entropy="none").logprobs
 
-    def _scores(self, model: Any, batch: Padded, *, learn_entropy: bool = False) -> Scores:
+    def _scores(self, model: Any, batch: Padded, *, entropy: Entropy) -> Scores:
         if batch.places is not None:
-            return self._packed_scores(model, batch, *batch.places.T, learn_entropy=learn_entropy)
+            return self._packed_scores(model, batch, *batch.places.T, entropy=entropy)
         tokens = torch.from_numpy(batch.tokens).to(self.device)
         attention = torch.from_numpy(batch.attention).to(self.device)
         targets = tokens[:, batch.first + 1 :]
@@ -167,7 +175,7 @@ class Policy:
             trained,
             batch.temperatures[:, batch.first :],
             batch.raw[:, batch.first :],
-            learn_entropy=learn_entropy,
+            entropy=entropy,
         )
 
     def _packed_scores(
@@ -177,7 +185,7 @@ class Policy:
         lines: NDArray[np.int64],
         starts: NDArray[np.int64],
         *,
-        learn_entropy: bool,
+        entropy: Entropy,
     ) -> Scores:
         """Computes short rows in shared lines. Positions that start again at 0 tell transformers
         where a row begins: no row attends to another.
@@ -206,7 +214,7 @@ class Policy:
             torch.ones_like(targets, dtype=torch.bool),
             batch.temperatures[trained][None],
             batch.raw[trained][None],
-            learn_entropy=learn_entropy,
+            entropy=entropy,
         )
         where = torch.from_numpy(trained[:, batch.first :]).to(self.device)
         empty = torch.zeros(where.shape, device=self.device)
@@ -303,7 +311,7 @@ def _scored(
     temperatures: np.ndarray[Any, Any],
     raw: np.ndarray[Any, Any],
     *,
-    learn_entropy: bool,
+    entropy: Entropy,
 ) -> Scores:
     """Returns the scores of targets [B, N] from logits [B, N, V]."""
     hot = None if (temperatures == 1).all() else torch.from_numpy(temperatures).to(logits.device)
@@ -314,8 +322,10 @@ def _scored(
         as_delivered = torch.where(
             torch.from_numpy(raw).to(logits.device).bool(), before, as_delivered
         )
-    entropy = _entropy(logits if learn_entropy else logits.detach(), trained, hot)
-    return Scores(logprobs, as_delivered, entropy)
+    if entropy == "none":
+        return Scores(logprobs, as_delivered, torch.zeros_like(as_delivered))
+    measured = _entropy(logits if entropy == "learned" else logits.detach(), trained, hot)
+    return Scores(logprobs, as_delivered, measured)
 
 
 def _entropy(logits: Tensor, trained: Tensor, temperatures: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from envserver_clients.grpo import main
 from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
 from envserver_clients.training.curves import draw
@@ -25,6 +26,7 @@ from envserver_clients.training.settings import TrainerSettings, from_flags
 from envserver_records import ConfigError
 from envserver_records.tracking import TensorBoardTracker, open_tracker
 from support.tiny_model import main as make_tiny
+from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 torch.set_num_threads(1)
 
@@ -326,6 +328,18 @@ def test_lora_has_the_chosen_targets_and_scale(model: Path) -> None:
     assert layers == {"q_proj", "v_proj"}
     layer = next(one for one in policy.model.modules() if hasattr(one, "lora_A"))
     assert layer.scaling == {"default": 3.0}
+
+
+def test_rows_of_recurrent_models_are_not_packed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = MambaConfig(vocab_size=4096, hidden_size=16, num_hidden_layers=1)
+    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "mamba")
+    words = ["--model", str(tmp_path / "mamba"), "--output", str(tmp_path / "out"), "--packed"]
+    assert main(words) == 1
+    assert "layers are attention" in capsys.readouterr().out
+    assert not Policy(str(model)).is_recurrent
 
 
 def test_tied_weights_are_one_tensor(model: Path, tmp_path: Path) -> None:
