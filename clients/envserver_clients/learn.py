@@ -151,7 +151,7 @@ def _server(settings: LearnSettings, model: Path, engine: str, address: str) -> 
     words += ["--tokens.tokenizer", str(model), "--port", _port(address)]
     if every := _evaluate_every(settings):
         words += ["--evaluate.every", str(every)]
-        words += ["--evaluate.total_steps", str(settings.held_out)]
+        words += ["--evaluate.total_steps", str(settings.held_out), "--evaluate.group_size", "1"]
         # New weights wait for the end of an evaluation, so that it is of one version.
         words += ["--evaluate.hold_seconds", "60"]
     return [*words, "--store", str(settings.output / "store.db")]
