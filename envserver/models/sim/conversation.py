@@ -6,6 +6,7 @@ or a proxy sends the ids of the rendered prompt.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -36,8 +37,8 @@ def plain_messages(messages: list[dict[str, Any]]) -> list[Message]:
     """Returns the messages with contents as text and arguments of calls as canonical JSON.
 
     Raises:
-        EngineRefused: a role is missing, a content is neither text nor parts of text, or a call has
-            no function name.
+        EngineRefused: a role is missing, a content is neither text nor parts of text and images, or
+            a call has no function name.
     """
     if not messages:
         raise refusal("There must be at least one message.", param="messages")
@@ -94,10 +95,19 @@ def _text(content: Any, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            return "".join(str(text) for text in texts)
-    raise refusal("The simulated engine reads text only.", param=place)
+        texts = [_text_of(part) for part in content if isinstance(part, dict)]
+        if len(texts) == len(content) and None not in texts:
+            return "".join(text for text in texts if text is not None)
+    raise refusal("The simulated engine reads text and images only.", param=place)
+
+
+def _text_of(part: dict[str, Any]) -> str | None:
+    """Returns a part as text: an image as a word that other images do not have."""
+    image = part.get("image_url")
+    if part.get("type") == "image_url" and isinstance(image, dict):
+        return f"<image {hashlib.sha256(str(image.get('url')).encode()).hexdigest()[:12]}>"
+    text = part.get("text")
+    return text if isinstance(text, str) else None
 
 
 def _plain_call(call: Any, place: str) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Visual counting: pictures are drawn by the server, their counts are hidden."""
