@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
 from envserver_clients.training.examples import Denominator, Example, ExampleSettings, examples_of
 from envserver_clients.training.learner import Learner, Numbers, StepSettings
+from envserver_clients.training.objectives import OBJECTIVES
 from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_clients.training.ranks import Ranks, whole
+from envserver_clients.training.settings import TrainerSettings
 from envserver_records.sampling import SamplingSpan
 
 PROMPT = 5
@@ -37,6 +39,7 @@ class Case:
 
     Args:
         lengths: completions' lengths; a group has four.
+        objective: a preset, which has its own denominator and bounds.
         micro_batch_tokens: rows of very different lengths make the ranks' numbers of passes uneven.
     """
 
@@ -50,6 +53,7 @@ class Case:
     lora: LoraSettings | None = None
     dtype: str = "float32"
     temperature: float = 1.0
+    objective: str = ""
     bounds: LossSettings = field(default_factory=lambda: LossSettings(correction="none"))
 
 
@@ -60,6 +64,7 @@ CASES = {
         for packed in (False, True)
     },
     "fewer rows than ranks": Case(lengths=(9, 9, 9, 9), micro_batch_tokens=1000),
+    **{name: Case(objective=name, packed=True) for name in OBJECTIVES},
     "gradients of each pass": Case(reduce_each=True),
     "activations again": Case(checkpointed=True),
     "activations again, packed": Case(packed=True, checkpointed=True),
@@ -104,8 +109,25 @@ def rows_of(case: Case, seed: int = 0) -> list[Example]:
         constant_tokens=20,
         keep_zero=case.bounds.kl_weight > 0,
     )
+    if case.objective:
+        how = settings(case).examples()
     found = examples_of(made, 0, how).examples
     return found[:1] if len(case.lengths) == 4 else found
+
+
+def settings(case: Case) -> TrainerSettings:
+    return TrainerSettings(model="-", output=Path("-"), objective=case.objective)
+
+
+def near(model: Path, rows: list[Example]) -> list[Example]:
+    """The rows with delivered logprobs that are almost the model's own."""
+    policy, rng = Policy(str(model)), np.random.default_rng(0)
+    found = []
+    for row in rows:
+        own = np.array([0.0, *policy.prompt_logprobs(row.tokens.tolist())])
+        delivered = (own + rng.normal(0, 0.1, len(own))) * row.mask
+        found.append(replace(row, logprobs=delivered.astype(np.float32)))
+    return found
 
 
 def learner(case: Case, model: Path, ranks: Ranks) -> Learner:
@@ -124,7 +146,7 @@ def learner(case: Case, model: Path, ranks: Ranks) -> Learner:
                 value.add_(0.01)
     rules = StepSettings(
         learning_rate=1e-3,
-        loss=case.bounds,
+        loss=settings(case).loss() if case.objective else case.bounds,
         most_gradient=1e9,
         micro_batch_tokens=case.micro_batch_tokens,
         packed=case.packed,
@@ -137,7 +159,8 @@ def learner(case: Case, model: Path, ranks: Ranks) -> Learner:
 def stepped(case: Case, model: Path, ranks: Ranks) -> tuple[dict[str, Any], Numbers]:
     """The gradient of a step, whole, and its numbers."""
     one = learner(case, model, ranks)
-    numbers = one.step(rows_of(case))
+    rows = rows_of(case)
+    numbers = one.step(near(model, rows) if case.objective else rows)
     named = one.policy.trained.items()
     return {name: whole(value.grad) for name, value in named if value.grad is not None}, numbers
 

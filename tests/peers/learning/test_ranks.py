@@ -69,6 +69,8 @@ def test_two_ranks_have_the_gradient_of_one(name: str, model: Path, by_two: Path
         return
     # The first update divides each gradient by its size, so that of rounding errors grows.
     most = MOST_DIFFERENCE if CASES[name].updates == 1 else 1e-5
+    if CASES[name].objective:  # bounds close to the sampling policy's own: sums nearly cancel
+        most = 4e-6
     assert difference(found, expected) < most
     assert same == pytest.approx(numbers, rel=1e-4, abs=1e-6)
 
