@@ -173,6 +173,12 @@ def _by_number(group: Group, size: int) -> list[Trajectory | None]:
             raise InputError(
                 f"{trajectory.rollout_id} has no number in its group.", place=group.group_id
             )
+        trajectory.images = {
+            span.sha256: group.images[span.sha256]
+            for sequence in trajectory.sequences
+            for span in sequence.images
+            if span.sha256 in group.images
+        }
         found[int(number[1])] = trajectory
     return found
 

@@ -8,10 +8,11 @@ are 0 where the mask is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-from envserver_records import Sequence, Trajectory
+from envserver_records import InputError, Sequence, Trajectory
+from envserver_records.images import RowImage, images_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Completion:
         versions: per completion token: the policy version that sampled it, -1 for context.
         calls: per completion token: the call that sampled it, -1 for context.
         agent: name of its agent, None if there is only one.
+        images: those among all the tokens, in order; their places count from the prompt's begin.
     """
 
     prompt_ids: list[int]
@@ -35,18 +37,29 @@ class Completion:
     versions: list[int]
     calls: list[int]
     agent: str | None = None
+    images: list[RowImage] = field(default_factory=list)
 
 
-def completion_of(sequence: Sequence) -> Completion | None:
+def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | None:
     """Splits `sequence`; returns None if none of its tokens is trained.
 
     Tokens after the last trained one are left out: they teach nothing.
+
+    Args:
+        images: bytes by SHA-256, see `Trajectory.images`.
+
+    Raises:
+        InputError: the bytes of an image are missing.
     """
     trained = np.flatnonzero(sequence.mask)
     if not trained.size:
         return None
     first, end = int(trained[0]), int(trained[-1]) + 1
     tokens: list[int] = sequence.tokens.tolist()
+    try:
+        shown = images_of([span for span in sequence.images if span.end <= end], images)
+    except ValueError as error:
+        raise InputError(f"A row cannot be used: {error}.", place="images") from error
     return Completion(
         prompt_ids=tokens[:first],
         completion_ids=tokens[first:end],
@@ -55,10 +68,30 @@ def completion_of(sequence: Sequence) -> Completion | None:
         versions=sequence.versions[first:end].tolist(),
         calls=sequence.calls[first:end].tolist(),
         agent=sequence.agent,
+        images=shown,
     )
 
 
 def completions_of(trajectory: Trajectory) -> list[Completion]:
-    """Splits a trajectory's sequences, in order: one, unless the agent changed its history."""
-    found = (completion_of(sequence) for sequence in trajectory.sequences)
+    """Splits a trajectory's sequences, in order: one, unless the agent changed its history.
+
+    Raises:
+        InputError: the bytes of an image are missing.
+    """
+    found = (completion_of(sequence, trajectory.images) for sequence in trajectory.sequences)
     return [one for one in found if one is not None]
+
+
+def check_text_only(completion: Completion, trainer: str) -> Completion:
+    """Returns the completion, which `trainer` gets without images.
+
+    Raises:
+        InputError: it has images: without them its tokens would mean something else.
+    """
+    if completion.images:
+        raise InputError(
+            f"A row has images, and {trainer} gets tokens only from this adapter.",
+            hint="verl's adapter passes images on; row.images has their bytes and places.",
+            place="images",
+        )
+    return completion

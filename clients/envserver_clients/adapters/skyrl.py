@@ -28,7 +28,7 @@ from envserver_records.urls import Urls
 
 from envserver_clients.http import EnvClient
 
-from .completions import Completion
+from .completions import Completion, check_text_only
 from .temperatures import check_trajectories
 from .whole_groups import (
     GroupOrder,
@@ -176,10 +176,10 @@ def output_of(
         agent: see `completions_of_agent`.
 
     Raises:
-        InputError: a trajectory has no trained token or no reward.
+        InputError: a trajectory has no trained token or no reward, or images.
     """
     rows = [
-        (place, row)
+        (place, check_text_only(row, "SkyRL"))
         for place, trajectory in enumerate(trajectories)
         for row in (
             completions_of_agent(trajectory, agent)

@@ -38,7 +38,7 @@ from envserver_records import ConfigError, Trajectory
 from envserver_clients.http import EnvClient, SyncEnvClient
 from envserver_clients.weights import VllmFull
 
-from .completions import Completion, completions_of
+from .completions import Completion, check_text_only, completions_of
 from .temperatures import check_trajectories
 from .whole_groups import (
     GroupOrder,
@@ -110,7 +110,7 @@ def _server_of(args: Any) -> str:
 
 def samples_of(trajectory: Trajectory, sample: Any) -> list[Any]:
     """Returns copies of `sample`, one for each row of the trajectory with trained tokens."""
-    rows = completions_of(trajectory)
+    rows = [check_text_only(row, "slime") for row in completions_of(trajectory)]
     return [_filled(copy.copy(sample), trajectory, row, siblings=len(rows) > 1) for row in rows]
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from envserver_records import ConfigError, ConflictError, EnvserverError, Message
+from envserver_records import ConfigError, ConflictError, EnvserverError, InputError, Message
 from envserver_records.urls import Urls
 
 from envserver_clients.http import SyncEnvClient
@@ -248,6 +248,9 @@ def samples_of(
         number: the group's number, for TRL.
         model_version: used for rows whose policy version is unknown.
         base: the server's policy version for the trainer's version 0.
+
+    Raises:
+        InputError: a row has images.
     """
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
@@ -259,6 +262,12 @@ def samples_of(
     for row, better in zip(group.rows, row_advantages(group.rows, scaling), strict=True):
         if not row.learn or row.logprobs is None or not row.mask.any():
             continue
+        if row.images:
+            raise InputError(
+                "A row has images, for which TRL's RolloutSample has no place.",
+                hint="verl's adapter passes images on; row.images has their bytes and places.",
+                place="images",
+            )
         prompt, completion = _parted(row.messages)
         samples.append(
             RolloutSample(

@@ -27,7 +27,7 @@ from envserver_records.urls import Urls
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import WeightPush
 
-from .completions import Completion
+from .completions import Completion, check_text_only
 from .temperatures import check_trajectories
 from .trl_prompts import TaskName, task_of
 from .trl_weights import Versions, check_of, saver
@@ -229,7 +229,7 @@ def _row(trajectory: Trajectory, agent: str | None) -> TrlRow | None:
     if not is_trainable(trajectory) or not completions_of_agent(trajectory, agent):
         return None
     # TRL takes one sequence, even of an agent that forked its history.
-    chosen = main_completion(trajectory, agent)
+    chosen = check_text_only(main_completion(trajectory, agent), "TRL's GRPOTrainer")
     mask = loss_mask(trajectory, chosen)
     return TrlRow(
         prompt_ids=chosen.prompt_ids,

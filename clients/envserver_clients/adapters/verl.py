@@ -5,6 +5,9 @@ varies, `environment`. Out: verl's `AgentLoopOutput`: `prompt_ids` up to the
 first sampled token, `response_ids` from there on with `response_mask` 1 where the policy sampled,
 `response_logprobs` 0.0 elsewhere. verl pads; no text is tokenised again.
 
+Images of a row are `multi_modal_data`, from which verl makes pixels as the engine did; verl needs
+Pillow for them, and a response that is cut is cut before an image that would lose tokens.
+
 Rewards of turns are verl's `turn_scores`. Its trainers with a TransferQueue also get them for each
 token: at the last one of their turn, and the rest of the reward at the end of the row, so that the
 tokens add up to `reward_score`. Its default trainer has one number for a row, and puts it at its
@@ -24,10 +27,12 @@ its trainer's batch.
 from __future__ import annotations
 
 import functools
+import io
 import math
 from typing import Any, Final, Literal
 
 from envserver_records import InputError, Split, Trajectory
+from envserver_records.images import RowImage
 from envserver_records.urls import Urls
 
 from envserver_clients.http import EnvClient
@@ -181,6 +186,7 @@ def outputs_of(
 
 
 def _output(trajectory: Trajectory, row: Completion, length: int) -> dict[str, Any]:
+    length, images = _within(row, length)
     mask = loss_mask(trajectory, row)
     reward, usage = reward_of(trajectory, row.agent), trajectory.usage
     turns = turn_rewards(trajectory, row)
@@ -206,7 +212,26 @@ def _output(trajectory: Trajectory, row: Completion, length: int) -> dict[str, A
             "tool_rewards": [],
         },
         **({"token_rewards": _token_rewards(reward, turns, len(mask[:length]))} if turns else {}),
+        **({"multi_modal_data": {"images": images}} if images else {}),
     }
+
+
+def _within(row: Completion, length: int) -> tuple[int, list[Any]]:
+    """Returns how much of a response of at most `length` tokens has its images whole, and these."""
+    begin = len(row.prompt_ids)
+    for place, image in enumerate(row.images):
+        if image.offset + image.length > begin + length:
+            return max(0, min(length, image.offset - begin)), _opened(row.images[:place])
+    return length, _opened(row.images)
+
+
+def _opened(images: list[RowImage]) -> list[Any]:
+    """Returns the images as verl wants them: Pillow's, in RGB."""
+    if not images:
+        return []
+    from PIL import Image
+
+    return [Image.open(io.BytesIO(image.data)).convert("RGB") for image in images]
 
 
 def _token_rewards(reward: float, turns: dict[int, float], length: int) -> list[float]:

@@ -160,14 +160,18 @@ def examples_of(
 def refusal(row: Row, version: int, vocabulary: int | None = None) -> str:
     """Returns why nothing can be learned rightly from the trained tokens of a row, or "".
 
-    `bad_tokens`: the model does not know some ids. `no_logprobs`: there are none. `bad_logprobs`:
-    some are not finite, positive, or below LEAST_LOGPROB. `altered`: sampled with top_p or another
-    setting, so that the distribution is unknown. `greedy`: at temperature 0. `raw`: from before the
-    temperature was applied, by an older policy, whose distribution cannot be computed any more.
+    `images`: this trainer gives the model tokens only, which mean something else without their
+    images. `bad_tokens`: the model does not know some ids. `no_logprobs`: there are none.
+    `bad_logprobs`: some are not finite, positive, or below LEAST_LOGPROB. `altered`: sampled with
+    top_p or another setting, so that the distribution is unknown. `greedy`: at temperature 0.
+    `raw`: from before the temperature was applied, by an older policy, whose distribution cannot be
+    computed any more.
     """
     trained = row.mask == 1
     if not trained.any():
         return ""
+    if row.images:
+        return "images"
     if row.tokens.min() < 0 or (vocabulary is not None and row.tokens.max() >= vocabulary):
         return "bad_tokens"
     if row.logprobs is None:

@@ -20,6 +20,7 @@ from envserver_clients.training.guard import (
 )
 from envserver_clients.training.loss import policy_loss, token_logprobs
 from envserver_clients.training.padding import micro_batches, padded
+from envserver_records.images import RowImage
 from envserver_records.sampling import LogprobsKind, SamplingSpan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -286,6 +287,7 @@ def with_logprob(one: Row, logprob: float) -> Row:
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
+        (changed(row(0, 1.0), images=[RowImage("sha", 0, 1, b"PNG")]), "images"),
         (changed(row(0, 1.0), logprobs=None), "no_logprobs"),
         *((with_logprob(row(0, 1.0), value), "bad_logprobs") for value in UNUSABLE),
         (changed(row(0, 1.0), tokens=np.array([1, 2, 3, 100], np.int32)), "bad_tokens"),

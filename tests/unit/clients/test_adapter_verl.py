@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from envserver_clients.adapters.completions import completions_of
+from envserver_clients.adapters.skyrl import output_of as skyrl_output
+from envserver_clients.adapters.slime import samples_of
+from envserver_clients.adapters.trl_rollouts import rows_of
 from envserver_clients.adapters.verl import EnvserverLoop, Rows, outputs_of
+from envserver_records.images import ImageSpan, sha256_of
 from envserver_records.records import Trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from support.extent import examples
 from support.trajectories import sequence, trajectories, trajectory
 
@@ -64,6 +70,42 @@ def test_rewards_of_turns_are_at_the_ends_of_their_turns() -> None:
     assert cut["token_rewards"] == [0.0, 0.25, 0.75]
     (none,) = outputs_of(trajectory("r", row), "all", prompt_length=9, response_length=9)
     assert none["extra_fields"]["turn_scores"] == [] and "token_rewards" not in none
+
+
+def pictured() -> Trajectory:
+    """A row whose tokens 1 and 2 are a picture, and 5 and 6 another one."""
+    row = sequence([1, 9, 9, 2, 3, 9, 9, 4], [0, 0, 0, 0, 1, 0, 0, 1])
+    made = trajectory("r", row)
+    for offset, colour in ((1, "red"), (5, "blue")):
+        file = io.BytesIO()
+        Image.new("RGB", (3, 2), colour).save(file, "PNG")
+        name = sha256_of(file.getvalue())
+        made.images[name] = file.getvalue()
+        row.images.append(ImageSpan(name, offset, 2))
+    return made
+
+
+def test_images_come_with_the_tokens_that_stand_for_them() -> None:
+    (whole,) = outputs_of(pictured(), "one", prompt_length=9, response_length=9)
+    images = whole["multi_modal_data"]["images"]
+    assert [image.getpixel((0, 0)) for image in images] == [(255, 0, 0), (0, 0, 255)]
+    assert whole["response_ids"] == [3, 9, 9, 4]
+    (cut,) = outputs_of(pictured(), "one", prompt_length=9, response_length=2)
+    assert cut["response_ids"] == [3] and len(cut["multi_modal_data"]["images"]) == 1
+    lost = pictured()
+    lost.images.popitem()
+    with pytest.raises(InputError, match="missing or damaged"):
+        outputs_of(lost, "one", prompt_length=9, response_length=9)
+
+
+def test_other_trainers_refuse_rows_with_images() -> None:
+    """Without its images a row would teach something else."""
+    with pytest.raises(InputError, match="SkyRL gets tokens only"):
+        skyrl_output([pictured()], None, step_wise=False)
+    with pytest.raises(InputError, match="slime gets tokens only"):
+        samples_of(pictured(), SimpleNamespace())
+    with pytest.raises(InputError, match="GRPOTrainer gets tokens only"):
+        rows_of([pictured()])
 
 
 def test_a_prompt_that_is_too_long_is_not_cut() -> None:
