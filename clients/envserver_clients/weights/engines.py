@@ -162,8 +162,6 @@ class EngineControl:
         path, seconds = "/init_weight_transfer_engine", self._timeouts.transfer + _MARGIN_SECONDS
         try:
             self._post(path, "connect", seconds, json={"init_info": about})
-        except EngineUnavailable:
-            raise
         except EngineError as error:
             if "eight transfer not configured" in error.message:
                 raise EngineRefused(error.message, hint=_STARTED_FOR_TRANSFER) from error
@@ -176,8 +174,6 @@ class EngineControl:
         if self.weights() == CHANGING:
             try:
                 self._finish_weight_update({})
-            except EngineUnavailable:
-                raise
             except EngineError:  # it is not open: it ended with its failure
                 self._start_weight_update()
                 self._finish_weight_update({})
@@ -308,8 +304,11 @@ class EngineControl:
         return EngineError(said, hint="See the engine's log.", status=status)
 
     def _is_well(self) -> bool:
+        # vLLM closes a connection on which it failed: a kept one would look like a dead engine.
         try:
-            return self._http.get("/health", timeout=self._timeouts.reach).is_success
+            return httpx.get(
+                f"{self.url}/health", headers=self._http.headers, timeout=self._timeouts.reach
+            ).is_success
         except httpx.HTTPError:
             return False
 
