@@ -192,7 +192,7 @@ def _rows_of_trajectory(
             turn_rewards=score.call_rewards(agent),
             components=score.components,
             sampling=sequence.sampling,
-            images=images_of(sequence.images, group.images),
+            images=images_of(sequence.images, group.images, len(sequence.tokens)),
             processor=str(group.rendering.get("processor", "")),
         )
 

@@ -8,6 +8,7 @@ kept once, by their SHA-256.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import msgspec
 
@@ -49,16 +50,42 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def images_of(spans: list[ImageSpan], held: dict[str, bytes]) -> list[RowImage]:
+def images_of(spans: list[ImageSpan], held: dict[str, bytes], size: int) -> list[RowImage]:
     """Returns the images of a row, in the order of their tokens.
 
+    Args:
+        size: number of tokens of the row.
+
     Raises:
-        ValueError: the bytes of one are not among `held`, or are others.
+        ValueError: the bytes of one are not among `held`, or are others; or the tokens of one are
+            not in the row, or are another's.
     """
+    at = 0
     for span in spans:
-        if span.sha256 not in held or sha256_of(held[span.sha256]) != span.sha256:
-            raise ValueError(f"the bytes of image {span.sha256[:12]} are missing or damaged")
+        if span.offset < at or span.length < 1 or span.end > size:
+            raise ValueError(
+                f"image {span.sha256[:12]} has {span.length} tokens at {span.offset}: they are not "
+                f"within the row of {size} tokens after those of the image before"
+            )
+        at = span.end
+    for name in {span.sha256 for span in spans}:
+        if name not in held or sha256_of(held[name]) != name:
+            raise ValueError(f"the bytes of image {name[:12]} are missing or damaged")
     return [
         RowImage(span.sha256, span.offset, span.length, held[span.sha256], span.grid)
         for span in spans
     ]
+
+
+def told_images(told: Any, row: int, held: dict[str, bytes], size: int) -> list[RowImage]:
+    """Returns the images of a row as JSON tells them: a list for each row, of spans as objects.
+
+    Raises:
+        ValueError: they have another form; or as in `images_of`.
+    """
+    try:
+        spans = [ImageSpan(**one) for one in told[row]]
+        found = [msgspec.convert(msgspec.to_builtins(one), ImageSpan) for one in spans]
+    except (TypeError, LookupError, msgspec.ValidationError) as error:
+        raise ValueError(f"the images of row {row} cannot be read: {error}") from error
+    return images_of(found, held, size)

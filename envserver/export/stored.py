@@ -20,7 +20,7 @@ import numpy as np
 from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import InputError
 from envserver_records.hook_events import HookEvent
-from envserver_records.images import ImageSpan, RowImage, images_of
+from envserver_records.images import RowImage, told_images
 from envserver_records.packing import ready
 from envserver_records.records import Logprobs, Mask, Message, Tokens
 from envserver_records.scores import RewardRange, TurnReward, range_from_json
@@ -384,12 +384,11 @@ def _images(columns: _Line, facts: _Facts, row: int) -> list[RowImage]:
     """Returns the images of a row; none where only a foreign program knows their form.
 
     Raises:
-        ValueError: the bytes of one are missing or damaged.
+        ValueError: see `told_images`.
     """
     if not facts.images or not columns.images:
         return []
-    told = [ImageSpan(**image) for image in columns.images[row]]
-    return images_of(told, facts.images)
+    return told_images(columns.images, row, facts.images, len(columns.tokens[row]))
 
 
 def _row(

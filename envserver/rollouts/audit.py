@@ -198,7 +198,7 @@ def rows_of(trajectory: Trajectory, held: dict[str, bytes]) -> Iterator[AuditedR
             group_id="",
             rollout_id=trajectory.rollout_id,
             number=number,
-            images=images_of(sequence.images, held),
+            images=images_of(sequence.images, held, len(sequence.tokens)),
         )
 
 

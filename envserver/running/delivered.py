@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from envserver_records.images import ImageSpan, RowImage, images_of
+from envserver_records.images import RowImage, images_of, told_images
 from envserver_records.packing import ready
 from envserver_records.records import Group, Sequence, Tokens, Trajectory, unpack
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
@@ -285,7 +285,7 @@ class _Reader:
             return
         try:
             images = self._images(number)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             self._find("images", str(error), rollout_id=rollout_id, row=number)
             return
         flags = _flags(rollout, index)
@@ -309,12 +309,12 @@ class _Reader:
         """Returns the images of a row.
 
         Raises:
-            ValueError, TypeError: they cannot be read.
+            ValueError: they cannot be read.
         """
         if not self._line.images or self._line.envserver is None:
             return []
-        told = [ImageSpan(**image) for image in self._line.images[number]]
-        return images_of(told, self._facts.images)
+        size = len(self._line.tokens[number])
+        return told_images(self._line.images, number, self._facts.images, size)
 
     def _versions(self, rollout: _Rollout | None, index: int, trained: Column) -> Tokens | None:
         """Returns versions of a row's tokens, int32[T]; None if the spans do not fit the row."""
@@ -428,7 +428,7 @@ def _read_sequence(
         delivery.findings.append(Finding(kind=kind, message=words, position=position, **place))
     images: list[RowImage] = []
     try:
-        images = images_of(sequence.images, group.images)
+        images = images_of(sequence.images, group.images, len(sequence.tokens))
     except ValueError as error:
         delivery.findings.append(Finding(kind="images", message=str(error), **place))
         return

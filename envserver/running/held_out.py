@@ -41,6 +41,7 @@ from .tracking import Tracking
 _KEY: Final = "evaluations"
 _KEPT: Final = 1000
 """Maximum number of evaluations in the list; their folders stay."""
+_OTHER_SPLIT: Final = "A held-out split has other tasks: set evaluate.split to test or validation."
 _log = structlog.get_logger("envserver.evaluations")
 
 State = Literal["running", "complete", "failed", "interrupted"]
@@ -78,6 +79,9 @@ class Evaluations:
     Args:
         room: the engine of the training rollouts.
         tracked: gets the results.
+
+    Raises:
+        ConfigError: versions would be evaluated on the split that is trained on.
     """
 
     def __init__(
@@ -90,6 +94,9 @@ class Evaluations:
         settings = members[0].spec.settings
         own = isinstance(settings, ServeSettings)
         self.config = settings.evaluate if own else HeldOutConfig()  # type: ignore[attr-defined]
+        self._of_training = _of_training(members, self.config)
+        if self._of_training and self.config.every is not None:
+            raise ConfigError(self._of_training, hint=_OTHER_SPLIT)
         self._members = [_member(one, self.config) for one in members]
         self._folder = self.config.out or folder_of(settings.store) / "evaluations"
         self._pricing = pricing_of(settings.prices, settings.model, settings.engine.models_file)
@@ -138,8 +145,10 @@ class Evaluations:
         """Evaluates the current version now.
 
         Raises:
-            ConflictError: an evaluation runs.
+            ConflictError: an evaluation runs, or its split is the one that is trained on.
         """
+        if self._of_training:
+            raise ConflictError(self._of_training, hint=_OTHER_SPLIT)
         if self.busy or not self._loaded:
             raise ConflictError("An evaluation runs.", hint="GET /v1/evaluations shows its end.")
         self._want()
@@ -318,18 +327,18 @@ def _free(folder: Path, name: str) -> Path:
     return next(path for one in numbered if not (path := folder / one).exists())
 
 
-def _member(one: Served[MixSettings], config: HeldOutConfig) -> Member[MixSettings]:
-    """Returns the environment with the settings of an evaluation.
+def _of_training(members: Sequence[Served[MixSettings]], config: HeldOutConfig) -> str:
+    """Returns which environment trains on the split of evaluations; "" if none does."""
+    for one in members:
+        if config.split == one.spec.settings.env.split:
+            name, split = one.share.name, config.split
+            return f"--evaluate.split {split} is the split that {name!r} trains on."
+    return ""
 
-    Raises:
-        ConfigError: the split is the one that is trained on.
-    """
+
+def _member(one: Served[MixSettings], config: HeldOutConfig) -> Member[MixSettings]:
+    """Returns the environment with the settings of an evaluation."""
     settings, env = one.spec.settings, one.spec.settings.env
-    if config.every is not None and config.split == env.split:
-        raise ConfigError(
-            f"--evaluate.split {config.split} is the split that {one.share.name!r} trains on.",
-            hint="A held-out split has other tasks: test or validation.",
-        )
     size = config.group_size or env.group_size
     own = env.model_copy(
         update={"split": config.split, "total_steps": config.total_steps, "group_size": size}

@@ -136,6 +136,28 @@ def test_a_trainer_that_dies_during_an_update_leaves_engines_that_do_not_sample(
         good(trainer.ask(publish=2), 2, urls)
 
 
+@pytest.mark.thorough
+def test_an_engine_that_samples_takes_no_weights_and_nothing_gets_a_new_name(
+    learn_python: Path, model: Path
+) -> None:
+    bucket = {"update_info": {"names": [], "dtype_names": [], "shapes": [], "sha256": ""}}
+    joined: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1}
+    joined |= {"world_size": 2, "timeout_seconds": 1e300}
+    with local_engine(learn_python, model) as engine, httpx.Client(base_url=engine.url) as http:
+        before = name(engine.url), http.post("/weight_checker", json={}).json()
+        steps: list[tuple[str, dict[str, Any], int, str]] = [
+            ("/init_weight_transfer_engine", {"init_info": joined}, 400, "init_info"),
+            ("/start_weight_update", {}, 200, "started"),
+            ("/update_weights", bucket, 409, "pause it"),
+            ("/start_weight_update", {}, 200, "started"),
+            ("/finish_weight_update", {"weight_version": "version-9"}, 500, "not received"),
+        ]
+        for path, body, status, words in steps:
+            answer = http.post(path, json=body)
+            assert (answer.status_code, words in answer.text) == (status, True), answer.text
+        assert (name(engine.url), http.post("/weight_checker", json={}).json()) == before
+
+
 # Real vLLMs
 
 

@@ -1,7 +1,8 @@
 """Receives weights from a trainer over gloo, by the routes of vLLM's weight-transfer API.
 
 In: buckets of tensors. Out: a model with these weights. What always holds: a model that has only a
-part of a version does not sample: `must_be_whole` refuses until a whole one was received or loaded.
+part of a version does not sample: only a paused one receives, and `must_be_whole` refuses until a
+whole one was received or loaded.
 """
 
 from __future__ import annotations
@@ -41,20 +42,27 @@ class Receiver:
         self._group = None
         try:
             self._group = join(JoinInfo(**info), 0)
-        except (TypeError, RuntimeError, OSError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _refused(f"`init_info` cannot be used: {error}.", 400) from error
+        except (RuntimeError, OSError) as error:
             raise _refused(f"No connection to the trainer: {error}.") from error
 
     def start(self) -> None:
         """Opens an update; one that failed is forgotten."""
         self._missing = {value.data_ptr() for value in self._targets().values()}
 
-    def receive(self, info: dict[str, Any]) -> None:
+    def receive(self, info: dict[str, Any], *, paused: bool) -> None:
         """Receives the next bucket.
 
+        Args:
+            paused: whether the engine does not sample.
+
         Raises:
-            EngineRefused: it cannot be used; the update has ended.
+            EngineRefused: it cannot be used, or the engine samples; the update has ended.
         """
         missing, self._missing = self._missing, None
+        if not paused:
+            raise _refused("The engine samples: pause it before its weights change.", 409)
         if missing is None or self._group is None:
             raise _refused("No weight update was started, or no trainer is connected.")
         try:
@@ -67,13 +75,16 @@ class Receiver:
                 with torch.no_grad():
                     target.copy_(tensor)
                 missing.discard(target.data_ptr())
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             self._group = None  # the trainer must not wait for us
             raise _refused(f"The bucket cannot be used: {error!r}.") from error
         self._missing = missing
 
-    def finish(self) -> None:
+    def finish(self, *, named: bool) -> None:
         """Closes the update. One in which nothing was received changes nothing.
+
+        Args:
+            named: whether the weights get a new name, so that they must be whole and new.
 
         Raises:
             EngineRefused: no update is open, or tensors are missing.
@@ -81,12 +92,13 @@ class Receiver:
         missing, self._missing = self._missing, None
         if missing is None:
             raise _refused("No weight update was started.")
-        if self.incomplete and missing:
-            left = [name for name, at in self._targets().items() if at.data_ptr() in missing]
-            if len(missing) < len({value.data_ptr() for value in self._targets().values()}):
-                raise _refused(f"{left[0]} and {len(left) - 1} more were not received.")
-            return
-        self.incomplete = False
+        targets = self._targets()
+        whole = len({value.data_ptr() for value in targets.values()})
+        if missing and (named or len(missing) < whole):
+            left = [name for name, at in targets.items() if at.data_ptr() in missing]
+            raise _refused(f"{left[0]} and {len(left) - 1} more were not received.")
+        if not missing:
+            self.incomplete = False
 
     def must_be_whole(self) -> None:
         """

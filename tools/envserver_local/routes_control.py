@@ -162,14 +162,18 @@ class Control:
 
     async def _receive(self, request: Request) -> Response:
         info = (await _body(request, BucketBody)).update_info
-        await self._runner.run(lambda: self._receiver.receive(info))
+
+        def receive() -> None:
+            self._receiver.receive(info, paused=self._runner.scheduler.paused is not None)
+
+        await self._runner.run(receive)
         return _json({"message": "Weights updated"})
 
     async def _finish_update(self, request: Request) -> Response:
         name = (await _body(request, FinishBody)).weight_version
 
         def finish() -> None:
-            self._receiver.finish()
+            self._receiver.finish(named=name is not None)
             self._runner.generator.prefixes.clear()
             if name is not None:
                 self._runner.set_version(name)

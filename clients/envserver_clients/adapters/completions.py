@@ -57,7 +57,8 @@ def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | 
     first, end = int(trained[0]), int(trained[-1]) + 1
     tokens: list[int] = sequence.tokens.tolist()
     try:
-        shown = images_of([span for span in sequence.images if span.end <= end], images)
+        kept = [span for span in sequence.images if span.end <= end]
+        shown = images_of(kept, images, end)
     except ValueError as error:
         raise InputError(f"A row cannot be used: {error}.", place="images") from error
     return Completion(

@@ -45,7 +45,7 @@ def _weights(given: object) -> object:
 class TrainerSettings(BaseModel):
     """Trains with GRPO: gets groups from a server and transfers weights to the engine."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     server: str = "http://127.0.0.1:8000"
     """Address of `envserver serve`."""

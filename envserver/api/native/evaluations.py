@@ -22,7 +22,7 @@ class HeldOutEvaluations(Protocol):
     def busy(self) -> bool: ...
 
     def start(self) -> None:
-        """Raises ConflictError if an evaluation runs."""
+        """Raises ConflictError if an evaluation runs, or if its split is trained on."""
 
     def listed(self) -> list[dict[str, Any]]: ...
 
@@ -50,7 +50,7 @@ def add_evaluation_routes(router: APIRouter, evaluations: HeldOutEvaluations) ->
     )
     async def evaluate() -> Response:
         """Evaluates the current policy version on the split of `evaluate.split`, beside the
-        training rollouts. 409 while another evaluation runs.
+        training rollouts. 409 while another evaluation runs, and if that split is trained on.
         """
         evaluations.start()
         return json_answer(_state(evaluations), 202)

@@ -73,6 +73,8 @@ def test_settings_that_are_given_take_precedence_and_names_are_joined() -> None:
         (["--baseline", "none"], "needs a baseline"),
         (["--overlong-tokens", "10"], "more than overlong_tokens"),
         (["--reward-weights", "a=1", "--turn-discount", "1"], "not for turn_discount"),
+        (["--reward-weights", "a=nan"], "reward_weights.a: Input should be a finite number"),
+        (["--learning-rate", "inf"], "learning_rate: Input should be a finite number"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(flags: list[str], message: str) -> None:

@@ -115,6 +115,10 @@ def test_a_public_repository_gets_nothing_unasked(
             '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
             "is missing",
         ),
+        ("model.safetensors.index.json", '{"weight_map": ["a"]}', "no weight_map"),
+        ("README.md", "---\nbase_model: [them/base, /home/me/base]\n---\n", "--base_model"),
+        ("README.md", "---\ndate: 2026-13-01\n---\n", "not YAML"),
+        ("README.md", "caf\xe9", "cannot be read"),
     ],
 )
 def test_what_must_not_be_published_is_refused_with_its_file(
@@ -128,9 +132,22 @@ def test_what_must_not_be_published_is_refused_with_its_file(
     monkeypatch.setenv("MY_API_KEY", "of-this-machine-7")
     folder = model(tmp_path / "m")
     (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
+    (folder / name).write_text(text, encoding="latin-1")
     assert publish(folder, "--dry_run") == 2
     assert why in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_link_out_of_the_folder_is_not_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model(tmp_path / "m")
+    (tmp_path / "private.txt").write_text("a diary")
+    (folder / "vocab.txt").symlink_to(tmp_path / "private.txt")
+    assert publish(folder, "--dry_run") == 2
+    assert "vocab.txt is a link to" in capsys.readouterr().err.replace("\n", " ")
+    (folder / "vocab.txt").unlink()
+    (folder / "vocab.txt").symlink_to("tokenizer.json")
+    assert publish(folder, "--dry_run") == 0
 
 
 def test_a_folder_without_a_model_and_a_wrong_name_are_refused(

@@ -132,6 +132,14 @@ def waits(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.thorough
+async def test_the_split_that_is_trained_on_is_not_evaluated_as_held_out(tmp_path: Path) -> None:
+    async with serving(tmp_path, split="train") as served:
+        answer = await served.http.post("/v1/evaluations")
+        assert answer.status_code == 409 and "trains on" in answer.json()["detail"]
+        assert await served.evaluations() == []
+
+
+@pytest.mark.thorough
 async def test_versions_are_evaluated_beside_training_and_compared(tmp_path: Path) -> None:
     async with serving(tmp_path, every=2) as served:
         for version in (0, 1):

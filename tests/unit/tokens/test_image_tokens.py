@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from envserver_records.errors import EngineGarbage, TokensError
+from envserver_records.errors import EngineGarbage, InputError, TokensError
 from envserver_records.images import ImageSpan, images_of
 from envserver_records.records import Call, VersionSpan
 from hypothesis import given, settings
@@ -19,8 +19,10 @@ from support.extent import examples
 from support.fake_scale_out import ScaleOut
 from support.templates import vocabulary
 
+from envserver.export.stored import group_of
 from envserver.models import ProbeResult
 from envserver.proxy.engine_client import client_for
+from envserver.running.delivered import read_line
 from envserver.tokens import ChatFormat, History, build
 from envserver.tokens.images import folded, placed, url_from
 
@@ -216,7 +218,58 @@ def test_a_text_that_spells_the_placeholder_is_not_a_picture() -> None:
 def test_damaged_bytes_reach_no_trainer() -> None:
     name = hashlib.sha256(RED).hexdigest()
     spans = [ImageSpan(name, 1, 2)]
-    assert images_of(spans, {name: RED})[0].data == RED
+    assert images_of(spans, {name: RED}, 3)[0].data == RED
     for held in ({}, {name: BLUE}):
         with pytest.raises(ValueError, match="missing or damaged"):
-            images_of(spans, held)
+            images_of(spans, held, 3)
+
+
+NAME = hashlib.sha256(RED).hexdigest()
+LIES: list[Any] = [
+    [[{"sha256": NAME, "offset": 3, "length": 2}]],
+    [[{"sha256": NAME, "offset": -1, "length": 2}]],
+    [[{"sha256": NAME, "offset": 1, "length": 0}]],
+    [[{"sha256": NAME, "offset": 0, "length": 2}, {"sha256": NAME, "offset": 1, "length": 2}]],
+    [[{"sha256": "0" * 64, "offset": 1, "length": 2}]],
+    [[{"sha256": [NAME], "offset": 1, "length": 2}]],
+    [[{"sha256": NAME, "offset": "1", "length": 2}]],
+    [[{"sha256": NAME, "offset": 1, "length": 2, "grid": [None]}]],
+    [[{"offset": 1, "length": 2}]],
+    [["red"]],
+    [7],
+    {"0": []},
+]
+
+
+@pytest.mark.parametrize("images", LIES)
+def test_images_that_lie_are_refused_with_their_line(images: Any) -> None:
+    line = {
+        "tokens": [[1, TOKEN, TOKEN, 2]],
+        "masks": [[-100, -100, -100, 2]],
+        "scores": [1.0],
+        "inference_logprobs": [[1.0, 1.0, 1.0, -0.5]],
+        "images": [[{"sha256": NAME, "offset": 1, "length": 2, "grid": [1, 2, 6]}]],
+        "envserver": {
+            "group_id": "g",
+            "env": "math",
+            "task_id": "t",
+            "images": {NAME: base64.b64encode(RED).decode()},
+            "rollouts": [{"rollout_id": "r", "rows": [0], "reward": 1.0}],
+        },
+    }
+    (row,) = group_of(line, "groups.jsonl:1").rollouts[0].rows
+    assert row.images[0].grid == (1, 2, 6)
+    told = read_line(msgspec.json.encode(line), 1)
+    assert told.findings == [] and told.rows[0].images == row.images
+    line["images"] = images
+    with pytest.raises(InputError, match=r"groups\.jsonl:1.*image"):
+        group_of(line, "groups.jsonl:1")
+    (finding,) = read_line(msgspec.json.encode(line), 1).findings
+    assert (finding.kind, finding.line, finding.row) == ("images", 1, 0)
+
+
+def test_a_trainer_does_not_get_rows_whose_images_lie() -> None:
+    sequence = build([made(0, [1, TOKEN, TOKEN, 2], [3], (NAME, 1))])[0]
+    for spans in ([ImageSpan(NAME, 4, 2)], [ImageSpan(NAME, 1, 2), ImageSpan(NAME, 2, 2)]):
+        with pytest.raises(ValueError, match="not within the row"):
+            images_of(spans, {NAME: RED}, len(sequence.tokens))

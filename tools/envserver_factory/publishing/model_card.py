@@ -71,7 +71,7 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
         return {}, text
     try:
         header = yaml.safe_load(found[1]) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-13-01
         raise InputError(f"README.md: its header is not YAML: {error}") from error
     if not isinstance(header, dict):
         raise InputError("README.md: its header must be a mapping.")

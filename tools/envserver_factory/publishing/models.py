@@ -170,6 +170,11 @@ def _files(folder: Path) -> Iterator[Path]:
         raise InputError(f"{folder} is not a folder.")
     for path in folder.rglob("*"):
         if path.is_file():
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise InputError(
+                    f"{path} is a link to {path.resolve()}, outside the folder.",
+                    hint="Copy the file into the folder if it is to be published, or remove it.",
+                )
             yield path
 
 
@@ -204,8 +209,10 @@ def _check_finished(folder: Path, names: Sequence[str]) -> None:
         )
     for name in names:
         if name.endswith(".index.json"):
-            shards = set(_object(folder / name).get("weight_map", {}).values())
-            if missing := sorted(shards - set(names)):
+            shards = _object(folder / name).get("weight_map")
+            if not isinstance(shards, dict):
+                raise InputError(f"{folder / name} has no weight_map.")
+            if missing := sorted({str(one) for one in shards.values()} - set(names)):
                 raise InputError(f"{folder / name} names {missing[0]}, which is missing.")
 
 
@@ -240,18 +247,20 @@ def _changed(
         if config.get(key) != told:
             made[name] = (json.dumps(config, indent=2) + "\n").encode()
     card = folder / _CARD
-    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {repository}\n"
+    text = _text(card) if card.is_file() else f"# {repository}\n"
     header, body = split_card(text)
     header |= {
         key: value
         for key, value in (("base_model", base_model), ("license", license))
         if value is not None
     }
-    if isinstance(base := header.get("base_model"), str) and _is_here(base):
-        raise InputError(
-            f"{card} names a folder of this machine as the base: {base}.",
-            hint="Name the base on the hub: --base_model OWNER/NAME.",
-        )
+    bases = header.get("base_model")
+    for base in bases if isinstance(bases, list) else [bases]:
+        if isinstance(base, str) and _is_here(base):
+            raise InputError(
+                f"{card} names a folder of this machine as the base: {base}.",
+                hint="Name the base on the hub: --base_model OWNER/NAME.",
+            )
     text = joined_card(header, body)
     if results:
         text = with_results(text, repository.partition("/")[2], results)
@@ -298,11 +307,18 @@ def _check_secrets(content: bytes, path: Path) -> None:
         )
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from error
+
+
 def _object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+        value = json.loads(_text(path))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise InputError(f"{path} must be a JSON object.")
     return value
