@@ -58,11 +58,12 @@ def urls_of(messages: Iterable[Message]) -> list[str]:
 
 
 def bytes_of(url: str) -> bytes:
-    """Returns the bytes that a `data:` address holds; none if it is not base64."""
+    """Returns the bytes that a `data:` address holds; its own if it is not base64, so that
+    different images never have one name."""
     try:
-        return base64.b64decode(url.partition(",")[2])
+        return base64.b64decode(url.partition(",")[2], validate=True)
     except (binascii.Error, ValueError):
-        return b""
+        return url.encode()
 
 
 def url_from(data: bytes) -> str:

@@ -24,7 +24,7 @@ from envserver.models import ProbeResult
 from envserver.proxy.engine_client import client_for
 from envserver.running.delivered import read_line
 from envserver.tokens import ChatFormat, History, build
-from envserver.tokens.images import folded, placed, url_from
+from envserver.tokens.images import digest_of, folded, placed, url_from
 
 Json = dict[str, Any]
 TEMPLATE = """\
@@ -273,3 +273,10 @@ def test_a_trainer_does_not_get_rows_whose_images_lie() -> None:
     for spans in ([ImageSpan(NAME, 4, 2)], [ImageSpan(NAME, 1, 2), ImageSpan(NAME, 2, 2)]):
         with pytest.raises(ValueError, match="not within the row"):
             images_of(spans, {NAME: RED}, len(sequence.tokens))
+
+
+def test_different_images_never_have_one_name() -> None:
+    """Also such as are no base64, which an engine may read in its own way."""
+    broken = ["AAA", "BBB", "<svg%3E", "<svg>!", "iVBORw0KGgo=", "iVBORw0KGg=="]
+    names = {digest_of(f"data:image/png;base64,{text}") for text in broken}
+    assert len(names) == len(broken)
