@@ -128,7 +128,8 @@ def test_process_makes_the_same_groups(cluster: RayNodes, program: Path, tmp_pat
     there = envserver_of(program, *words, *ray, "-o", tmp_path / "there.jsonl", folder=folder)
     assert there.returncode == 0, there.stderr
     made = [group_ids(tmp_path / name) for name in ("here.jsonl", "there.jsonl")]
-    assert len(made[0]) == 24 and sorted(made[0]) == sorted(made[1])
+    assert len(made[0]) == 24
+    assert sorted(made[0]) == sorted(made[1]), there.stderr
 
 
 def test_what_fits_nowhere_is_said(cluster: RayNodes, program: Path, tmp_path: Path) -> None:
