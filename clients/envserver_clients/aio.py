@@ -11,13 +11,13 @@ from contextlib import suppress
 from typing import Any, Final, Self, Unpack
 
 import httpx
-import msgspec
-from envserver_records import ConflictError, EnvserverError, InputError, NotFoundError, Split
+from envserver_records import ConflictError, EnvserverError, NotFoundError, Split
 from envserver_records.servers import AsyncServersClient
 from envserver_records.urls import Urls
 from envserver_records.wire import GroupSummary
 
 from .compression import HAS_ZSTD, LeaseStreamReader, decompress
+from .engines import EnginesOfServer
 from .estimates import TaskEstimate, read_estimates
 from .on_demand import OnDemand
 from .protocol import (
@@ -32,6 +32,7 @@ from .protocol import (
     authorization,
     batch_of,
     checked,
+    object_of,
     pause_before_next,
     retries_for,
 )
@@ -43,7 +44,7 @@ _INLINE_BYTES: Final = 256 * 1024
 """Smaller answers are decompressed on the event loop, larger ones in a thread."""
 
 
-class EnvClient(OnDemand):
+class EnvClient(OnDemand, EnginesOfServer):
     """Leases batches for one run; an async context manager that registers the run.
 
     Args:
@@ -139,7 +140,7 @@ class EnvClient(OnDemand):
         Raises:
             ConflictError: a run of this name has another delivery.
         """
-        return _object(await self._send(self._calls.register()))
+        return object_of(await self._send(self._calls.register()))
 
     async def resume(self, checkpoint: str | None) -> dict[str, Any]:
         """Goes back to a checkpoint: groups acknowledged after it are delivered again in their old
@@ -152,13 +153,13 @@ class EnvClient(OnDemand):
         Raises:
             NotFoundError: the run has no such checkpoint.
         """
-        answer = _object(await self._send(self._calls.resume(checkpoint)))
+        answer = object_of(await self._send(self._calls.resume(checkpoint)))
         self._held.clear()
         return answer
 
     async def checkpoints(self) -> list[dict[str, Any]]:
         """Returns `name`, `acked_groups` and `created_at` of each checkpoint, oldest first."""
-        answer = _object(await self._send(self._calls.checkpoints()))
+        answer = object_of(await self._send(self._calls.checkpoints()))
         found: list[dict[str, Any]] = answer["checkpoints"]
         return found
 
@@ -345,7 +346,7 @@ class EnvClient(OnDemand):
     async def extend(self, batch: Batch | str, seconds: float) -> float:
         """Sets the end of the lease to `seconds` from now; returns it (the server's clock)."""
         call = self._calls.on_lease("extend", _lease_id(batch), seconds=seconds)
-        return float(_object(await self._send(call))["expires_at"])
+        return float(object_of(await self._send(call))["expires_at"])
 
     async def _keep(self, seconds: float) -> None:
         """Extends the open leases periodically until cancelled."""
@@ -410,46 +411,15 @@ class EnvClient(OnDemand):
             Whether no call is running any more (always True with "keep"). Paused in any case.
         """
         answer = await self._send(self._calls.pause(in_flight, timeout_seconds))
-        return bool(_object(answer)["idle"])
+        return bool(object_of(answer)["idle"])
 
     async def resume_calls(self, version: int | None = None) -> None:
         """Lets model calls continue with the weights of `version`. None: the version as before."""
         await self._send(self._calls.resume_calls(version))
 
-    async def register_engine(
-        self, url: str, version: int | None = None, *, wait_seconds: float = 60.0
-    ) -> dict[str, Any]:
-        """Registers an engine that serves the weights of `version`; again: tells its version.
-
-        Args:
-            wait_seconds: maximum wait for the check of a new engine.
-
-        Returns:
-            Its row of GET /v1/engines: `id`, `standing`, `reason` ...
-
-        Raises:
-            ConflictError: the engine differs from the server's others.
-        """
-        call = self._calls.register_engine(url, version, wait_seconds)
-        row: dict[str, Any] = _object(await self._send(call))["engine"]
-        return row
-
-    async def engines(self) -> list[dict[str, Any]]:
-        """Returns the rows of GET /v1/engines: `id`, `url`, `weights_version`, `standing`, ..."""
-        rows: list[dict[str, Any]] = _object(await self._send(self._calls.engines()))["engines"]
-        return rows
-
-    async def pause_engine(self, engine_id: str) -> None:
-        """Sends an engine no more calls; those that are there go to another one."""
-        await self._send(self._calls.pause_engine(engine_id))
-
-    async def resume_engine(self, engine_id: str, version: int) -> None:
-        """Sends an engine calls again, whose weights are of `version` now."""
-        await self._send(self._calls.resume_engine(engine_id, version))
-
     async def status(self) -> dict[str, Any]:
         """Returns GET /v1/status."""
-        return _object(await self._send(self._calls.status()))
+        return object_of(await self._send(self._calls.status()))
 
     # Sending
 
@@ -511,15 +481,6 @@ def _lease_id(batch: Batch | str) -> str:
 
 def _timeout(seconds: float, call: Call) -> httpx.Timeout:
     return httpx.Timeout(seconds, read=seconds + call.extra_seconds)
-
-
-def _object(answer: Answer) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(answer.content, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise InputError(
-            f"The server's answer is not a JSON object: {error}.", place="body"
-        ) from error
 
 
 def _wait_seconds(idle_until: float | None) -> float:

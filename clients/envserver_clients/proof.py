@@ -97,16 +97,8 @@ def _trained(
     folder = settings.output / f"{task}-{name}"
     words = ["envserver_clients.learn", "--task", task, "--seed", str(seed)]
     words += ["--output", str(folder), "--model", str(settings.output / "tiny-many")]
-    words += [
-        "--groups",
-        str(_GROUPS),
-        "--steps",
-        str(settings.steps),
-        "--minutes",
-        "10",
-        "--until-reward",
-        "2",
-    ]
+    words += ["--groups", str(_GROUPS), "--steps", str(settings.steps)]
+    words += ["--minutes", "10", "--until-reward", "2"]
     words += ["--evaluate-every", str(settings.evaluate_every)]
     words += ["--held-out", str(settings.held_out), *more]
     return lambda: None if (folder / HELD_OUT).exists() else _run(words, folder)

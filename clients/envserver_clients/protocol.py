@@ -303,3 +303,17 @@ _KINDS: Final[dict[int, type[EnvserverError]]] = {
 def batch_of(answer: Answer) -> Batch | None:
     """Returns the leased batch; None if nothing was leased."""
     return None if answer.status == 204 else decode_batch(answer.content)
+
+
+def object_of(answer: Answer) -> dict[str, Any]:
+    """Returns the JSON object of an answer.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        return msgspec.json.decode(answer.content, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise InputError(
+            f"The server's answer is not a JSON object: {error}.", place="body"
+        ) from error

@@ -21,7 +21,7 @@ mean: `r - mean`, without the division, because the division gives very easy and
 more weight (Dr. GRPO, arXiv 2503.20783, section 3.1)."""
 
 Baseline = Literal["group", "leave_one_out", "none"]
-"""What a reward is compared with.
+"""The baseline of a reward.
 
 group: the mean of the group (GRPO). leave_one_out: the mean of the others in the group, which does
 not depend on the trajectory's own reward (RLOO, arXiv 2402.14740): n / (n - 1) times

@@ -309,7 +309,7 @@ class EngineEndpoint:
 
     @property
     def capabilities(self) -> Capabilities | None:
-        """What the probe found about the engine; None until the engine has answered once."""
+        """The probe's result for the engine; None until the engine has answered once."""
         return None if self._ready is None else self._ready.capabilities
 
     @property

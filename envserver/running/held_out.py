@@ -92,8 +92,7 @@ class Evaluations:
         tracked: Tracking | None,
     ) -> None:
         settings = members[0].spec.settings
-        own = isinstance(settings, ServeSettings)
-        self.config = settings.evaluate if own else HeldOutConfig()  # type: ignore[attr-defined]
+        self.config = settings.evaluate if isinstance(settings, ServeSettings) else HeldOutConfig()
         self._of_training = _of_training(members, self.config)
         if self._of_training and self.config.every is not None:
             raise ConfigError(self._of_training, hint=_OTHER_SPLIT)
@@ -218,6 +217,9 @@ class Evaluations:
                 error=str(error),
                 next="none until a restart" if self._off else "at the next version",
             )
+        except Exception as error:  # noqa: BLE001 (our fault must not end all later evaluations)
+            record.state, record.error = "failed", f"It broke: {error!r}."
+            _log.exception("evaluation.broke", version=version)
         record.ended_at = time.time()
         self.ends[record.state] += 1
         await self._save()
@@ -316,7 +318,7 @@ class _Rollouts(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """What is read of a line of a file of groups."""
+    """The part of a line of a file of groups that is read."""
 
     envserver: _Rollouts
 

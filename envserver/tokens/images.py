@@ -60,8 +60,11 @@ def urls_of(messages: Iterable[Message]) -> list[str]:
 def bytes_of(url: str) -> bytes:
     """Returns the bytes that a `data:` address holds; its own if it is not base64, so that
     different images never have one name."""
+    data = url.partition(",")[2]
+    if "\n" in data:  # base64 in lines
+        data = "".join(data.split())
     try:
-        return base64.b64decode(url.partition(",")[2], validate=True)
+        return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
         return url.encode()
 

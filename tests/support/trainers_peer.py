@@ -186,7 +186,7 @@ class Recorder:
 
 
 def hooks_of_verl() -> list[Any]:
-    """What its own manager of checkpoints, which its trainers make, tells and does, in order."""
+    """Records the calls of verl's own checkpoint manager, in order."""
     from envserver_clients.adapters import verl_training
     from verl.checkpoint_engine import base
     from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
@@ -210,7 +210,7 @@ def hooks_of_verl() -> list[Any]:
 
 
 async def hooks_of_skyrl() -> list[Any]:
-    """What its own client of engines tells and does, in order."""
+    """Records the calls of SkyRL's own engine client, in order."""
     from envserver_clients.adapters import skyrl_training
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (
         RemoteInferenceClient,

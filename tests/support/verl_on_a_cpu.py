@@ -1,4 +1,4 @@
-"""What verl 0.9.1 lacks on a machine without a GPU, by its own plug-ins.
+"""Adds by verl's plug-ins what verl 0.9.1 lacks on a machine without a GPU.
 
 `VERL_USE_EXTERNAL_MODULES=support.verl_on_a_cpu` makes every process of verl import this.
 

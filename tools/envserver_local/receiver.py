@@ -101,9 +101,10 @@ class Receiver:
             self.incomplete = False
 
     def must_be_whole(self) -> None:
-        """
+        """Checks that all weights are of one version.
+
         Raises:
-            EngineRefused: the weights are of more than one version.
+            EngineRefused: they are not.
         """
         if self.incomplete:
             raise _refused("An update of the weights failed: send all of them again.", 409)

@@ -21,7 +21,7 @@ so that its gradient is that of the KL divergence (DeepSeek-V3.2, arXiv 2512.025
 `use_bias_correction_kl`)."""
 
 Surrogate = Literal["clip", "cispo"]
-"""What stands for the expected reward, with the ratio r and the advantage A of a token.
+"""The form of the loss, with the ratio r and the advantage A of a token.
 
 clip: min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv 1707.06347, equation 7).
 cispo: clip(r, 1 - clip_low, 1 + clip_high) A logprob, without a gradient through r: every token

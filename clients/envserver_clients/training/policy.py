@@ -26,7 +26,7 @@ from .padding import Padded
 from .ranks import Ranks, placed_like, shard, whole
 
 Entropy = Literal["none", "measured", "learned"]
-"""What is computed of it: nothing (zeros), its value, or its gradient, too."""
+"""How much of the entropy is computed: nothing (zeros), its value, or its gradient as well."""
 
 _ENTROPY_ROWS: Final = 1024
 """Distributions whose entropy is computed at once."""
@@ -49,7 +49,7 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the policy computes about targets, float32[B, N].
+    """The policy's numbers for the target tokens, float32[B, N].
 
     Args:
         logprobs: of the distributions that were sampled from, at their temperatures; with gradient.

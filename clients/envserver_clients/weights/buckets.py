@@ -24,7 +24,8 @@ ALIGNMENT: Final = 16
 
 @dataclass(frozen=True)
 class Bucket:
-    """
+    """Tensors that are sent together.
+
     Args:
         payload: uint8[N]: the tensors' bytes, each padded to a multiple of ALIGNMENT.
     """
@@ -37,7 +38,7 @@ class Bucket:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What each engine must know to unpack it."""
+        """Names, dtypes and shapes, by which an engine unpacks it."""
         return {"names": self.names, "dtype_names": self.dtype_names, "shapes": self.shapes}
 
     def tensors(self) -> Iterator[Tensor]:

@@ -216,7 +216,7 @@ def _load(engine: EngineControl, method: str, folder: Path, name: str, *, kept: 
 def checked(
     engine: EngineControl, version: int, check: PromptCheck | None, *, old: int | None
 ) -> float | None:
-    """Returns how far the engine's logprobs are from the trainer's; None: there is no check.
+    """Returns the largest difference of the engine's logprobs from the trainer's; None: no check.
 
     Args:
         old: the last correct version.

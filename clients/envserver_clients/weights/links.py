@@ -140,7 +140,8 @@ def _has_failed(running: Future[Any]) -> bool:
 
 
 def _finished(wait: Any) -> Any:
-    """
+    """Returns what `wait` returns.
+
     Raises:
         EngineUnavailable: the connection broke.
     """

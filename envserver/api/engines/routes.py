@@ -60,7 +60,7 @@ class EngineVersion(_Body):
 
 class EnginePause(_Body):
     in_flight: InFlight = "drain"
-    """What a pause does with running calls: drain (they finish), keep (they continue), abort
+    """How a pause treats running calls: drain (they finish), keep (they continue), abort
     (another engine gets them; streams that have begun finish)."""
     timeout_seconds: float = Field(default=60.0, gt=0, le=3600.0)
     """Maximum wait for them; then the response has `"idle": false`, and it stays paused."""

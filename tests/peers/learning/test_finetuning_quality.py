@@ -104,7 +104,7 @@ def trainer_of(model: Path, data: Path, folder: Path, *words: str) -> Any:
 
 
 def loss_and_gradient(trainer: Any) -> tuple[float, torch.Tensor, int]:
-    """Of all rows as one step: TRL's own batches, normalised by the number of trained tokens."""
+    """All rows make one step: TRL's own batches, normalised by the number of trained tokens."""
     batches = list(trainer.get_train_dataloader())
     count = sum(int((batch["labels"] != NOT_TRAINED).sum()) for batch in batches)
     trainer.model.zero_grad()

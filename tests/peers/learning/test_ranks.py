@@ -40,7 +40,7 @@ def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def by_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks leave behind; see the program."""
+    """The files that two ranks write; see the program."""
     folder = tmp_path_factory.mktemp("ranks")
     trained(model, folder / "one", STEPS)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -245,6 +245,24 @@ async def test_batches_are_of_groups_that_teach_and_it_is_said_how_many_it_took(
         assert group.provenance["chosen"]["by"] in ("order", "difficulty")
 
 
+@pytest.mark.thorough
+async def test_an_evaluation_that_breaks_is_told_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*words: Any) -> Any:
+        raise RuntimeError("a fault of ours")
+
+    async with serving(tmp_path, split="test") as served:
+        with monkeypatch.context() as patched:
+            patched.setattr("envserver.running.held_out.evaluate_on", broken)
+            await served.http.post("/v1/evaluations")
+            await served.until((-1, "failed"))
+        (told,) = await served.evaluations()
+        assert "a fault of ours" in told["error"]
+        assert (await served.http.post("/v1/evaluations")).status_code == 202
+        await served.until((-1, "complete"))
+
+
 async def test_the_split_of_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"--evaluate.split train is the split that 'math' trains"
