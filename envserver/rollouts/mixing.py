@@ -26,7 +26,8 @@ CATCH_UP_GROUPS = 16
 """Maximum number of groups an idle environment may catch up."""
 PATIENCE_SECONDS = 0.5
 """Seconds to wait for the environment whose turn it is."""
-_LEAST_PART: Final = 1e-30
+_LEAST_PART: Final = 1e-6
+"""Share below which smaller ones count as this one: clocks of 1 / share stay numbers."""
 _FILTERED_COSTS = 0.25
 """Cost of a turn. Without it, an environment whose groups are all filtered would block others."""
 
@@ -47,7 +48,7 @@ class Share(msgspec.Struct, frozen=True):
 def targets(shares: Iterable[Share]) -> dict[str, float]:
     """Returns the target share of each: its minimum, or more by weight of what the minima leave.
 
-    Shares are positive and sum to 1.
+    Shares sum to 1 and are at least 1e-9.
 
     Raises:
         ConfigError: a weight is not positive, the minima sum to more than 1, or a name comes twice.
@@ -73,9 +74,9 @@ def targets(shares: Iterable[Share]) -> dict[str, float]:
             break
         fixed |= {share.name: share.minimum for share in low}
     found = fixed | {share.name: left * share.weight / weight for share in free}
-    least = min(part for part in found.values() if part > 0)
+    least = max(_LEAST_PART, min(part for part in found.values() if part > 0))
     # If the minima take everything, an environment without one still gets a tiny share.
-    return {name: found[name] or least * 1e-3 for name in by_name}
+    return {name: max(found[name], least * 1e-3) for name in by_name}
 
 
 class Shares:
@@ -119,7 +120,7 @@ class Shares:
         given = dict.fromkeys(wants, 0)
         if not asking or turns <= 0:
             return given
-        parts = np.maximum([self._targets[name] for name in asking], _LEAST_PART)
+        parts = np.array([self._targets[name] for name in asking])
         clocks = np.array([self._clocks[name] for name in asking])
         clocks = np.maximum(clocks, self._now - CATCH_UP_GROUPS / parts)
         most = np.array([wants[name] for name in asking])

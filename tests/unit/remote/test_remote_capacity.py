@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from envserver_records.errors import ConflictError
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.api import running_api
 from support.extent import examples
@@ -30,6 +30,7 @@ from envserver.store.demand import Demand
     weights=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
     minimums=st.lists(st.floats(0, 1), min_size=4, max_size=4),
 )
+@example(free=2, wants={"a": 2, "d": 2}, weights=[1.0] * 4, minimums=[0, 0, 1, 5e-324])
 def test_places_are_dealt_to_those_who_want_them(
     free: int, wants: dict[str, int], weights: list[float], minimums: list[float]
 ) -> None:
