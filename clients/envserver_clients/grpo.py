@@ -161,7 +161,7 @@ def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         schedule=settings.schedule,
-        schedule_steps=settings.schedule_steps or (settings.steps or 0) * settings.updates,
+        schedule_steps=settings.last_update,
         least_rate=settings.least_rate,
         weight_decay=settings.weight_decay,
         most_gradient=settings.most_gradient,

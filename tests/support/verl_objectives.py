@@ -29,7 +29,7 @@ MODES = {
     "constant": "seq-mean-token-sum-norm",
 }
 LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo+dual_clip", "grpo, kl_form k1")
-LOSSES += ("grpo, kl_form k2", "grpo, kl_form k3", "grpo, entropy_weight")
+LOSSES += ("grpo, kl_form k2", "grpo, kl_form k3", "grpo, kl_form k3+", "grpo, entropy_weight")
 ADVANTAGES = {
     "rloo": "rloo",
     "reinforce_pp": "reinforce_plus_plus",

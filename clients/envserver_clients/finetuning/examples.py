@@ -50,6 +50,8 @@ class ExampleCounts:
     """Rows left out because the assistant wrote nothing, or nothing before the limit."""
     dropped_not_continued: int = 0
     """Pairs left out because the chat template splits one of their conversations."""
+    dropped_repeated: int = 0
+    """Rows left out because the row before them has the same rollout's conversation."""
     rendered_otherwise: int = 0
     """Turns whose prompt the chat template renders differently once they are answered."""
     tokens: int = 0
@@ -96,8 +98,14 @@ def encoded_rows(
         "plain": lambda prompt: True,
     }
     fit = partial(_fit, counts=counts, max_length=limits.max_length, too_long=limits.too_long)
+    before: Any = None
     for place, row in rows_of(paths):
         counts.rows += 1
+        # Each training row of a rollout in Parquet has the whole rollout's messages.
+        rollout, before = before, row.get("rollout_id") if "tokens" in row else None
+        if prompts != "recorded" and before is not None and before == rollout:
+            counts.dropped_repeated += 1
+            continue
         read = read_row(row, place, plain=plain.get(prompts), recorded=prompts == "recorded")
         tools = None
         if isinstance(read, Conversation):

@@ -12,13 +12,14 @@ from typing import Final, Literal
 
 from envserver_records import ConfigError
 
-KlForm = Literal["k1", "k2", "k3", "k3_ratio"]
+KlForm = Literal["k1", "k2", "k3", "k3_ratio", "k3+"]
 """The estimate of the KL divergence to the reference, per token, with d = reference - logprob.
 
 k1: -d. k2: d²/2. k3: exp(d) - d - 1, which is never negative (GRPO, arXiv 2402.03300, equation 4).
 All three are from http://joschu.net/blog/kl-approx.html. k3_ratio: k3 times the importance ratio,
 so that its gradient is that of the KL divergence (DeepSeek-V3.2, arXiv 2512.02556; TRL's default,
-`use_bias_correction_kl`)."""
+`use_bias_correction_kl`). k3+: the value of k3 with the gradient of k2, which is that of the KL
+divergence in expectation (verl's)."""
 
 Surrogate = Literal["clip", "cispo"]
 """The form of the loss, with the ratio r and the advantage A of a token.

@@ -198,6 +198,9 @@ def _distance(difference: Tensor, ratio: Tensor, form: KlForm) -> Tensor:
             return _k3(difference)
         case "k3_ratio":
             return _k3(difference) * ratio
+        case "k3+":
+            slope = difference.square() / 2
+            return _k3(difference).detach() + slope - slope.detach()
 
 
 def _k3(difference: Tensor) -> Tensor:

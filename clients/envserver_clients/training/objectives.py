@@ -75,7 +75,7 @@ def cispo() -> Preset:
 
 
 def rloo() -> Preset:
-    """RLOO (arXiv 2402.14740), with PPO's bounds.
+    """RLOO (arXiv 2402.14740, as TRL and verl cite it), with PPO's bounds.
 
     A = R - mean of the other trajectories of the group; -mean over trajectories of sum min(..) / a
     constant, as in the paper up to that constant.
@@ -87,7 +87,9 @@ def rloo() -> Preset:
 def reinforce_pp() -> Preset:
     """REINFORCE++ (arXiv 2501.03262).
 
-    A = (R - mean) / std, both over the batch, not the group; -1/tokens sum min(r A, clip(r) A).
+    A = (R - mean) / std, both over the tokens of the batch, not the group;
+    -1/tokens sum min(r A, clip(r) A). The paper subtracts the KL divergence from the reward of each
+    token; here `kl_weight` adds it to the loss.
     """
     own = {"baseline": "none", "advantage": "mean", "whiten": True, "denominator": "token"}
     return {**_GRPO, **own}
@@ -104,7 +106,8 @@ def reinforce_pp_baseline() -> Preset:
 def gdpo() -> Preset:
     """GDPO (arXiv 2601.05242), for several named rewards (`reward_weights`).
 
-    A = sum of weight (R_k - mean_k) / std_k over the rewards k, whitened over the batch.
+    A = sum of weight (R_k - mean_k) / std_k over the rewards k, whitened over the batch: over its
+    tokens, as the authors' verl code does (TRL: over its rows).
     """
     return {**_GRPO, "whiten": True, "denominator": "trajectory"}
 

@@ -147,7 +147,8 @@ class TrainerSettings(BaseModel):
     kl_weight: float = Field(default=0.0, ge=0)
     """Weight of the distance to the initial model; 0: keep no reference."""
     kl_form: KlForm = "k3"
-    """Estimate of that distance: k1, k2, k3, or k3 times the importance ratio (k3_ratio, TRL's)."""
+    """Estimate of that distance: k1, k2, k3, k3 times the importance ratio (k3_ratio, TRL's), or k3
+    with the gradient of k2 (k3+, verl's)."""
     entropy_weight: float = Field(default=0.0, ge=0)
     """Weight of the entropy of each token's distribution, which is rewarded; 0: only measured."""
     # Trust in the engine's logprobs.
@@ -229,11 +230,37 @@ class TrainerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _schedule_has_an_end(self) -> Self:
-        if self.schedule != "constant" and self.schedule_steps is None and self.steps is None:
+        last = self.last_update
+        if self.schedule == "constant":
+            if self.schedule_steps is not None or self.least_rate:
+                raise ValueError("schedule constant has no schedule_steps or least_rate")
+        elif not last:
             raise ValueError(f"schedule {self.schedule} needs schedule_steps or steps")
+        elif last <= self.warmup_steps:
+            raise ValueError(
+                f"schedule {self.schedule} ends with update {last}, within the warm-up of "
+                f"{self.warmup_steps}"
+            )
         if self.least_rate > self.learning_rate:
             raise ValueError("least_rate is above learning_rate")
         return self
+
+    @model_validator(mode="after")
+    def _what_needs_something_else(self) -> Self:
+        if "gdpo" in self.objective.split("+") and not self.reward_weights:
+            raise ValueError("objective gdpo needs reward_weights, such as correct=1,format=0.5")
+        sends = self.weights != "files" and not self.lora_rank
+        if self.engine.strip() == "server" and not (sends and self.wire == "native"):
+            raise ValueError(
+                "engine server needs weights gloo or nccl, wire native and no LoRA: only weights "
+                "that are sent reach the server's own engines"
+            )
+        return self
+
+    @property
+    def last_update(self) -> int:
+        """Number of the update that has `least_rate`; 0: unknown."""
+        return self.schedule_steps or (self.steps or 0) * self.updates
 
     @model_validator(mode="before")
     @classmethod

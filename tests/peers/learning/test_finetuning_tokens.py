@@ -262,6 +262,15 @@ def test_recorded_tokens_are_trained_as_they_are(tmp_path: Path) -> None:
         examples(tmp_path, {**row, "tokens": [1, 2, 3, 4, 99999]}, prompts="recorded")
 
 
+def test_a_rollout_of_several_recorded_rows_is_one_conversation(tmp_path: Path) -> None:
+    row = {"messages": messages("a", "b"), "tokens": [9, 8], "mask": [False, True]}
+    rows = [{**row, "rollout_id": name, "row": number} for name in "xy" for number in range(3)]
+    made, counts = examples(tmp_path, *rows)
+    assert len(made) == counts.examples == 2 and counts.dropped_repeated == 4
+    made, counts = examples(tmp_path, *rows, prompts="recorded")
+    assert len(made) == 6 and counts.dropped_repeated == 0
+
+
 def test_a_template_with_marks_says_the_same() -> None:
     """transformers' own mask, from marks that the template puts around what the assistant says."""
     marked = TEMPLATE.replace(

@@ -126,7 +126,7 @@ def test_tokens_far_from_what_was_delivered_are_left_out_or_weigh_less() -> None
 @st.composite
 def loss_settings(draw: st.DrawFn) -> LossSettings:
     decoupled, ratio_level = draw(st.booleans()), draw(st.sampled_from(["token", "sequence"]))
-    forms = ["k1", "k2", "k3", *(["k3_ratio"] if ratio_level == "token" else [])]
+    forms = ["k1", "k2", "k3", "k3+", *(["k3_ratio"] if ratio_level == "token" else [])]
     return LossSettings(
         correction=draw(st.sampled_from(["mask", "truncate", "none"])),
         correction_level=draw(st.sampled_from(["token", "sequence"])) if decoupled else "token",

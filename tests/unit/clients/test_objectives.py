@@ -48,7 +48,8 @@ def learned(rules: AdvantageSettings, *groups: ClientGroup, **more: Any) -> list
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_an_objective_sets_is_in_the_settings(name: str) -> None:
-    recorded = settings("--objective", name).model_dump()
+    needed = ("--reward-weights", "correct=1") if name == "gdpo" else ()
+    recorded = settings("--objective", name, *needed).model_dump()
     assert {key: recorded[key] for key in preset(name)} == preset(name)
     doc = OBJECTIVES[name].__doc__ or ""
     assert "arXiv" in doc or "https://" in doc
@@ -75,6 +76,13 @@ def test_settings_that_are_given_take_precedence_and_names_are_joined() -> None:
         (["--reward-weights", "a=1", "--turn-discount", "1"], "not for turn_discount"),
         (["--reward-weights", "a=nan"], "reward_weights.a: Input should be a finite number"),
         (["--learning-rate", "inf"], "learning_rate: Input should be a finite number"),
+        (["--objective", "gdpo+tis"], "gdpo needs reward_weights"),
+        (["--schedule-steps", "9"], "constant has no schedule_steps"),
+        (["--least-rate", "1e-6"], "constant has no schedule_steps or least_rate"),
+        (["--schedule", "cosine"], "needs schedule_steps or steps"),
+        (["--schedule", "linear", "--steps", "5"], "within the warm-up"),
+        (["--engine", "server"], "needs weights gloo or nccl"),
+        (["--engine", "server", "--weights", "gloo", "--lora-rank", "4"], "no LoRA"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(flags: list[str], message: str) -> None:

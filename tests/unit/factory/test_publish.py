@@ -117,6 +117,8 @@ def test_a_public_repository_gets_nothing_unasked(
         ),
         ("model.safetensors.index.json", '{"weight_map": ["a"]}', "no weight_map"),
         ("README.md", "---\nbase_model: [them/base, /home/me/base]\n---\n", "--base_model"),
+        ("README.md", "---\nbase_model: out/models/base\n---\n", "--base_model"),
+        ("adapter_config.json", '{"base_model_name_or_path": "m/checkpoint-5"}', "--base_model"),
         ("README.md", "---\ndate: 2026-13-01\n---\n", "not YAML"),
         ("README.md", "caf\xe9", "cannot be read"),
     ],
@@ -130,6 +132,7 @@ def test_what_must_not_be_published_is_refused_with_its_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "of-this-machine-7")
+    monkeypatch.chdir(tmp_path)
     folder = model(tmp_path / "m")
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(text, encoding="latin-1")

@@ -42,6 +42,8 @@ _ALLOWED: Final = (
     *("README.md", "LICENSE*", "NOTICE*", "merge.json", "training.json", "metrics.jsonl"),
 )
 _CARD: Final = "README.md"
+_BASE: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""A name on the hub; those of old models have no owner."""
 _UNFINISHED: Final = ".work"
 _REASONS: Final = (
     ("optimizer state", ("optimizer*", "scheduler*", "rng_state*", "trainer_state*", "*.distcp")),
@@ -268,7 +270,8 @@ def _changed(
 
 
 def _is_here(name: str) -> bool:
-    return name.startswith(("/", "~", ".")) or "\\" in name
+    """Returns whether a base is a path: one that is no name on the hub, or a folder that exists."""
+    return not _BASE.fullmatch(name) or Path(name).is_dir()
 
 
 def _planned(folder: Path, name: str, content: bytes | None) -> PlannedFile:
