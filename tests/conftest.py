@@ -36,6 +36,9 @@ collect_ignore = [] if importlib.util.find_spec("torch") else ["peers/learning"]
 # Clients over HTTP read a whole bundle of certificates when they are made, 35 ms of CPU each time,
 # here and in every process that the tests start: one certificate, of nobody, will do.
 os.environ.setdefault("SSL_CERT_FILE", str(ROOT / "tests" / "support" / "one_authority.pem"))
+# A key of whoever runs the tests must not send them to an engine that costs money.
+for _name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_MODEL", "TAVILY_API_KEY"):
+    os.environ.pop(_name, None)
 # A busy machine is slow, and that is no fault of the code: hypothesis must not judge by the clock.
 settings.register_profile("any_speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any_speed")

@@ -11,6 +11,7 @@ def run(argv: list[str]) -> int:
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from envserver_records.errors import UsageError
 
@@ -27,6 +28,7 @@ from ..running.options import Option, options_of
 from ..running.validation import with_environment
 from .flags import ALIASES, argument_name, path_of, read_flags
 from .help import help_topic, show_help
+from .openai_variables import export_dotenv
 from .settings import load_settings, named_environment, to_stderr
 from .sources import Given
 
@@ -76,6 +78,8 @@ class CommandSpec(Generic[C]):
         frequent: dotted paths of the settings that `--help` shows; none: all of them.
         settings_for: returns the settings class with the fields that an environment adds; None: it
             adds only its `env` section.
+        openai_variables: whether OPENAI_API_KEY and its like name the engine where nothing else
+            does: "openai" asks OpenAI itself if only a key is set.
     """
 
     name: str
@@ -86,6 +90,7 @@ class CommandSpec(Generic[C]):
     aliases: Mapping[str, str] = field(default_factory=dict)
     frequent: tuple[str, ...] = ()
     settings_for: Callable[[type[Environment]], type[C]] | None = None
+    openai_variables: Literal["no", "engine", "openai"] = "no"
 
     def read(
         self,
@@ -105,6 +110,7 @@ class CommandSpec(Generic[C]):
         Raises:
             ConfigError, NotFoundError: as for `load_settings`.
         """
+        export_dotenv(Path(), os.environ, warn)
         return load_settings(
             argv,
             settings_class=self._settings_class(argv),
@@ -113,6 +119,7 @@ class CommandSpec(Generic[C]):
             aliases=self.aliases,
             arguments=self.arguments,
             over_file=over_file,
+            openai_variables=self.openai_variables,
             warn=warn,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 RENAMED: dict[str, str] = {
+    "api_key": "openai.api_key",
     "out_dir": "out",
     "output": "out",
     "sandbox.wall": "sandbox.backend",

@@ -6,7 +6,14 @@ from functools import partial
 from pathlib import Path
 
 from envserver_records.errors import UsageError
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from ..running.scenarios import Embed, Runs, run_scenarios, runners
 from ..running.tally import counted
@@ -33,33 +40,61 @@ def run(argv: list[str]) -> int:
     models = runners(_words(settings.models, "--models"), settings)
     labels = _words(settings.label, "--label")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        with _bar(console) as bar:
-            shown = bar.add_task("", total=None)
+    failed = False
+    for scenario, out in _scenarios(settings):
+        try:
+            with _bar(console) as bar:
+                shown = bar.add_task("", total=None)
 
-            def on_progress(runs: Runs) -> None:
-                bar.update(shown, total=runs.wanted, completed=runs.done)
+                def on_progress(runs: Runs, bar: Progress = bar, shown: TaskID = shown) -> None:
+                    bar.update(shown, total=runs.wanted, completed=runs.done)
 
-            runs = run_loop(
-                run_scenarios(
-                    models,
-                    line.make_environment(),
-                    line.reference,
-                    settings.scenario,
-                    labels,
-                    settings.out,
-                    n=settings.n,
-                    seed=settings.seed,
-                    overwrite=settings.overwrite,
-                    embed=_embed(settings),
-                    on_progress=on_progress,
+                runs = run_loop(
+                    run_scenarios(
+                        models,
+                        line.make_environment(),
+                        line.reference,
+                        scenario,
+                        labels,
+                        out,
+                        n=settings.n,
+                        seed=settings.seed,
+                        overwrite=settings.overwrite,
+                        embed=_embed(settings),
+                        on_progress=on_progress,
+                    )
                 )
-            )
-    except KeyboardInterrupt:
-        console.print(f"Stopped: run the same command to continue {settings.out}.", markup=False)
-        raise
-    _show(console, runs, settings.out)
-    return 1 if runs.failed else 0
+        except KeyboardInterrupt:
+            console.print(f"Stopped: run the same command to continue {out}.", markup=False)
+            raise
+        _show(console, runs, out)
+        failed = failed or bool(runs.failed)
+    return 1 if failed else 0
+
+
+def _scenarios(settings: ScenarioSettings) -> list[tuple[Path, Path]]:
+    """Returns the paths of the scenarios to run, each with the folder of its traces.
+
+    Raises:
+        UsageError: none is named, or the folder has none.
+    """
+    if not settings.all_scenarios:
+        if settings.scenario is None:
+            raise UsageError("--scenario is needed, or --all-scenarios.")
+        return [(settings.scenario, settings.out)]
+    folder = settings.scenario or Path("scenarios")
+    found = [path for path in sorted(folder.glob("*")) if _is_scenario(path)]
+    if not found:
+        raise UsageError(
+            f"There is no scenario in the folder {str(folder)!r}.",
+            hint="--scenario FOLDER --all-scenarios names another.",
+        )
+    return [(path, settings.out / path.stem) for path in found]
+
+
+def _is_scenario(path: Path) -> bool:
+    inside = ("scenario.yaml", "real_agent_prompts")
+    return path.suffix == ".yaml" or any((path / name).exists() for name in inside)
 
 
 def _words(text: str, flag: str) -> list[str]:

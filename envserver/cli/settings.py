@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from envserver_records.errors import ConfigError
 from pydantic import BaseModel
@@ -33,6 +33,7 @@ from ..running.options import (
 from ..running.validation import sampling_of_model, validated, with_environment
 from .atropos_names import EQUIVALENTS, IGNORED, REFUSED
 from .flags import argument_name, read_flags
+from .openai_variables import engine_variables
 from .renamed import current_path, with_old_names
 from .sources import VARIABLE_PREFIX, Given, YamlFile, read_dotenv, read_variables
 
@@ -69,6 +70,7 @@ def load_settings(
     folder: Path | None = None,
     warn: Callable[[str], None] = to_stderr,
     over_file: tuple[str, Mapping[str, Any]] = ("", {}),
+    openai_variables: Literal["no", "engine", "openai"] = "no",
 ) -> S:
     """Reads the settings of one command from all sources.
 
@@ -84,6 +86,8 @@ def load_settings(
         environ: environment variables; unset: those of this process.
         folder: folder of `.env`; unset: the working directory.
         over_file: a place in a file and its tree of values, which override the rest of the file.
+        openai_variables: whether OPENAI_API_KEY and its like name the engine where nothing else
+            does; "openai": OpenAI itself is asked if only a key is set.
         warn: called with one line for each name that is old, or has no effect.
 
     Raises:
@@ -116,9 +120,12 @@ def load_settings(
     from_file = file.read(with_old_names(options_of(Settings) | options))
 
     problems = _Problems()
-    chosen = _choose(
-        [*from_file, *over, *variables, *flags], options, settings_class, warn, problems
-    )
+    given = [*from_file, *over, *variables, *flags]
+    if openai_variables != "no":
+        environ = os.environ if environ is None else environ
+        alone = openai_variables == "openai"
+        given = [*engine_variables(given, environ, folder or Path(), warn, alone=alone), *given]
+    chosen = _choose(given, options, settings_class, warn, problems)
     values = preset(model) | flatten(defaults or {}, options)
     said = _parsed(chosen, options, problems)
     problems.raise_if_any()

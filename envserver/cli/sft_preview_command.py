@@ -37,8 +37,6 @@ def run(argv: list[str]) -> int:
 
 def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str], Counter[str]]:
     """Returns the rows to show, and counts by tool of all actions and all rows."""
-    from itertools import islice
-
     from envserver_factory.sft_building.per_tool import Choice, reward_of, rows_of
     from envserver_factory.sft_building.templates import Shown, read_templates
     from envserver_factory.trajectories.documents import objects
@@ -50,16 +48,30 @@ def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str]
     shown: list[dict[str, Any]] = []
     tools: Counter[str] = Counter()
     made: Counter[str] = Counter()
-    for document in islice(objects(settings.sources), settings.trajectories):
-        reward = reward_of(document.value)
-        if settings.min_reward is not None and (reward is None or reward < settings.min_reward):
-            continue
-        tools.update(_tools(document.value.get("actions")))
-        for row in rows_of(document.value, templates, choice):
+    read = 0
+    for document in objects(settings.sources):
+        rows: Iterable[dict[str, Any]]
+        if _is_row(document.value):
+            rows = [document.value]
+        elif read == settings.trajectories:
+            break
+        else:
+            read += 1
+            reward = reward_of(document.value)
+            if settings.min_reward is not None and (reward is None or reward < settings.min_reward):
+                continue
+            tools.update(_tools(document.value.get("actions")))
+            rows = rows_of(document.value, templates, choice)
+        for row in rows:
             made[row["tool"]] += 1
             if made[row["tool"]] <= settings.n and settings.tool in (None, row["tool"]):
                 shown.append(row)
     return shown, tools, made
+
+
+def _is_row(document: dict[str, Any]) -> bool:
+    """Returns whether `sft build` wrote it."""
+    return "tool" in document and ("instruction" in document or "messages" in document)
 
 
 def _tools(actions: Any) -> Iterable[str]:

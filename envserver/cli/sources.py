@@ -85,6 +85,17 @@ def read_dotenv(path: Path) -> list[Given]:
     return given
 
 
+def read_dotenv_values(path: Path, names: Collection[str]) -> dict[str, str]:
+    """Reads the variables `names`, which are not ours, from a `.env` file if there is one."""
+    if not path.is_file():
+        return {}
+    return {
+        binding.key: binding.value
+        for binding in parse_stream(io.StringIO(_read_text(path)))
+        if binding.key is not None and binding.key in names and binding.value is not None
+    }
+
+
 class YamlFile:
     """A YAML file that keeps the line of each value; path None is an empty file.
 

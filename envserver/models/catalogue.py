@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 from envserver_records.errors import ConfigError, NotFoundError
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ..config import Backend, Section
 from ..shipped import shipped
@@ -31,7 +31,8 @@ class ModelEntry(Section):
     path: Path | None = None
     """Folder with its files, in place of `hf_id`."""
     backend: Backend = "auto"
-    """vllm, local, or auto: vLLM if it is installed and starts, else local."""
+    """vllm, local, or auto: vLLM if it is installed and starts, else local; transformers, as others
+    say, is local."""
     dtype: Dtype = "auto"
     """Data type of the weights."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -56,6 +57,11 @@ class ModelEntry(Section):
     """Further arguments for vLLM's command line."""
     local_args: tuple[str, ...] = ()
     """Further arguments for the local engine's command line."""
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _as_others_say(cls, value: object) -> object:
+        return "local" if value == "transformers" else value
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> ModelEntry:

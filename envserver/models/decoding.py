@@ -19,9 +19,10 @@ MAX_REFUSAL_BYTES = 64 * 1024
 _MAX_WORDS = 600
 _MAX_NAMES = 10
 _MAX_NAME_CHARACTERS = 120
+_KEY = "Set the key: OPENAI_API_KEY, or ENVSERVER_OPENAI__API_KEY, or openai.api_key in a file."
 _HINTS = {
-    401: "Set openai.api_key.",
-    403: "Set openai.api_key.",
+    401: _KEY,
+    403: _KEY,
     404: "Check openai.base_url and openai.model_name.",
 }
 

@@ -31,6 +31,8 @@ from . import integrated
 from .installed import installed, with_own_interpreter
 
 ENTRY_POINT_GROUP = "envserver.environments"
+_AS_ELSEWHERE = {"smolagents": "gaia"}
+"""Names of predecessors' environments; an installed environment of this name wins."""
 
 
 def builtin_names() -> list[str]:
@@ -83,6 +85,7 @@ def find(reference: str) -> type[Environment]:
         return _load_path(Path(path), class_name, reference)
     points = entry_point_names()
     point = points.get(reference) or points.get(reference.replace("-", "_"))
+    point = point or points.get(_AS_ELSEWHERE.get(reference, ""))
     if point is not None:
         return _load_entry_point(point)
     if (one := with_own_interpreter().get(reference)) is not None:

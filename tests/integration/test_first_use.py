@@ -121,15 +121,17 @@ def refusing() -> Iterator[str]:
 
 
 def test_an_engine_that_refuses_us_is_found_out_before_any_rollout(
-    refusing: str, tmp_path: Path
+    refusing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-mine")
     ran = envserver(
         "process", "--env", "math", "--openai.base_url", refusing, "--openai.model_name", "m",
-        "--openai.api_key", "sk-of-mine", folder=tmp_path,
+        folder=tmp_path,
     )  # fmt: skip
     assert ran.returncode == 1, ran.stderr
-    assert "HTTP 401" in ran.stderr.splitlines()[-1]
-    assert "Set openai.api_key." in ran.stderr
+    assert "OPENAI_API_KEY is used: --openai.base_url http" in ran.stderr
+    assert "(HTTP 401): No such key: Bearer ***" in ran.stderr.splitlines()[-1]
+    assert "Set the key: OPENAI_API_KEY, or ENVSERVER_OPENAI__API_KEY" in ran.stderr
     assert "sk-of-mine" not in ran.stderr + ran.stdout
     assert not (tmp_path / "data" / "math.failures.jsonl").exists()
 

@@ -31,9 +31,7 @@ from envserver import (
 
 from .agent import SPEC, counter, files_of, named, work
 from .foreign import checks_of_patch, harness_task
-from .loading import Scenario, read_scenario
-
-SAMPLE = Path(__file__).parent / "data"
+from .loading import SAMPLE, Scenario, read_scenario
 
 
 class Scenarios(Environment):

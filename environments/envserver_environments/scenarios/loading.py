@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from envserver import InputError, NotFoundError
 
+SAMPLE = Path(__file__).parent / "data"
 MOST_BYTES = 8 << 20
 MOST_FILES = 2000
 _SKIPPED = {".git", "__pycache__", ".venv", "node_modules", ".pytest_cache"}
@@ -120,12 +121,14 @@ class Scenario(_Part):
 
 
 def read_scenario(path: Path) -> tuple[Scenario, Tree]:
-    """Reads the scenario at `path`, and its workspace.
+    """Reads the scenario at `path`, or of this name in `scenarios/` or here; and its workspace.
 
     Raises:
         NotFoundError: there is none.
         InputError: it is incomplete, or its workspace is too large or leads outside of it.
     """
+    named = (path, Path("scenarios") / path, SAMPLE / f"{path}.yaml")
+    path = next((one for one in named if one.exists()), path)
     if path.is_dir():
         inside = path / "scenario.yaml"
         if not inside.is_file():

@@ -23,4 +23,5 @@ COMMAND = CommandSpec(
     usage="--env NAME[,NAME...]|FOLDER",
     frequent=(*FREQUENT, "out", "resume", "overwrite", "pass_at", "no_baselines", "ray.address"),
     aliases={"ray": "ray.address"},
+    openai_variables="openai",
 )

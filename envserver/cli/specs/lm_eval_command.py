@@ -21,4 +21,5 @@ COMMAND = CommandSpec(
         *("tasks", *ENGINE, "out", "resume", "overwrite", "api", "tokenizer", "num_fewshot"),
         *("limit", "concurrency", "metric", "pass_at"),
     ),
+    openai_variables="openai",
 )

@@ -30,4 +30,5 @@ COMMAND = CommandSpec(
         "out": "env.data_path_to_save_groups",
         "o": "env.data_path_to_save_groups",
     },
+    openai_variables="openai",
 )

@@ -58,4 +58,5 @@ COMMAND = CommandSpec(
         *("env.max_token_length", *SAMPLING, "out", "include_tokens"),
     ),
     settings_for=settings_for,
+    openai_variables="openai",
 )

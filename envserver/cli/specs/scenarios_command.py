@@ -18,8 +18,11 @@ repeated. Exit status 1: a run failed through no fault of the model."""
 class ScenarioSettings(Settings):
     """Settings of `scenarios`."""
 
-    scenario: Path
-    """Scenario: a folder or YAML file."""
+    scenario: Path | None = None
+    """Scenario: a folder, a YAML file, or the name of one in `scenarios/` or of the sample."""
+    all_scenarios: bool = False
+    """Run every scenario in the folder `--scenario` (unset: `scenarios`); the traces of each go
+    into a folder of its name."""
     models: str
     """Models, separated by commas: names in `engine.models_file`, folders,
     NAME=http://host:port/v1 or only such an address, or sim."""
@@ -44,9 +47,10 @@ COMMAND = CommandSpec(
     "scenarios",
     SUMMARY,
     ScenarioSettings,
-    usage="--models NAME,NAME",
+    usage="--models NAME,NAME (--scenario PATH | --all-scenarios)",
+    aliases={"max_steps": "env.max_turns"},
     frequent=(
-        *("scenario", "models", "n", "label", "out", "seed", "overwrite", "openai.api_key"),
-        *(*SAMPLING, "rollouts.max_concurrent"),
+        *("scenario", "all_scenarios", "models", "n", "label", "out", "seed", "overwrite"),
+        *("openai.api_key", *SAMPLING, "rollouts.max_concurrent"),
     ),
 )

@@ -27,4 +27,5 @@ COMMAND: CommandSpec[MixSettings] = CommandSpec(
         "ray.runners",
     ),
     aliases={"ray": "ray.address"},
+    openai_variables="engine",
 )

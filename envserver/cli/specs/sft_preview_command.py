@@ -8,7 +8,8 @@ from ..command_line import CommandSpec
 from .sft_build_command import RowSettings
 
 SUMMARY = """Shows the first rows of each tool that `sft build` would make from unified
-trajectories, and which tools have no template. Nothing is written."""
+trajectories, and which tools have no template; or, of a folder that `sft build` wrote, the first
+rows of each tool there. Nothing is written."""
 
 
 class PreviewSettings(RowSettings):
@@ -32,5 +33,5 @@ COMMAND = CommandSpec(
     PreviewSettings,
     usage="SOURCE...",
     arguments=("sources",),
-    aliases={"unified_glob": "sources"},
+    aliases={"unified_glob": "sources", "root": "sources", "limit": "n"},
 )

@@ -15,6 +15,7 @@ from support.extent import examples
 
 from envserver import EnvironmentConfig, SamplingConfig, ServerConfig, Settings
 from envserver.cli import renamed
+from envserver.cli.openai_variables import export_dotenv
 from envserver.cli.settings import load_settings
 from envserver.config import Section
 
@@ -162,6 +163,78 @@ def test_mistakes_in_flags(flags: list[str], expected: str) -> None:
 def test_all_mistakes_are_told_at_once() -> None:
     text = message("--env.seed", "x", "--env.group_size", "0", "--server.port", "99999999")
     assert len(text.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "expected", "said"),
+    [
+        (
+            [],
+            {"OPENAI_API_KEY": "sk-1"},
+            ("https://api.openai.com/v1", "gpt-4o-mini", "sk-1", "openai"),
+            "OPENAI_API_KEY is used: --openai.base_url https://api.openai.com/v1 and "
+            "--openai.model_name gpt-4o-mini.",
+        ),
+        (
+            [],
+            {"OPENAI_BASE_URL": "http://a:1/v1", "OPENAI_MODEL": "m"},
+            ("http://a:1/v1", "m", "", "vllm"),
+            "OPENAI_BASE_URL, OPENAI_MODEL are used: --openai.base_url http://a:1/v1 and "
+            "--openai.model_name m.",
+        ),
+        (
+            ["--openai.base_url", "http://b:1/v1"],
+            {"OPENAI_API_KEY": "sk-1", "OPENAI_BASE_URL": "http://a:1/v1"},
+            ("http://b:1/v1", "default", "sk-1", "vllm"),
+            "OPENAI_API_KEY is used: --openai.base_url http://b:1/v1.",
+        ),
+        (["--openai.base_url", "none"], {"OPENAI_API_KEY": "sk-1"}, None, ""),
+        (["--model", "sim"], {"OPENAI_API_KEY": "sk-1", "OPENAI_MODEL": "m"}, None, ""),
+    ],
+)
+def test_variables_of_openai_name_the_engine_where_nothing_else_does(
+    flags: list[str],
+    environ: dict[str, str],
+    expected: tuple[str, str, str, str] | None,
+    said: str,
+    tmp_path: Path,
+) -> None:
+    class Own(Settings):
+        model: str | None = None
+
+    (tmp_path / ".env").write_text(
+        "OPENAI_MODEL=of the file\n" if "OPENAI_MODEL" in environ else ""
+    )
+    told: list[str] = []
+    settings = load_settings(
+        flags,
+        settings_class=Own,
+        environ=environ,
+        folder=tmp_path,
+        warn=told.append,
+        openai_variables="openai",
+    )
+    engine = settings.openai
+    got = (engine.base_url, engine.model_name, engine.api_key.get_secret_value())
+    assert told == ([said] if said else [])
+    if expected is None:
+        assert not got[2]
+        return
+    assert (*got, engine.server_type) == expected
+
+
+def test_a_key_alone_names_no_engine_of_a_trainer() -> None:
+    settings = load(environ={"OPENAI_API_KEY": "sk-1"}, openai_variables="engine")
+    assert settings.openai.base_url == "http://localhost:9001/v1"
+
+
+def test_tokens_of_other_services_are_found_in_a_dotenv_file(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("HF_TOKEN=hf-1\nTAVILY_API_KEY=tv-1\nPATH=/nowhere\n")
+    environ = {"HF_TOKEN": "stronger"}
+    told: list[str] = []
+    export_dotenv(tmp_path, environ, told.append)
+    assert environ == {"HF_TOKEN": "stronger", "TAVILY_API_KEY": "tv-1"}
+    assert told == ["TAVILY_API_KEY of .env is used."]
 
 
 def test_mistakes_in_variables(tmp_path: Path) -> None:

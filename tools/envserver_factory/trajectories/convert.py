@@ -63,7 +63,8 @@ def convert(
 
     Args:
         sources: files, folders and globs.
-        out: a folder, or a .jsonl file, which is written atomically.
+        out: a folder, or a .jsonl file, which is written atomically. A folder that is called as
+            `domain` takes the files itself: no second folder of this name is made in it.
         domain: domain of foreign trajectories; unset: as they state, else their folder's name.
         tokens: include the training rows of groups, and of logs of Inspect that have them.
         failed: called for each skipped document; the others are still written.
@@ -78,7 +79,7 @@ def convert(
     report = Report()
     converter = Converter(domain, tokens=tokens)
     size = 0
-    with _sink(out) as sink:
+    with _sink(out, domain) as sink:
         for document in documents(files_of(sources)):
             report.read += 1
             size += document.bytes
@@ -204,8 +205,10 @@ class _Sink(Protocol):
     def put(self, trajectory: Json) -> None: ...
 
 
-def _sink(out: Path) -> _Sink:
-    return _Lines(out) if out.suffix == ".jsonl" else _Folder(out)
+def _sink(out: Path, domain: str | None) -> _Sink:
+    if out.suffix == ".jsonl":
+        return _Lines(out)
+    return _Folder(out.parent if domain is not None and out.name == domain else out)
 
 
 class _Folder:
