@@ -45,6 +45,16 @@ class TokensConfig(BaseModel):
     trained call, so that its tokens are the model's own; or keep it, and mask the call."""
     extra_fields: list[str] = []
     """Further request fields that agents may pass to the engine, unchecked."""
+    max_media: int = Field(default=256, ge=0)
+    """Maximum images, audio and videos in one request of an agent."""
+    max_medium_mb: float = Field(default=20, gt=0)
+    """Maximum size of each of them, in MB of 2**20 bytes."""
+    max_media_mb: float = Field(default=40, gt=0)
+    """Maximum size of all of them in one request together."""
+    max_image_megapixels: float = Field(default=100, gt=0)
+    """Maximum width times height of an image, in millions: the engine takes memory for each."""
+    max_images_megapixels: float = Field(default=400, gt=0)
+    """The same for all images of one request together."""
     audit_fraction: float = Field(default=0.0, ge=0, le=1)
     """`serve`: share of the rollouts whose logprobs the engine computes again, as a check."""
     audit_tolerance: float = Field(default=0.05, ge=0)

@@ -7,19 +7,26 @@ Only fields of the API's table go on (`dialects/tables.py`). The run may pass on
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import Any
 
 from envserver_records.errors import InputError
+from envserver_records.records import Message
 
+from ..tokens.images import known_facts, urls_of
 from ..tokens_config import TokensConfig
+from .bounds import InFlight
 from .constraints import RAW, check_constraints, not_allowed
 from .dialects import DialectAdapter, Memory
-from .dialects.media import check_media
+from .dialects.media import check_images, check_media
 from .dialects.reading import bad
 from .dialects.tables import FieldTable
 from .model_request import ModelRequest
 
 _DEFAULT = TokensConfig()
+_LARGE = 1 << 18
+"""Characters of new images above which they are looked at in a thread."""
 _READ = ("messages", "input", "prompt", "system")
 
 
@@ -45,11 +52,27 @@ def read_request(
     request = dialect.read(known, memory)
     request.fields |= passed
     request.unchecked = not passed.keys() <= RAW.keys()
-    check_media(request.messages)
+    check_media(request.messages, tokens)
     check_constraints(request.fields, request.tools, tokens.constraints)
     for name in _READ:
         known.pop(name, None)  # a retry's answer needs the rest only
     return request
+
+
+async def admit_images(messages: list[Message], tokens: TokensConfig, in_flight: InFlight) -> None:
+    """Checks the images of a request; where they are large and new, in a thread.
+
+    Raises:
+        InputError: see `check_images`.
+    """
+    check = partial(_checked_images, messages, tokens, in_flight)
+    new = sum(len(url) for url in urls_of(messages) if known_facts(url) is None)
+    await asyncio.to_thread(check) if new > _LARGE else check()
+
+
+def _checked_images(messages: list[Message], tokens: TokensConfig, in_flight: InFlight) -> None:
+    with in_flight.reading():
+        check_images(messages, tokens)
 
 
 def _sort(

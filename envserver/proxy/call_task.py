@@ -114,7 +114,9 @@ class CallTask:
     async def _prepare(self) -> None:
         request, route = self.request, self._route
         if self._hooks is not None and self._hooks.on_request is not None:
-            request, self._hooked = await self._hooks.request(self._attempt, request, self._agent)
+            request, self._hooked = await self._hooks.request(
+                self._attempt, request, self._agent, self._endpoint.tokens
+            )
             self._sent = request
         try:
             self._ready = await self._endpoint.ready()

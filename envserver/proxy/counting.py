@@ -6,7 +6,7 @@ from typing import Any
 
 from envserver_records.errors import NotFoundError
 
-from .admission import read_request
+from .admission import admit_images, read_request
 from .asgi import parse_object
 from .attempts import ProxyAttempt, ended
 from .body import engine_body
@@ -39,6 +39,7 @@ async def count_tokens(
     with attempt.in_flight.reading():
         message = {**parse_object(body), "max_tokens": 1}
         request = read_request(_MESSAGES, message, memory, endpoint.tokens)
+    await admit_images(request.messages, endpoint.tokens, attempt.in_flight)
     ready = await endpoint.ready()
     route = attempt.spec.route(agent)
     if ready.exact and route.trained and endpoint.tokens.strict_tools == "drop":

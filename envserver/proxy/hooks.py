@@ -25,6 +25,8 @@ from envserver_records.records import Message
 from ..environment import Environment
 from ..hook_interface import HookBug, ModelCall
 from ..service_interface import Caller
+from ..tokens_config import TokensConfig
+from .admission import admit_images
 from .attempts import ProxyAttempt
 from .dialects.chat_messages import chat_messages, chat_tools
 from .dialects.media import check_media
@@ -71,9 +73,16 @@ class Hooks:
         self._services = services
 
     async def request(
-        self, attempt: ProxyAttempt, request: ModelRequest, agent: str | None
+        self,
+        attempt: ProxyAttempt,
+        request: ModelRequest,
+        agent: str | None,
+        tokens: TokensConfig,
     ) -> tuple[ModelRequest, HookEvent | None]:
         """Returns the request for the engine, and what the hook did to it.
+
+        Args:
+            tokens: the limits of images.
 
         Raises:
             LimitReached: the hook refuses it ("refused").
@@ -89,7 +98,12 @@ class Hooks:
             raise attempt.reached("refused", call.reason, agent)
         if not call.changes:
             return request, None
-        changed = self._checked(attempt, "on_request", partial(_changed_request, request, call))
+        make = partial(_changed_request, request, call, tokens)
+        changed = self._checked(attempt, "on_request", make)
+        try:
+            await admit_images(changed.messages, tokens, attempt.in_flight)
+        except InputError as error:
+            raise _bug(attempt, "on_request", error) from error
         return changed, _event("request", call, agent)
 
     async def answers(
@@ -193,7 +207,7 @@ class Hooks:
             raise _bug(attempt, name, error) from error
 
 
-def _changed_request(request: ModelRequest, call: ModelCall) -> ModelRequest:
+def _changed_request(request: ModelRequest, call: ModelCall, tokens: TokensConfig) -> ModelRequest:
     """
     Raises:
         InputError: what the hook gave is not what an agent could have sent.
@@ -201,7 +215,7 @@ def _changed_request(request: ModelRequest, call: ModelCall) -> ModelRequest:
     changes = copy.deepcopy(call.changes)
     if "messages" in changes:
         changes["messages"] = _shared(chat_messages(changes), request.messages)
-        check_media(changes["messages"])
+        check_media(changes["messages"], tokens)
     if "tools" in changes:
         changes["tools"] = chat_tools(changes)
     if "prompt" in changes:

@@ -15,7 +15,7 @@ from typing import Any
 
 from envserver_records.errors import EngineTimeout, EnvserverError
 
-from .admission import read_request
+from .admission import admit_images, read_request
 from .asgi import (
     Interrupted,
     Interrupts,
@@ -92,6 +92,7 @@ class RequestHandler:
             if self._dialect.name == "chat":
                 self._memory[CHECKED] = self._attempt.recorded.recall(parsed)
             request = read_request(self._dialect, parsed, self._memory, self._endpoint.tokens)
+        await admit_images(request.messages, self._endpoint.tokens, self._attempt.in_flight)
         request.may_be_side = may_be_side(request, of_program=marks.of_program)
         if request.stream:
             self._writer = self._dialect.writer(request, self._memory)

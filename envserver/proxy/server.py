@@ -6,11 +6,13 @@ attempt that has several (so does the header `x-agent`). Any prefix may precede 
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import structlog
@@ -77,6 +79,7 @@ _NO_RETRY = ((b"x-should-retry", b"false"),)
 _RETRY_SOON = ((b"x-should-retry", b"true"), (b"retry-after", b"1"))
 _GUESTS = AttemptBounds(max_connections=2**30, max_request_mb=2**30, max_requests_per_second=2**30)
 _MAX_AGENT_NAME = 80
+_DIGEST_ON_LOOP_BYTES = 1 << 20
 _MAX_ACTIONS_BYTES = 2 << 20
 """Limit of one batch of steps; workers send half as much."""
 _MAX_REWARDS_BYTES = 2 << 20
@@ -403,7 +406,9 @@ class Proxy:
     ) -> None:
         began = time.perf_counter()
         body = await read_body(scope, receive, self._max_body_bytes)
-        marks = RetryMarks(scope, digest_of(path, agent, body))
+        digest = partial(digest_of, path, agent, body)
+        large = len(body) > _DIGEST_ON_LOOP_BYTES
+        marks = RetryMarks(scope, await asyncio.to_thread(digest) if large else digest())
         endpoint = self._endpoints[attempt.spec.route(agent).endpoint]
         request = RequestHandler(
             endpoint, attempt, DIALECTS[path], agent, receive, send, self._hooks

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from envserver_records.images import ImageSpan, sha256_of
 from envserver_records.records import Message, Trajectory
 
+from .image_size import Size, image_size
+
 Range = tuple[int, int]
 """Offset and length of an image's tokens."""
 
-_REMEMBERED = 1 << 20
-"""Characters of an address whose digest is remembered."""
+_REMEMBERED = 64 << 20
+"""Characters of addresses whose facts are remembered."""
+_STEP = 1 << 18
+"""Characters of base64 that are decoded at a time: other threads may run in between."""
 _IMAGE_PARTS = ("image_url", "input_image", "image")
 _TOKEN_FIELDS = ("image_token_id", "image_token_index")
 _BANNED_FIELDS = (*_TOKEN_FIELDS, "video_token_id", "video_token_index", "audio_token_id")
@@ -57,14 +63,50 @@ def urls_of(messages: Iterable[Message]) -> list[str]:
     return [url for part in _parts(messages) if (url := url_of(part)) is not None]
 
 
+class ImageFacts(NamedTuple):
+    """What the bytes of a `data:` address say.
+
+    Args:
+        sha256: of the bytes, in hex.
+        size: width and height, as the file declares them; None: unknown.
+        is_base64: whether the address holds base64; `sha256` is of the address itself if not.
+    """
+
+    sha256: str
+    size: Size | None = None
+    is_base64: bool = True
+
+
+class _Remembered:
+    """The facts of the addresses that were looked at last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._facts: OrderedDict[str, ImageFacts] = OrderedDict()
+        self._characters = 0
+
+    def get(self, url: str) -> ImageFacts | None:
+        with self._lock:
+            if (found := self._facts.get(url)) is not None:
+                self._facts.move_to_end(url)
+            return found
+
+    def add(self, url: str, facts: ImageFacts) -> None:
+        with self._lock:
+            if self._facts.setdefault(url, facts) is facts:
+                self._characters += len(url)
+            while self._characters > _REMEMBERED and len(self._facts) > 1:
+                self._characters -= len(self._facts.popitem(last=False)[0])
+
+
+_remembered = _Remembered()
+
+
 def bytes_of(url: str) -> bytes:
     """Returns the bytes that a `data:` address holds; its own if it is not base64, so that
     different images never have one name."""
-    data = url.partition(",")[2]
-    if "\n" in data:  # base64 in lines
-        data = "".join(data.split())
     try:
-        return base64.b64decode(data, validate=True)
+        return base64.b64decode(_base64_of(url), validate=True)
     except (binascii.Error, ValueError):
         return url.encode()
 
@@ -74,17 +116,53 @@ def url_from(data: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def digest_of(url: str) -> str:
-    """Returns the SHA-256 of the bytes of a `data:` address, in hex.
+def facts_of(url: str) -> ImageFacts:
+    """Returns the facts of a `data:` address; some milliseconds for each megabyte the first time.
 
-    Remembered for a few of moderate size: a conversation sends its images again with each turn.
+    They are remembered, 64 MB of addresses in all: a conversation sends its images again with each
+    turn.
     """
-    return _remembered(url) if len(url) <= _REMEMBERED else sha256_of(bytes_of(url))
+    facts = known_facts(url)
+    if facts is None:
+        facts = _facts(url)
+        _remembered.add(url, facts)
+    return facts
 
 
-@lru_cache(maxsize=32)
-def _remembered(url: str) -> str:
-    return sha256_of(bytes_of(url))
+def known_facts(url: str) -> ImageFacts | None:
+    """Returns the facts of a `data:` address if they are remembered."""
+    return _remembered.get(url)
+
+
+def digest_of(url: str) -> str:
+    """Returns the SHA-256 of the bytes of a `data:` address, in hex; see `facts_of`."""
+    return facts_of(url).sha256
+
+
+def _facts(url: str) -> ImageFacts:
+    text = _base64_of(url)
+    digest = hashlib.sha256()
+    try:
+        for at in range(0, len(text), _STEP):
+            piece = base64.b64decode(text[at : at + _STEP], validate=True)
+            if at + _STEP < len(text) and len(piece) != _STEP * 3 // 4:
+                raise ValueError("padding before the end")
+            digest.update(piece)
+        return ImageFacts(digest.hexdigest(), image_size(lambda at, size: _part(text, at, size)))
+    except (binascii.Error, ValueError):
+        return ImageFacts(sha256_of(url.encode()), is_base64=False)
+
+
+def _base64_of(url: str) -> str:
+    text = url.partition(",")[2]
+    return "".join(text.split()) if "\n" in text else text  # it may be in lines
+
+
+def _part(text: str, at: int, size: int) -> bytes:
+    """Returns `size` bytes of what the base64 `text` holds, from the byte `at` on."""
+    first = at // 3
+    held = base64.b64decode(text[first * 4 : -(-(at + size) // 3) * 4])
+    return held[at - first * 3 : at - first * 3 + size]
 
 
 def held_by(conversations: Iterable[Iterable[Message]]) -> dict[str, bytes]:

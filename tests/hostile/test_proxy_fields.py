@@ -27,7 +27,7 @@ from support.recording_engine import (
     send,
 )
 
-IMAGE = "data:image/png;base64,iVBORw0KGgoA"
+IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf"
 
 
 def user(*parts: Json) -> Json:
@@ -73,7 +73,7 @@ WAYS = ("chat", "chat's tool", "responses", "responses' tool", "messages", "mess
         "//169.254.169.254/",
         "data:text/plain;base64,AAAA",
         "data:image/png,AAAA",
-        " data:image/png;base64,iVBORw0KGgoA",
+        " data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf",
     ],
 )
 def test_the_engine_fetches_nothing_for_an_agent(way: str, url: str) -> None:
@@ -142,9 +142,9 @@ def test_a_medium_that_is_text_could_name_what_is_fetched(text: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "first"),
     [
-        ("image", b"\xff\xd8\xff\xe0"),
-        ("image", b"RIFF\0\0\0\0WEBPVP8 "),
-        ("image", b"\0\0\0\x1cftypavif"),
+        ("image", b"\xff\xd8\xff\xc0\0\x0b\x08\0\x08\0\x08"),
+        ("image", b"RIFF\0\0\0\0WEBPVP8X" + bytes(14)),
+        ("image", b"\0\0\0\x1cftypavif\0\0\0\x14ispe" + bytes(4) + b"\0\0\0\x08" * 2),
         ("audio", b"RIFF\0\0\0\0WAVEfmt "),
         ("audio", b"\xff\xfb\x90"),
         ("video", b"\0\0\0\x20ftypisom"),
@@ -262,10 +262,9 @@ def test_whatever_stands_in_a_message_no_address_arrives(body: Json) -> None:
 
 def test_media_are_bounded_each_and_together() -> None:
     megabytes = "AAAA" * (1024 * 1024 // 3)
-    head = IMAGE.removesuffix("AAAA")
-    refused(*chat(part(head + megabytes * 21)), "image_url.url is larger than 20 MiB")
-    fifteen = part(head + megabytes * 15)
-    refused(*chat(fifteen, fifteen, fifteen), "MiB together")
+    refused(*chat(part(IMAGE + megabytes * 21)), "number 1 with 21.0 MB: 20 MB at most")
+    fifteen = part(IMAGE + megabytes * 15)
+    refused(*chat(fifteen, fifteen, fifteen), "MB together: 40 MB at most")
     refused(*chat(*[part(IMAGE)] * 257), "hold 257 images")
 
 

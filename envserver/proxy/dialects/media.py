@@ -1,4 +1,4 @@
-"""Images, audio and video of a request: only as `data:` addresses, within bounds. Pure.
+"""Images, audio and video of a request: only as `data:` addresses, within limits. Pure.
 
 An engine fetches what another address names, from its own place in the network and from its own
 disk. An agent behind a wall must not reach either through it.
@@ -11,16 +11,15 @@ import binascii
 import re
 from typing import Any
 
+from envserver_records.errors import InputError
 from envserver_records.records import Message
 
+from ...tokens.images import facts_of, urls_of
+from ...tokens_config import TokensConfig
 from .reading import bad
 
-MAX_MEDIA = 256
-"""Images, audio and videos of one request."""
-MAX_MEDIUM_BYTES = 20 * 1024 * 1024
-MAX_MEDIA_BYTES = 40 * 1024 * 1024
-"""Maximum total size of the media of one request."""
 _HEAD = re.compile(r"data:([a-z]+)/[\w.+-]{1,64}(?:;[\w.=+-]{1,64}){0,4};base64,", re.I)
+_MB = 1 << 20
 _SNIFFED = 64
 """Characters of base64 that tell what a medium is."""
 _ISO_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"})
@@ -77,8 +76,8 @@ def data_url(url: Any, kind: str, place: str) -> str:
     """Returns `url` if it is a `data:` address that holds an image, audio or video (`kind`).
 
     Raises:
-        InputError: it is not; or it is too large; or its bytes are not of a known binary format.
-            Others, such as playlists, SVG and PostScript, can name other addresses or be programs.
+        InputError: it is not; or its bytes are not of a known binary format. Others, such as
+            playlists, SVG and PostScript, can name other addresses or be programs.
     """
     if not isinstance(url, str):
         raise bad(place, "must be a text")
@@ -89,12 +88,11 @@ def data_url(url: Any, kind: str, place: str) -> str:
             f"must begin with data:{kind}/<type>;base64, and hold the bytes: the engine fetches"
             " nothing for an agent. Let the environment fetch it and pass it as data:",
         )
-    size = len(url) - head.end()
-    if url[5:].lower().startswith(_FRAMES):
+    if url[5:20].lower().startswith(_FRAMES):
         for frame in url[head.end() :].split(","):
-            _check_bytes(frame[:_SNIFFED], size, "image", place)
+            _check_first(frame[:_SNIFFED], "image", place)
     else:
-        _check_bytes(url[head.end() : head.end() + _SNIFFED], size, kind, place)
+        _check_first(url[head.end() : head.end() + _SNIFFED], kind, place)
     return url
 
 
@@ -102,19 +100,19 @@ def _audio(given: Any, place: str) -> dict[str, str]:
     """Returns the content of field `input_audio`.
 
     Raises:
-        InputError: it is not {"data": base64, "format": "wav"}, or too large.
+        InputError: it is not {"data": base64, "format": "wav"}.
     """
     if not isinstance(given, dict) or not isinstance(given.get("data"), str):
         raise bad(place, "must hold data: the bytes in base64")
     form = given.get("format")
     if not isinstance(form, str) or _FORMAT.fullmatch(form) is None:
         raise bad(f"{place}.format", "must be the name of a format, such as wav")
-    _check_bytes(given["data"][:_SNIFFED], len(given["data"]), "audio", f"{place}.data")
+    _check_first(given["data"][:_SNIFFED], "audio", f"{place}.data")
     return {"data": given["data"], "format": form}
 
 
-def check_media(messages: list[Message]) -> None:
-    """Checks the bounds for all media of a request together; each was checked before.
+def check_media(messages: list[Message], limits: TokensConfig) -> None:
+    """Checks the number and the bytes of all media of a request; each was checked before.
 
     Raises:
         InputError: they are too many or too large.
@@ -122,19 +120,50 @@ def check_media(messages: list[Message]) -> None:
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     sizes = [_size(part) for part in parts if part["type"].endswith(("_url", "_audio"))]
-    if len(sizes) > MAX_MEDIA:
-        raise bad("messages", f"hold {len(sizes)} images, audio and videos: {MAX_MEDIA} at most")
-    if sum(sizes) > MAX_MEDIA_BYTES:
-        raise bad(
-            "messages",
-            f"hold images, audio and videos of {sum(sizes) >> 20} MiB together:"
-            f" {MAX_MEDIA_BYTES >> 20} MiB at most",
-        )
+    if len(sizes) > limits.max_media:
+        raise _over(f"{len(sizes)} images, audio and videos", limits.max_media, "max_media")
+    for number, size in enumerate(sizes, 1):
+        if size > limits.max_medium_mb * _MB:
+            about = f"image, audio or video number {number} with {size / _MB:.1f} MB"
+            raise _over(about, f"{limits.max_medium_mb:g} MB", "max_medium_mb")
+    if sum(sizes) > limits.max_media_mb * _MB:
+        about = f"images, audio and videos of {sum(sizes) / _MB:.1f} MB together"
+        raise _over(about, f"{limits.max_media_mb:g} MB", "max_media_mb")
 
 
-def _check_bytes(head: str, size: int, kind: str, place: str) -> None:
-    if _bytes(size) > MAX_MEDIUM_BYTES:
-        raise bad(place, f"is larger than {MAX_MEDIUM_BYTES >> 20} MiB")
+def check_images(messages: list[Message], limits: TokensConfig) -> None:
+    """Checks what the images of a request hold: this reads all of their bytes (see `facts_of`).
+
+    Raises:
+        InputError: one is broken, or has too many pixels, or all of them have.
+    """
+    pixels = 0.0
+    for number, url in enumerate(urls_of(messages), 1):
+        facts = facts_of(url)
+        if not facts.is_base64:
+            raise bad("messages", f"hold image number {number}, which is not base64 to its end")
+        if facts.size is None or not all(facts.size):
+            raise bad(
+                "messages", f"hold image number {number}, whose file is broken: no size in it"
+            )
+        width, height = facts.size
+        megapixels = width * height / 1e6
+        pixels += megapixels
+        if megapixels > limits.max_image_megapixels:
+            about = f"image number {number} with {width} times {height} pixels"
+            most = f"{limits.max_image_megapixels:g} million"
+            raise _over(about, most, "max_image_megapixels")
+    if pixels > limits.max_images_megapixels:
+        about = f"images of {pixels:.0f} million pixels together"
+        raise _over(about, f"{limits.max_images_megapixels:g} million", "max_images_megapixels")
+
+
+def _over(about: str, most: object, setting: str) -> InputError:
+    """Returns the error about media that are over a limit of the run."""
+    return bad("messages", f"hold {about}: {most} at most (--tokens.{setting})")
+
+
+def _check_first(head: str, kind: str, place: str) -> None:
     try:
         first = base64.b64decode(head, validate=True)
     except (binascii.Error, ValueError):

@@ -14,6 +14,8 @@ from support.extent import examples
 from envserver.proxy import MessagesDialect
 from envserver.proxy.admission import read_request
 
+IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf"
+
 API = MessagesDialect()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
@@ -47,7 +49,7 @@ def read(**request: Any) -> Any:
                                     "type": "image",
                                     "source": {
                                         "type": "url",
-                                        "url": "data:image/png;base64,iVBORw0KGgoA",
+                                        "url": IMAGE,
                                     },
                                 },
                                 {"type": "text", "text": "b"},
@@ -66,7 +68,7 @@ def read(**request: Any) -> Any:
                     "content": [
                         {
                             "type": "image_url",
-                            "image_url": {"url": "data:image/png;base64,iVBORw0KGgoA"},
+                            "image_url": {"url": IMAGE},
                         },
                         {"type": "text", "text": "Go on."},
                     ],
@@ -99,7 +101,7 @@ def read(**request: Any) -> Any:
                             "source": {
                                 "type": "base64",
                                 "media_type": "image/png",
-                                "data": "iVBORw0KGgoA",
+                                "data": IMAGE.partition(",")[2],
                             },
                         },
                         {
@@ -123,7 +125,7 @@ def read(**request: Any) -> Any:
                     "content": [
                         {
                             "type": "image_url",
-                            "image_url": {"url": "data:image/png;base64,iVBORw0KGgoA"},
+                            "image_url": {"url": IMAGE},
                         },
                         {"type": "text", "text": "T\nC\nD"},
                         {"type": "text", "text": "What?"},
@@ -305,7 +307,7 @@ FULL: dict[str, Any] = {
                 {"type": "document", "source": {"type": "content", "content": [HI]}},
                 {
                     "type": "image",
-                    "source": {"type": "url", "url": "data:image/png;base64,iVBORw0KGgoA"},
+                    "source": {"type": "url", "url": IMAGE},
                 },
             ],
         },

@@ -14,6 +14,8 @@ from support.extent import examples
 from envserver.proxy import ResponsesDialect
 from envserver.proxy.admission import read_request
 
+IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf"
+
 API = ResponsesDialect()
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {
@@ -61,7 +63,7 @@ def read(**request: Any) -> Any:
                         {"type": "input_text", "text": "See:"},
                         {
                             "type": "input_image",
-                            "image_url": "data:image/png;base64,iVBORw0KGgoA",
+                            "image_url": IMAGE,
                             "detail": "low",
                         },
                     ],
@@ -75,7 +77,7 @@ def read(**request: Any) -> Any:
                         {
                             "type": "image_url",
                             "image_url": {
-                                "url": "data:image/png;base64,iVBORw0KGgoA",
+                                "url": IMAGE,
                                 "detail": "low",
                             },
                         },
@@ -112,7 +114,7 @@ def read(**request: Any) -> Any:
                     "call_id": "c1",
                     "output": [
                         {"type": "input_text", "text": "a"},
-                        {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgoA"},
+                        {"type": "input_image", "image_url": IMAGE},
                         {"type": "input_text", "text": "b"},
                     ],
                 },
@@ -126,7 +128,7 @@ def read(**request: Any) -> Any:
                     "content": [
                         {
                             "type": "image_url",
-                            "image_url": {"url": "data:image/png;base64,iVBORw0KGgoA"},
+                            "image_url": {"url": IMAGE},
                         }
                     ],
                 },

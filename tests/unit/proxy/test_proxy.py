@@ -23,6 +23,8 @@ from envserver import TokensConfig
 from envserver.tokens import build
 from envserver.tokens.flags import Actions
 
+IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf"
+
 
 @pytest.fixture
 async def home() -> AsyncIterator[House]:
@@ -407,7 +409,7 @@ async def test_a_client_that_waits_for_a_stream_hears_that_work_goes_on(
 
 
 async def test_images_pass_and_are_not_continued_by_tokens(home: House) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgoA"}}
+    image = {"type": "image_url", "image_url": {"url": IMAGE}}
     attempt, client = home.open()
     await chat(client, messages=[{"role": "user", "content": [image]}])
     assert home.fake.requests[0]["messages"][0]["content"] == [image]
