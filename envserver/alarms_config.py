@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from .curriculum_config import SECTION
+from .described import Section
 
 
-class AlarmsConfig(BaseModel):
+class AlarmsConfig(Section):
     """Alarms of a running server: `GET /v1/alarms`, the log, the live tables."""
-
-    model_config = SECTION
 
     off: list[str] = []
     """Names of alarms that are not raised: no_trainer,equal_rewards."""

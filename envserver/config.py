@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from envserver_records.splits import Split
 from envserver_records.tracking import TrackerName
 from pydantic import (
-    BaseModel,
     Field,
     SecretStr,
     field_validator,
@@ -22,8 +21,9 @@ from pydantic import (
 )
 
 from .alarms_config import AlarmsConfig
-from .curriculum_config import SECTION, CurriculumConfig
+from .curriculum_config import CurriculumConfig
 from .delivery_config import DeliveryConfig
+from .described import Section as Section
 from .engines_config import EnginesConfig
 from .harness_config import HarnessConfig
 from .judge_config import JudgeConfig
@@ -41,12 +41,6 @@ Missing = Literal["shrink", "drop_group"]
 Backend = Literal["auto", "vllm", "local"]
 NO_ENGINE = "none"
 """`openai.base_url` of a server whose engines are registered or discovered."""
-
-
-class Section(BaseModel):
-    """Base class of all settings: unknown names are errors, docstrings are help texts."""
-
-    model_config = SECTION
 
 
 class AgentConfig(Section):

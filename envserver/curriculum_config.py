@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-SECTION: Final = ConfigDict(
-    extra="forbid",
-    use_attribute_docstrings=True,
-    validate_default=True,
-    populate_by_name=True,
-    protected_namespaces=(),
-)
-"""Pydantic configuration of every section."""
+from .described import Section
 
 
-class CurriculumConfig(BaseModel):
+class CurriculumConfig(Section):
     """Chooses the next task by how often each was solved."""
-
-    model_config = SECTION
 
     sampler: Literal["uniform", "difficulty", "replay"] = "uniform"
     """uniform: the environment's own order; difficulty: repeats tasks that are neither too easy nor

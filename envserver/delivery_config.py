@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from .curriculum_config import SECTION
+from .described import Section
 
 
-class DeliveryConfig(BaseModel):
+class DeliveryConfig(Section):
     """Which groups go to trainers, and how many may wait for them."""
-
-    model_config = SECTION
 
     max_staleness_at_delivery: int | None = Field(default=None, ge=0)
     """Maximum policy versions between a group's first token and its delivery; unset: no limit.

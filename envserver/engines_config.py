@@ -7,18 +7,16 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import Field, field_validator
 
-from .curriculum_config import SECTION
+from .described import Section
 
 _NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9._-]{0,252}[a-z0-9_])?", re.IGNORECASE)
 _DNS = re.compile(r"(?:srv:)?(?P<name>[A-Za-z0-9_.-]{1,253}?)(?::(?P<port>\d{1,5}))?")
 
 
-class EnginesConfig(BaseModel):
+class EnginesConfig(Section):
     """Engines besides those of `openai.base_url`: registered by POST /v1/engines, or discovered."""
-
-    model_config = SECTION
 
     routing: Literal["prefix", "least"] = "prefix"
     """Engine of a new rollout: by a hash of its id (prefix), or the one with the fewest calls

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from envserver_records.splits import Split
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from .curriculum_config import SECTION
+from .described import Section
 
 Failures = Literal["drop", "zero"]
 """Attempts lost by the server's or the engine's fault are left out, or count as 0."""
@@ -16,10 +16,8 @@ Truncated = Literal["score", "zero", "drop"]
 """Truncated attempts count their score, count as 0, or are left out."""
 
 
-class HeldOutConfig(BaseModel):
+class HeldOutConfig(Section):
     """Evaluates a held-out split while trainers train; the words are those of `evaluate`."""
-
-    model_config = SECTION
 
     every: int | None = Field(default=None, ge=1)
     """Evaluate the first published policy version, and then the first at or after each multiple of

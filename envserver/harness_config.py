@@ -5,15 +5,13 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from .curriculum_config import SECTION
+from .described import Section
 
 
-class HarnessConfig(BaseModel):
+class HarnessConfig(Section):
     """The program that plays the agents, instead of the environment's own rollout."""
-
-    model_config = SECTION
 
     name: str | None = None
     """An installed program: claude-code, codex, opencode, mini-swe-agent or smolagents (`envserver

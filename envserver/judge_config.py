@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 
-from .curriculum_config import SECTION
+from .described import Section
 
 
-class JudgeConfig(BaseModel):
+class JudgeConfig(Section):
     """The model that `score` and `score_group` may ask (`self.judge`)."""
-
-    model_config = SECTION
 
     base_url: str | None = None
     """Address of the judge's engine, an OpenAI-compatible server; unset: no judge."""

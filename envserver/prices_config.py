@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from .curriculum_config import SECTION
+from .described import Section
 
 
-class PricesConfig(BaseModel):
+class PricesConfig(Section):
     """Prices of tokens; without any, no cost is recorded or shown."""
-
-    model_config = SECTION
 
     prompt: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of a million prompt tokens; needs `prices.completion`."""

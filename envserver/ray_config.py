@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-import yaml
-from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
-from .curriculum_config import SECTION
+from .described import Section
 
 
-class RayConfig(BaseModel):
+class RayConfig(Section):
     """Runs the environments in actors on the nodes of a Ray cluster (docs/ray.md)."""
-
-    model_config = SECTION
 
     address: str = ""
     """Ray cluster: auto (the one of this machine or job), or HOST:PORT; also `--ray ADDRESS`;
@@ -89,6 +86,8 @@ class RayConfig(BaseModel):
 def _runtime_env(value: str) -> dict[str, Any]:
     if not value:
         return {}
+    import yaml
+
     try:
         text = value if value.lstrip().startswith("{") else Path(value).read_text("utf-8")
         read = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)

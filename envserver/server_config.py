@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     Field,
     SecretStr,
     ValidationInfo,
@@ -18,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from .curriculum_config import SECTION
+from .described import Section
 
 
 def is_loopback(host: str) -> bool:
@@ -44,10 +43,8 @@ Role = Literal["trainer", "environment", "reader", "admin"]
 """Role of an access token."""
 
 
-class Quota(BaseModel):
+class Quota(Section):
     """Limits of one access token (`--server.quota.*`); unset fields: no limit."""
-
-    model_config = SECTION
 
     requests_per_second: float | None = Field(default=1000.0, gt=0)
     """Average requests per second."""
@@ -59,10 +56,8 @@ class Quota(BaseModel):
     """Concurrent lease streams."""
 
 
-class RetentionConfig(BaseModel):
+class RetentionConfig(Section):
     """How long the store keeps delivered groups. Groups that wait for a trainer are always kept."""
-
-    model_config = SECTION
 
     acked_hours: float = Field(default=24.0, ge=0)
     """Hours until a group that every run has acknowledged is removed, except for its id. Groups
@@ -71,10 +66,8 @@ class RetentionConfig(BaseModel):
     """Remove such groups earlier while all groups take more than this many GB; unset: no limit."""
 
 
-class ServerConfig(BaseModel):
+class ServerConfig(Section):
     """The HTTP server for trainers and people."""
-
-    model_config = SECTION
 
     tokens_file: Path | None = None
     """File of access tokens made by `envserver token`; unset: all local users have full access."""
@@ -154,10 +147,8 @@ class ServerConfig(BaseModel):
         return self
 
 
-class TelemetryConfig(BaseModel):
+class TelemetryConfig(Section):
     """Tracing of a running server: `--telemetry.*`."""
-
-    model_config = SECTION
 
     otlp_endpoint: str | None = None
     """Endpoint for traces (OTLP over HTTP), such as http://localhost:4318; unset: no traces."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from .curriculum_config import SECTION
+from .described import Section
 
 Edit = Literal["exact", "appended", "whitespace", "calls"]
 
 
-class TokensConfig(BaseModel):
+class TokensConfig(Section):
     """How calls are continued token by token, and which calls are trained."""
-
-    model_config = SECTION
 
     stitch: bool = True
     """Continue a conversation from its recorded tokens instead of rendering it again."""

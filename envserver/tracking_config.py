@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from .curriculum_config import SECTION
+from .described import Section
 
 
-class TrackingConfig(BaseModel):
+class TrackingConfig(Section):
     """What trackers get (`--track wandb,trackio,mlflow,tensorboard,jsonl`)."""
-
-    model_config = SECTION
 
     project: str = "envserver"
     """Project, or experiment, at the tracker."""

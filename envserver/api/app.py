@@ -23,8 +23,6 @@ from ..dashboard import Dashboard
 from ..formats.atropos import ScoreRange
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
-from ..rollouts.episodes import Episodes
-from ..rollouts.ordered import Orders
 from ..server_config import RetentionConfig, ServerConfig
 from ..store import GroupStore
 from ..store.demand import Demand
@@ -49,7 +47,6 @@ from .live.routes import live_routes
 from .metrics import CountedRequests, Metrics, metric_routes
 from .native import FilterWarnings, HeldOutEvaluations, PolicyVersion, native_routes
 from .native.session import Logins
-from .openenv import mount_openenv
 from .queue_limit import QueueLimit
 from .recording import Recorder
 from .runners.metrics import RunnerMetrics, count_runners
@@ -61,6 +58,8 @@ from .weights import WeightPause, weight_routes
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet
+    from ..rollouts.episodes import Episodes
+    from ..rollouts.ordered import Orders
 
 log = structlog.get_logger(__name__)
 
@@ -214,6 +213,8 @@ def create_api(
     app.include_router(live_routes(live, store, lambda: policy.version, follower.look))
     app.include_router(health_routes(health or _store_only(store)))
     if episodes is not None:
+        from .openenv import mount_openenv
+
         mount_openenv(app, episodes, settings.openenv_idle_seconds)
     if metrics is not None:
         metrics.add(RunnerMetrics(runners).families)

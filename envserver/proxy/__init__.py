@@ -28,16 +28,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names
-from .attempts import AttemptSpec, Limits, ProxyAttempt
-from .server import Proxy
 
 if TYPE_CHECKING:
     from .asgi import AsgiApp, Receive, Scope, Send
+    from .attempts import AttemptSpec, Limits, ProxyAttempt
     from .capabilities import Capabilities
     from .dialects.messages import MessagesDialect
     from .dialects.responses import ResponsesDialect
     from .endpoint import EngineEndpoint
     from .gate import Gate
+    from .server import Proxy
 
 __all__ = [
     "AsgiApp",
@@ -59,10 +59,14 @@ __getattr__ = lazy_names(
     __name__,
     {
         "AsgiApp": "asgi",
+        "AttemptSpec": "attempts",
         "Capabilities": "capabilities",
         "EngineEndpoint": "endpoint",
         "Gate": "gate",
+        "Limits": "attempts",
         "MessagesDialect": "dialects.messages",
+        "Proxy": "server",
+        "ProxyAttempt": "attempts",
         "Receive": "asgi",
         "ResponsesDialect": "dialects.responses",
         "Scope": "asgi",

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from envserver_records.errors import (
@@ -37,17 +37,19 @@ from ..environment import Isolation
 from ..harness_interface import HarnessSpec
 from ..telemetry.log_budget import LogBudget
 from ..telemetry.tracing import NO_SPAN, Span
-from ..tokens.history import History
 from .asgi import Interrupts
 from .bounds import InFlight
 from .context_length import context_limit
 from .egress_rules import EgressUse
-from .model_request import ModelRequest
 from .reached import ReachedLimits
 from .recorded import RecordedRequests
 from .retries import Retries
 from .side_calls import SIDE, SideCalls
 from .timeline import Timeline
+
+if TYPE_CHECKING:
+    from ..tokens.history import History
+    from .model_request import ModelRequest
 
 _MAX_LOG_BYTES = 8 * 1024 * 1024
 """Maximum size of all log lines of an attempt together."""

@@ -21,6 +21,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from ..config import EnvironmentConfig
+from ..described import descriptions
 from ..environment import Environment
 from ..tools.mcp_client import McpServer
 from ..tools.typed import TypedTool
@@ -113,7 +114,7 @@ def _has_services(kind: type[Environment]) -> bool:
 
 
 def _settings_of(config: type[BaseModel]) -> list[Setting]:
-    settings = []
+    settings, texts = [], descriptions(config)
     for name, field in config.model_fields.items():
         base = EnvironmentConfig.model_fields.get(name)
         default = None if field.is_required() else field.get_default(call_default_factory=True)
@@ -135,7 +136,7 @@ def _settings_of(config: type[BaseModel]) -> list[Setting]:
                 schema=schema,
                 default=plain,
                 required=field.is_required(),
-                description=field.description or "",
+                description=texts.get(name, ""),
             )
         )
     return settings
@@ -144,11 +145,12 @@ def _settings_of(config: type[BaseModel]) -> list[Setting]:
 def config_class(described: Description) -> type[EnvironmentConfig]:
     """Returns a Config with the same names, types and defaults."""
     fields: dict[str, Any] = {}
+    texts = descriptions(EnvironmentConfig)
     for one in described.settings:
         base = EnvironmentConfig.model_fields.get(one.name)
         kind = base.annotation if base is not None else annotation_of(one.schema)
         default = ... if one.required else one.default
-        text = one.description or (base.description if base is not None else "")
+        text = one.description or texts.get(one.name, "")
         fields[one.name] = (kind, Field(default, description=text, validate_default=True))
     return create_model("Config", __base__=EnvironmentConfig, **fields)
 

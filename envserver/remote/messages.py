@@ -9,7 +9,9 @@ from typing import Annotated, Any, Final, Literal
 
 import orjson
 from envserver_records.splits import Split
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
+
+from ..described import Described
 
 GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
 """Media type of a posted group: a packed `records.Group`."""
@@ -54,8 +56,8 @@ Small = Annotated[
 ]
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+class _Message(Described):
+    model_config = ConfigDict(extra="forbid")
 
 
 class Registration(_Message):

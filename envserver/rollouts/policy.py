@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 from envserver_records.backoff import Backoff
@@ -19,12 +20,14 @@ from envserver_records.errors import (
 )
 from envserver_records.records import Group, Trajectory
 
-from ..config import Missing, RolloutsConfig
-from ..environment import Isolation
 from ..tokens.flags import Actions
-from ..workers.worker_main import EXIT_CRASHED
+from ..workers.deaths import EXIT_CRASHED
 from .estimates import Scored
 from .rewards import Alike, alike, all_equal
+
+if TYPE_CHECKING:
+    from ..config import Missing, RolloutsConfig
+    from ..environment import Isolation
 
 _RETRY = Backoff(first_seconds=0.2, max_seconds=10.0, jitter=(0.5, 1.0))
 

@@ -8,13 +8,15 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
 from envserver_records.records import Split, Task
 
-from ..environment import Environment
+if TYPE_CHECKING:
+    from ..environment import Environment
+
 
 T = TypeVar("T")
 

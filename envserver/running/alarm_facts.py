@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..store.demand import Demand
 from ..telemetry.alarms import AlarmFacts
-from .bootstrap import BootstrapServer
-from .hosting import Hosted
+
+if TYPE_CHECKING:
+    from .bootstrap import BootstrapServer
+    from .hosting import Hosted
 
 
 def alarm_facts(server: BootstrapServer, host: Hosted, store: str) -> AlarmFacts:

@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import pstdev
-from typing import Final, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
 from envserver_records.scores import Score
 from prometheus_client.core import Metric
 
 from ..models.engine import ReplicaHealth
-from ..models.measured import MeasuredEngine
 from ..models.routing import Standing
 from ..proxy.gate import Gate
 from ..rollouts.events import (
@@ -26,14 +25,17 @@ from ..rollouts.events import (
     RolloutFailed,
     RolloutScored,
 )
-from ..rollouts.group import RolloutContext
 from ..rollouts.rewards import alike, all_equal
-from ..rollouts.task_stream import TaskStream
 from ..store import GroupStore, Lease
 from ..store.states import GroupState
 from ..store.statistics import StoreStatistics
 from ..telemetry.families import by_key, counter, gauge, histogram, single
 from ..telemetry.numbers import OTHER, SECONDS, Counts, Distribution, Labelled
+
+if TYPE_CHECKING:
+    from ..models.measured import MeasuredEngine
+    from ..rollouts.group import RolloutContext
+    from ..rollouts.task_stream import TaskStream
 
 _REWARDS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(11))
 _DEVIATIONS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(6))

@@ -22,6 +22,8 @@ from pydantic import BaseModel, SecretBytes, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from ..described import descriptions
+
 _LISTS = (list, tuple, set, frozenset)
 ANY_NAME = "*"
 """Stands for any name in a path."""
@@ -36,15 +38,20 @@ class Option:
         path: dotted name, such as `env.group_size`.
         annotation: its type.
         default: its default; `...` if a value is required.
-        description: its docstring.
+        model: the section that contains it.
         secret: whether its value must never be shown.
     """
 
     path: str
     annotation: Any
     default: Any
-    description: str
+    model: type[BaseModel]
     secret: bool
+
+    @property
+    def description(self) -> str:
+        """Its docstring."""
+        return descriptions(self.model).get(self.path.rpartition(".")[2], "")
 
     @property
     def group(self) -> str:
@@ -147,7 +154,7 @@ def _leaves(model: type[BaseModel], prefix: str) -> dict[str, Option]:
                 path=path,
                 annotation=field.annotation,
                 default=_default(field),
-                description=inspect.cleandoc(field.description or ""),
+                model=model,
                 secret=_is_secret(field.annotation),
             )
     return found

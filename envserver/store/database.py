@@ -42,7 +42,7 @@ from .failures import already_open, is_unreachable, typed, typed_failures
 from .files import Files, locked_file, make_folder
 from .migrations import migrate
 from .reserve import Reserve
-from .schema import SCHEMA_VERSION, metadata, schema_version
+from .schema import SCHEMA_VERSION, create_tables, metadata, schema_version
 from .write_connection import AsyncWriteConnection, ThreadWriteConnection, WriteConnection
 
 log = structlog.get_logger(__name__)
@@ -345,7 +345,7 @@ async def _prepare_tables(database: Database) -> None:
 
 
 async def _create_tables(connection: AsyncConnection) -> None:
-    await connection.run_sync(metadata.create_all)
+    await connection.run_sync(create_tables)
     await connection.execute(insert(schema_version).values(version=SCHEMA_VERSION))
 
 

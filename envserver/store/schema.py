@@ -15,6 +15,7 @@ from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     Column,
+    Connection,
     Double,
     ForeignKey,
     Index,
@@ -37,6 +38,8 @@ SHARED: Final = "shared"
 """The queue of all shared runs."""
 
 metadata = MetaData()
+_partial: dict[Index, str] = {}
+"""The condition of each partial index."""
 
 # A 64-bit key that SQLite uses as its row id.
 _Seq = BigInteger().with_variant(Integer(), "sqlite")
@@ -48,7 +51,14 @@ def _one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
 
 
 def _partial_index(name: str, *columns: Column[Any], where: str) -> None:
-    Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
+    _partial[Index(name, *columns)] = where
+
+
+def create_tables(connection: Connection) -> None:
+    """Creates what is missing; `connection` is to SQLite or PostgreSQL."""
+    for index, where in _partial.items():  # a dialect that is named is imported
+        index.dialect_kwargs[f"{connection.dialect.name}_where"] = text(where)
+    metadata.create_all(connection)
 
 
 schema_version = Table("schema_version", metadata, Column("version", Integer, nullable=False))

@@ -15,6 +15,9 @@ from typing import Any
 
 from envserver_records.errors import WorkerDied, WorkerError
 
+EXIT_CRASHED = 70
+"""Exit code of a worker whose own code (not an agent's) raised."""
+
 
 @dataclass(frozen=True)
 class KillReason:

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import linux, process
+from .deaths import EXIT_CRASHED
 from .printing import kept_stream
 
 OUTSIDE = 0
-EXIT_CRASHED = 70
-"""Exit code of a worker whose own code (not an agent's) raised."""
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from envserver_records.errors import ConfigError, ConflictError, InputError
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...config import check_url
+from ...described import Described
 from ...models.replicas import Replica
 from ...proxy.gate import InFlight
 from ..bodies import read_body, request_body
@@ -35,8 +36,8 @@ _LONGEST_TTL_SECONDS: Final = 30 * 24 * 3600.0
 _LONGEST_WAIT_SECONDS: Final = 60.0
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+class _Body(Described):
+    model_config = ConfigDict(extra="forbid")
 
 
 class EngineRegistration(_Body):
@@ -71,9 +72,7 @@ class EngineResume(_Body):
     """The policy version that it serves now; unset: unchanged."""
 
 
-class EngineAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class EngineAnswer(Described):
     engine: dict[str, Any]
     """The row of `GET /v1/engines`: `id`, `standing`, `reason`, ..."""
 

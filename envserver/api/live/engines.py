@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from ...described import Described
 from ...models.engine import Engine
 from ..native.answers import answers, json_answer
 
@@ -67,9 +67,7 @@ def engine_rows(sources: Sequence[EngineSource]) -> list[dict[str, Any]]:
     return [row for source in sources for row in source.rows()]
 
 
-class EnginesAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class EnginesAnswer(Described):
     engines: list[dict[str, Any]]
     """A row for each replica: `id` ("": it has none), `name` ("": the engine of the rollouts, else
     the agent that has it), `url`, `model`, `calls` (now), `waiting`, `limit`, `breaker` (closed:

@@ -17,9 +17,9 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from envserver_records.errors import Fault, RolloutError, by_kind, fault_of
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from ...described import Described
 from ...rollouts.events import Event, GroupDropped, Observer, RolloutFailed
 from ...store import GroupRow
 from ...telemetry.printable import printable
@@ -72,9 +72,7 @@ class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
     runner: str | None = None
 
 
-class FailuresAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class FailuresAnswer(Described):
     failures: list[dict[str, Any]]
     """Newest first: `n`, `time`, `environment`, `task_id`, `group_id`, `rollout`, `attempt`,
     `kind`, `fault` (model, environment, engine, trainer, infrastructure), `message`, `what`

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final
 
 import msgspec
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from ...described import Described
 from ...store import GroupStore
 from ..native.answers import answers, json_answer
 from . import Live
@@ -22,9 +22,7 @@ _MOST: Final = 1000
 _Limit = Annotated[int, Query(ge=1, le=_MOST)]
 
 
-class RunningAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class RunningAnswer(Described):
     rollouts: list[dict[str, Any]]
     """Oldest first: `environment`, `group_id`, `task_id`, `rollout`, `attempt`, `seconds` (since
     its agent began, or since it waits), `turns`, `tokens` (sampled so far), `worker` (process id;
@@ -33,9 +31,7 @@ class RunningAnswer(BaseModel):
     total: int
 
 
-class LeasesAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class LeasesAnswer(Described):
     leases: list[dict[str, Any]]
     """A row for each leased group, oldest lease first: `group_id`, `environment`, `leased_at`,
     `age_seconds`, `expires_in_seconds`.

@@ -7,11 +7,10 @@ twice is allowed; the policy version never decreases. Errors are problem details
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 
-from ...rollouts.ordered import Orders
 from ...server_config import ServerConfig
 from ...store import GroupStore
 from ...telemetry.alarms import AlarmBook
@@ -25,7 +24,6 @@ from .filters import FilterWarnings
 from .groups import add_group_routes
 from .leases import SetAside, add_lease_routes
 from .models import VERSION_LIMIT
-from .on_demand import add_on_demand_routes
 from .policy import PolicyVersion, add_policy_routes
 from .rollouts import add_rollout_routes
 from .runs import add_run_routes
@@ -36,6 +34,9 @@ from .status import add_status_routes
 from .streams import Streams
 from .tasks_seen import add_task_routes
 from .waiting import Leasing
+
+if TYPE_CHECKING:
+    from ...rollouts.ordered import Orders
 
 __all__ = [
     "VERSION_LIMIT",
@@ -100,5 +101,7 @@ def native_routes(
     if alarms is not None:
         add_alarm_routes(router, alarms)
     if orders is not None:
+        from .on_demand import add_on_demand_routes
+
         add_on_demand_routes(router, orders, store, encoder)
     return router

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from ...described import Described
 from ...telemetry.alarms import AlarmBook
 from .answers import answers, json_answer
 
 
-class AlarmsAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class AlarmsAnswer(Described):
     alarms: list[dict[str, Any]]
     """The active ones, critical ones first: `name`, `severity` (warning or critical), `text` (a
     sentence), `since` (seconds since 1970), `environment` (null: not of one), `link` (the page of

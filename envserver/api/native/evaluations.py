@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from ...described import Described
 from .answers import answers, json_answer
 
 
@@ -30,9 +30,7 @@ class HeldOutEvaluations(Protocol):
         """Waits until no evaluation runs, at most as long as the settings let a pause wait."""
 
 
-class EvaluationsAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class EvaluationsAnswer(Described):
     running: bool
     """Whether one runs, or is about to."""
     evaluations: list[dict[str, Any]]

@@ -11,13 +11,13 @@ import msgspec
 from envserver_records.wire import GroupSummary
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
     Field,
     WithJsonSchema,
     model_validator,
 )
 
+from ...described import Described
 from ...remote.messages import check_can_be_shown
 
 LONGEST_WAIT_SECONDS: Final = 60.0
@@ -33,10 +33,10 @@ Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f
 Delivery = Literal["shared", "broadcast"]
 
 
-class Body(BaseModel):
+class Body(Described):
     """Base of request bodies: unknown fields are errors; docstrings become descriptions."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
 
 
 class RunRequest(Body):
@@ -67,6 +67,9 @@ class RunRequest(Body):
 
 class Limits(Body):
     """Filters of a lease."""
+
+    # As parameters of a query: FastAPI looks at the fields.
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     max_groups: int | None = Field(default=None, ge=1, le=MOST_GROUPS)
     """Maximum number of groups; unset: the run's batch size, or 1024 if another limit is set."""
@@ -157,9 +160,7 @@ class PolicyVersionRequest(Body):
 _GROUP_SUMMARY: Final = msgspec.json.schema_components([GroupSummary])[1]["GroupSummary"]
 
 
-class RunAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class RunAnswer(Described):
     name: str
     created_at: float
     batch_size: int
@@ -174,7 +175,7 @@ class RunAnswer(BaseModel):
     """
 
 
-class RunsAnswer(BaseModel):
+class RunsAnswer(Described):
     runs: list[RunAnswer]
 
 
@@ -183,17 +184,17 @@ class ResumedAnswer(RunAnswer):
     """Number of groups to be delivered again after the run went back."""
 
 
-class CheckpointAnswer(BaseModel):
+class CheckpointAnswer(Described):
     name: str
     acked_groups: int
     created_at: float
 
 
-class CheckpointsAnswer(BaseModel):
+class CheckpointsAnswer(Described):
     checkpoints: list[CheckpointAnswer]
 
 
-class LeasedGroup(BaseModel):
+class LeasedGroup(Described):
     group_id: str
     env: str
     format: str
@@ -202,20 +203,18 @@ class LeasedGroup(BaseModel):
     """The group, with the keys of the Atropos protocol."""
 
 
-class LeaseAnswer(BaseModel):
+class LeaseAnswer(Described):
     lease_id: str
     expires_at: float
     groups: list[LeasedGroup]
 
 
-class ExtendedAnswer(BaseModel):
+class ExtendedAnswer(Described):
     lease_id: str
     expires_at: float
 
 
-class GroupsAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class GroupsAnswer(Described):
     groups: list[Annotated[dict[str, Any], WithJsonSchema(_GROUP_SUMMARY)]]
     cursor: str
     """Of the next page; "" on the last one."""
@@ -225,10 +224,8 @@ class GroupsAnswer(BaseModel):
     """With `words`: the groups that were read for this page."""
 
 
-class RewardsAnswer(BaseModel):
+class RewardsAnswer(Described):
     """Groups by mean reward: `counts` of equal bins from `low` to `high`."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     groups: int
     """All that match; `unscored` of them have no mean reward."""
@@ -240,9 +237,7 @@ class RewardsAnswer(BaseModel):
     """A bin has its lower end; the last has both."""
 
 
-class RolloutAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class RolloutAnswer(Described):
     group: dict[str, Any]
     """Its group (`envserver_records.Group`) without rollouts."""
     rollouts: int
@@ -259,9 +254,7 @@ class RolloutAnswer(BaseModel):
     """
 
 
-class RolloutsAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class RolloutsAnswer(Described):
     group: dict[str, Any]
     """Its row in the list of groups, what is known of it (`envserver_records.Group`), and `task`,
     the task's public part.
@@ -270,10 +263,8 @@ class RolloutsAnswer(BaseModel):
     """Each as `rollout` of `/v1/groups/ID/rollouts/N`; `cut`: its texts were left out."""
 
 
-class TokensAnswer(BaseModel):
+class TokensAnswer(Described):
     """Columns of equal length, from token `start` of a row of `length` tokens."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     start: int
     length: int
@@ -290,9 +281,7 @@ class TokensAnswer(BaseModel):
     """Call of the rollout that sampled the token; -1: none."""
 
 
-class TaskEstimate(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class TaskEstimate(Described):
     number: int
     """Position in the order in which tasks were first scored."""
     task_id: str
@@ -311,18 +300,16 @@ class TaskEstimate(BaseModel):
     scored_at: float
 
 
-class EstimatesAnswer(BaseModel):
+class EstimatesAnswer(Described):
     estimates: list[TaskEstimate]
     next: int | None
 
 
-class PolicyVersionAnswer(BaseModel):
+class PolicyVersionAnswer(Described):
     version: int
 
 
-class RunBacklog(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class RunBacklog(Described):
     queued_groups: int
     """Groups that the run may lease now; shared runs count the same groups."""
     lag_seconds: float
@@ -333,8 +320,8 @@ class RunBacklog(BaseModel):
     """Groups in these leases."""
 
 
-class StatusAnswer(BaseModel):
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+class StatusAnswer(Described):
+    model_config = ConfigDict(extra="allow")
 
     version: str
     policy_version: int
@@ -350,7 +337,7 @@ class StatusAnswer(BaseModel):
     server: dict[str, Any]
 
 
-class Problem(BaseModel):
+class Problem(Described):
     """Problem details (RFC 9457); some kinds have additional members."""
 
     model_config = ConfigDict(extra="allow")

@@ -7,9 +7,9 @@ import time
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from ...described import Described
 from ...telemetry.history import curves
 from ..recording import Recorder
 from .answers import answers, json_answer
@@ -17,9 +17,7 @@ from .answers import answers, json_answer
 _MOST_POINTS: Final = 2000
 
 
-class SeriesAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class SeriesAnswer(Described):
     times: list[float]
     """Seconds since 1970."""
     series: list[dict[str, Any]]

@@ -7,10 +7,11 @@ from typing import Final
 import structlog
 from envserver_records.errors import UsageError
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...described import Described
 from ..access.middleware import Forbidden, Unauthorized
 from ..access.quotas import Strangers
 from ..access.sessions import Sessions, is_own_page, may_read
@@ -31,9 +32,7 @@ class SessionRequest(Body):
     """An access token whose role may read: reader, trainer or admin."""
 
 
-class SessionAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class SessionAnswer(Described):
     needs_login: bool
     """Whether this client must log in, or send an access token, to read anything."""
     role: str | None

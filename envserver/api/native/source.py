@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Final, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 from ... import __version__
+from ...described import Described
 from .answers import answers, json_answer
 
 _PARTS: Final = ("overview", "groups", "tasks", "runs", "workers", "failures", "alarms")
@@ -17,9 +17,7 @@ _OF_ROLLOUTS: Final = ("engines",)
 _MOST_NAMED: Final = 3
 
 
-class SourceAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class SourceAnswer(Described):
     kind: Literal["server", "file", "folder", "store", "evaluation", "comparison"]
     title: str
     """Its title: the environments, or the name of a file."""

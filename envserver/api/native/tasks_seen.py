@@ -6,9 +6,9 @@ from typing import Annotated, Final
 
 import msgspec
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from ...described import Described
 from ...store.interface import ReadGroups
 from ...store.tasks_seen import TaskOrder
 from .answers import answers, json_answer
@@ -17,9 +17,7 @@ from .models import MOST_GROUPS
 _PLAIN: Final = r"^[^\x00]*$"
 
 
-class SeenTask(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class SeenTask(Described):
     environment: str
     task_id: str
     groups: int
@@ -39,9 +37,7 @@ class SeenTask(BaseModel):
     """Policy version of its last group; -1: unknown."""
 
 
-class SeenTasksAnswer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class SeenTasksAnswer(Described):
     tasks: list[SeenTask]
     cursor: str
     """Leads to the next page with the same parameters; "" on the last one."""

@@ -9,6 +9,7 @@ from envserver_records.errors import ConfigError
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
+from ...described import descriptions
 from ...running.run_settings import RunSettings
 from ..command_line import ENGINE, SAMPLING, CommandSpec
 
@@ -33,17 +34,18 @@ def settings_for(environment: type[Environment]) -> type[RunSettings]:
             f"A question of this environment has a field {min(taken)!r}, which is a setting.",
             hint="Give it another name.",
         )
-    fields: dict[str, Any] = {
-        name: _optional(field) if field.is_required() else (field.annotation, field)
-        for name, field in asked.model_fields.items()
-    }
+    texts = descriptions(asked)
+    fields = {name: _optional(field, texts.get(name)) for name, field in asked.model_fields.items()}
     return create_model("RunSettings", __base__=RunSettings, **fields)
 
 
-def _optional(field: FieldInfo) -> tuple[Any, FieldInfo]:
-    """Returns the definition of a required field as one that may be left out."""
+def _optional(field: FieldInfo, description: str | None) -> Any:
+    """Returns the definition of a field as one that may be left out."""
     annotation: Any = field.annotation
     optional = copy(field)
+    optional.description = description
+    if not field.is_required():
+        return annotation, optional
     optional.default = None
     return annotation | None, optional
 

@@ -73,6 +73,16 @@ def test_help_of_a_command_imports_only_its_settings() -> None:
     assert loaded == ""
 
 
+def test_a_server_without_environments_imports_only_what_it_serves() -> None:
+    loaded = python(
+        "import sys\nfrom envserver.cli import run_api\nprint(*sys.modules)\n",
+    ).split()
+    rooms = {"models.sim", "registry", "rollouts.group", "sandbox", "workers.process"}
+    heavy = {"aiohttp", "jinja2", "pebble", "sqlalchemy.dialects.postgresql"}
+    assert not (heavy | {f"envserver.{room}" for room in rooms}) & set(loaded)
+    assert len(loaded) < 1250  # 1,655 before; each takes about half a millisecond
+
+
 def test_public_names_are_all_there() -> None:
     missing = [name for name in envserver.__all__ if not hasattr(envserver, name)]
     assert missing == []
