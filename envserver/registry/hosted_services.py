@@ -25,6 +25,7 @@ from envserver_records.errors import (
     ConfigError,
     EnvserverError,
     Failure,
+    InputError,
     RolloutError,
     ServiceError,
     UsageError,
@@ -41,7 +42,8 @@ from .service_host import Answer, Bug, CallerData, Flagged, HookData, Offer, Req
 
 END_SECONDS = 10.0
 """Seconds for the process to leave its services and end; then it is killed."""
-_KINDS = by_kind(UsageError, RolloutError)
+# The API has another class of the kind "input", with other arguments.
+_KINDS = by_kind(UsageError, RolloutError) | {InputError.kind: InputError}
 
 _log = structlog.get_logger("envserver.services")
 

@@ -16,6 +16,7 @@ import pytest
 from support.waiting import until
 from test_services import Desk, desk
 
+import envserver.api.bodies  # noqa: F401 - as in a server: it has another error of a kind of ours
 from envserver import ConfigError, InputError, ServiceError, Services, Task
 from envserver.hook_interface import HookBug, ModelCall
 from envserver.registry.hosted_services import HostedServices
