@@ -94,6 +94,8 @@ class EnvironmentConfig(Section):
     """Write the conversations next to the tokens."""
     include_actions: bool = False
     """Write the agents' recorded actions next to the tokens."""
+    include_experts: bool = False
+    """Write the routed experts of each row next to the tokens, if `tokens.experts` records them."""
     ensure_scores_are_not_same: bool | None = None
     """Drop groups whose rewards are all equal; unset: yes in `serve`, no in `process`."""
     max_token_length: int = Field(default=8192, ge=1)

@@ -57,5 +57,8 @@ class TokensConfig(Section):
     """`serve`: share of the rollouts whose logprobs the engine computes again, as a check."""
     audit_tolerance: float = Field(default=0.05, ge=0)
     """Largest logprob difference that an audit accepts as rounding."""
+    experts: bool = False
+    """Record which experts of a mixture-of-experts model each token went through, for trainers that
+    replay them. The engine must give them: vLLM with --enable-return-routed-experts."""
     keep_calls: bool = False
     """Store every call (tokens as differences) with the sequences of a trajectory."""

@@ -150,6 +150,7 @@ def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
         dtype=getattr(torch, settings.dtype),
         keep_reference=settings.kl_weight > 0,
         checkpointed=settings.gradient_checkpointing,
+        replay_experts=settings.replay_experts,
         ranks=ranks,
     )
     if settings.packed and policy.is_recurrent:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from envserver_records import Group, InputError, Message, Trajectory, unpack
+from envserver_records.experts import Table, row_experts
 from envserver_records.images import RowImage, images_of
 from envserver_records.sampling import SamplingSpan, span_of
 from envserver_records.wire import GroupSummary, WireGroup, WireLease
@@ -44,6 +45,8 @@ class Row:
         sampling: how the trained tokens were sampled.
         images: those among the tokens, in order, with their bytes and the range of their tokens.
         processor: digest of the engine's configuration that made tokens of them; "" if unknown.
+        experts: uint8 or uint16 [N, layers, experts per token], those that the engine routed the
+            first N tokens to: at least all before the last trained one. None: not recorded.
     """
 
     tokens: NDArray[np.int32]
@@ -63,6 +66,7 @@ class Row:
     sampling: list[SamplingSpan] = field(default_factory=list)
     images: list[RowImage] = field(default_factory=list)
     processor: str = ""
+    experts: Table | None = None
 
 
 class ClientGroup(WireGroup, dict=True):
@@ -194,6 +198,7 @@ def _rows_of_trajectory(
             sampling=sequence.sampling,
             images=images_of(sequence.images, group.images, len(sequence.tokens)),
             processor=str(group.rendering.get("processor", "")),
+            experts=row_experts(sequence.experts, sequence.mask),
         )
 
 

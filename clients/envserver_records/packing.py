@@ -12,9 +12,9 @@ import numpy as np
 
 T = TypeVar("T")
 
-_CODES = {"i4": 1, "f4": 2, "u1": 3}
+_CODES = {"i4": 1, "f4": 2, "u1": 3, "u2": 4}
 """Numbers of the MessagePack extension types for arrays."""
-_DTYPES = {1: np.int32, 2: np.float32, 3: np.uint8}
+_DTYPES = {1: np.int32, 2: np.float32, 3: np.uint8, 4: np.uint16}
 
 
 def _encode_array(value: object) -> object:
@@ -23,7 +23,7 @@ def _encode_array(value: object) -> object:
         code = array.dtype.str[1:]
         if code not in _CODES or array.dtype.byteorder == ">":
             raise TypeError(
-                f"arrays of {array.dtype} cannot be packed; use int32, float32 or uint8"
+                f"arrays of {array.dtype} cannot be packed; use int32, float32, uint8 or uint16"
             )
         raw = array.data.cast("B") if array.size else b""
         return msgspec.msgpack.Ext(_CODES[code], raw)

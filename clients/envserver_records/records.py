@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from .costs import Cost, JudgeUsage
 from .egress_requests import EgressRequest
 from .errors import Failure
+from .experts import RoutedExperts
 from .hook_events import HookEvent
 from .images import ImageSpan
 from .packing import pack as pack
@@ -162,6 +163,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
         hooks: what hooks of the environment did to it.
         images: those of the prompt, in order; empty if it has none, or if it is unknown where they
             are.
+        experts: from `experts.start` on to the last token but one; None: not asked for, or unknown.
     """
 
     index: int
@@ -199,6 +201,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
     sampled_message: Message | None = None
     hooks: list[HookEvent] = msgspec.field(default_factory=list)
     images: list[ImageSpan] = msgspec.field(default_factory=list)
+    experts: RoutedExperts | None = None
 
     @property
     def engine_message(self) -> Message:
@@ -249,6 +252,7 @@ class Sequence(msgspec.Struct, kw_only=True):
         flags: union over the path, and `mixed_versions` if several versions sampled it.
         sampling: how the trained tokens were sampled; empty in rows of older versions.
         images: those among the tokens, in order; their bytes are in `Group.images`.
+        experts: of its first tokens, at least of all before the last trained one; None: unknown.
     """
 
     tokens: Tokens
@@ -261,6 +265,7 @@ class Sequence(msgspec.Struct, kw_only=True):
     flags: list[str] = msgspec.field(default_factory=list)
     sampling: list[SamplingSpan] = msgspec.field(default_factory=list)
     images: list[ImageSpan] = msgspec.field(default_factory=list)
+    experts: RoutedExperts | None = None
 
 
 KilledBy = Literal[

@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..formats.atropos import group_to_atropos, image_data
+from ..formats.atropos import expert_rows, group_to_atropos, image_data
 from ..store import GroupRow, Lease
 from ..store.compression import RAW, ZSTD, decode
 from ..store.damage import DamagedBodies, decode_all
@@ -207,7 +207,11 @@ def _encoded(row: GroupRow, stored: _Stored) -> bytes:
         return body
     group = unpack(body, Group)
     told = group_to_atropos(group, include_messages=True)
-    return orjson.dumps(told | ({"image_data": image_data(group)} if group.images else {}))
+    if group.images:
+        told["image_data"] = image_data(group)
+    if (experts := expert_rows(group)) is not None:
+        told["experts"] = experts
+    return orjson.dumps(told)
 
 
 class PackedAnswer(Response):

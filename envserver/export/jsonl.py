@@ -22,7 +22,7 @@ from envserver_records.records import Group, Split, Tokens, Trajectory
 from envserver_records.scores import TurnReward, range_as_json, range_from_json
 from envserver_records.timings import compact_timing
 
-from ..formats.atropos import ScoreRange, group_to_atropos, image_data
+from ..formats.atropos import ScoreRange, expert_rows, group_to_atropos, image_data
 from ..rollouts.estimates import Scored, scored
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
 from ..rollouts.kept_calls import kept_calls
@@ -40,6 +40,7 @@ def group_line(
     include_messages: bool,
     score_range: ScoreRange,
     include_actions: bool = False,
+    include_experts: bool = False,
 ) -> bytes:
     """Returns `group` as one line of JSON with its newline.
 
@@ -80,6 +81,8 @@ def group_line(
         line["envserver"]["env_config"] = group.env_config
     if group.images:
         line["envserver"]["images"] = image_data(group)
+    if include_experts and (experts := expert_rows(group)) is not None:
+        line["envserver"]["experts"] = experts
     return orjson.dumps(
         line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY, default=str
     )
@@ -179,6 +182,7 @@ class JsonlSink:
         *,
         include_messages: bool,
         include_actions: bool,
+        include_experts: bool,
         score_range: ScoreRange,
     ) -> None:
         self.path = path
@@ -189,6 +193,7 @@ class JsonlSink:
         self._models = written.models
         self._include_messages = include_messages
         self._include_actions = include_actions
+        self._include_experts = include_experts
         self._score_range = score_range
         self._lock = asyncio.Lock()
 
@@ -222,6 +227,7 @@ class JsonlSink:
             group,
             include_messages=self._include_messages,
             include_actions=self._include_actions,
+            include_experts=self._include_experts,
             score_range=self._score_range,
         )
         async with self._lock:
@@ -250,6 +256,7 @@ async def open_sink(
     include_messages: bool,
     score_range: ScoreRange,
     include_actions: bool = False,
+    include_experts: bool = False,
     beside: Sequence[Mapping[str, Any]] = (),
     tell: Callable[[Scored], None] | None = None,
 ) -> AsyncIterator[JsonlSink]:
@@ -288,6 +295,7 @@ async def open_sink(
                 written,
                 include_messages=include_messages,
                 include_actions=include_actions,
+                include_experts=include_experts,
                 score_range=score_range,
             )
 

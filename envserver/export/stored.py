@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import InputError
+from envserver_records.experts import Table, row_experts, told_experts
 from envserver_records.hook_events import HookEvent
 from envserver_records.images import RowImage, told_images
 from envserver_records.packing import ready
@@ -46,6 +47,7 @@ class StoredRow:
         agent: name of its agent, where there are several.
         versions: runs of [policy version, start, end); -1 is context or unknown.
         images: those among the tokens, with their bytes.
+        experts: those that its first tokens were routed to, if they were written; see `Row`.
     """
 
     tokens: Tokens
@@ -55,6 +57,7 @@ class StoredRow:
     flags: list[str]
     versions: list[list[int]]
     images: list[RowImage] = field(default_factory=list)
+    experts: Table | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +271,7 @@ class _Facts(msgspec.Struct):
     reward_range: dict[str, float | None] = {}
     public: Json = {}
     images: dict[str, bytes] = {}
+    experts: Any = None
 
 
 class _Line(msgspec.Struct):
@@ -373,7 +377,7 @@ def _stored(columns: _Line, facts: _Facts, told: _Rollout) -> StoredRollout:
         attempts=told.attempts,
         printed=told.printed,
         rows=[
-            _row(columns, row, told, number, _images(columns, facts, row))
+            _row(columns, facts, row, told, number)
             for number, row in enumerate(told.rows)
             if columns.tokens[row]
         ],
@@ -391,13 +395,12 @@ def _images(columns: _Line, facts: _Facts, row: int) -> list[RowImage]:
     return told_images(columns.images, row, facts.images, len(columns.tokens[row]))
 
 
-def _row(
-    columns: _Line, row: int, told: _Rollout, number: int, images: list[RowImage]
-) -> StoredRow:
+def _row(columns: _Line, facts: _Facts, row: int, told: _Rollout, number: int) -> StoredRow:
     """Returns one row.
 
     Raises:
-        ValueError: its arrays differ in length, or hold something other than numbers.
+        ValueError: its arrays differ in length, or hold something other than numbers; or its images
+            or routed experts do not fit.
     """
     tokens = _integers(columns.tokens[row], row, "tokens")
     masks = _integers(columns.masks[row], row, "masks")
@@ -410,14 +413,16 @@ def _row(
         if len(said) != len(tokens):
             raise ValueError(f"its row {row} has {len(tokens)} tokens and {len(said)} logprobs")
         logprobs = np.where(trained, said, np.float32(0.0)).astype(np.float32)
+    mask = trained.astype(np.uint8)
     return StoredRow(
         tokens=tokens.astype(np.int32),
-        mask=trained.astype(np.uint8),
+        mask=mask,
         logprobs=logprobs,
         agent=told.agents[number] if number < len(told.agents) else None,
         flags=told.row_flags[number] if number < len(told.row_flags) else told.flags,
         versions=told.versions[number] if number < len(told.versions) else [],
-        images=images,
+        images=_images(columns, facts, row),
+        experts=row_experts(told_experts(facts.experts, row), mask),
     )
 
 

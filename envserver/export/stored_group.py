@@ -12,6 +12,7 @@ from typing import Any, Final, get_type_hints
 import msgspec
 import numpy as np
 from envserver_records.errors import Failure, InputError
+from envserver_records.experts import experts_from
 from envserver_records.images import ImageSpan
 from envserver_records.records import (
     Conversation,
@@ -133,6 +134,7 @@ def _sequence(number: int, row: StoredRow, timings: list[Timing]) -> Sequence:
         agent=row.agent,
         flags=row.flags,
         images=[ImageSpan(one.sha256, one.offset, one.length, one.grid) for one in row.images],
+        experts=None if row.experts is None else experts_from(row.experts),
     )
 
 

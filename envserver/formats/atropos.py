@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
+from envserver_records.experts import table_to_text
 from envserver_records.records import Group, Message, Sequence, Trajectory
 from envserver_records.returns import Earned, token_advantages, turn_advantages
 from envserver_records.scores import RewardRange
@@ -43,12 +44,7 @@ def group_to_atropos(
         score_range: "unit" leaves rewards as they are, "pm1" maps the environment's range to
             [-1, 1].
     """
-    rows = [
-        (trajectory, sequence)
-        for trajectory in group.trajectories
-        if trajectory.score.reward is not None
-        for sequence in trajectory.sequences or [_text_only()]
-    ]
+    rows = _rows_of(group)
     return {
         "tokens": [sequence.tokens.tolist() for _, sequence in rows],
         "masks": [_masks(sequence) for _, sequence in rows],
@@ -72,6 +68,24 @@ def group_to_atropos(
         "distill_token_ids": None,
         "distill_logprobs": None,
     }
+
+
+def _rows_of(group: Group) -> list[tuple[Trajectory, Sequence]]:
+    return [
+        (trajectory, sequence)
+        for trajectory in group.trajectories
+        if trajectory.score.reward is not None
+        for sequence in trajectory.sequences or [_text_only()]
+    ]
+
+
+def expert_rows(group: Group) -> list[str | None] | None:
+    """Returns the routed experts of each row of `group_to_atropos`, as `table_to_text` writes them;
+    None if no row has any."""
+    found = [sequence.experts for _, sequence in _rows_of(group)]
+    if not any(found):
+        return None
+    return [None if one is None else table_to_text(one.table) for one in found]
 
 
 def _generation_params(group: Group, rows: list[Sequence]) -> dict[str, Any] | None:

@@ -67,6 +67,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
         has_parser: whether it parses calls or reasoning when it turns ids into a message.
         reasoning_parser: whether it was seen to separate reasoning from content.
         weight_versions: whether it reports which weights sampled each token.
+        routed_experts: whether it tells which experts each token went through.
         logprobs: the model's own (raw), after temperature and the like (processed), or unknown.
         pausable: whether sampling can be paused while weights change.
         metrics: whether it serves /metrics.
@@ -85,6 +86,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     has_parser: bool = False
     reasoning_parser: bool = False
     weight_versions: bool = False
+    routed_experts: bool = False
     logprobs: LogprobsKind = "unknown"
     pausable: bool = False
     metrics: bool = False
@@ -132,6 +134,7 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeRe
         has_parser=shown.has_parser,
         reasoning_parser=shown.reasoning_parser or bool(message and message.has_reasoning),
         weight_versions=shown.weight_versions,
+        routed_experts=chat.choice.routed_experts is not None,
         logprobs=await logprobs_kind(ask, chat),
         pausable="pausable" not in reasons,
         metrics=metrics,

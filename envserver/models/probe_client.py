@@ -95,6 +95,7 @@ class ProbeChoice(msgspec.Struct, frozen=True):
     logprobs: Any = None
     finish_reason: str | None = None
     weight_versions: list[Any] | None = None
+    routed_experts: str | None = None
 
     def scores(self) -> list[float]:
         """Returns the sampled tokens' logprobs; [] if they do not have vLLM's form."""

@@ -26,6 +26,7 @@ from envserver_records.records import Call
 
 from ..models.routing import SampledVersions, note_versions
 from ..telemetry.tracing import Span
+from ..tokens.experts import first_unknown
 from ..tokens.images import digest_of, urls_of
 from ..tokens.prompts import PromptPlan
 from .attempts import ProxyAttempt, TokenReservation
@@ -33,6 +34,8 @@ from .body import EngineBody, engine_body
 from .constraints import without_strict
 from .endpoint import VERSION_PLACEHOLDER, EngineEndpoint, ReadyEngine
 from .engine_answer import EngineAnswer, SampledChoice, parse_answer
+from .engine_client.base import EXPERTS_START
+from .experts import read_all_experts
 from .gate import Aborted
 from .hooks import Hooks
 from .missing_version import MissingVersion
@@ -83,6 +86,8 @@ class CallTask:
         """`request` as the engine gets it."""
         self._body: EngineBody
         self._prompt: PromptPlan
+        self._wants_experts = self._route.trained and endpoint.tokens.experts
+        self._experts_start = 0
         self._images: list[str] = []
         self._ready: ReadyEngine
         self._collector: Collector | None = None
@@ -134,17 +139,21 @@ class CallTask:
         )
         self._images = [digest_of(url) for url in urls_of(request.messages)]
         self._prompt = await self._ready.plan(self._attempt, request, self._body.body, self._agent)
+        if self._wants_experts and self._prompt.parent is not None:
+            self._experts_start = first_unknown(self._attempt.calls[self._prompt.parent])
+            self._body.body[EXPERTS_START] = self._experts_start
         note_tools(self._attempt, self._agent, request)
 
     def _can_stream(self) -> bool:
         """Returns whether the answer can be a true stream.
 
         It cannot with tools: what is parsed from a stream may differ from the whole answer. Nor if
-        the environment looks at answers."""
+        the environment looks at answers, nor with routed experts, which vLLM's chunks lack."""
         request = self._sent
         return (
             request.stream
             and not request.tools
+            and not self._wants_experts
             and (self._hooks is None or self._hooks.on_answer is None)
             and self._ready.streams(request, self._body.body, self._prompt)
         )
@@ -241,7 +250,9 @@ class CallTask:
             )
             engine_answer = parse_answer(answer)
             note_answer(span, engine_answer)
-            return answer, engine_answer
+        if self._wants_experts:
+            await read_all_experts(engine_answer, self._prompt.ids, self._experts_start)
+        return answer, engine_answer
 
     async def _wait_for_version(
         self, missing_version: MissingVersion, error: EngineRefused
@@ -395,6 +406,7 @@ class CallTask:
             images=self._images,
             folded=self._ready.folded(self._prompt) if searched else None,
             image_token=self._ready.image_token,
+            wants_experts=self._wants_experts,
             flags=self._body.flags + (["own_model"] if self._route.endpoint else []),
         )
 

@@ -46,8 +46,11 @@ def capabilities_of(
         template_kwargs: the engine's default template variables; None: they are found.
 
     Raises:
-        ConfigError: `tokens.tokenizer` lacks something.
+        ConfigError: `tokens.tokenizer` lacks something, or the engine gives no routed experts and
+            `tokens.experts` asks for them.
     """
+    if tokens.experts and not probe_result.routed_experts:
+        raise no_experts()
     if not tokens.stitch:
         return Capabilities(probe_result=probe_result, why_not="tokens.stitch is off.")
     files = find_model_files(probe_result, tokens.tokenizer)
@@ -62,3 +65,11 @@ def capabilities_of(
         return Capabilities(probe_result=probe_result, folder=files.folder, why_not=str(error))
     agreed, why = agreeing(format, probe_result.echoes, template_kwargs)
     return Capabilities(probe_result=probe_result, format=agreed, folder=files.folder, why_not=why)
+
+
+def no_experts() -> ConfigError:
+    """Returns the error for an engine that gives no routed experts."""
+    return ConfigError(
+        "tokens.experts is on, but this engine gives no routed experts.",
+        hint="Start vLLM with --enable-return-routed-experts: for a mixture of experts, on a GPU.",
+    )

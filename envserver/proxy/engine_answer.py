@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from envserver_records.experts import RoutedExperts
 from envserver_records.hook_events import HookEvent
 from envserver_records.records import Message
 
 from .answer_schema import check_answer
+from .engine_client.base import EXPERTS
 from .engine_client.generated import IMAGES
 
 
@@ -18,6 +20,7 @@ class SampledChoice(msgspec.Struct, kw_only=True):
     Args:
         prompt_ids: of this choice alone, if a request held several prompts.
         weight_versions: vLLM's spans of `ids`, each {"version", "start", "end"}.
+        told_experts: as the engine tells them; `experts`: read (`CallTask`).
         returned: the message that the agent gets instead, if a hook changed it.
         hooked: what a hook did to it.
     """
@@ -28,6 +31,8 @@ class SampledChoice(msgspec.Struct, kw_only=True):
     logprobs: list[Any] | None = None
     prompt_ids: list[Any] | None = None
     weight_versions: list[Any] | None = None
+    told_experts: Any = None
+    experts: RoutedExperts | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     returned: Message | None = None
@@ -73,6 +78,7 @@ def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
                 logprobs=logprobs_of(choice),
                 prompt_ids=list_or_none(choice.get("prompt_token_ids")),
                 weight_versions=list_or_none(choice.get("weight_versions")),
+                told_experts=choice.pop(EXPERTS, None),
                 finish_reason=choice.get("finish_reason"),
                 stop_reason=choice.get("stop_reason"),
             )

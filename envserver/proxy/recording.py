@@ -43,6 +43,7 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
         folded: the prompt with one `image_token` for each of them, if it is known.
         names_versions: whether the engine has reported a version number before. If it reports none
             afterwards, it was restarted and has lost the published weights.
+        wants_experts: whether routed experts were asked for.
     """
 
     model: str
@@ -69,6 +70,7 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
     images: list[str] = []
     folded: list[int] | None = None
     image_token: int | None = None
+    wants_experts: bool = False
 
     @property
     def is_named(self) -> bool:
@@ -124,6 +126,8 @@ def _call(
     ]
     if counts and context.names_versions and choice.weight_versions and told is None:
         flags.append("weights_lost")
+    if context.wants_experts and choice.experts is None and size:
+        flags.append("experts_missing")
     images = _images(engine_answer, context, prompt_ids)
     if images is None:
         flags.append("images_unplaced")
@@ -170,6 +174,7 @@ def _call(
         seconds_to_first=context.seconds_to_first,
         flags=_distinct(flags),
         images=images or [],
+        experts=choice.experts,
     )
 
 

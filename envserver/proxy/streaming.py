@@ -11,6 +11,7 @@ from typing import Any
 
 from .answer_schema import check_chunk
 from .engine_answer import EngineAnswer, SampledChoice, list_or_none, logprobs_of, usage_count
+from .engine_client.base import EXPERTS
 from .engine_client.generated import IMAGES
 from .model_request import ModelRequest
 
@@ -179,6 +180,7 @@ def _parts_of(choice: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str
 
 def _clean_choice(choice: dict[str, Any], request: ModelRequest) -> None:
     choice.pop("weight_versions", None)
+    choice.pop(EXPERTS, None)
     if not request.wants_token_ids:
         choice.pop("token_ids", None)
         choice.pop("prompt_token_ids", None)

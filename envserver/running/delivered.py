@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from envserver_records.experts import row_experts, told_experts
 from envserver_records.images import RowImage, images_of, told_images
 from envserver_records.packing import ready
 from envserver_records.records import Group, Sequence, Tokens, Trajectory, unpack
@@ -33,9 +34,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         kind: changed or order (its digest, or its place in the file, is not the one that was
-            written); unreadable, rows, lengths, token_id, mask, logprob or versions (faults of the
-            data); logprobs_differ, refused or the kind of an EngineError (faults found by the
-            engine).
+            written); unreadable, rows, lengths, token_id, mask, logprob, versions, images or
+            experts (faults of the data); logprobs_differ, refused or the kind of an EngineError
+            (faults found by the engine).
     """
 
     kind: str
@@ -92,6 +93,7 @@ class _Facts(msgspec.Struct):
     group_id: str
     rollouts: list[_Rollout]
     images: dict[str, bytes] = {}
+    experts: Any = None
 
 
 class _Line(msgspec.Struct):
@@ -283,10 +285,13 @@ class _Reader:
             self._find(kind, words, rollout_id=rollout_id, row=number, position=position)
         if faults or versions is None:
             return
+        kind = "images"
         try:
             images = self._images(number)
+            kind = "experts"
+            row_experts(told_experts(self._facts.experts, number), trained.astype(np.uint8))
         except ValueError as error:
-            self._find("images", str(error), rollout_id=rollout_id, row=number)
+            self._find(kind, str(error), rollout_id=rollout_id, row=number)
             return
         flags = _flags(rollout, index)
         self._delivery.rows.append(
@@ -427,10 +432,13 @@ def _read_sequence(
     for kind, words, position in faults:
         delivery.findings.append(Finding(kind=kind, message=words, position=position, **place))
     images: list[RowImage] = []
+    kind = "images"
     try:
         images = images_of(sequence.images, group.images, len(sequence.tokens))
+        kind = "experts"
+        row_experts(sequence.experts, sequence.mask)
     except ValueError as error:
-        delivery.findings.append(Finding(kind="images", message=str(error), **place))
+        delivery.findings.append(Finding(kind=kind, message=str(error), **place))
         return
     if not faults:
         delivery.rows.append(

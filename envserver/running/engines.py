@@ -14,7 +14,7 @@ from ..config import EngineConfig, OpenAIConfig, Settings
 from ..models.addresses import EngineAddresses
 from ..models.engine import Engine
 from ..models.probe import probe
-from ..proxy.capabilities import Capabilities, capabilities_of
+from ..proxy.capabilities import Capabilities, capabilities_of, no_experts
 from ..proxy.endpoint import VERSION_PLACEHOLDER, EngineEndpoint
 from ..proxy.gate import Gate
 from ..rollouts.group import Demonstrator
@@ -123,7 +123,11 @@ def make_endpoint(
         gate: the engine's gate, if it has a source already.
     """
     tokens = settings.tokens.model_copy(update={"tokenizer": None}) if model else settings.tokens
+    if is_elsewhere:
+        tokens = tokens.model_copy(update={"experts": False})
     if engine.kind == SIMULATED or not engine.exact:
+        if tokens.experts:
+            raise no_experts()
         return EngineEndpoint(engine, tokens=tokens, gate=gate)
 
     async def find() -> Capabilities:

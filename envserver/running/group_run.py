@@ -322,10 +322,14 @@ class GroupRun:
         configs = [part.environment.config for part in parts]
         names = [part.environment.name for part in parts]
         first = configs[0]
-        if len({(c.include_messages, c.include_actions, c.score_range) for c in configs}) > 1:
+        forms = {
+            (one.include_messages, one.include_actions, one.include_experts, one.score_range)
+            for one in configs
+        }
+        if len(forms) > 1:
             raise ConfigError(
                 f"{path} is for {' and '.join(names)}, which write their groups in other forms.",
-                hint="Set include_messages, include_actions and score_range alike.",
+                hint="Set include_messages, _actions, _experts and score_range alike.",
             )
         identities: list[dict[str, Any]] = [
             {"env": name, "split": config.split, "seed": config.seed}
@@ -346,6 +350,7 @@ class GroupRun:
                 overwrite=self._overwrite,
                 include_messages=first.include_messages,
                 include_actions=first.include_actions,
+                include_experts=first.include_experts,
                 score_range=first.score_range,
                 tell=learn if learners else None,
             )

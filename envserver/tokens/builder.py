@@ -20,6 +20,7 @@ from envserver_records.records import Call, Mask, Sequence, Tokens
 from envserver_records.sampling import SamplingSpan, merged, span_of
 from numpy.typing import NDArray
 
+from .experts import joined
 from .flags import DEFAULT, Actions
 from .images import images_before
 from .invariants import check_calls
@@ -176,6 +177,9 @@ def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence
         if actions.of("mixed_versions") == "mask":
             mask[outdated] = 0
             logprobs[outdated] = 0
+    experts = joined(path, mask)
+    if experts is None and any(call.experts is not None for call in path):
+        flags.append(["experts_missing"])
     return Sequence(
         tokens=np.concatenate([leaf.prompt_ids, leaf.completion_ids]).astype(np.int32, copy=False),
         mask=mask,
@@ -187,6 +191,7 @@ def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence
         flags=_union(flags),
         sampling=merged(spans),
         images=leaf.images,
+        experts=experts,
     )
 
 

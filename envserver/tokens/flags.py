@@ -38,6 +38,7 @@ FLAGS: dict[str, Flag] = {
     "truncated_in_tool_call": Flag("train", "cut off in the middle of a tool call"),
     "extreme_logprob": Flag("mask", "a sampled token has a logprob below -1000"),
     "stop_string_tail": Flag("train", "ended by a stop string: the tokens say more than the text"),
+    "experts_missing": Flag("train", "the routed experts of some of its tokens are unknown"),
     "client_retry_replayed": Flag("train", "sent again to a retry of the same request"),
     "call_after_seal": Flag("train", "the agent sent calls after its rollout had ended"),
     "result_cut_off": Flag("train", "what rollout() returned was too large or too deep"),

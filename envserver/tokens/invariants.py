@@ -13,7 +13,9 @@ By number:
    and model, and is the same in every row;
 10 calls are numbered in the order in which they were committed;
 11 images are in order and within the prompt that they belong to, and a row has the images of each
-   call of its path at their places.
+   call of its path at their places;
+12 a row has the routed experts that its calls recorded: of the tokens that an earlier call computed
+   those of that call.
 
 (5, that the engine saw what it was sent, is checked where it is sent; 9, that independent calls may
 come in any order, follows from no single trajectory.)
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import numpy as np
 from envserver_records.errors import TokensError
+from envserver_records.experts import row_experts
 from envserver_records.records import Call, Sequence
 from envserver_records.sampling import LOGPROB_ROUNDING
 from numpy.typing import NDArray
@@ -60,6 +63,7 @@ def check(calls: list[Call], sequences: list[Sequence], actions: Actions = DEFAU
         met[fresh] = True
         outdated[fresh] = masks_old & (recorded.versions[fresh] < newest)
         _check_prefixes(row, sequence, recorded, before)
+        _check_experts(row, sequence, recorded)
     _check_trained_once(recorded, times, outdated, actions)
 
 
@@ -235,6 +239,23 @@ def _check_prefixes(
         end = _end(call)
         if images_before(sequence.images, end) != images_before(call.images, end):
             raise _broken(11, f"its images are not those of call {index}", row=row)
+
+
+def _check_experts(row: int, sequence: Sequence, recorded: _Recorded) -> None:
+    try:
+        table = row_experts(sequence.experts, sequence.mask)
+    except ValueError as error:
+        raise _broken(12, str(error), row=row) from error
+    begin = 0
+    for index in sequence.path:
+        call = recorded.by_index[index]
+        if table is None or call.experts is None or call.experts.start > begin:
+            continue
+        end = _end(call) - 1
+        own = call.experts.table[begin - call.experts.start :]
+        if not np.array_equal(table[begin:end], own):
+            raise _broken(12, f"its routed experts are not those of call {index}", row=row)
+        begin = end
 
 
 def _check_trained_once(

@@ -10,7 +10,7 @@ import asyncio
 import codecs
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +58,7 @@ class FakeVllm:
         metrics: what `/metrics` says; None: there is none.
         hung: it takes connections and answers nothing, whatever it is asked.
         checks: how often `/health` was asked for.
+        experts: makes `routed_experts` for a number of tokens.
     """
 
     text: str | None = "Hëllo."
@@ -78,6 +79,7 @@ class FakeVllm:
     metrics: str | None = None
     hung: bool = False
     checks: int = 0
+    experts: Callable[[int], str] | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     aborted: int = 0
@@ -169,6 +171,8 @@ class FakeVllm:
         }
         if body.get("return_token_ids"):
             choice["token_ids"] = ids
+        if self.experts is not None:
+            choice["routed_experts"] = self.experts(len(prompt_ids(body["messages"])) + len(ids))
         return {name: value for name, value in choice.items() if name not in self.omit}
 
     def _finish(self, ids: list[int]) -> str:

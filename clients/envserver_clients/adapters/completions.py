@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from envserver_records import InputError, Sequence, Trajectory
+from envserver_records.experts import Table, row_experts
 from envserver_records.images import RowImage, images_of
 
 
@@ -28,6 +29,8 @@ class Completion:
         calls: per completion token: the call that sampled it, -1 for context.
         agent: name of its agent, None if there is only one.
         images: those among all the tokens, in order; their places count from the prompt's begin.
+        experts: [N, layers, experts per token], that the engine routed the first N tokens to: all
+            tokens but the last. None: not recorded.
     """
 
     prompt_ids: list[int]
@@ -38,6 +41,7 @@ class Completion:
     calls: list[int]
     agent: str | None = None
     images: list[RowImage] = field(default_factory=list)
+    experts: Table | None = None
 
 
 def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | None:
@@ -49,7 +53,7 @@ def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | 
         images: bytes by SHA-256, see `Trajectory.images`.
 
     Raises:
-        InputError: the bytes of an image are missing.
+        InputError: the bytes of an image are missing, or routed experts do not fit.
     """
     trained = np.flatnonzero(sequence.mask)
     if not trained.size:
@@ -59,8 +63,9 @@ def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | 
     try:
         kept = [span for span in sequence.images if span.end <= end]
         shown = images_of(kept, images, end)
+        experts = row_experts(sequence.experts, sequence.mask)
     except ValueError as error:
-        raise InputError(f"A row cannot be used: {error}.", place="images") from error
+        raise InputError(f"A row cannot be used: {error}.", place="row") from error
     return Completion(
         prompt_ids=tokens[:first],
         completion_ids=tokens[first:end],
@@ -70,6 +75,7 @@ def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | 
         calls=sequence.calls[first:end].tolist(),
         agent=sequence.agent,
         images=shown,
+        experts=None if experts is None else experts[: end - 1],
     )
 
 

@@ -23,7 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from envserver_records import Split, Trajectory
+import numpy as np
+from envserver_records import InputError, Split, Trajectory
 from envserver_records.urls import Urls
 
 from envserver_clients.http import EnvClient
@@ -55,6 +56,7 @@ class Output(TypedDict):
     rollout_logprobs: list[list[float]]
     trajectory_ids: list[Any] | None
     is_last_step: list[bool] | None
+    rollout_expert_indices: list[Any] | None
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,27 @@ def output_of(
         ],
         "trajectory_ids": [identities[place] for place in places] if identities else None,
         "is_last_step": last if step_wise else None,
+        "rollout_expert_indices": None if step_wise else _experts([row for _, row in rows]),
     }
+
+
+def _experts(rows: Sequence[Completion]) -> list[Any] | None:
+    """Returns routed experts of all tokens of each row, as SkyRL's generator does: zeros for the
+    last token, which its engine never computed; None: not recorded.
+
+    Raises:
+        InputError: some rows have them and some do not: SkyRL would replay zeros there.
+    """
+    found = [row.experts for row in rows if row.experts is not None]
+    if not found:
+        return None
+    if len(found) < len(rows):
+        raise InputError(
+            "Some rows have routed experts, some do not.",
+            hint="--tokens.drop experts_missing leaves such rollouts out.",
+            place="experts",
+        )
+    return [np.pad(table, ((0, 1), (0, 0), (0, 0))).tolist() for table in found]
 
 
 def _token_rewards(trajectory: Trajectory, row: Completion, *, ends: bool) -> list[float]:

@@ -3,7 +3,8 @@
 In: slime's `Sample`, whose `metadata` names `task_id` and, if it varies, `environment`. Out: the
 same sample, filled: `tokens` are prompt and response, `loss_mask` and `rollout_log_probs` have the
 response's length (1 where the policy sampled; 0.0 where it did not). A rollout whose agent forked
-its history is a list of samples that share a `rollout_id`.
+its history is a list of samples that share a `rollout_id`. Routed experts, if the server records
+them, are `rollout_routed_experts` (all tokens but the last).
 
     --custom-generate-function-path envserver_clients.adapters.slime.generate
 
@@ -33,6 +34,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from envserver_records import ConfigError, Trajectory
 
 from envserver_clients.http import EnvClient, SyncEnvClient
@@ -121,6 +123,8 @@ def _filled(sample: Any, trajectory: Trajectory, row: Completion, *, siblings: b
     sample.response_length = len(row.completion_ids)
     sample.loss_mask = row.mask
     sample.rollout_log_probs = masked_logprobs(row, row.mask)
+    if row.experts is not None:
+        sample.rollout_routed_experts = row.experts.astype(np.int32)
     sample.reward = reward_of(trajectory, row.agent)
     sample.weight_versions = [str(version) for version in sorted({*row.versions} - {-1})]
     sample.status = statuses.TRUNCATED if trajectory.truncated else statuses.COMPLETED

@@ -8,6 +8,8 @@ first sampled token, `response_ids` from there on with `response_mask` 1 where t
 Images of a row are `multi_modal_data`, from which verl makes pixels as the engine did; verl needs
 Pillow for them, and a response that is cut is cut before an image that would lose tokens.
 
+Routed experts, if the server records them, are `routed_experts` (for verl's router replay, R3).
+
 Rewards of turns are verl's `turn_scores`. Its trainers with a TransferQueue also get them for each
 token: at the last one of their turn, and the rest of the reward at the end of the row, so that the
 tokens add up to `reward_score`. Its default trainer has one number for a row, and puts it at its
@@ -213,6 +215,11 @@ def _output(trajectory: Trajectory, row: Completion, length: int) -> dict[str, A
         },
         **({"token_rewards": _token_rewards(reward, turns, len(mask[:length]))} if turns else {}),
         **({"multi_modal_data": {"images": images}} if images else {}),
+        **(
+            {"routed_experts": row.experts[: len(row.prompt_ids) + length]}
+            if row.experts is not None
+            else {}
+        ),
     }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
+from envserver_records.experts import Table
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from numpy.typing import NDArray
 
@@ -48,6 +49,7 @@ class Example:
         token_advantages: float32[T], where the turns of the row have advantages of their own.
         temperatures: float32[T], at which it was sampled; None: 1.
         raw: uint8[T], 1 where the logprob is from before the temperature was applied; None: 0.
+        experts: see `Row`; None: the model routes by itself.
     """
 
     tokens: NDArray[np.int32]
@@ -59,6 +61,7 @@ class Example:
     token_advantages: NDArray[np.float32] | None = None
     temperatures: NDArray[np.float32] | None = None
     raw: NDArray[np.uint8] | None = None
+    experts: Table | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class ExampleSettings:
         skip_equal: groups whose rewards are all equal do not count in the denominators either.
         keep_zero: keep rows of advantage 0, which a reference policy or an entropy bonus needs.
         vocabulary: number of tokens that the model knows; None: unknown.
+        replay_experts: rows must have their routed experts, which are replayed.
     """
 
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
@@ -79,6 +83,7 @@ class ExampleSettings:
     skip_equal: bool = False
     keep_zero: bool = False
     vocabulary: int | None = None
+    replay_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ def examples_of(
     ]
     rewards = [reward for group in fresh for reward in rewards_of(group.rows).values()]
     rows = [row for group in fresh for row in group.rows]
-    refused = Counter(why for row in rows if (why := refusal(row, version, rules.vocabulary)))
+    refused = Counter(why for row in rows if (why := _refused(row, version, rules)))
     equal = 0
     counted: list[tuple[Row, RowAdvantage]] = []
     for group in fresh:
@@ -188,6 +193,13 @@ def refusal(row: Row, version: int, vocabulary: int | None = None) -> str:
     return "raw" if older.any() else ""
 
 
+def _refused(row: Row, version: int, rules: ExampleSettings) -> str:
+    """Returns the `refusal` of a row; or `no_experts`: those to replay were not recorded."""
+    if rules.replay_experts and row.experts is None and row.mask.any():
+        return "no_experts"
+    return refusal(row, version, rules.vocabulary)
+
+
 def _raw(row: Row) -> NDArray[np.uint8]:
     """Returns uint8[T], 1 where the logprob is from before the temperature was applied."""
     found = np.zeros(len(row.tokens), np.uint8)
@@ -244,11 +256,7 @@ def _weighed(
         own = sizes[row.group_id, row.agent, row.trajectory]
         if not (advantage.teaches or rules.keep_zero) or not (row.learn or rules.learn_truncated):
             continue
-        if (
-            not row.mask[1:].any()
-            or row.logprobs is None
-            or refusal(row, version, rules.vocabulary)
-        ):
+        if not row.mask[1:].any() or row.logprobs is None or _refused(row, version, rules):
             continue
         match rules.denominator:
             case "trajectory":
@@ -266,6 +274,7 @@ def _weighed(
                 token_advantages=advantage.tokens,
                 temperatures=_temperatures(row),
                 raw=_raw(row),
+                experts=row.experts if rules.replay_experts else None,
             )
         )
     return examples

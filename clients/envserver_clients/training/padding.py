@@ -33,6 +33,7 @@ class Padded:
         places: int64[B, 2], the line that each row is computed in and where it starts there, if
             several short rows share a line; None: each row has its own.
         filler: nothing is learned from it, and it is not counted.
+        experts: int16[B, T, layers, experts per token], -1: unknown; None: no row has any.
     """
 
     tokens: NDArray[np.int64]
@@ -47,6 +48,7 @@ class Padded:
     first: int
     places: NDArray[np.int64] | None = None
     filler: bool = False
+    experts: NDArray[np.int16] | None = None
 
 
 def micro_batches(
@@ -123,7 +125,19 @@ def padded(examples: Sequence[Example], places: Sequence[tuple[int, int]] | None
         weights=np.array([example.weight for example in examples], np.float32),
         first=int(trained[0]) if trained.size else 0,
         places=None if places is None else np.array(places, np.int64),
+        experts=_experts(examples, shape),
     )
+
+
+def _experts(examples: Sequence[Example], shape: tuple[int, int]) -> NDArray[np.int16] | None:
+    tables = [example.experts for example in examples]
+    if (known := next((table for table in tables if table is not None), None)) is None:
+        return None
+    found = np.full((*shape, *known.shape[1:]), -1, np.int16)
+    for row, table in enumerate(tables):
+        if table is not None:
+            found[row, : len(table)] = table
+    return found
 
 
 def _advantages(examples: Sequence[Example], shape: tuple[int, int]) -> NDArray[np.float32]:

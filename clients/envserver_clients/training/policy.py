@@ -24,6 +24,7 @@ from torch import Tensor
 from .loss import token_logprobs
 from .padding import Padded
 from .ranks import Ranks, placed_like, shard, whole
+from .replay import Replay
 
 Entropy = Literal["none", "measured", "learned"]
 """How much of the entropy is computed: nothing (zeros), its value, or its gradient as well."""
@@ -73,6 +74,7 @@ class Policy:
         dtype: type of computing (autocast), and of weights that are not trained and saved ones.
         keep_reference: keep what `reference_logprobs` needs.
         checkpointed: compute activations again in the backward pass: less memory, more time.
+        replay_experts: route tokens to the experts of the batch, see `replay`.
         ranks: the processes that share the weights; `device` is theirs. Default: this one alone.
     """
 
@@ -85,6 +87,7 @@ class Policy:
         dtype: torch.dtype = torch.float32,
         keep_reference: bool = False,
         checkpointed: bool = False,
+        replay_experts: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -109,6 +112,8 @@ class Policy:
         self.model.eval()
         if checkpointed:
             _checkpoint_activations(self.model)
+        both = [one for one in (self.model, self._reference) if one is not None]
+        self._replays = [Replay(one) for one in both] if replay_experts else []
         self._place(self.model)
         self.trained: dict[str, torch.nn.Parameter] = {
             name: value for name, value in self.model.named_parameters() if value.requires_grad
@@ -166,6 +171,7 @@ class Policy:
         targets = tokens[:, batch.first + 1 :]
         # Logits of untrained tokens (a long prompt) would take most of the time and memory.
         keep = targets.shape[1] + 1
+        self._replay(batch.experts)
         with self._computing():
             found = model(tokens, attention_mask=attention, logits_to_keep=keep, use_cache=False)
         trained = torch.from_numpy(batch.mask[:, batch.first :] == 1).to(self.device)
@@ -198,6 +204,11 @@ class Policy:
         tokens = np.zeros((lines.max() + 1, places[1].max() + 1), np.int64)
         positions = np.zeros_like(tokens)
         tokens[places], positions[places] = batch.tokens[rows, columns], columns
+        chosen = None
+        if batch.experts is not None:
+            chosen = np.full((*tokens.shape, *batch.experts.shape[2:]), -1, np.int16)
+            chosen[places] = batch.experts[rows, columns]
+        self._replay(chosen)
         trained = batch.mask == 1
         rows, columns = np.nonzero(trained)
         keep = lines[rows] * tokens.shape[1] + starts[rows] + columns
@@ -225,6 +236,12 @@ class Policy:
             )
         )
 
+    def _replay(self, chosen: NDArray[np.int16] | None) -> None:
+        """Sets the experts [lines, tokens, layers, experts per token] of the next forward pass."""
+        flat = None if chosen is None else chosen.reshape(-1, *chosen.shape[2:])
+        for replay in self._replays:
+            replay.use(flat, self.device)
+
     def _computing(self) -> torch.autocast:
         is_half = self._dtype is not torch.float32
         return torch.autocast(self.device.type, self._dtype if is_half else None, enabled=is_half)
@@ -232,6 +249,7 @@ class Policy:
     def prompt_logprobs(self, tokens: list[int]) -> list[float]:
         """Returns the logprob of each token except the first, given those before it."""
         ids = torch.tensor([tokens], device=self.device)
+        self._replay(None)
         with self._ranks.together("prompt_logprobs", tokens), torch.no_grad():
             with self._computing():
                 logits = self.model(ids, use_cache=False).logits

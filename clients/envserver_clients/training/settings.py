@@ -197,6 +197,9 @@ class TrainerSettings(BaseModel):
     """Device: cpu, cuda, cuda:1, ...; with several ranks cuda is each rank's own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of computing and of saved weights; trained weights and the optimizer are float32."""
+    replay_experts: bool = False
+    """Route each token to the experts that the engine chose, which the server must record
+    (`--tokens.experts`); for mixture-of-experts models."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, a third more time."""
     threads: int | None = Field(default=None, ge=1)
@@ -301,6 +304,7 @@ class TrainerSettings(BaseModel):
             skip_equal=self.skip_equal,
             keep_zero=not self.loss().is_reward_only,
             vocabulary=vocabulary,
+            replay_experts=self.replay_experts,
         )
 
 

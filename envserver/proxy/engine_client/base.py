@@ -2,7 +2,7 @@
 
 Bodies are in the format of OpenAI's chat API with vLLM's extra fields, and so are answers and
 chunks: `prompt_token_ids` at the top; `token_ids`, `logprobs` and, if the engine reports them,
-`weight_versions` in each choice.
+`weight_versions` and `routed_experts` in each choice.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from envserver_records.errors import EngineGarbage, EngineTimeout
 
 from ...models.engine import Engine
 from ...tokens.images import url_of
+
+EXPERTS = "routed_experts"
+"""vLLM's field of a choice: the experts of all its tokens but the last. No agent gets it."""
+EXPERTS_START = "routed_experts_prompt_start"
+"""vLLM's field of a request: the experts of so many first tokens are not asked for."""
 
 ChatBody = dict[str, Any]
 ChatAnswer = dict[str, Any]
@@ -218,4 +223,5 @@ def answer_fields(
         "stop_reason": choice.get("stop_reason"),
         "logprobs": logprobs,
         "token_ids": ids,
+        **({EXPERTS: choice[EXPERTS]} if choice.get(EXPERTS) is not None else {}),
     }

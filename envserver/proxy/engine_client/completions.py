@@ -15,6 +15,7 @@ from ...models.engine import Engine
 from ...models.probe import ProbeResult
 from ...tokens.chat_format import ChatFormat
 from .base import (
+    EXPERTS_START,
     ChatAnswer,
     ChatBody,
     EngineSession,
@@ -64,6 +65,7 @@ _SHARED = frozenset(
         "priority",
         "cache_salt",
         "vllm_xargs",
+        EXPERTS_START,
     }
 )
 """Fields that mean the same in both APIs."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import orjson
 
-from .base import ChatAnswer, ChatBody, max_tokens, require
+from .base import EXPERTS_START, ChatAnswer, ChatBody, max_tokens, require
 
-_OF_ONE_CALL = frozenset({"messages", "seed", "max_tokens", "max_completion_tokens"})
+_OF_ONE_CALL = frozenset({"messages", "seed", "max_tokens", "max_completion_tokens", EXPERTS_START})
 _MOST_FRAMES = 256
 _WHERE = "The engine's rendered request"
 
@@ -53,13 +53,14 @@ class RenderCache:
 
 
 def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: Sequence[int]) -> ChatBody:
-    """Returns a rendered request with another prompt, and with the seed and limit of `body`.
+    """Returns a rendered request with another prompt, and with the seed, limit and so on of `body`.
 
     The rendered limit is what the rendered prompt leaves of the context. It is removed, so that the
     engine uses what the real prompt leaves.
     """
     sampling = dict(rendered["sampling_params"])
-    for name, value in (("max_tokens", max_tokens(body)), ("seed", body.get("seed"))):
+    own = {name: body.get(name) for name in ("seed", EXPERTS_START)}
+    for name, value in {**own, "max_tokens": max_tokens(body)}.items():
         sampling.pop(name, None)
         if value is not None:
             sampling[name] = value

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ...models.engine import Engine
-from .base import ChatAnswer, ChatBody, EngineSession, require
+from .base import EXPERTS, ChatAnswer, ChatBody, EngineSession, require
 from .chat import not_streamed, streamed
 
 PATH = "/v1/completions"
@@ -26,6 +26,7 @@ _KEPT = (
     "token_ids",
     "prompt_token_ids",
     "prompt_logprobs",
+    EXPERTS,
 )
 
 

@@ -122,6 +122,16 @@ def test_equal_groups_may_be_left_out_of_the_denominators() -> None:
         assert len(examples) == (2 if skip else 4)
 
 
+def test_rows_without_the_experts_to_replay_are_left_out_and_counted() -> None:
+    experts = np.zeros((2, 1, 2), np.uint8)
+    one = group("g", row(0, 1.0, experts=experts), row(1, 0.0))
+    batch = examples_of([one], 0, ExampleSettings(replay_experts=True))
+    assert [example.experts is experts for example in batch.examples] == [True]
+    assert batch.numbers["rows_no_experts"] == batch.numbers["rows_refused"] == 1
+    plain = examples_of([one], 0, ExampleSettings()).examples
+    assert [example.experts for example in plain] == [None, None]
+
+
 def test_named_rewards_are_compared_one_by_one() -> None:
     """The second reward has a hundredth of the first one's spread, and counts half as much."""
     parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.01}]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from envserver_records.errors import TokensError
+from envserver_records.experts import RoutedExperts, experts_from
 from envserver_records.images import ImageSpan
 from envserver_records.records import Call, Sequence, VersionSpan
 from msgspec.structs import replace
@@ -38,6 +39,24 @@ def forked() -> list[Call]:
 
 def in_two_versions() -> list[Call]:
     return [call(0, [1], [2], **spans(3)), call(1, [1, 2, 3], [4, 5], **spans(4, 4))]
+
+
+def experts_of(count: int, fill: int = 0) -> RoutedExperts:
+    return experts_from(np.full((count, 2, 1), fill, np.uint8))
+
+
+def routed() -> list[Call]:
+    sizes = (2, 6, 10)
+    return [
+        replace(each, experts=experts_of(size, each.index))
+        for each, size in zip(talk(), sizes, strict=True)
+    ]
+
+
+def put_expert(calls: list[Call], rows: list[Sequence]) -> None:
+    """The last token of the first answer, which only the second call computed."""
+    assert rows[0].experts is not None
+    rows[0].experts.table[2, 0, 0] = 0
 
 
 def floats(*values: float) -> np.ndarray:
@@ -78,6 +97,8 @@ CHANGES: dict[str, tuple[int, Callable[[], list[Call]], Callable[..., object]]] 
     "spans with a gap": (7, talk, call_with(versions=[VersionSpan(0, 0, 0), VersionSpan(0, 1, 2)])),
     "an image beyond its prompt": (11, talk, call_with(images=[ImageSpan("a", 1, 9)])),
     "an image of a row alone": (11, forked, row_with(images=[ImageSpan("a", 0, 1)])),
+    "an expert of a row": (12, routed, put_expert),
+    "experts of the last token": (12, routed, row_with(experts=experts_of(11))),
     "calls out of order": (10, talk, lambda calls, rows: calls.reverse()),
     "calls of one number": (10, talk, lambda calls, rows: calls.append(calls[-1])),
 }

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from envserver_records.errors import TokensError
+from envserver_records.experts import RoutedExperts
 from envserver_records.hook_events import HookEvent
 from envserver_records.images import ImageSpan
 from envserver_records.records import Call, Delivered, Dialect, Edge, TracedCall, pack, unpack
@@ -55,6 +56,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sampled_message": st.one_of(st.none(), messages),
     "hooks": st.lists(st.builds(HookEvent, at=st.just("answer"), reason=text), max_size=2),
     "images": st.just([ImageSpan("00", 0, 1, (1, 2, 2))]),
+    "experts": st.just(RoutedExperts(2, 1, 2, np.array([300, 1], np.uint16))),
 }
 OF_FORESTS = {
     "index",

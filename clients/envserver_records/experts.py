@@ -1,0 +1,111 @@
+"""Routed experts of mixture-of-experts models: which experts each token went through.
+
+An engine tells them for all tokens that it computed: of a prompt and its answer all but the last
+one. A trainer that routes the same tokens to the same experts (router replay, arXiv 2510.11370)
+computes what the engine computed; otherwise small differences choose other experts.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.unsignedinteger[Any]]
+"""uint8 or uint16 [N, layers, experts per token]: number of the expert; 0 in layers without any."""
+
+_LARGEST = 2**16 - 1
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """Experts of N consecutive tokens.
+
+    Args:
+        start: position of the first of these tokens in its call or row.
+        layers: number of the model's layers.
+        per_token: experts of a token in each layer.
+        ids: uint8 or uint16, [N * layers * per_token].
+    """
+
+    start: int
+    layers: int
+    per_token: int
+    ids: Table
+
+    @property
+    def table(self) -> Table:
+        """The experts as [N, layers, per_token].
+
+        Raises:
+            ValueError: their number is no multiple of that.
+        """
+        return self.ids.reshape(-1, self.layers, self.per_token)
+
+
+def experts_from(table: Table, start: int = 0) -> RoutedExperts:
+    """Returns the experts of a table whose first token is at `start`."""
+    return RoutedExperts(start, table.shape[1], table.shape[2], table.reshape(-1))
+
+
+def row_experts(experts: RoutedExperts | None, mask: NDArray[np.uint8]) -> Table | None:
+    """Returns the experts of a row's first tokens; None if it has none.
+
+    Raises:
+        ValueError: they are not those of at least all tokens before the last trained one, or not of
+            fewer tokens than the row has.
+    """
+    if experts is None:
+        return None
+    table = experts.table
+    least = int(np.flatnonzero(mask)[-1]) if mask.any() else 0
+    if experts.start or not least <= len(table) < len(mask):
+        raise ValueError(
+            f"routed experts of tokens {experts.start} to {experts.start + len(table)} do not fit "
+            f"a row of {len(mask)} tokens, trained up to {least}"
+        )
+    return table
+
+
+def told_experts(told: Any, row: int) -> RoutedExperts | None:
+    """Returns the experts of a row as JSON tells them: a text or null for each row.
+
+    Raises:
+        ValueError: they have another form.
+    """
+    if told is None:
+        return None
+    text = told[row] if isinstance(told, list) and row < len(told) else 0
+    if not isinstance(text, str | None):
+        raise ValueError(f"the routed experts of row {row} are missing or not text")
+    return None if text is None else experts_from(table_from_text(text))
+
+
+def table_to_text(table: Table) -> str:
+    """Returns a table as vLLM writes it: an .npy file in base64."""
+    file = io.BytesIO()
+    np.save(file, table, allow_pickle=False)
+    return base64.b64encode(file.getbuffer()).decode()
+
+
+def table_from_text(text: str) -> Table:
+    """Reads what `table_to_text` writes; signed numbers become uint8 or uint16.
+
+    Raises:
+        ValueError: it is something else, or a number is not one of an expert.
+    """
+    file = io.BytesIO(base64.b64decode(text, validate=True))
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("routed experts are not an .npy file of version 1.0")
+    shape, in_fortran_order, kind = np.lib.format.read_array_header_1_0(file)
+    if len(shape) != 3 or 0 in shape[1:] or in_fortran_order or kind.kind not in "iu":
+        raise ValueError(f"routed experts have the form {shape} of {kind}")
+    table = np.frombuffer(file.getbuffer()[file.tell() :], kind).reshape(shape)
+    if kind in (np.uint8, np.uint16):
+        return table
+    if table.size and not 0 <= table.min() <= table.max() <= _LARGEST:
+        raise ValueError(f"experts have numbers from {table.min()} to {table.max()}")
+    return table.astype(np.uint8 if table.max(initial=0) < 256 else np.uint16)
