@@ -1,9 +1,10 @@
-"""The agent: decompose, retrieve, reason for each hop, finalize; in one of four ways.
+"""The agent: decompose, retrieve, reason for each hop, finalize; in one of five ways.
 
     tools      tool calls: search, read, finish
     text       the same tools as texts: THOUGHT, TOOL_CALL, FINAL
     tags       AFM's way: <plan>, <wiki_search>, <reflection>, <answer>
     scripted   fixed steps: a list of sub-questions, a search and a note for each, the answer
+    memory     the same steps without any search, for a question without passages
 
 In: a task's public part, and `run`. Out: `{"answer", "text", "facts", "passages", "evidence"}`: the
 submitted answer (None: there was none), the model's last text, and the evidence for the answer:
@@ -38,6 +39,7 @@ from .serving import MAX_QUERY_CHARACTERS, Scope, search_of
 from .shelf import MAX_FINISH_CHARACTERS, Shelf
 
 Mode = Literal["tools", "scripted", "text", "tags"]
+Way = Mode | Literal["memory"]
 MAX_TOOL_ERRORS = 10
 MAX_HOPS = 5
 OBSERVATION = "<observation>"
@@ -53,7 +55,7 @@ class AgentOptions:
         unanswerable: tell the model that there may be no answer, and how to say so.
     """
 
-    mode: Mode = "tools"
+    mode: Way = "tools"
     scope: Scope = "question"
     top_k: int = 3
     max_searches: int = 8
@@ -71,7 +73,7 @@ async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str
             said = await _with_texts(question, run, rules, shelf)
         case "tags":
             said = await _with_tags(question, run, rules, shelf)
-        case "scripted":
+        case "scripted" | "memory":
             said = await _by_script(question, run, rules, shelf)
     answer = said.answer if said.answer is not None else extract_answer(said.text)
     run.log_action("finalize", {"question": question}, answer)
@@ -178,7 +180,7 @@ async def _with_tags(question: str, run: Rollout, rules: AgentOptions, shelf: Sh
 
 
 async def _by_script(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Submission:
-    messages = _opening(system_prompt("scripted", rules.unanswerable), question)
+    messages = _opening(system_prompt(rules.mode, rules.unanswerable), question)
     messages[-1]["content"] += f"\n\n{SUB_QUESTIONS_WANTED}"
     plan = await _ask(run, messages)
     if plan.cut_off:
@@ -188,7 +190,7 @@ async def _by_script(question: str, run: Rollout, rules: AgentOptions, shelf: Sh
     answers: list[str] = []
     for hop, sub_question in enumerate(sub_questions, start=1):
         asked = substituted(sub_question, answers)
-        found = await _found(shelf, asked)
+        found = None if rules.mode == "memory" else await _found(shelf, asked)
         note = await _ask(run, messages, note_wanted(hop, asked, found))
         answers.append(provisional_answer(note.text))
         run.log_action("reason_hop", {"hop": hop, "question": asked}, note.text)

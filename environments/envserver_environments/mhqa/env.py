@@ -105,7 +105,8 @@ class Mhqa(Environment):
 
         context: Path | None = None
         """File of passages: text with blank lines between them (`# title` above one), or .json or
-        .jsonl with title and text. Unset: the corpus or the retriever of the settings."""
+        .jsonl with title and text. Unset: the corpus or the retriever of the settings, or the
+        model's memory if these name none."""
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
@@ -123,8 +124,9 @@ class Mhqa(Environment):
 
     def _options(self, task: PublicTask) -> AgentOptions:
         config = self.config
+        from_memory = config.scope == "question" and not task.public["passages"]
         return AgentOptions(
-            mode=config.mode,
+            mode="memory" if from_memory else config.mode,
             # A person's own passages are searched, whatever the scope is.
             scope="question" if task.public["passages"] else config.scope,
             top_k=config.top_k,
@@ -170,11 +172,6 @@ class Mhqa(Environment):
         return Result(output=output, messages=messages)
 
     def task_from_question(self, asked: Question) -> Task:
-        if asked.context is None and self.config.scope == "question":
-            raise InputError(
-                "There is nothing to search for the answer.",
-                hint="--context FILE, or --env.scope corpus or external.",
-            )
         item = MultiHopQuestion(
             question=asked.question.strip(),
             golds=(asked.answer,) if asked.answer is not None else (),

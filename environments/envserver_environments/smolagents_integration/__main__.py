@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from envserver import main
+from . import main
 
 if __name__ == "__main__":
-    sys.exit(main(environment="gaia"))
+    sys.exit(main())

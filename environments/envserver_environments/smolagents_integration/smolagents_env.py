@@ -1,5 +1,5 @@
 """`python -m envserver_environments.smolagents_integration.smolagents_env process ...` is
-`envserver process --env gaia ...`."""
+`envserver process --env gaia ...`, with the earlier defaults."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 from envserver_environments.gaia.env import Gaia as SmolagentsEnv
 
-from envserver import main
+from . import main
 
 __all__ = ["SmolagentsEnv"]
 
 if __name__ == "__main__":
-    sys.exit(main(environment="gaia"))
+    sys.exit(main())

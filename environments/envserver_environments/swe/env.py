@@ -115,8 +115,8 @@ class Swe(Environment):
     class Question(Environment.Question):
         """A problem of a repository on this machine, which itself is not changed."""
 
-        repo: Path
-        """Folder of the repository."""
+        repo: Path = Path()
+        """Folder of the repository; unset: the current folder."""
         steps: int = Field(default=40, ge=1)
         """Maximum model calls."""
         yolo: bool = False

@@ -43,11 +43,14 @@ def harness_prompt(question: str, unanswerable: bool) -> str:
     )
 
 
-def note_wanted(hop: int, sub_question: str, found: str) -> str:
-    """Returns the request for a note on one sub-question."""
+def note_wanted(hop: int, sub_question: str, found: str | None) -> str:
+    """Returns the request for a note on one sub-question; `found`: passages, if there are any."""
+    passages, known = (
+        ("", "you know") if found is None else (f"Passages:\n\n{found}\n\n", "they say")
+    )
     return (
-        f"Sub-question {hop}: {sub_question}\n\nPassages:\n\n{found}\n\n"
-        "Write a short note of what they say about it. End it with a line of this form:\n"
+        f"Sub-question {hop}: {sub_question}\n\n{passages}"
+        f"Write a short note of what {known} about it. End it with a line of this form:\n"
         "Answer: ..."
     )
 

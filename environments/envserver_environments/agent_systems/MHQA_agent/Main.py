@@ -1,0 +1,10 @@
+"""`environments.agent_systems.MHQA_agent.Main --question ...` is `envserver run --env mhqa`."""
+
+from __future__ import annotations
+
+import sys
+
+from envserver import main
+
+if __name__ == "__main__":
+    sys.exit(main(["run", *sys.argv[1:]], environment="mhqa"))
