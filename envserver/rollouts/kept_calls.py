@@ -13,14 +13,16 @@ import msgspec
 import numpy as np
 from envserver_records.errors import InputError, TokensError
 from envserver_records.records import Call, ServiceCall, TracedCall, Trajectory
+from msgspec.structs import replace
 
 from ..tokens.trace import unpack_calls
 
 
 def kept_calls(trajectory: Trajectory) -> dict[str, Any]:
-    """`{"calls", "service_calls"}` of `trajectory`, plain JSON."""
+    """`{"calls", "service_calls"}` of `trajectory`, plain JSON without routed experts."""
+    calls = [replace(one, new=replace(one.new, experts=None)) for one in trajectory.calls]
     return {
-        "calls": msgspec.to_builtins(trajectory.calls, enc_hook=_as_list),
+        "calls": msgspec.to_builtins(calls, enc_hook=_as_list),
         "service_calls": msgspec.to_builtins(trajectory.service_calls),
     }
 

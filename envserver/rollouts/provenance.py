@@ -39,7 +39,7 @@ _WHERE_ONLY: Final = {"data_path_to_save_groups", "total_steps"}
 """Settings of an environment that say where groups go and how many, not how they are made."""
 _OF_AGENTS: Final = {"api_key", "base_url", "timeout"}
 _SECRET: Final = re.compile("token|key|secret|password").search
-_NOT_OF_TOKENS: Final = {"tokenizer", "audit_fraction", "audit_tolerance", "keep_calls"}
+_NOT_OF_TOKENS: Final = {"tokenizer", "audit_fraction", "audit_tolerance", "keep_calls", "experts"}
 
 
 def made_with(

@@ -8,8 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from envserver_records.records import Score, Trajectory, pack
+from envserver_records.experts import experts_from
+from envserver_records.records import Score, Sequence, Trajectory, pack
+from msgspec.structs import replace
 from support.foreign_trainers import alone
 from support.trajectories import sequence, trajectory
 
@@ -31,7 +34,16 @@ def rollouts() -> list[Trajectory]:
         score=Score(reward=1.0),
     )
     cut = trajectory("d", sequence([5, 6, 7], [0, 0, 1]), task_id="t2", truncated=True)
-    return [one_turn, turns, forked, cut]
+    made = [one_turn, turns, forked, cut]
+    for one in made:
+        one.sequences = [routed(row) for row in one.sequences]
+    return made
+
+
+def routed(row: Sequence) -> Sequence:
+    """Each token goes to the experts of its own number."""
+    table = np.repeat(row.tokens[:-1].astype(np.uint8), 4).reshape(-1, 2, 2)
+    return replace(row, experts=experts_from(table))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +67,12 @@ def told(trainers_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return answer
 
 
+def experts_of(table: list[Any]) -> list[int]:
+    """The expert of each token, which is the same in all layers."""
+    (experts,) = {tuple(column) for column in np.array(table).reshape(len(table), -1).T.tolist()}
+    return list(experts)
+
+
 def test_verl_pads_and_scores_its_rows(told: dict[str, Any]) -> None:
     batch = told["verl"]
     assert [row[-1:] for row in batch["prompts"]] == [[1], [1], [7], [6]]
@@ -68,6 +86,7 @@ def test_verl_pads_and_scores_its_rows(told: dict[str, Any]) -> None:
     assert ends == [1, None, 1, 0]
     assert [sum(row) for row in batch["rm_scores"]] == [0.5, 0.0, 1.0, 0.5]
     assert batch["versions"] == [3, 3, 4, 3]
+    assert experts_of(batch["routed_experts"][1]) == [*[0] * 7, 1, 2, 9, 9, *[0] * 13]
     assert batch["turn_scores"] == [[], [], [], []]
     assert batch["for_a_queue"] == [0.25, 0.0, 0.0, 0.75]
     assert "token_rewards" not in batch["names_for_a_queue"]
@@ -83,6 +102,8 @@ def test_skyrl_checks_joins_and_merges_them(told: dict[str, Any]) -> None:
     assert steps["response_ids"] == [[2, 3], [2, 9, 9, 4], [2], [8, 6], [7]]
     assert steps["rewards"] == [[0, 0.5], [0, 0, 0, 0], [0], [0, 1.0], [0.5]]
     assert (rows["together"], steps["together"]) == (8, 10)
+    padded = [[0, 0, 1, 2, 0], [1, 2, 9, 9, 0], [1, 2, 7, 8, 0], [0, 0, 5, 6, 0]]
+    assert [experts_of(row) for row in rows["experts"]] == padded
     # The first row of the forked one, and what its second was given beyond that, are one sequence.
     assert skyrl["merged"][2] == [2, 7, 8, 6]
     assert (skyrl["metrics"]["avg_score"], skyrl["metrics"]["pass_at_n"]) == (0.5, 1.0)

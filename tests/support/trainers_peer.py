@@ -128,7 +128,7 @@ def with_turns(made: Trajectory) -> Trajectory:
     return made
 
 
-async def by_skyrl(made: list[Trajectory]) -> dict[str, Any]:
+async def by_skyrl(folder: Path, made: list[Trajectory]) -> dict[str, Any]:
     """SkyRL's own checks, concatenation, merging and metrics."""
     if sys.version_info < (3, 12):  # else pydantic refuses a type of SkyRL's
         typing.TypedDict = typing_extensions.TypedDict
@@ -159,8 +159,24 @@ async def by_skyrl(made: list[Trajectory]) -> dict[str, Any]:
         if step_wise:
             told["merged"] = utils.merge_stepwise_output(output)["response_ids"]
         else:
+            told[name]["experts"] = _experts_at_the_trainer(folder, output)
             told["metrics"] = utils.get_metrics_from_generator_output(output, uids)
     return told
+
+
+def _experts_at_the_trainer(folder: Path, output: dict[str, Any]) -> list[Any]:
+    """Routed experts as SkyRL pads them for its workers."""
+    from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    names = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs")
+    columns = [output[name] for name in names]
+    columns[2] = [[0.0] * len(row) for row in output["response_ids"]]
+    experts = output["rollout_expert_indices"]
+    found: list[Any] = convert_prompts_responses_to_batch_tensors(tokenizer, *columns, experts)[-1]
+    return found.tolist()
 
 
 def _others(output: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +252,7 @@ async def main(folder: Path) -> None:
     made = unpack((folder / "rollouts").read_bytes(), list[Trajectory])
     verl_adapter.EnvClient = skyrl_adapter.EnvClient = Canned
     serve(made)
-    told = {"verl": await by_verl(folder, made), "skyrl": await by_skyrl(made)}
+    told = {"verl": await by_verl(folder, made), "skyrl": await by_skyrl(folder, made)}
     told["hooks"] = {
         "verl": await asyncio.to_thread(hooks_of_verl),
         "skyrl": await hooks_of_skyrl(),

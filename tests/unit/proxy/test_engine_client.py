@@ -154,6 +154,28 @@ async def test_versions_stand_in_whole_answers_and_in_last_chunks() -> None:
     assert not any(part.get("weight_versions") for part in parts[:-1])
 
 
+@pytest.mark.parametrize("mode", ["tokens", "completions"])
+async def test_experts_of_new_tokens_are_asked_for_and_given(mode: EngineMode) -> None:
+    path = "/inference/v1/generate" if mode == "tokens" else "/v1/completions"
+
+    def tell(asked: str, answer: Json) -> None:
+        for choice in answer["choices"] if asked == path else ():
+            choice["routed_experts"] = "xyz"
+
+    engine = ScaleOut(format(), HERMES, spoil=tell)
+    asked = asking(engine, mode)
+    for start in (3, 4):
+        body = {**TOOLS, "routed_experts_prompt_start": start}
+        how: Any = {"rollout_id": "r", "timeout_seconds": 9}
+        answer = await asked.whole(body, Prompt([1, 2, 3, 4, 5]), **how)
+        assert answer["choices"][0]["routed_experts"] == "xyz"
+        *_, request = (body for asked, body in engine.requests if asked == path)
+        told = request["sampling_params"] if mode == "tokens" else request
+        assert told["routed_experts_prompt_start"] == start
+    assert "xyz" not in str(engine.requests)  # not sent to be parsed
+    assert engine.paths.count("render") == (mode == "tokens")
+
+
 async def test_a_continued_call_is_rendered_once_for_all_its_like() -> None:
     engine = ScaleOut(format(), "Hello.")
     asked = asking(engine, "tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 
 import msgspec
 import numpy as np
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.extent import examples
 from support.forests import calm, forests, talk
+from support.trajectories import trajectory
 
-from envserver.tokens import build, check, find_parents
+from envserver.rollouts.kept_calls import calls_in, kept_calls
+from envserver.tokens import build, check, find_parents, pack_calls
 from envserver.tokens.experts import first_unknown, read_experts
 
 LAYERS, EACH = 2, 3
@@ -119,6 +122,14 @@ def test_an_engine_may_tell_all_or_what_was_asked_for() -> None:
     np.save(signed, GOOD.astype(np.int32) + 300)
     table = table_from_text(base64.b64encode(signed.getvalue()).decode())
     assert table.dtype == np.uint16 and np.array_equal(table, GOOD.astype(np.uint16) + 300)
+
+
+def test_calls_kept_as_json_leave_them_out() -> None:
+    calls = [replace(each, experts=told(each)) for each in talk()]
+    kept = kept_calls(trajectory("r", calls=pack_calls(calls, find_parents(calls))))
+    again = calls_in(json.loads(json.dumps(kept)))
+    assert [call.experts for call in again] == [None, None, None]
+    assert again[2].prompt_ids.tolist() == calls[2].prompt_ids.tolist()
 
 
 class OldSequence(msgspec.Struct, kw_only=True):
