@@ -133,10 +133,6 @@ COMMANDS = {
     "completion": _other("completion", "print the completion script of bash, zsh or fish", spec=""),
 }
 
-_YOUNG_OBJECTS = 100_000
-"""Allocations before a garbage collection: imports make nothing but objects that stay, and with
-Python's default a sixth of a server's start is spent looking for others."""
-
 _RENAMED_WORDS = {("models", "make-tiny"): "tiny"}
 
 
@@ -208,13 +204,16 @@ def _group(name: str, group: Command, rest: Sequence[str]) -> int:
 
 
 def _run(command: Command, argv: list[str], debug: bool, environment: str | None) -> int:
-    gc.set_threshold(_YOUNG_OBJECTS)
     try:
         if ("-h" in argv or "--help" in argv) and (spec := command.load_spec()) is not None:
             alone = environment is None
             spec.show_help(argv, program=_program(environment), with_environment=alone)
             return 0
+        # The collector would spend a sixth of a start on what imports make, which stays.
+        gc.disable()
         module = importlib.import_module(f".{command.module}", __name__)
+        gc.freeze()
+        gc.enable()
         return int(getattr(module, command.function)(argv))
     except KeyboardInterrupt as stop:
         return int(getattr(stop, "status", 130))

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
 from ..config import SandboxConfig
-from ..sandbox.remote.machines import machines_at
 from ..telemetry.families import counter, gauge
+
+if TYPE_CHECKING:
+    from ..sandbox.remote.machines import Machine
 
 
 class SandboxMachineNumbers:
     """What this process knows of each machine; see `api.metrics.Source`."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        self._machines = machines_at(config.remote_urls)
+        self._machines: tuple[Machine, ...] = ()
+        if config.remote_urls:
+            from ..sandbox.remote.machines import machines_at
+
+            self._machines = machines_at(config.remote_urls)
 
     async def families(self) -> Iterable[Metric]:
         """See `api.metrics.Source`."""

@@ -14,7 +14,6 @@ from envserver_records.errors import ConfigError
 from ..config import SandboxConfig
 from .foreign import maker_class
 from .remote.address import ForeignAddress, RemoteAddress, SandboxAddress
-from .remote.machines import Machines
 
 _log = structlog.get_logger("envserver.sandbox")
 
@@ -65,6 +64,8 @@ async def machines_of(config: SandboxConfig) -> AsyncIterator[Elsewhere]:
     Raises:
         ConfigError: none of them answers, or a file cannot be read.
     """
+    from .remote.machines import Machines
+
     address = address_of(config)
     async with Machines(address) as machines:
         await machines.check()

@@ -7,13 +7,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from envserver_records.records import ExecResult, SandboxSpec
 
-from ..proxy.egress import Closable, OnConnection
 from ..sandbox_interface import Sandbox
 from .remote.address import ForeignAddress, RemoteAddress, SandboxAddress
+
+if TYPE_CHECKING:
+    from ..proxy.egress import Closable, OnConnection
 
 
 class StartedProgram:

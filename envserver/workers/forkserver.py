@@ -38,35 +38,13 @@ from ..sandbox import outer
 from ..sandbox.backend import NamespaceBackend
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from . import linux
+from .boot import READ_BYTES, Boot
 from .output import OutputLimiter
 from .sandboxed import LOOK_SECONDS, Watch, WorkerSandbox, fork_sandboxed
 from .worker_main import OUTSIDE, WorkerSpec, worker_main
 
-READ_BYTES = 65536
 LOOK_ROUND_SECONDS = 1.0
 KILL_ALL_SECONDS = 5.0
-
-
-class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of the forkserver, passed as JSON.
-
-    Args:
-        control_fd: of a SOCK_SEQPACKET socket whose other end only the server holds.
-        server_pid: the forkserver ends when this process does.
-        root: directory for the workers' directories; removed at the end.
-        references: environments to import now.
-        heartbeat_seconds: a worker that is silent for longer is killed.
-        sandbox: sandbox of every worker; None: no sandbox.
-        most_workers: maximum number of live workers.
-    """
-
-    control_fd: int
-    server_pid: int
-    root: str
-    references: list[str]
-    heartbeat_seconds: float
-    sandbox: WorkerSandbox | None = None
-    most_workers: int = 1
 
 
 @dataclass
@@ -156,8 +134,8 @@ class Forkserver:
     def run(self) -> None:
         """Runs until the server closes its end, or dies."""
         self._others |= set(linux.children())
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # what imports made stays, and is shared with the workers
+        gc.enable()
         self._listen_to_signals()
         self._selector.register(self._control, selectors.EVENT_READ, self._obey)
         if self._in_own_namespace:

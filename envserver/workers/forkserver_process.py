@@ -28,7 +28,7 @@ from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 
 from ..registry.interpreters import PYTHON_VARIABLES, interpreter_of
 from . import linux
-from .forkserver import READ_BYTES, Boot
+from .boot import READ_BYTES, Boot
 from .output import OutputLimiter
 from .sandboxed import WorkerSandbox
 
@@ -39,7 +39,7 @@ END_SECONDS = 8.0
 _INHERITED = {"PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", *PYTHON_VARIABLES}
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[1]); "
     "from envserver.workers.forkserver import main; main(sys.argv[2])"
 )
 

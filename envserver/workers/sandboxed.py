@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -28,7 +28,10 @@ from ..sandbox import landlock, linux, namespaces
 from ..sandbox.backend import NamespaceBackend, kernel_bytes
 from ..sandbox.sampling import numbers, sample
 from ..sandbox.wire import NAMESPACE_BACKENDS
-from .worker_main import WorkerSpec, worker_main
+
+if TYPE_CHECKING:
+    from .worker_main import WorkerSpec
+
 
 LOOK_SECONDS = 0.1
 """Seconds between two samples of a worker's memory."""
@@ -135,6 +138,8 @@ def _live(confine: Callable[[], None], spec: WorkerSpec) -> NoReturn:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+    from .worker_main import worker_main  # imported already, in the forkserver
+
     worker_main(spec)
 
 

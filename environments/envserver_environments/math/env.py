@@ -33,7 +33,7 @@ from envserver import (
     Task,
 )
 
-from . import arithmetic, procedural, sorting, verification
+from . import arithmetic, procedural, sorting
 from .agent import Mode, solve
 from .data_sets import Kind, Problem, read_problem, why_unusable
 from .demonstrations import demonstrate
@@ -103,9 +103,6 @@ class Math(Environment):
 
     def harness_task(self, task: PublicTask, run: Rollout) -> HarnessTask:
         return HarnessTask(instruction=f"{question(task.public)}\n\n{BOXED}")
-
-    def prepare_scoring(self) -> None:
-        verification.prepare()
 
     def score(self, task: Task, result: Result) -> Score:
         rules = ScoringRules(

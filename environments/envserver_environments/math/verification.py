@@ -99,12 +99,6 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
     return _in_child(lambda: _verdict(parsed_gold, asked, lenient))
 
 
-def prepare() -> None:
-    """Loads math-verify if it is installed; without it only answers that need it are errors."""
-    if importlib.util.find_spec("math_verify") is not None:
-        _library()
-
-
 @dataclass(frozen=True)
 class _Library:
     parse: Any
@@ -116,6 +110,7 @@ class _Library:
 
 @functools.cache
 def _library() -> _Library:
+    """Loads math-verify when an answer first needs it: 0.8 s of CPU, which most runs can save."""
     try:
         math_verify = importlib.import_module("math_verify")
         normalization = importlib.import_module("latex2sympy2_extended").NormalizationConfig

@@ -80,7 +80,21 @@ def test_a_server_without_environments_imports_only_what_it_serves() -> None:
     rooms = {"models.sim", "registry", "rollouts.group", "sandbox", "workers.process"}
     heavy = {"aiohttp", "jinja2", "pebble", "sqlalchemy.dialects.postgresql"}
     assert not (heavy | {f"envserver.{room}" for room in rooms}) & set(loaded)
-    assert len(loaded) < 1250  # 1,655 before; each takes about half a millisecond
+    assert len(loaded) < 1220  # 1,655 before; each takes about half a millisecond
+
+
+@pytest.mark.parametrize(
+    ("module", "most", "never"),
+    [
+        ("envserver.cli.serve", 1550, "aiohttp sympy envserver.models.openai"),
+        ("envserver.workers.forkserver", 640, "structlog rich sqlalchemy fastapi"),
+        ("envserver.rollouts.scorer_process", 480, "structlog rich aiohttp sympy fastapi"),
+    ],
+)
+def test_processes_of_a_server_import_only_what_they_do(module: str, most: int, never: str) -> None:
+    loaded = python(f"import sys, {module}\nprint(*sys.modules)\n").split()
+    assert not set(never.split()) & set(loaded)
+    assert len(loaded) < most
 
 
 def test_public_names_are_all_there() -> None:
