@@ -21,6 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..proxy.asgi import header_number
 from .problems import error_answer, is_native
 
+GZIPPED: Final = "envserver.gzipped"
+"""Key of a request's scope: its body as one gzip member, as it came; None if it came otherwise."""
 _GZIP: Final = 16 + zlib.MAX_WBITS
 # The library's type stubs declare this class as an instance.
 _NOT_GZIP: Final[type[Exception]] = isal_zlib.IsalError  # type: ignore[assignment]
@@ -79,6 +81,12 @@ def _inflate_little(body: bytes, most: int) -> bytes | None:
     return content if whole else None
 
 
+def _inflate_any(body: bytes, most: int) -> tuple[bytes, bytes | None]:
+    """Decompresses as `inflate`; also returns `body` if it is one member."""
+    content = _inflate_little(body, most)
+    return (inflate(body, most), None) if content is None else (content, body)
+
+
 def _too_large(most: int) -> TooLargeError:
     return TooLargeError(f"The body has more than {most} bytes.", max_body_bytes=most)
 
@@ -107,11 +115,16 @@ class RequestBodies:
             await _refuse(error, scope, receive, send)
             return
         if body is not None:
-            _make_plain(scope, len(body))
-            await self._app(scope, _replay(body, receive), send)
+            plain, scope[GZIPPED] = body
+            _make_plain(scope, len(plain))
+            await self._app(scope, _replay(plain, receive), send)
 
-    async def _read(self, headers: Headers, receive: Receive, most: int) -> bytes | None:
-        """Returns the body; None if the client has disconnected."""
+    async def _read(
+        self, headers: Headers, receive: Receive, most: int
+    ) -> tuple[bytes, bytes | None] | None:
+        """Returns the body, and its gzip form if it came as one member; None if the client has
+        disconnected.
+        """
         if header_number(headers.get("content-length", "")) > most:
             raise _too_large(most)
         chunks: list[bytes] = []
@@ -130,8 +143,10 @@ class RequestBodies:
         body = b"".join(chunks)
         if body and "gzip" in headers.get("content-encoding", "").lower():
             little = _inflate_little(body, min(_MOST_AT_ONCE, most))
-            return little or await asyncio.to_thread(inflate, body, most)
-        return body
+            if little is not None:
+                return little, body
+            return await asyncio.to_thread(_inflate_any, body, most)
+        return body, None
 
 
 async def _refuse(error: EnvserverError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,5 @@
-"""Encodes bodies for the database: as they are, or zstd-compressed where that makes them smaller.
+"""Encodes bodies for the database: as they are, zstd-compressed where that makes them smaller, or
+in the gzip form in which they were posted.
 
 Token ids and logprobs shrink by a factor of two to four, which saves more time in the database's
 writes than compression takes. Both forms have a checksum, because SQLite does not notice when a
@@ -8,16 +9,20 @@ disk damages data. `encode` and `decode` are pure, inverse to each other, and re
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache
 from typing import Final
 
 from envserver_records.errors import TooLargeError
 from envserver_records.zstd import zstd
+from isal import isal_zlib
 
 RAW: Final = 0
 ZSTD: Final = 1
 """A zstd frame, which may have its own checksum; decompression verifies it."""
 CHECKED: Final = 2
 """Four bytes of CRC-32, then the body as it is. RAW bodies come from older stores."""
+POSTED: Final = 3
+"""Two gzip members: a JSON object as it was posted; what the body has instead of its last brace."""
 
 _MIN_BYTES: Final = 4096
 _OPTIONS: Final[dict[int, int]] = {
@@ -25,6 +30,9 @@ _OPTIONS: Final[dict[int, int]] = {
     zstd.CompressionParameter.checksum_flag: 1,
 }
 _SUM_BYTES: Final = 4
+_GZIP: Final = 16 + zlib.MAX_WBITS
+# The library's type stubs declare this class as an instance.
+_NOT_GZIP: Final[type[Exception]] = isal_zlib.IsalError  # type: ignore[assignment]
 _FRAME: Final = b"\x28\xb5\x2f\xfd"
 _CHECKSUM_BIT: Final = 0x04
 """A bit of the byte after the four bytes of `_FRAME`."""
@@ -41,6 +49,41 @@ def encode(body: bytes) -> tuple[int, bytes]:
         if len(packed) <= 0.9 * len(body):
             return ZSTD, packed
     return CHECKED, zlib.crc32(body).to_bytes(_SUM_BYTES, "little") + body
+
+
+def as_posted(gzipped: bytes, posted: bytes, end: bytes) -> tuple[tuple[int, bytes], bytes]:
+    """Stores an object as it came. Returns (encoding, bytes to store), and the body.
+
+    Args:
+        gzipped: `posted`, a JSON object, as one gzip member.
+        end: what the body has instead of the object's last brace.
+    """
+    body = posted[: posted.rindex(b"}")] + end
+    if len(gzipped) > 0.6 * len(body):
+        return encode(body), body
+    return (POSTED, gzipped + _gzip_member(end)), body
+
+
+@lru_cache(maxsize=64)
+def _gzip_member(content: bytes) -> bytes:
+    return isal_zlib.compress(content, wbits=_GZIP)
+
+
+def _posted_body(stored: bytes) -> bytes:
+    parts: list[bytes] = []
+    for _ in range(2):
+        member = isal_zlib.decompressobj(_GZIP)
+        try:
+            parts.append(member.decompress(stored))
+        except _NOT_GZIP as error:
+            raise DamagedBody(str(error)) from error
+        if not member.eof:
+            raise DamagedBody("the gzip form is not whole")
+        stored = member.unused_data
+    if stored:
+        raise DamagedBody("the gzip form has more than two members")
+    posted, end = parts
+    return posted[: posted.rindex(b"}")] + end
 
 
 def is_frame(body: bytes) -> bool:
@@ -88,6 +131,8 @@ def decode(encoding: int, stored: bytes) -> bytes:
             return zstd.decompress(stored)
         except zstd.ZstdError as error:
             raise DamagedBody(str(error)) from error
+    if encoding == POSTED:
+        return _posted_body(stored)
     body = stored[_SUM_BYTES:]
     if zlib.crc32(body) != int.from_bytes(stored[:_SUM_BYTES], "little"):
         raise DamagedBody("its checksum is wrong")

@@ -274,7 +274,7 @@ def _sqlite(url: URL, files: Files) -> Database:
 
     @event.listens_for(writer, "begin")
     def begin(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        connection.connection.driver_connection.execute("BEGIN IMMEDIATE")
 
     return database
 

@@ -17,7 +17,7 @@ from .facts import facts_row
 from .prefixes import begins_with
 from .rows import GroupPut, GroupRow
 from .schema import SHARED, bodies, deliveries, group_facts, groups
-from .statements import InsertStatement
+from .statements import Statement, insert_into
 from .states import FIRST_STATES, SETTLED
 from .transaction import Transaction, chunks
 
@@ -80,6 +80,8 @@ async def put_all(tx: Transaction, puts: Sequence[EncodedPut]) -> list[bool]:
 
 async def seqs_of(connection: AsyncConnection, group_ids: Sequence[str]) -> dict[str, int]:
     """Returns `seq` by id, for those groups that were ever stored."""
+    if len(group_ids) == 1:
+        return {row[0]: row[1] for row in await _SEQ.one(connection, (group_ids[0],))}
     found: dict[str, int] = {}
     for part in chunks(group_ids):
         rows = await connection.execute(_SEQS, {"ids": part})
@@ -90,6 +92,9 @@ async def seqs_of(connection: AsyncConnection, group_ids: Sequence[str]) -> dict
 # Built once: building it takes longer than executing it.
 _SEQS: Final = select(groups.c.group_id, groups.c.seq).where(
     groups.c.group_id.in_(bindparam("ids", expanding=True))
+)
+_SEQ: Final = Statement(
+    select(groups.c.group_id, groups.c.seq).where(groups.c.group_id == bindparam("id")), ["id"]
 )
 
 
@@ -107,13 +112,17 @@ async def _body(connection: AsyncConnection, seq: int) -> bytes | None:
 async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
     numbered = list(enumerate(items, tx.memory.next_seq))
     tx.memory.next_seq += len(items)
-    await _into_groups(tx.connection, [_group(seq, item.put, tx.now) for seq, item in numbered])
+    await _into_groups.many(
+        tx.connection, [_group(seq, item.put, tx.now) for seq, item in numbered]
+    )
     facts = [
         facts_row(seq, item.put.env, item.put.facts) for seq, item in numbered if item.put.facts
     ]
     if facts:
-        await _into_facts(tx.connection, facts)
-    await _into_bodies(tx.connection, [(seq, item.encoding, item.stored) for seq, item in numbered])
+        await _into_facts.many(tx.connection, facts)
+    await _into_bodies.many(
+        tx.connection, [(seq, item.encoding, item.stored) for seq, item in numbered]
+    )
     tx.memory.stored_bytes += sum(len(item.stored) for item in items)
     queues = tx.memory.fan_out()
     rows = []
@@ -125,14 +134,14 @@ async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
             tx.memory.tally(queue, item.put.env, state, 1)
         if state == "queued":
             tx.memory.queued(seq, item.put.policy_version)
-    await _into_deliveries(tx.connection, rows)
+    await _into_deliveries.many(tx.connection, rows)
 
 
 # Rows are tuples in the order of the table's columns.
-_into_groups: Final = InsertStatement(groups)
-_into_bodies: Final = InsertStatement(bodies)
-_into_facts: Final = InsertStatement(group_facts)
-_into_deliveries: Final = InsertStatement(deliveries)
+_into_groups: Final = insert_into(groups)
+_into_bodies: Final = insert_into(bodies)
+_into_facts: Final = insert_into(group_facts)
+_into_deliveries: Final = insert_into(deliveries)
 
 
 def _group(seq: int, put: GroupPut, now: float) -> tuple[object, ...]:

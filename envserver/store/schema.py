@@ -31,7 +31,7 @@ from sqlalchemy import (
 
 from .states import GROUP_STATES, LEASE_STATES, RUN_STATES
 
-SCHEMA_VERSION: Final = 7
+SCHEMA_VERSION: Final = 8
 """Version of the tables; a store with a higher version is refused."""
 
 SHARED: Final = "shared"

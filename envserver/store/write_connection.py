@@ -9,7 +9,8 @@ blocking connection, and the whole transaction changes threads once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import sqlite3
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar, cast
 
@@ -57,25 +58,51 @@ class AsyncWriteConnection:
 
 
 class ThreadWriteConnection:
-    """Writes with a blocking driver, in its own thread. Work may only await its connection."""
+    """Writes with a blocking driver, in its own thread. Work may only await its connection.
+
+    What holds: a connection is kept from one transaction to the next, and closed after one that
+    failed.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, "store-writer")
+        self._kept: Connection | None = None
 
     async def transact(self, work: Work[T]) -> T:
         return await self._in_thread(lambda: self._transact(work))
 
     async def connect(self) -> None:
-        await self._in_thread(lambda: self._engine.connect().close())
+        await self._in_thread(self._connected)
 
     async def dispose(self) -> None:
-        await self._in_thread(self._engine.dispose)
+        await self._in_thread(self._dispose)
         self._thread.shutdown()
 
+    def _connected(self) -> Connection:
+        if self._kept is None:
+            self._kept = self._engine.connect()
+        return self._kept
+
+    def _release(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+    def _dispose(self) -> None:
+        self._release()
+        self._engine.dispose()
+
     def _transact(self, work: Work[T]) -> T:
-        with self._engine.begin() as connection:
-            return _run_without_loop(work(cast(AsyncConnection, _BlockingConnection(connection))))
+        connection = self._connected()
+        try:
+            with connection.begin():
+                return _run_without_loop(
+                    work(cast(AsyncConnection, _BlockingConnection(connection)))
+                )
+        except BaseException:
+            self._release()
+            raise
 
     async def _in_thread(self, do: Callable[[], T]) -> T:
         running = asyncio.get_running_loop().run_in_executor(self._thread, do)
@@ -101,8 +128,18 @@ class _BlockingConnection:
     async def execute(self, *what: Any) -> CursorResult[Any]:
         return self._connection.execute(*what)
 
-    async def exec_driver_sql(self, *what: Any) -> CursorResult[Any]:
-        return self._connection.exec_driver_sql(*what)
+    async def exec_driver_sql(
+        self, text: str, values: tuple[Any, ...] | Sequence[tuple[Any, ...]]
+    ) -> Iterable[Any]:
+        """Runs a statement by the driver itself: SQLAlchemy would take longer than SQLite.
+
+        Args:
+            values: of its parameters; a list: runs it for each of them.
+        """
+        driver = cast(sqlite3.Connection, self._connection.connection.driver_connection)
+        if isinstance(values, tuple):
+            return driver.execute(text, values)
+        return driver.executemany(text, values)
 
     async def scalar(self, *what: Any) -> Any:
         return self._connection.scalar(*what)

@@ -21,11 +21,11 @@ from ..bodies import Refused, refusal
 
 _MOST_ERRORS: Final = 100
 _INT64: Final = 2**63 - 1
-_FLOAT32: Final = 3.4e38
+FLOAT32: Final = 3.4e38
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 """Trainers keep token ids as int32."""
-Float32 = Annotated[float, Field(ge=-_FLOAT32, le=_FLOAT32)]
+Float32 = Annotated[float, Field(ge=-FLOAT32, le=FLOAT32)]
 """Trainers compute with it: a larger number would be infinite there."""
 Whole = Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)]
 Name = Annotated[str, Field(max_length=256)]

@@ -1,43 +1,39 @@
 """Parses and checks posted groups as cheaply as possible.
 
-In: raw JSON. Out: groups whose bodies are the JSON that trainers get. There are two parsers. The
-careful parser builds every value and reports exactly what is wrong. The quick parser leaves
-per-token columns as text: once a JSON parser has accepted them, a column that consists of digits
-and the right brackets is rows of numbers. Everything else passes through the same model and the
-same checks, with one token per row. Input that is not clearly valid goes to the careful parser.
+In: raw JSON, and its gzip form if it came so. Out: groups whose bodies are the JSON that trainers
+get. There are two parsers. The careful parser builds every value and reports exactly what is wrong.
+The quick parser has simdjson read the per-token columns into arrays, which numpy checks, and keeps
+their text; everything else passes through the same model and the same checks, with one token per
+row. Input that is not clearly valid goes to the careful parser.
 
 What holds: the quick parser accepts nothing that the careful parser refuses, and the bodies of
-both contain the same values in the same order.
+both contain the same keys with the same values.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 import numpy as np
 import orjson
-from msgspec import UNSET, Raw, UnsetType
+import simdjson
+from envserver_records.sampling import LEAST_LOGPROB
+from msgspec import Raw
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from ...formats.atropos import NOT_TRAINED
 from ...store import compression
 from ..bodies import Refused, parse_body
-from .models import VERSION_KEY, Array, ScoredData, check_groups
+from .models import FLOAT32, VERSION_KEY, Array, ScoredData, check_groups
 
 _GROUP: Final = TypeAdapter(ScoredData)
 _GROUPS: Final = TypeAdapter(Array[ScoredData])
-
-_WHOLE: Final = b"0123456789-, \t\r\n"
-_FRACTIONAL: Final = _WHOLE + b".e"
-_SPACES: Final = b" \t\r\n"
-_MASKED: Final = re.compile(rb"-100,(?:-100,)*")
-_LARGE_NEGATIVE: Final = re.compile(rb"-\d{4}")
-_DIGITS: Final = 9
-"""Token ids with more digits may exceed int32."""
 _QUICK_BYTES: Final = 32 * 1024 * 1024
 """For larger bodies the careful parser is used, which counts the values before it reads them."""
 
@@ -66,19 +62,25 @@ class PostedGroup:
 
 def encoded(groups: Sequence[PostedGroup]) -> list[PostedGroup]:
     """Returns the groups with their bodies encoded for the store."""
-    return [replace(group, encoded=compression.encode(group.body)) for group in groups]
+    return [
+        replace(group, encoded=compression.encode(group.body)) if group.encoded is None else group
+        for group in groups
+    ]
 
 
-def read_group(raw: bytes) -> PostedGroup:
+def read_group(raw: bytes, gzipped: bytes | None = None) -> PostedGroup:
     """Parses the body of `POST /scored_data`.
+
+    Args:
+        gzipped: `raw` as one gzip member, as it came: stored as it is where that is enough.
 
     Raises:
         Refused: it is invalid; the errors have FastAPI's form.
         Unreadable, TooLargeError: as for `parse_body`.
     """
-    found = _read_quickly(raw, _ONE) if len(raw) <= _QUICK_BYTES else None
+    found = _read_quickly(raw, gzipped) if len(raw) <= _QUICK_BYTES else None
     if found is not None:
-        return found[0]
+        return found
     group = parse_body(raw, _GROUP)
     check_groups([group], listed=False)
     return _posted(group)
@@ -86,7 +88,7 @@ def read_group(raw: bytes) -> PostedGroup:
 
 def read_groups(raw: bytes) -> list[PostedGroup]:
     """Parses the body of `POST /scored_data_list`; raises as `read_group` does."""
-    found = _read_quickly(raw, _MANY) if len(raw) <= _QUICK_BYTES else None
+    found = _read_list_quickly(raw) if len(raw) <= _QUICK_BYTES else None
     if found is not None:
         return found
     groups = parse_body(raw, _GROUPS)
@@ -114,172 +116,172 @@ def _described(posted: PostedGroup, group: ScoredData) -> PostedGroup:
     )
 
 
-class _Columns(msgspec.Struct):
-    """A group with unparsed columns; fields as in `ScoredData`."""
-
-    tokens: Raw
-    masks: Raw
-    scores: Raw
-    advantages: Raw | UnsetType = UNSET
-    ref_logprobs: Raw | UnsetType = UNSET
-    messages: Raw | UnsetType = UNSET
-    generation_params: Raw | UnsetType = UNSET
-    inference_logprobs: Raw | UnsetType = UNSET
-    overrides: Raw | UnsetType = UNSET
-    group_overrides: Raw | UnsetType = UNSET
-    images: Raw | UnsetType = UNSET
-    env_id: Raw | UnsetType = UNSET
-    distill_token_ids: Raw | UnsetType = UNSET
-    distill_logprobs: Raw | UnsetType = UNSET
-
-
-_ONE: Final = msgspec.json.Decoder(_Columns)
-_MANY: Final = msgspec.json.Decoder(list[_Columns])
-_PER_TOKEN: Final = {
-    "tokens": _WHOLE,
-    "masks": _WHOLE,
-    "ref_logprobs": _FRACTIONAL,
-    "inference_logprobs": _FRACTIONAL,
+_NAMES: Final = tuple(ScoredData.model_fields)
+_PER_TOKEN: Final[Mapping[str, str]] = {
+    "tokens": "i",
+    "masks": "i",
+    "ref_logprobs": "d",
+    "inference_logprobs": "d",
 }
-_NONE: Final = (b"null", b"[]")
+"""simdjson's type of each column: int64 or float64."""
+_DTYPES: Final[Mapping[str, type[np.generic]]] = {"i": np.int64, "d": np.float64}
+_KEYS: Final = re.compile(rb'"(%s)"' % "|".join(_PER_TOKEN).encode())
+_LIST: Final = msgspec.json.Decoder(list[Raw])
+_KEPT_PARSER_BYTES: Final = 1024 * 1024
+"""A parser keeps several times the memory of the largest text it read; larger ones get a new one.
+"""
 
 
-def _read_quickly(
-    raw: bytes, decoder: msgspec.json.Decoder[_Columns] | msgspec.json.Decoder[list[_Columns]]
-) -> list[PostedGroup] | None:
-    """Parses with the quick parser; None if the careful parser is needed."""
-    try:
-        if not raw.isascii():
-            raw.decode()
-        read = decoder.decode(raw)
-        columns = read if isinstance(read, list) else [read]
-        groups = [_group_quickly(group) for group in columns]
-    except (_Unsure, msgspec.DecodeError, ValidationError, Refused, ValueError, RecursionError):
-        return None
-    return groups
+class _Parsers(threading.local):
+    def __init__(self) -> None:
+        self.parser = simdjson.Parser()
+
+
+_parsers: Final = _Parsers()
 
 
 class _Unsure(Exception):
     """The careful parser is needed."""
 
 
-def _group_quickly(columns: _Columns) -> PostedGroup:
-    texts: dict[str, bytes] = {}
-    lengths: list[int] | None = None
-    for name, letters in _PER_TOKEN.items():
-        column = getattr(columns, name)
-        text = b"null" if column is UNSET else bytes(column)
-        if name in ("tokens", "masks") or text not in _NONE:
-            found = _row_lengths(text, letters)
-            lengths = lengths or found
-            if found != lengths or (letters is _FRACTIONAL and _LARGE_NEGATIVE.search(text)):
-                raise _Unsure
-        texts[name] = text
-    group = _GROUP.validate_json(_with_one_token(columns, len(lengths or ())))
-    check_groups([group], listed=False)
-    if not _are_labelled(texts["tokens"], texts["masks"]):
-        raise _Unsure
-    fields = vars(group) | {name: orjson.Fragment(text) for name, text in texts.items()}
+def _read_quickly(raw: bytes, gzipped: bytes | None = None) -> PostedGroup | None:
+    """Parses with the quick parser; None if the careful parser is needed."""
+    parser = _parsers.parser if len(raw) <= _KEPT_PARSER_BYTES else simdjson.Parser()
     try:
-        body = orjson.dumps(fields)
-    except TypeError as error:  # a number of more than 64 bits
-        raise _Unsure from error
-    return _described(PostedGroup(body, lengths or [], group.env_id), group)
+        return _group_quickly(raw, parser.parse(raw), gzipped)
+    except (_Unsure, ValidationError, Refused, ValueError, TypeError, RuntimeError):
+        return None
 
 
-def _with_one_token(columns: _Columns, rows: int) -> bytes:
-    """Returns the same group as JSON, with one token in each row of the columns."""
+def _read_list_quickly(raw: bytes) -> list[PostedGroup] | None:
+    groups: list[PostedGroup] = []
+    try:
+        parts = _LIST.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    for part in parts:
+        group = _read_quickly(bytes(part))
+        if group is None:
+            return None
+        groups.append(group)
+    return groups
+
+
+class _Column(NamedTuple):
+    """One number for each token: as JSON, and as values of all rows, one after the other."""
+
+    text: bytes
+    lengths: list[int]
+    values: NDArray[Any]
+
+
+def _group_quickly(raw: bytes, document: Any, gzipped: bytes | None) -> PostedGroup:
+    if not isinstance(document, simdjson.Object):
+        raise _Unsure
+    names = list(document.keys())
+    values: dict[str, Any] = {name: document[name] for name in names}
+    if len(values) != len(names):
+        raise _Unsure
+    characters = np.frombuffer(raw, np.uint8)
+    places = [(key[1].decode(), key.end()) for key in _KEYS.finditer(raw)]
+    columns = {
+        name: _column(
+            raw, characters, values[name], kind, [at for key, at in places if key == name]
+        )
+        for name, kind in _PER_TOKEN.items()
+        if isinstance(values.get(name), simdjson.Array) and len(values[name])
+    }
+    _check_columns(columns)
+    lengths = columns["tokens"].lengths
+    rest = {name: _json(value) for name, value in values.items() if name not in columns}
+    known = {name: text for name, text in rest.items() if name in _NAMES}
+    group = _GROUP.validate_json(_with_one_token(known, len(lengths)))
+    check_groups([group], listed=False)
+    posted = PostedGroup(b"", lengths, group.env_id)
+    if gzipped is not None and len(known) == len(rest) and _stays_the_same(group, known, raw):
+        stored, body = compression.as_posted(gzipped, raw, _keys_it_lacks(values))
+        posted = replace(posted, body=body, encoded=stored)
+    else:
+        texts = {name: orjson.Fragment(column.text) for name, column in columns.items()}
+        posted = replace(posted, body=orjson.dumps(vars(group) | texts))
+    return _described(posted, group)
+
+
+def _json(value: Any) -> bytes:
+    """Returns a value of simdjson as JSON."""
+    if isinstance(value, simdjson.Array | simdjson.Object):
+        return cast(bytes, value.mini)  # the library's stub says str
+    return orjson.dumps(value)
+
+
+def _with_one_token(known: Mapping[str, bytes], rows: int) -> bytes:
+    """Returns the same group as JSON, with one token in each row and without other columns."""
     short = b"[" + b",".join([b"[0]"] * rows) + b"]"
     fields = [b'"tokens":' + short, b'"masks":' + short]
-    for name in columns.__struct_fields__:
-        value = getattr(columns, name)
-        if name not in _PER_TOKEN and value is not UNSET:
-            fields.append(b'"%s":%s' % (name.encode(), bytes(value)))
+    fields += [b'"%s":%s' % (name.encode(), text) for name, text in known.items()]
     return b"{" + b",".join(fields) + b"}"
 
 
-def _row_lengths(column: bytes, letters: bytes) -> list[int]:
-    """Returns the number of values in each row of `column`, a JSON text of rows of numbers.
+def _stays_the_same(group: ScoredData, known: Mapping[str, bytes], raw: bytes) -> bool:
+    """Returns whether validation changed nothing, such as a 1 into a 1.0."""
+    before = b"{" + b",".join(b'"%s":%s' % (n.encode(), text) for n, text in known.items()) + b"}"
+    after = {name: getattr(group, name) for name in known}
+    return raw.startswith(b"{") and orjson.dumps(orjson.loads(before)) == orjson.dumps(after)
+
+
+def _keys_it_lacks(values: Mapping[str, Any]) -> bytes:
+    """Returns the end of a group's JSON: null for each key that it lacks, and the brace."""
+    return b"".join(b',"%s":null' % name.encode() for name in _NAMES if name not in values) + b"}"
+
+
+def _column(
+    raw: bytes, characters: NDArray[np.uint8], array: Any, kind: str, places: Sequence[int]
+) -> _Column:
+    """Returns a column of `raw`.
 
     Args:
-        letters: characters that its numbers may contain.
+        array: its rows, parsed.
+        places: where its key occurs in `raw`.
 
     Raises:
-        _Unsure: it is something else.
+        _Unsure: it is not rows of numbers, all with a decimal point or all without.
     """
-    brackets = column.translate(None, letters)
-    rows = len(brackets) // 2 - 1
-    if rows < 1 or brackets != b"[" + b"[]" * rows + b"]":
+    if len(places) != 1:  # also in a message
         raise _Unsure
-    characters = np.frombuffer(column, np.uint8)
-    is_comma = characters == ord(",")
-    if _has_long_number(is_comma):
+    rows = list(array)
+    if not all(isinstance(row, simdjson.Array) for row in rows):
         raise _Unsure
-    lengths = _lengths(column, is_comma, rows)
-    if letters is _WHOLE:
-        plain = b"-0" not in column
-    else:
-        plain = _are_plain_fractions(characters, sum(lengths))
-    if not plain:
+    lengths = [len(row) for row in rows]
+    start = raw.index(b"[", places[0])
+    end = start
+    for _ in range(len(rows) + 1):
+        end = raw.index(b"]", end) + 1
+    text = characters[start:end]
+    if not all(lengths) or np.count_nonzero(text == ord("[")) != len(rows) + 1:
         raise _Unsure
-    return lengths
+    # Others would be changed by encoding them again, to 1.0 from 1.
+    if kind == "d" and np.count_nonzero(text == ord(".")) != sum(lengths):
+        raise _Unsure
+    values = np.frombuffer(array.as_buffer(of_type=kind), _DTYPES[kind])
+    return _Column(raw[start:end], lengths, values)
 
 
-def _has_long_number(is_comma: NDArray[np.bool_]) -> bool:
-    """Returns whether there may be a number of 35 characters: only those exceed float32 or the
-    length that JSON parsers allow, and usual numbers are far shorter. Such a number covers four
-    words of 8 characters, in which there is no comma.
+def _check_columns(columns: Mapping[str, _Column]) -> None:
+    """Raises _Unsure unless the columns can be trained on: as `check_groups`, and each mask is -100
+    or the id of its token.
     """
-    words = is_comma[: len(is_comma) // 8 * 8].view(np.uint64)
-    return not (words[:-3] | words[1:-2] | words[2:-1] | words[3:]).all()
-
-
-def _are_labelled(tokens: bytes, masks: bytes) -> bool:
-    """Returns whether all token ids have less than ten digits, and each mask is -100 or the id of
-    its token.
-    """
-    rows = zip(_texts_of_rows(tokens), _texts_of_rows(masks), strict=True)
-    return b"-" not in tokens and all(_is_labelled(ids, labels) for ids, labels in rows)
-
-
-def _texts_of_rows(column: bytes) -> list[bytes]:
-    """Returns the rows' numbers, each followed by a comma."""
-    text = column.translate(None, _SPACES)
-    return [row + b"," for row in text[2:-2].split(b"],[")]
-
-
-def _is_labelled(ids: bytes, labels: bytes) -> bool:
-    characters = np.frombuffer(ids, np.uint8)
-    starts = np.append(0, np.flatnonzero(characters == ord(",")) + 1)
-    if np.diff(starts).max() > _DIGITS + 1:
-        return False
-    number = end = 0
-    for masked in _MASKED.finditer(labels):
-        trained = labels[end : masked.start()]
-        if not ids.startswith(trained, starts[number]):
-            return False
-        number += trained.count(b",") + len(masked[0]) // len(b"-100,")
-        end = masked.end()
-    return ids[starts[number] :] == labels[end:]
-
-
-def _are_plain_fractions(characters: NDArray[np.uint8], values: int) -> bool:
-    """Returns whether all numbers have a decimal point (others would be changed by re-encoding)
-    and none is so large that it would become infinite.
-    """
-    if int(np.count_nonzero(characters == ord("."))) != values:
-        return False
-    exponents = np.flatnonzero(characters == ord("e"))
-    return bool((characters[exponents + 1] == ord("-")).all())
-
-
-def _lengths(column: bytes, is_comma: NDArray[np.bool_], rows: int) -> list[int]:
-    lengths: list[int] = []
-    end = 0
-    for _ in range(rows):
-        begin = column.index(b"[", end + 1)
-        end = column.index(b"]", begin)
-        if not column[begin + 1 : end].strip():
-            raise _Unsure
-        lengths.append(int(np.count_nonzero(is_comma[begin:end])) + 1)
-    return lengths
+    if "tokens" not in columns or "masks" not in columns:
+        raise _Unsure
+    tokens, masks = columns["tokens"].values, columns["masks"].values
+    if any(column.lengths != columns["tokens"].lengths for column in columns.values()):
+        raise _Unsure
+    untrained = masks == NOT_TRAINED
+    are_right = [tokens.min() >= 0, tokens.max() < 2**31, ((masks == tokens) | untrained).all()]
+    for name in ("ref_logprobs", "inference_logprobs"):
+        if name in columns:
+            are_right.append(np.abs(columns[name].values).max() <= FLOAT32)
+    if "inference_logprobs" in columns:
+        are_likely = columns["inference_logprobs"].values >= LEAST_LOGPROB
+        are_right.append(are_likely.all() or (are_likely | untrained).all())
+    if not all(are_right):
+        raise _Unsure

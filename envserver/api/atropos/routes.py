@@ -24,6 +24,7 @@ from starlette.responses import PlainTextResponse, Response
 from ..bodies import Refused, Unreadable, read_body, request_body
 from ..direct import Endpoint
 from ..native.answers import MEANINGS
+from ..transfer import GZIPPED
 from .models import (
     EnvironmentIdentifier,
     EnvironmentRegistration,
@@ -182,7 +183,7 @@ def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
 
     async def scored_data_list(request: Request) -> Response:
         """Stores several groups."""
-        groups = await _groups(request, read_groups, service, threads)
+        groups = await _groups(request, _several_groups, service, threads)
         answers = await service.post(groups, _key(request))
         buffered = [answer for answer in answers if answer is not None]
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
@@ -212,21 +213,26 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": MEANINGS[status]} for status in statuses}
 
 
-def _one_group(raw: bytes) -> list[PostedGroup]:
-    return [read_group(raw)]
+def _one_group(raw: bytes, gzipped: bytes | None) -> list[PostedGroup]:
+    return [read_group(raw, gzipped)]
+
+
+def _several_groups(raw: bytes, gzipped: bytes | None) -> list[PostedGroup]:
+    return read_groups(raw)
 
 
 async def _groups(
     request: Request,
-    read: Callable[[bytes], list[PostedGroup]],
+    read: Callable[[bytes, bytes | None], list[PostedGroup]],
     service: AtroposService,
     threads: ThreadPoolExecutor,
 ) -> list[PostedGroup]:
     """Returns the posted groups, checked and encoded; counts refusals."""
     raw = await request.body()
+    gzipped = request.scope.get(GZIPPED)
 
     def ready() -> list[PostedGroup]:
-        return encoded(read(raw))
+        return encoded(read(raw, gzipped))
 
     try:
         if len(raw) <= _MOST_READ_AT_ONCE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -16,6 +17,7 @@ from envserver.api.atropos import reading
 from envserver.api.atropos.models import ScoredData, check_groups
 from envserver.api.atropos.reading import PostedGroup, read_group, read_groups
 from envserver.api.bodies import Refused, Unreadable, parse_body
+from envserver.store import compression
 
 KEYS = list(ScoredData.model_fields)
 
@@ -76,12 +78,14 @@ def assert_like_carefully(raw: bytes) -> None:
             read_group(raw)
         assert getattr(refused.value, "errors", None) == getattr(error, "errors", None)
         return
-    found = read_group(raw)
-    assert (found.lengths, found.env_id) == (expected.lengths, expected.env_id)
-    mine, theirs = json.loads(found.body), json.loads(expected.body)
-    # repr: 1 and 1.0 are not the same to a reader of JSON.
-    assert repr(mine) == repr(theirs)
-    assert list(mine) == KEYS
+    for found in (read_group(raw), read_group(raw, gzip.compress(raw))):
+        assert (found.lengths, found.env_id) == (expected.lengths, expected.env_id)
+        mine, theirs = json.loads(found.body), json.loads(expected.body)
+        # repr: 1 and 1.0 are not the same to a reader of JSON.
+        assert repr({key: mine[key] for key in KEYS}) == repr(theirs)
+        assert sorted(mine) == sorted(KEYS)
+        if found.encoded is not None:
+            assert compression.decode(*found.encoded) == found.body
 
 
 @given(usual, st.booleans(), st.sampled_from([{}, {"env_id": 3, "messages": None, "more": "é"}]))
@@ -91,9 +95,9 @@ def test_what_environments_post_is_read_as_text(
 ) -> None:
     separators = (",", ":") if compact else None
     raw = json.dumps(group(rows, **fields), separators=separators).encode()
-    quick = reading._read_quickly(raw, reading._ONE)
+    quick = reading._read_quickly(raw)
     assert quick is not None
-    assert quick[0].lengths == [len(row) for row in rows]
+    assert quick.lengths == [len(row) for row in rows]
     assert_like_carefully(raw)
 
 
@@ -150,6 +154,49 @@ def test_clients_can_read_what_is_accepted(row: list[tuple[int, int]]) -> None:
     assert read.tokens.tolist() == tokens
     trained = [mask != -100 if is_named else mask == 1 for mask in masks]
     assert read.mask.tolist() == trained
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_kept"),
+    [
+        ({}, True),
+        ({"env_id": 0, "messages": [[{"role": "user", "content": "é"}]], "overrides": None}, True),
+        ({"scores": [1]}, False),  # trainers get 1.0
+        ({"unknown": 1}, False),
+        ({"inference_logprobs": [[1] * 100]}, False),
+    ],
+)
+def test_what_trainers_get_as_it_came_is_stored_as_it_came(
+    fields: dict[str, Any], is_kept: bool
+) -> None:
+    raw = json.dumps(group([list(range(100))], **fields)).encode()
+    gzipped = gzip.compress(raw)
+    found = read_group(raw, gzipped)
+    assert (found.encoded is not None and found.encoded[1].startswith(gzipped)) == is_kept
+    assert json.loads(found.body) == json.loads(carefully(raw).body)
+
+
+@pytest.mark.parametrize(
+    "nested", [b"[[7, [8]], [9, 7]]", b"[[7, 8], 9, [7]]", b"[[7, 8], [[9], 7]]"]
+)
+def test_rows_within_rows_are_refused(nested: bytes) -> None:
+    raw = json.dumps(group([[7, 8], [9, 7]])).encode()
+    with pytest.raises(Refused):
+        read_group(raw.replace(b"[[7, 8], [9, 7]]", nested, 1))
+
+
+def test_damage_of_what_is_stored_as_it_came_is_noticed() -> None:
+    raw = json.dumps(group([list(range(100))])).encode()
+    found = read_group(raw, gzip.compress(raw))
+    assert found.encoded is not None
+    encoding, stored = found.encoded
+    harmed = [stored[:at] + bytes([stored[at] ^ 1]) + stored[at + 1 :] for at in range(len(stored))]
+    harmed += [stored[:-1], stored + stored[-1:], gzip.compress(raw)]
+    for bad in harmed:
+        try:
+            assert compression.decode(encoding, bad) == found.body  # a byte of gzip's header
+        except compression.DamagedBody:
+            continue
 
 
 def test_masks_of_zeros_and_ones_are_read_as_such() -> None:
