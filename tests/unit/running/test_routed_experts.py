@@ -28,7 +28,8 @@ from envserver import Environment, Score, Task, TokensConfig
 from envserver.export import group_line
 from envserver.export.stored import group_of
 from envserver.export.stored_group import group_record
-from envserver.models import TextSolver
+from envserver.models import ProbeResult, TextSolver
+from envserver.proxy.capabilities import capabilities_of
 from envserver.running.delivered import read_line
 
 ROUTED: Any = {"tokens": {"experts": True}}
@@ -102,6 +103,13 @@ def test_an_engine_that_tells_no_experts_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="gives no routed experts") as caught:
         envserver.process(Twice, model="sim", env={"total_steps": 1}, **ROUTED)
     assert "--enable-return-routed-experts" in str(caught.value.hint)
+    plain, tells = (
+        ProbeResult(mode="chat", model="m", routed_experts=told) for told in (False, True)
+    )
+    with pytest.raises(ConfigError, match="gives no routed experts"):
+        capabilities_of(plain, TokensConfig(experts=True))
+    capabilities_of(plain, TokensConfig())
+    capabilities_of(tells, TokensConfig(experts=True))
 
 
 def table(tokens: int) -> str:

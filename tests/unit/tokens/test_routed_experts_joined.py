@@ -115,6 +115,22 @@ def test_what_does_not_fit_is_the_engines_fault(name: str) -> None:
         read_experts(BAD[name], 5, 0)
 
 
+OF_VLLM = (
+    "k05VTVBZAQB2AHsnZGVzY3InOiAnfHUxJywgJ2ZvcnRyYW5fb3JkZXInOiBGYWxzZSwgJ3NoYXBlJzogKDcsIDQs"
+    "IDIpLCB9ICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgIAoDAgAA"
+    "AgMBBAMFAAAGAgEEBQYAAAIFAAIDAAAAAwABAwMAAAACAwQDAwUAAAMEAQIDAgAAAwABBg=="
+)
+"""By vLLM 0.32.0 on an H100: 7 tokens from token 100 on; 4 layers, the second without experts; 2 of
+8 experts."""
+
+
+def test_what_vllm_tells_is_read() -> None:
+    table = read_experts(OF_VLLM, 108, 100).table
+    assert (table.shape, table.dtype, table.max()) == ((7, 4, 2), np.uint8, 6)
+    assert not table[:, 1].any()
+    assert all((table[:, layer, 0] != table[:, layer, 1]).all() for layer in (0, 2, 3))
+
+
 def test_an_engine_may_tell_all_or_what_was_asked_for() -> None:
     assert read_experts(table_to_text(GOOD), 5, 3).start == 0
     assert read_experts(table_to_text(GOOD), 9, 4).start == 4
