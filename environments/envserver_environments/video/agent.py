@@ -18,6 +18,7 @@ from envserver_tools.visible import visible_text
 
 from envserver import Message, Reply, Rollout
 
+from .frames.viewing import FrameViewer, said
 from .prompts import system_prompt
 from .tools import Finished
 
@@ -54,6 +55,7 @@ class Agent:
         system: its system prompt, without the instructions on tool calls.
         ending: name of the prompt on how to end, if it uses tool calls.
         max_turns: maximum number of messages in all.
+        frames: shows it frames of the video; None: it sees none.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class Agent:
         protocol: Protocol = "tools",
         ending: str = "ending_tools",
         max_turns: int | None = None,
+        frames: FrameViewer | None = None,
     ) -> None:
         self.name = name
         self.turns_left = min(run.max_turns, max_turns or run.max_turns)
         self._run = run
         self._tools = tools
         self._protocol = protocol
+        self._frames = frames
         self._errors = 0
         parts = [system, system_prompt(ending)]
         if protocol == "text":
@@ -134,8 +138,10 @@ class Agent:
 
     async def _chat(self, messages: list[Message], **how: Any) -> Reply:
         self.turns_left -= 1
+        if self._frames is not None:
+            self._frames.put_into(messages)
         reply = await self._run.chat(messages, agent=self.name, **how)
-        seen = messages[-1].get("content")
+        seen = said(messages[-1])
         self._run.log_action("reason", {"agent": self.name, "seen": seen}, readable(reply))
         return reply
 

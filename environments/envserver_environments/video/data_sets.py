@@ -4,9 +4,9 @@
     egoschema  video_idx, question_idx, question, option (a list), answer; or, as its authors have
                it, q_uid, question, "option 0" ... "option 4", the answers in a file of their own
     captions   video, question, options, answer (place, letter or text; without options: an answer
-               in words, or a list of them), and if known id, type, evidence ([[t0, t1], ...])
+               in words, or a list of them), and if known id, file, type, evidence ([[t0, t1], ...])
 
-A row of the last form may contain the text about the video (`context`).
+A row of the last form may contain the text about the video (`context`). `file` is a video file.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class VideoQuestion:
         evidence: spans in seconds in which the answer is visible.
         row_id: the row's own id, "" if it has none.
         context: the text about the video, if it is in the row; as `context.video_context`.
+        file: path of the video file in the folder of videos, "" if the row names none.
     """
 
     question: str
@@ -50,6 +51,7 @@ class VideoQuestion:
     evidence: list[list[float]] = field(default_factory=list)
     row_id: str = ""
     context: Any = None
+    file: str = ""
 
 
 def read_item(row: Row, answers: Mapping[str, Any] | None = None) -> VideoQuestion:
@@ -125,6 +127,7 @@ def _item(row: Row, raw_options: Any, video: str, *, row_id: str) -> VideoQuesti
         evidence=_spans(row.get("evidence")),
         row_id=row_id,
         context=row.get("context"),
+        file=_text(row.get("file")),
     )
 
 

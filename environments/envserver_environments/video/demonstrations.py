@@ -8,33 +8,36 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from envserver import Message, Task
 
 from .agent import Protocol
 from .context import Modality, VideoContext
-from .teams import FINAL_ANSWER, ORGANIZER, Mode
+from .teams import FINAL_ANSWER, FRAMES, ORGANIZER, Frames, Mode
 from .tools import TOOLS_OF
 
 CANNOT_TELL = "cannot tell"
 
 
 def demonstrate(
-    task: Task, mode: Mode, protocol: Protocol, *, blind: bool = False
+    task: Task, mode: Mode, protocol: Protocol, *, blind: bool = False, frames: Frames = "off"
 ) -> list[Message] | Mapping[str, list[Message]]:
     """The assistant messages, one a turn: of the only agent, or of each agent by name."""
     answer = right_answer(task)
     if blind:
         return [_said(f"Answer: {answer}")]
-    context = VideoContext.of_json(task.public["context"])
+    context = VideoContext.of_json(task.public["context"] or {})
+    seen = [_calls("view_frames", _span(task), protocol)] if frames == "tool" else []
+    if not task.public.get("file"):
+        frames, seen = "off", []
     if mode == "single":
         reading = [_reads(task, name, protocol) for name in context.modalities]
         # Both ways to end are shown, each for half of the tasks.
         boxed = protocol == "tools" and zlib.crc32(task.id.encode()) % 2 == 0
         last = _said(f"The answer is \\boxed{{{answer}}}.") if boxed else _ends(answer, protocol)
-        return [*reading, last]
+        return [*seen, *reading, last]
     team = {
         str(name): [
             _reads(task, name, protocol),
@@ -42,9 +45,9 @@ def demonstrate(
         ]
         for name in context.modalities
     }
-    organizer = (
-        [_decides(task, answer)] if mode == "report" else _asks_all(context, answer, protocol)
-    )
+    if frames != "off":
+        team[FRAMES] = [*seen, _ends(answer, protocol)]
+    organizer = [_decides(task, answer)] if mode == "report" else _asks(team, answer, protocol)
     return {ORGANIZER: organizer, **team}
 
 
@@ -82,10 +85,10 @@ def _decides(task: Task, answer: str) -> Message:
     return _said(json.dumps(decision, ensure_ascii=False))
 
 
-def _asks_all(context: VideoContext, answer: str, protocol: Protocol) -> list[Message]:
+def _asks(experts: Iterable[str], answer: str, protocol: Protocol) -> list[Message]:
     asked = [
         _calls("route", {"next": name, "comment": "What do you find?"}, protocol)
-        for name in context.modalities
+        for name in experts
     ]
     if protocol == "text":
         return [*asked, _ends(answer, protocol)]

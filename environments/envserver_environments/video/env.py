@@ -1,8 +1,9 @@
-"""The environment `video`: questions about videos that are given as captions only.
+"""The environment `video`: questions about videos, from text about them and frames of their files.
 
 Tasks: `public` holds the question, its options in the order that all rollouts of a group see, the
-video's name and the text about it (`context`); `hidden` the answer, the question's type and the
-time of the evidence. Several agents may work on it, each with a name (`Config.mode`).
+video's name, the text about it (`context`) and, with frames, its `file`; `hidden` the answer, the
+question's type and the time of the evidence. Several agents may work on it, each with a name
+(`Config.mode`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,13 @@ from envserver import (
     InputError,
     KnownResult,
     Message,
+    NotFoundError,
     PublicTask,
     Result,
     Rollout,
     Score,
+    Service,
+    Services,
     Split,
     Task,
 )
@@ -38,14 +43,15 @@ from .agent import Protocol
 from .context import MODALITIES, VideoContext, video_context
 from .data_sets import DataSetName, VideoQuestion, read_item
 from .demonstrations import demonstrate
+from .frames.store import FrameLimits, FrameStore, require_av, video_file
 from .known import known_answers
 from .loading import SAMPLE_VIDEOS, Videos, answers_file, context_file, rows
 from .scoring import score_rollout
-from .teams import ORGANIZER, Mode, TeamOptions, solve
+from .teams import FRAMES, ORGANIZER, Frames, Mode, TeamOptions, solve
 
 
 class Video(Environment):
-    """Answer questions about videos, from captions, transcripts and scene graphs."""
+    """Answer questions about videos, from captions, transcripts, scene graphs and frames."""
 
     name = "video"
 
@@ -62,6 +68,26 @@ class Video(Environment):
         """Video captions: a folder of NAME.json or NAME.txt, or one JSON file keyed by name."""
         caption_fps: float = Field(default=1.0, gt=0)
         """Captions per second, if captions are a plain list."""
+        frames: Frames = "off"
+        """Show the model frames of video files: all at once, or by its tool view_frames (tool)."""
+        videos_path: Path | None = None
+        """Folder of the video files; unset: the folder of data_path."""
+        frame_count: int = Field(default=8, ge=1, le=64)
+        """Frames of a video (all), or of each part of it that the model views (tool)."""
+        frame_seconds: float | None = Field(default=None, gt=0)
+        """Seconds from a frame to the next, as far as frame_count allows; unset: evenly spread."""
+        frame_side: int = Field(default=448, ge=16, le=2048)
+        """Longest side of a frame in pixels; smaller videos stay as they are."""
+        decode_seconds: int = Field(default=20, ge=1)
+        """Processor seconds for the frames of one request."""
+        decode_memory_mb: int = Field(default=1024, ge=256)
+        """Memory for that, in MB."""
+        max_video_mb: int = Field(default=4096, ge=1)
+        """Maximum size of a video file, in MB."""
+        max_megapixels: int = Field(default=40, ge=1)
+        """Maximum width times height of a video, in millions."""
+        frame_cache_mb: int = Field(default=256, ge=1)
+        """Decoded frames that are kept for further rollouts, in MB."""
         mode: Mode = "single"
         """single: one agent; report: experts, and an organizer if they disagree; star: an
         organizer that asks experts one by one."""
@@ -98,7 +124,26 @@ class Video(Environment):
     def agents(self) -> Mapping[str, AgentRole]:
         if self.config.blind or self.config.mode == "single":
             return {}
-        return {name: AgentRole() for name in (ORGANIZER, *MODALITIES)}
+        seeing = [] if self.config.frames == "off" else [FRAMES]
+        return {name: AgentRole() for name in (ORGANIZER, *MODALITIES, *seeing)}
+
+    def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
+        config, folder = self.config, self._folder()
+        if folder is None:
+            return nullcontext({})
+        require_av()
+        limits = FrameLimits(
+            count=config.frame_count,
+            every=config.frame_seconds,
+            side=config.frame_side,
+            max_pixels=config.max_megapixels * 1_000_000,
+            cpu_seconds=config.decode_seconds,
+            memory_mb=config.decode_memory_mb,
+        )
+        store = FrameStore(
+            folder, limits, file_mb=config.max_video_mb, kept_mb=config.frame_cache_mb
+        )
+        return nullcontext(Services({FRAMES: store.answer}, counts=store.counts))
 
     def tasks(self, split: Split) -> Iterator[Task]:
         config = self.config
@@ -117,6 +162,7 @@ class Video(Environment):
             blind=config.blind,
             max_rounds=config.max_rounds,
             organizer_schema=config.organizer_schema,
+            frames=config.frames,
         )
         return await solve(task, run, rules)
 
@@ -125,7 +171,9 @@ class Video(Environment):
 
     def demonstration(self, task: Task) -> list[Message] | Mapping[str, list[Message]]:
         config = self.config
-        return demonstrate(task, config.mode, config.protocol, blind=config.blind)
+        return demonstrate(
+            task, config.mode, config.protocol, blind=config.blind, frames=config.frames
+        )
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         return known_answers(task)
@@ -161,12 +209,36 @@ class Video(Environment):
             return Videos(config.captions_path, config.caption_fps)
         if config.data_set == "sample" and config.data_path is None:
             return Videos(SAMPLE_VIDEOS, config.caption_fps)
-        if config.data_set in ("nextqa", "egoschema") and not config.blind:
+        needed = not config.blind and config.frames == "off"
+        if config.data_set in ("nextqa", "egoschema") and needed:
             raise ConfigError(
                 f"The data set {config.data_set!r} has questions, but no captions.",
-                hint="Set captions_path to captions of its videos, or blind to true.",
+                hint="Set captions_path to captions of them, frames and videos_path, or blind.",
             )
         return None
+
+    def _folder(self) -> Path | None:
+        """Returns the folder of video files; None if no frames are shown.
+
+        Raises:
+            ConfigError: it is not known.
+            NotFoundError: it does not exist.
+        """
+        config = self.config
+        if config.frames == "off" or config.blind:
+            return None
+        data = config.data_path
+        folder: Path | None = config.videos_path or (
+            data.parent if data and data.is_file() else data
+        )
+        if folder is None:
+            raise ConfigError(
+                "Frames need video files, and no folder of them is set.",
+                hint="Set videos_path to a folder with NAME.mp4 for each video.",
+            )
+        if not folder.is_dir():
+            raise NotFoundError(f"There is no folder of videos at {str(folder)!r}.")
+        return folder
 
     def _task_or_reason(
         self, number: int, row: Row | None, answers: dict[str, Any], videos: Videos | None
@@ -183,24 +255,30 @@ class Video(Environment):
         if row is None:
             raise InputError("no JSON object")
         item = read_item(row, answers)
+        folder = self._folder()
+        file = None if folder is None else video_file(folder, item.file, item.video)
         context = None
         if not self.config.blind:
             if item.context is not None:
                 context = video_context(item.context, self.config.caption_fps)
-            elif videos is not None:
+            elif videos is not None and (file is None or videos.has(item.video)):
                 context = videos.context(item.video)
-            else:
+            elif file is None:
                 raise InputError("nothing is known of its video")
         name = self.config.data_set
         task_id = item.row_id if name == "sample" and item.row_id else f"{name}-{number}"
         order = list(range(len(item.options)))
         if self.config.shuffle_options:
             random.Random(f"options-{self.config.seed}-{task_id}").shuffle(order)
-        return _task(task_id, item, context, order)
+        return _task(task_id, item, context, order, file)
 
 
 def _task(
-    task_id: str, item: VideoQuestion, context: VideoContext | None, order: list[int]
+    task_id: str,
+    item: VideoQuestion,
+    context: VideoContext | None,
+    order: list[int],
+    file: str | None = None,
 ) -> Task:
     """The task of an item; `order`: places in the item's options, in the order that is shown."""
     hidden: dict[str, Any] = {"type": item.type, "evidence": item.evidence}
@@ -213,6 +291,7 @@ def _task(
         "options": [item.options[place] for place in order],
         "video": item.video,
         "context": None if context is None else context.as_json(),
+        **({} if file is None else {"file": file}),
     }
     return Task(task_id, public, hidden)
 

@@ -107,18 +107,28 @@ class Videos:
                 raise ConfigError(f"{place} holds no JSON object of captions by video.")
             self._all = value
 
+    def has(self, name: str) -> bool:
+        """Whether there is a text about the video."""
+        return name in self._all if self._all is not None else self._file(name) is not None
+
     def context(self, name: str) -> VideoContext:
         """Raises InputError where nothing is known of the video, or it cannot be read."""
         if self._all is not None:
             if name not in self._all:
                 raise InputError("nothing is known of its video")
             return video_context(self._all[name], self._fps)
+        file = self._file(name)
+        if file is None:
+            raise InputError("nothing is known of its video")
+        return context_file(file, self._fps)
+
+    def _file(self, name: str) -> Path | None:
         for suffix in (".json", ".txt"):
             file = self._place / f"{name}{suffix}"
             # A name comes from a data set: it stays in the folder.
             if name and file.parent == self._place and file.is_file():
-                return context_file(file, self._fps)
-        raise InputError("nothing is known of its video")
+                return file
+        return None
 
 
 def _json_of(path: Path) -> Any:

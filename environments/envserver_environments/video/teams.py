@@ -23,7 +23,8 @@ from envserver_tools.calling import Tool, ToolError, cut, function_tool, toolbox
 from envserver import PublicTask, Rollout
 
 from .agent import Agent, AgentAnswer, Protocol
-from .context import Modality, VideoContext
+from .context import VideoContext
+from .frames.viewing import FrameViewer
 from .prompts import about, question, reports, system_prompt
 from .reading import final_answer, same_answer
 from .tools import (
@@ -35,14 +36,18 @@ from .tools import (
 )
 
 Mode = Literal["single", "report", "star"]
+Frames = Literal["off", "all", "tool"]
 ORGANIZER = "organizer"
+FRAMES = "frames"
+"""The expert who sees the video, and the service that shows it."""
 FINAL_ANSWER = "FINAL_ANSWER"
 MAX_COMMENT_CHARACTERS = 2000
 
-_MODALITY_NAMES: dict[Modality, str] = {
+_MODALITY_NAMES: dict[str, str] = {
     "captions": "the captions",
     "transcript": "the transcript",
     "scene_graph": "the scene graphs",
+    FRAMES: "frames of the video",
 }
 _NO_ANSWER = "(no answer)"
 T = TypeVar("T")
@@ -54,6 +59,7 @@ class TeamOptions:
 
     Args:
         max_rounds: maximum number of messages of a star's organizer.
+        frames: whether agents see frames of the video: all with the question, or by a tool.
         organizer_schema: enforce the JSON schema of the `report` organizer in the engine.
     """
 
@@ -62,6 +68,7 @@ class TeamOptions:
     blind: bool = False
     max_rounds: int = 8
     organizer_schema: bool = False
+    frames: Frames = "off"
 
 
 async def solve(task: PublicTask, run: Rollout, rules: TeamOptions) -> dict[str, Any]:
@@ -71,7 +78,7 @@ async def solve(task: PublicTask, run: Rollout, rules: TeamOptions) -> dict[str,
     if rules.blind:
         answer = await _blind(public, run)
     else:
-        context = VideoContext.of_json(public["context"])
+        context = VideoContext.of_json(public["context"] or {})
         run.log_action("load_context", {"video": public["video"]}, f"{context.characters} chars")
         team = _Team(run, rules, public, context)
         answer, experts = await team.solve()
@@ -103,6 +110,7 @@ class _Team:
         self._question = question(public)
         self._context = context
         self._tools = video_tools(context)
+        self._frames: Frames = rules.frames if public.get("file") else "off"
 
     async def solve(self) -> tuple[AgentAnswer, dict[str, AgentAnswer]]:
         """Returns the team's answer and each expert's last answer."""
@@ -115,11 +123,18 @@ class _Team:
                 return await self._star()
 
     async def _single(self) -> AgentAnswer:
-        agent = self._agent(None, system_prompt("single"), list(self._tools))
-        return await agent.ask(f"{self._question}\n\n{about(self._context)}")
+        texts = not self._frames_only
+        names = list(self._tools) if texts else []
+        if self._frames == "off":
+            agent = self._agent(None, system_prompt("single"), names)
+            return await agent.ask(f"{self._question}\n\n{about(self._context)}")
+        prompt = system_prompt("single_frames" if texts else "frames_only")
+        agent = await self._seeing(None, prompt, names)
+        known = [about(self._context)] if texts else []
+        return await agent.ask("\n\n".join([self._question, *known]))
 
     async def _report(self) -> tuple[AgentAnswer, dict[str, AgentAnswer]]:
-        experts = self._experts()
+        experts = await self._experts()
         questions = [self._ask(agent, self._question) for agent in experts.values()]
         answers = dict(zip(experts, await together(questions), strict=True))
         first, *others = answers.values()
@@ -129,11 +144,11 @@ class _Team:
 
     async def _organized(self, answers: dict[str, AgentAnswer]) -> AgentAnswer:
         expert_reports = [
-            (_MODALITY_NAMES[name], cut(answers[name].words or _NO_ANSWER))
-            for name in self._context.modalities
+            (_MODALITY_NAMES[name], cut(answer.words or _NO_ANSWER))
+            for name, answer in answers.items()
         ]
         messages = [
-            {"role": "system", "content": system_prompt("organizer_report")},
+            {"role": "system", "content": self._organizer_prompt("organizer_report")},
             {"role": "user", "content": f"{self._question}\n\n{reports(expert_reports)}"},
         ]
         how: dict[str, Any] = {}
@@ -144,34 +159,69 @@ class _Team:
         return AgentAnswer() if reply.finish_reason == "length" else AgentAnswer(text=reply.content)
 
     async def _star(self) -> tuple[AgentAnswer, dict[str, AgentAnswer]]:
-        star = _Star(self._run, self._question, self._experts(), self._rules.max_rounds)
+        experts = await self._experts()
+        star = _Star(self._run, self._question, experts, self._rules.max_rounds)
         organizer = Agent(
             self._run,
             ORGANIZER,
-            system=system_prompt("organizer_star"),
+            system=self._organizer_prompt("organizer_star"),
             tools=toolbox(star.route()),
             protocol=self._rules.protocol,
             ending="ending_route",
             max_turns=self._rules.max_rounds,
         )
-        return await organizer.ask(f"{self._question}\n\n{about(self._context)}"), star.answers
+        known = [] if self._frames_only else [about(self._context)]
+        return await organizer.ask("\n\n".join([self._question, *known])), star.answers
 
-    def _experts(self) -> dict[str, Agent]:
-        """Returns an expert for each modality of the video."""
-        return {
-            name: self._agent(
+    @property
+    def _frames_only(self) -> bool:
+        return not self._context.modalities and self._frames != "off"
+
+    def _organizer_prompt(self, name: str) -> str:
+        more = [system_prompt("organizer_frames")] if self._frames != "off" else []
+        return "\n\n".join([system_prompt(name), *more])
+
+    async def _experts(self) -> dict[str, Agent]:
+        """Returns an expert for each modality of the video, and one who sees its frames."""
+        experts = {
+            str(name): self._agent(
                 name,
                 system_prompt("expert").format(modality=_MODALITY_NAMES[name]),
                 list(TOOLS_OF[name]),
             )
             for name in self._context.modalities
         }
+        if self._frames != "off":
+            experts[FRAMES] = await self._seeing(FRAMES, system_prompt("expert_frames"), [])
+        return experts
 
-    def _agent(self, name: str | None, system: str, names: list[str]) -> Agent:
-        tools = {tool: self._tools[tool] for tool in names}
+    async def _seeing(self, name: str | None, system: str, names: list[str]) -> Agent:
+        """Returns an agent that sees frames."""
+        frames = FrameViewer(self._run)
+        if self._frames == "all":
+            await frames.show()
+            return self._agent(name, system, names, frames)
+        return self._agent(name, system, names, frames, toolbox(frames.tool()))
+
+    def _agent(
+        self,
+        name: str | None,
+        system: str,
+        names: list[str],
+        frames: FrameViewer | None = None,
+        more: Mapping[str, Tool] = {},
+    ) -> Agent:
+        tools = {tool: self._tools[tool] for tool in names} | dict(more)
         if self._rules.protocol == "tools":
             tools |= toolbox(finish_tool())
-        return Agent(self._run, name, system=system, tools=tools, protocol=self._rules.protocol)
+        return Agent(
+            self._run,
+            name,
+            system=system,
+            tools=tools,
+            protocol=self._rules.protocol,
+            frames=frames,
+        )
 
     async def _ask(self, agent: Agent, question: str) -> AgentAnswer:
         answer = await agent.ask(question)

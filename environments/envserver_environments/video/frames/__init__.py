@@ -1,0 +1,1 @@
+"""Frames of video files: chosen, decoded in a confined process, remembered."""
