@@ -103,7 +103,7 @@ def _lead(
             GuardSettings(settings.warn_mismatch, settings.most_mismatch, settings.patience)
         )
         for batch, timer in _batches_until_limit(settings, now.step, metrics, source):
-            learned = _examples(settings, batch, now, learner.policy.vocabulary)
+            learned = _examples(settings, batch, now, learner.policy)
             numbers = learner.step(learned.examples)
             timer.add_phase("learning")
             line = _line(now, learned, numbers, timer)
@@ -153,6 +153,11 @@ def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
         replay_experts=settings.replay_experts,
         ranks=ranks,
     )
+    if settings.packed and policy.vision is not None:
+        raise ConfigError(
+            "--packed is for models of text: images have positions of two dimensions.",
+            hint="Leave it out.",
+        )
     if settings.packed and policy.is_recurrent:
         raise ConfigError(
             "--packed is for models whose layers are attention: others remember earlier rows.",
@@ -177,11 +182,13 @@ def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
 
 
 def _examples(
-    settings: TrainerSettings, batch: Batch, now: CheckpointInfo, vocabulary: int
+    settings: TrainerSettings, batch: Batch, now: CheckpointInfo, policy: Policy
 ) -> BatchExamples:
     rng = np.random.default_rng([settings.seed, now.step])
     shuffle = rng if settings.shuffle_rewards else None
-    return examples_of(batch.groups, now.version, settings.examples(vocabulary), shuffle=shuffle)
+    sees = None if policy.vision is None else policy.vision.fits
+    rules = replace(settings.examples(policy.vocabulary), sees=sees)
+    return examples_of(batch.groups, now.version, rules, shuffle=shuffle)
 
 
 class _Timer:

@@ -1,6 +1,6 @@
 """Steps of the learner that one process and several ranks make alike.
 
-    torchrun --nproc-per-node 2 rank_cases.py MODEL FOLDER
+    torchrun --nproc-per-node 2 -m support.rank_cases MODEL FOLDER
 
 writes each case's gradient into FOLDER, goes on from the checkpoint in FOLDER/one, leaves one of
 its own in FOLDER/two, and saves the model and a LoRA. Runs in .venv-learn.
@@ -25,9 +25,14 @@ from envserver_clients.training.objectives import OBJECTIVES
 from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_clients.training.ranks import Ranks, whole
 from envserver_clients.training.settings import TrainerSettings
+from envserver_records.images import RowImage
 from envserver_records.sampling import SamplingSpan
 
+from .image_rows import picture
+from .tiny_model import VOCABULARY
+
 PROMPT = 5
+_IMAGE_TOKEN = VOCABULARY + 2  # `<|image_pad|>` of the tiny model
 STEPS = 2
 TOKENS = [5, 6, 7, 8, 9]
 UNBOUNDED = LossSettings(clip_low=0.999, clip_high=1e6, correction="none")
@@ -40,6 +45,7 @@ class Case:
     Args:
         lengths: completions' lengths; a group has four.
         objective: a preset, which has its own denominator and bounds.
+        images: every third row has one, for a model in `MODEL/sees`.
         micro_batch_tokens: rows of very different lengths make the ranks' numbers of passes uneven.
     """
 
@@ -54,6 +60,7 @@ class Case:
     dtype: str = "float32"
     temperature: float = 1.0
     objective: str = ""
+    images: bool = False
     bounds: LossSettings = field(default_factory=lambda: LossSettings(correction="none"))
 
 
@@ -63,6 +70,8 @@ CASES = {
         for denominator in ("trajectory", "token", "constant")
         for packed in (False, True)
     },
+    "images in some rows": Case(images=True),
+    "images and a reference": Case(images=True, bounds=LossSettings(kl_weight=0.1), updates=2),
     "fewer rows than ranks": Case(lengths=(9, 9, 9, 9), micro_batch_tokens=1000),
     **{name: Case(objective=name, packed=True) for name in OBJECTIVES},
     "gradients of each pass": Case(reduce_each=True),
@@ -98,6 +107,10 @@ def rows_of(case: Case, seed: int = 0) -> list[Example]:
             trajectory=number % 4,
             sampling=[SamplingSpan(PROMPT, length, case.temperature, "processed")],
         )
+        if case.images and number % 3 == 0:
+            row.tokens[1:PROMPT] = _IMAGE_TOKEN
+            data = picture(56, 56, number)  # four tokens
+            row.images.append(RowImage(str(number), 1, PROMPT - 1, data))
         groups.setdefault(row.group_id, []).append(row)
     made = []
     for name, rows in groups.items():
@@ -108,6 +121,7 @@ def rows_of(case: Case, seed: int = 0) -> list[Example]:
         denominator=case.denominator,
         constant_tokens=20,
         keep_zero=case.bounds.kl_weight > 0,
+        sees=(lambda row: True) if case.images else None,
     )
     if case.objective:
         how = settings(case).examples()
@@ -133,7 +147,7 @@ def near(model: Path, rows: list[Example]) -> list[Example]:
 def learner(case: Case, model: Path, ranks: Ranks) -> Learner:
     torch.manual_seed(0)
     policy = Policy(
-        str(model),
+        str(model / "sees" if case.images else model),
         lora=case.lora,
         dtype=getattr(torch, case.dtype),
         keep_reference=case.bounds.kl_weight > 0,

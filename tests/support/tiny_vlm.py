@@ -1,8 +1,9 @@
-"""A tiny random model that sees images: python tiny_vlm.py FOLDER qwen2_5_vl|qwen3_vl|idefics3.
+"""A tiny random model that sees images: python -m support.tiny_vlm FOLDER KIND, the kind
+qwen2_5_vl, qwen3_vl or idefics3.
 
 The forms of Qwen2.5-VL, Qwen3-VL and Idefics3 (SmolVLM's, which cuts images into parts), with one
-or two layers and a head size of 64, served by vLLM on a CPU. Their processors are the real ones.
-Runs in .venv-vllm.
+or two layers and a head size of 64, served by vLLM on a CPU. Their processors are the real ones;
+without torchvision those of Qwen are saved without their part for videos, which vLLM needs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_model import END_OF_TURN, VOCABULARY, tokenizer
+from transformers.utils import is_torchvision_available
+
+from .tiny_model import END_OF_TURN, VOCABULARY, tokenizer
 
 QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 IDEFICS = [
@@ -60,7 +63,7 @@ def words_of(kind: str) -> Any:
     return words
 
 
-def qwen(words: Any, kind: str) -> tuple[Any, Any]:
+def qwen(words: Any, kind: str) -> tuple[Any, list[Any]]:
     ids = {
         f"{name}_token_id": words.convert_tokens_to_ids(f"<|{text}|>")
         for name, text in (
@@ -71,30 +74,27 @@ def qwen(words: Any, kind: str) -> tuple[Any, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
     text = {**TEXT, "rope_parameters": rope, "eos_token_id": words.eos_token_id}
     vision = {"depth": 2, "num_heads": 2, "hidden_size": 128, "intermediate_size": 256}
-    image, video = transformers.Qwen2VLImageProcessor, transformers.Qwen2VLVideoProcessor
     if kind == "qwen2_5_vl":
         vision |= {"out_hidden_size": 128, "patch_size": 14, "window_size": 112}
         vision |= {"fullatt_block_indexes": [1], "initializer_range": 0.2}
         config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
-        processor = transformers.Qwen2_5_VLProcessor(
-            image(min_pixels=28 * 28, max_pixels=448 * 448), words, video()
-        )
+        image = transformers.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=448 * 448)
+        whole, video = transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor
     else:
         rope["mrope_interleaved"] = True
         vision |= {"out_hidden_size": 128, "patch_size": 16, "initializer_range": 0.2}
         vision |= {"num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
         config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
         model = transformers.Qwen3VLForConditionalGeneration(config)
-        processor = transformers.Qwen3VLProcessor(
-            image(patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 448 * 448}),
-            words,
-            transformers.Qwen3VLVideoProcessor(),
-        )
-    return model, processor
+        sizes = {"shortest_edge": 32 * 32, "longest_edge": 448 * 448}
+        image = transformers.Qwen2VLImageProcessor(patch_size=16, size=sizes)
+        whole, video = transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor
+    has_videos = is_torchvision_available()
+    return model, [whole(image, words, video())] if has_videos else [image, words]
 
 
-def idefics(words: Any) -> tuple[Any, Any]:
+def idefics(words: Any) -> tuple[Any, list[Any]]:
     text = {**TEXT, "model_type": "llama", "eos_token_id": words.eos_token_id, "pad_token_id": 0}
     vision = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 56, "patch_size": 14}
@@ -113,16 +113,17 @@ def idefics(words: Any) -> tuple[Any, Any]:
         words,
         image_seq_len=4,
     )
-    return transformers.Idefics3ForConditionalGeneration(config), processor
+    return transformers.Idefics3ForConditionalGeneration(config), [processor]
 
 
 def main(folder: Path, kind: str) -> None:
     words = words_of(kind)
     torch.manual_seed(0)
-    model, processor = idefics(words) if kind == "idefics3" else qwen(words, kind)
+    model, parts = idefics(words) if kind == "idefics3" else qwen(words, kind)
     model.lm_head.weight.data[words.convert_tokens_to_ids(END_OF_TURN)] *= 3
     model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    for part in parts:
+        part.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -96,9 +96,9 @@ def running_vllm(
         environ = vllm_extension.extended(environ)
     made: list[str | Path] = [python, script, model_folder, *(["0", "tied"] if tied else [])]
     if sees:
-        made = [python, script.with_name("tiny_vlm.py"), model_folder, sees]
+        made = [python, "-m", "support.tiny_vlm", model_folder, sees]
     if model is None:
-        subprocess.run(made, check=True, env=environ, capture_output=True)
+        subprocess.run(made, check=True, env=environ, capture_output=True, cwd=script.parents[1])
     port = free_port()
     log = folder / "vllm.log"
     command: list[str | Path] = [

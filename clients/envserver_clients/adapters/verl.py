@@ -29,15 +29,14 @@ its trainer's batch.
 from __future__ import annotations
 
 import functools
-import io
 import math
 from typing import Any, Final, Literal
 
 from envserver_records import InputError, Split, Trajectory
-from envserver_records.images import RowImage
 from envserver_records.urls import Urls
 
 from envserver_clients.http import EnvClient
+from envserver_clients.images import opened
 
 from .completions import Completion
 from .temperatures import check_trajectories
@@ -228,17 +227,10 @@ def _within(row: Completion, length: int) -> tuple[int, list[Any]]:
     begin = len(row.prompt_ids)
     for place, image in enumerate(row.images):
         if image.offset + image.length > begin + length:
-            return max(0, min(length, image.offset - begin)), _opened(row.images[:place])
-    return length, _opened(row.images)
-
-
-def _opened(images: list[RowImage]) -> list[Any]:
-    """Returns the images as verl wants them: Pillow's, in RGB."""
-    if not images:
-        return []
-    from PIL import Image
-
-    return [Image.open(io.BytesIO(image.data)).convert("RGB") for image in images]
+            return max(0, min(length, image.offset - begin)), [
+                opened(one) for one in row.images[:place]
+            ]
+    return length, [opened(one) for one in row.images]
 
 
 def _token_rewards(reward: float, turns: dict[int, float], length: int) -> list[float]:

@@ -8,12 +8,13 @@ batch in advance, so the sums over any parts of it add up to the same loss.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from envserver_records.experts import Table
+from envserver_records.images import RowImage
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from numpy.typing import NDArray
 
@@ -50,6 +51,7 @@ class Example:
         temperatures: float32[T], at which it was sampled; None: 1.
         raw: uint8[T], 1 where the logprob is from before the temperature was applied; None: 0.
         experts: see `Row`; None: the model routes by itself.
+        images: those among its tokens, in order.
     """
 
     tokens: NDArray[np.int32]
@@ -62,6 +64,7 @@ class Example:
     temperatures: NDArray[np.float32] | None = None
     raw: NDArray[np.uint8] | None = None
     experts: Table | None = None
+    images: Sequence[RowImage] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class ExampleSettings:
         keep_zero: keep rows of advantage 0, which a reference policy or an entropy bonus needs.
         vocabulary: number of tokens that the model knows; None: unknown.
         replay_experts: rows must have their routed experts, which are replayed.
+        sees: whether the model's processor makes the row's tokens of its images; None: the model
+            sees no images.
     """
 
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
@@ -84,6 +89,7 @@ class ExampleSettings:
     keep_zero: bool = False
     vocabulary: int | None = None
     replay_experts: bool = False
+    sees: Callable[[Row], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,7 @@ def examples_of(
     ]
     rewards = [reward for group in fresh for reward in rewards_of(group.rows).values()]
     rows = [row for group in fresh for row in group.rows]
-    refused = Counter(why for row in rows if (why := _refused(row, version, rules)))
+    refused = Counter(why for row in rows if (why := refusal(row, version, rules)))
     equal = 0
     counted: list[tuple[Row, RowAdvantage]] = []
     for group in fresh:
@@ -162,23 +168,30 @@ def examples_of(
     return BatchExamples(examples, numbers, [group.group_id for group in groups])
 
 
-def refusal(row: Row, version: int, vocabulary: int | None = None) -> str:
+def refusal(row: Row, version: int, rules: ExampleSettings) -> str:
     """Returns why nothing can be learned rightly from the trained tokens of a row, or "".
 
-    `images`: this trainer gives the model tokens only, which mean something else without their
-    images. `bad_tokens`: the model does not know some ids. `no_logprobs`: there are none.
-    `bad_logprobs`: some are not finite, positive, or below LEAST_LOGPROB. `altered`: sampled with
-    top_p or another setting, so that the distribution is unknown. `greedy`: at temperature 0.
-    `raw`: from before the temperature was applied, by an older policy, whose distribution cannot be
-    computed any more.
+    `images`: the model sees none, and tokens mean something else without their images.
+    `bad_images`: its processor makes other tokens of them, or cannot read one. `bad_tokens`: the
+    model does not know some ids. `no_logprobs`: there are none. `bad_logprobs`: some are not
+    finite, positive, or below LEAST_LOGPROB. `altered`: sampled with top_p or another setting, so
+    that the distribution is unknown. `greedy`: at temperature 0. `raw`: from before the temperature
+    was applied, by an older policy, whose distribution cannot be computed any more. `no_experts`:
+    those to replay were not recorded.
     """
     trained = row.mask == 1
     if not trained.any():
         return ""
-    if row.images:
+    if rules.replay_experts and row.experts is None:
+        return "no_experts"
+    if row.images and rules.sees is None:
         return "images"
-    if row.tokens.min() < 0 or (vocabulary is not None and row.tokens.max() >= vocabulary):
+    if row.tokens.min() < 0 or (
+        rules.vocabulary is not None and row.tokens.max() >= rules.vocabulary
+    ):
         return "bad_tokens"
+    if rules.sees is not None and not rules.sees(row):
+        return "bad_images"
     if row.logprobs is None:
         return "no_logprobs"
     logprobs = row.logprobs[trained]
@@ -191,13 +204,6 @@ def refusal(row: Row, version: int, vocabulary: int | None = None) -> str:
         return "greedy"
     older = trained & (row.versions != version) & (_raw(row) == 1)
     return "raw" if older.any() else ""
-
-
-def _refused(row: Row, version: int, rules: ExampleSettings) -> str:
-    """Returns the `refusal` of a row; or `no_experts`: those to replay were not recorded."""
-    if rules.replay_experts and row.experts is None and row.mask.any():
-        return "no_experts"
-    return refusal(row, version, rules.vocabulary)
 
 
 def _raw(row: Row) -> NDArray[np.uint8]:
@@ -256,7 +262,7 @@ def _weighed(
         own = sizes[row.group_id, row.agent, row.trajectory]
         if not (advantage.teaches or rules.keep_zero) or not (row.learn or rules.learn_truncated):
             continue
-        if not row.mask[1:].any() or row.logprobs is None or _refused(row, version, rules):
+        if not row.mask[1:].any() or row.logprobs is None or refusal(row, version, rules):
             continue
         match rules.denominator:
             case "trajectory":
@@ -275,6 +281,7 @@ def _weighed(
                 temperatures=_temperatures(row),
                 raw=_raw(row),
                 experts=row.experts if rules.replay_experts else None,
+                images=row.images,
             )
         )
     return examples

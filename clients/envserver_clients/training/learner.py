@@ -109,11 +109,13 @@ class Learner:
 
     def _own_parts(self, examples: Sequence[Example]) -> list[Padded]:
         """Returns this rank's micro-batches, as many as any other rank's."""
-        rules, ranks = self._rules, self._ranks
+        rules, ranks, blank = self._rules, self._ranks, self.policy.blank
         rows = longest_first(examples)[ranks.rank :: ranks.size]
-        parts = list(micro_batches(rows, rules.micro_batch_tokens, packed=rules.packed))
+        parts = list(
+            micro_batches(rows, rules.micro_batch_tokens, packed=rules.packed, blank=blank)
+        )
         most = int(ranks.sums({"parts_max": len(parts)})["parts_max"])
-        return parts + [filler() for _ in range(most - len(parts))]
+        return parts + [filler(blank) for _ in range(most - len(parts))]
 
     def _gradient(
         self, parts: Sequence[Padded], before: Sequence[Tensor | None]

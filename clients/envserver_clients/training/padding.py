@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from envserver_records.images import RowImage
 from numpy.typing import NDArray
 
 from .examples import Example
@@ -32,6 +33,7 @@ class Padded:
         first: index of the first trained target in any row; earlier ones need no logits.
         places: int64[B, 2], the line that each row is computed in and where it starts there, if
             several short rows share a line; None: each row has its own.
+        images: those of each row, in the order of their tokens.
         filler: nothing is learned from it, and it is not counted.
         experts: int16[B, T, layers, experts per token], -1: unknown; None: no row has any.
     """
@@ -47,12 +49,17 @@ class Padded:
     weights: NDArray[np.float32]
     first: int
     places: NDArray[np.int64] | None = None
+    images: Sequence[Sequence[RowImage]] = ()
     filler: bool = False
     experts: NDArray[np.int16] | None = None
 
 
 def micro_batches(
-    examples: Sequence[Example], most_tokens: int, *, packed: bool = False
+    examples: Sequence[Example],
+    most_tokens: int,
+    *,
+    packed: bool = False,
+    blank: Example | None = None,
 ) -> Iterator[Padded]:
     """Yields the examples, longest first, in parts of at most `most_tokens` tokens with padding.
 
@@ -60,6 +67,7 @@ def micro_batches(
 
     Args:
         packed: short examples share lines that are as long as the longest example of the part.
+        blank: added to parts without an image, so that every part has one.
     """
     part: list[Example] = []
     places: list[tuple[int, int]] = []
@@ -70,7 +78,7 @@ def micro_batches(
         line = next(fitting, None) if packed else None
         if line is None:
             if part and longest * (len(used) + 1) > most_tokens:
-                yield padded(part, places if packed else None)
+                yield padded(_with(blank, part), places if packed else None)
                 part, places, used = [], [], []
             line = len(used)
             used.append(0)
@@ -78,7 +86,11 @@ def micro_batches(
         places.append((line, used[line]))
         used[line] += own
     if part:
-        yield padded(part, places if packed else None)
+        yield padded(_with(blank, part), places if packed else None)
+
+
+def _with(blank: Example | None, part: list[Example]) -> list[Example]:
+    return part if blank is None or any(one.images for one in part) else [*part, blank]
 
 
 def longest_first(examples: Sequence[Example]) -> list[Example]:
@@ -86,11 +98,15 @@ def longest_first(examples: Sequence[Example]) -> list[Example]:
     return sorted(examples, key=lambda one: -len(one.tokens))
 
 
-def filler() -> Padded:
-    """Returns a micro-batch of weight 0, for a rank that has fewer of them than others."""
+def filler(blank: Example | None = None) -> Padded:
+    """Returns a micro-batch of weight 0, for a rank that has fewer of them than others.
+
+    Args:
+        blank: see `micro_batches`.
+    """
     logprobs, mask = np.zeros(2, np.float32), np.array([0, 1], np.uint8)
     row = Example(np.zeros(2, np.int32), mask, logprobs, advantage=0.0, weight=0.0)
-    return replace(padded([row]), filler=True)
+    return replace(padded(_with(blank, [row])), filler=True)
 
 
 def padded(examples: Sequence[Example], places: Sequence[tuple[int, int]] | None = None) -> Padded:
@@ -126,6 +142,7 @@ def padded(examples: Sequence[Example], places: Sequence[tuple[int, int]] | None
         first=int(trained[0]) if trained.size else 0,
         places=None if places is None else np.array(places, np.int64),
         experts=_experts(examples, shape),
+        images=[example.images for example in examples],
     )
 
 

@@ -21,10 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .examples import Example
 from .loss import token_logprobs
 from .padding import Padded
 from .ranks import Ranks, placed_like, shard, whole
 from .replay import Replay
+from .vision import Vision
 
 Entropy = Literal["none", "measured", "learned"]
 """How much of the entropy is computed: nothing (zeros), its value, or its gradient as well."""
@@ -65,7 +67,7 @@ class Scores:
 
 
 class Policy:
-    """A causal language model of transformers.
+    """A causal language model of transformers, which may see images.
 
     Args:
         model: folder or hub id.
@@ -90,7 +92,7 @@ class Policy:
         replay_experts: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # it would show one per step for short writes
@@ -100,13 +102,15 @@ class Policy:
         self._dtype = dtype
         self.is_lora = lora is not None
         kept = dtype if self.is_lora else torch.float32
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=kept)
+        self.model: Any = _model_class(model).from_pretrained(model, dtype=kept)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self.vision = Vision.of(model, self.model)
+        """None if the model sees no images."""
         self._reference: Any = None
         if lora is not None:
             self.model = _with_lora(self.model, lora)
         elif keep_reference:
-            self._reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            self._reference = type(self.model).from_pretrained(model, dtype=dtype)
             self._reference.eval().requires_grad_(False)
             self._place(self._reference)
         self.model.eval()
@@ -136,6 +140,14 @@ class Policy:
     def vocabulary(self) -> int:
         """Number of tokens that the model knows."""
         return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def blank(self) -> Example | None:
+        """A row that each micro-batch without images needs beside it. All ranks collect the weights
+        of a layer at once, those that see images too, so all must run them, or none."""
+        if self.vision is None or self._ranks.size == 1:
+            return None
+        return self.vision.blank()
 
     @property
     def is_recurrent(self) -> bool:
@@ -173,7 +185,13 @@ class Policy:
         keep = targets.shape[1] + 1
         self._replay(batch.experts)
         with self._computing():
-            found = model(tokens, attention_mask=attention, logits_to_keep=keep, use_cache=False)
+            found = model(
+                tokens,
+                attention_mask=attention,
+                logits_to_keep=keep,
+                use_cache=False,
+                **self._shown(batch),
+            )
         trained = torch.from_numpy(batch.mask[:, batch.first :] == 1).to(self.device)
         return _scored(
             found.logits[:, :-1],
@@ -183,6 +201,12 @@ class Policy:
             batch.raw[:, batch.first :],
             entropy=entropy,
         )
+
+    def _shown(self, batch: Padded) -> dict[str, Tensor]:
+        """Returns what the model gets of the rows' images."""
+        if self.vision is None:
+            return {}
+        return self.vision.inputs(batch.tokens, batch.images, self.device)
 
     def _packed_scores(
         self,
@@ -308,6 +332,21 @@ class Policy:
         kept = json.loads(about.read_text()) | {"dtype": str(self._dtype).removeprefix("torch.")}
         about.write_text(json.dumps(kept, indent=2))
         self.tokenizer.save_pretrained(folder)
+        if self.vision is not None:
+            self.vision.save(folder)
+
+
+def _model_class(model: str) -> Any:
+    """Returns the class that loads all of a model, with what sees images if it has that."""
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    sees = type(AutoConfig.from_pretrained(model)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 @contextmanager

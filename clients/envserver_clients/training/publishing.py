@@ -139,7 +139,10 @@ def _push(
 
 def _check(policy: Policy, example: Example, tolerance: float) -> PromptCheck:
     """Returns the policy's logprobs of the example's first answer."""
-    tokens = example.tokens.tolist()
-    first = int(np.flatnonzero(example.mask)[0])
+    # Without its images, which engines do not take beside tokens that they only score.
+    shown = policy.vision.is_image(example.tokens) if policy.vision else np.zeros(1, bool)
+    kept = ~np.broadcast_to(shown, example.tokens.shape)
+    tokens = example.tokens[kept].tolist()
+    first = int(np.flatnonzero(example.mask[kept])[0])
     logprobs = policy.prompt_logprobs(tokens)[first - 1 :]
     return PromptCheck(tokens[:first], tokens[first:], logprobs, tolerance)

@@ -16,11 +16,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from support.rank_cases import CASES, STEPS, TOKENS, Case, learner, stepped, trained
 from support.tiny_model import main as make_tiny
+from support.tiny_vlm import main as make_seeing
 from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)
 
-PROGRAM = Path(__file__).parents[2] / "support" / "rank_cases.py"
+TESTS = Path(__file__).parents[2]
 MOST_DIFFERENCE = 2e-6
 """Relative difference of the gradients in float32; the sums have other orders."""
 
@@ -29,6 +30,7 @@ MOST_DIFFERENCE = 2e-6
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_tiny(folder)
+    make_seeing(folder / "sees", "qwen2_5_vl")
     return folder
 
 
@@ -44,8 +46,14 @@ def by_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     trained(model, folder / "one", STEPS)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += ["-m", "support.rank_cases"]
     done = subprocess.run(
-        [*words, PROGRAM, model, folder], capture_output=True, text=True, timeout=600, check=False
+        [*words, model, folder],
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder

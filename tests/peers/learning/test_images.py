@@ -1,0 +1,131 @@
+"""The trainer on rows with images: three families of vision-language models, tiny and random."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from envserver_clients.grpo import _learner
+from envserver_clients.records import ClientGroup, Row
+from envserver_clients.training.examples import BatchExamples, ExampleSettings, examples_of
+from envserver_clients.training.learner import Learner, StepSettings
+from envserver_clients.training.padding import padded
+from envserver_clients.training.policy import Policy
+from envserver_clients.training.ranks import Ranks
+from envserver_clients.training.settings import TrainerSettings
+from envserver_records import ConfigError
+from PIL import Image
+from support.image_rows import picture, row_of
+from support.tiny_vlm import main as make_tiny
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "idefics3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp(request.param)
+    make_tiny(made, request.param)
+    return made
+
+
+def batch_of(rows: list[Row], policy: Policy) -> BatchExamples:
+    group = ClientGroup("g", "e", "group", 0, memoryview(b""))
+    group.__dict__["rows"] = rows
+    assert policy.vision is not None
+    rules = ExampleSettings(vocabulary=policy.vocabulary, sees=policy.vision.fits)
+    return examples_of([group], 0, rules)
+
+
+def of_transformers(folder: Path, row: Row) -> torch.Tensor:
+    """Logprobs [T-1] of a row alone, by transformers' model and processor."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    processor: Any = AutoImageProcessor.from_pretrained(folder)
+    ids = torch.from_numpy(row.tokens.astype(np.int64))[None]
+    more: dict[str, Any] = {}
+    if row.images:
+        read = [Image.open(io.BytesIO(one.data)).convert("RGB") for one in row.images]
+        more = dict(processor(images=[read], return_tensors="pt"))
+        if "image_grid_thw" in more:
+            more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    with torch.no_grad():
+        logits = model(input_ids=ids, **more).logits[0, :-1].log_softmax(-1)
+    return logits.gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def test_the_policy_sees_what_transformers_sees(folder: Path) -> None:
+    """Rows with two images, one and none, in one padded micro-batch."""
+    first, second, other = picture(112, 84), picture(56, 112, 1), picture(112, 84, 2)
+    rows = [
+        row_of(folder, [first, second, first], seed=0),
+        row_of(folder, [second], seed=1, said=12),
+        row_of(folder, [], seed=2),
+        row_of(folder, [first], seed=3),
+        row_of(folder, [other], seed=3),
+    ]
+    policy = Policy(str(folder))
+    examples = batch_of(rows, policy).examples
+    assert len(examples) == len(rows)
+    batch = padded(examples)
+    with torch.no_grad():
+        found = policy.logprobs(batch)
+    for place, row in enumerate(rows):
+        trained = torch.from_numpy(batch.mask[place, batch.first :] == 1)
+        expected = of_transformers(folder, row)[row.mask[1:] == 1]
+        assert found[place][trained].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert (found[3] - found[4]).abs().max() > 0.1  # the same tokens behind another image
+
+
+def test_a_step_learns_from_images(folder: Path, tmp_path: Path) -> None:
+    """The layers that see get a gradient; what engines load has the processor beside it."""
+    policy = Policy(str(folder), keep_reference=True)
+    rows = [row_of(folder, [picture(112, 84, seed)], seed=seed) for seed in range(4)]
+    numbers = Learner(policy, StepSettings(learning_rate=1e-3)).step(
+        batch_of(rows, policy).examples
+    )
+    assert "skipped" not in numbers
+    seeing = [one for name, one in policy.trained.items() if ".vis" in name]
+    assert seeing and all(one.grad is not None and one.grad.any() for one in seeing)
+    policy.save(tmp_path)
+    again = Policy(str(tmp_path))
+    assert again.vision is not None
+    batch = padded(batch_of(rows, policy).examples)
+    with torch.no_grad():
+        assert torch.allclose(again.logprobs(batch), policy.logprobs(batch), atol=1e-6)
+        assert not torch.allclose(
+            again.logprobs(batch), policy.reference_logprobs(batch), atol=1e-3
+        )
+
+
+def changed(row: Row, **what: Any) -> Row:
+    return dataclasses.replace(row, images=[msgspec.structs.replace(row.images[0], **what)])
+
+
+def test_rows_whose_images_make_other_tokens_are_left_out(folder: Path) -> None:
+    """An engine with another processor, a damaged file, an image's token without its image."""
+    policy = Policy(str(folder))
+    good = row_of(folder, [picture(112, 84)], seed=1)
+    bad = [
+        changed(good, data=picture(28, 56), sha256="other"),
+        changed(good, data=b"\x89PNG\r\n\x1a\n", sha256="damaged"),
+        changed(good, grid=(1, 2, 2)),
+        changed(good, offset=good.images[0].offset + 3),
+        dataclasses.replace(good, images=[]),
+    ]
+    for row in bad:
+        row = dataclasses.replace(row, reward=0.0, trajectory=0)
+        learned = batch_of([good, row], policy)
+        assert len(learned.examples) == 1
+        assert learned.numbers["rows_bad_images"] == 1
+
+
+def test_rows_with_images_are_not_packed(folder: Path, tmp_path: Path) -> None:
+    settings = TrainerSettings(model=str(folder), output=tmp_path, packed=True)
+    with pytest.raises(ConfigError, match="models of text"):
+        _learner(settings, Ranks())
