@@ -251,7 +251,8 @@ class CallTask:
             engine_answer = parse_answer(answer)
             note_answer(span, engine_answer)
         if self._wants_experts:
-            await read_all_experts(engine_answer, self._prompt.ids, self._experts_start)
+            start, sent = self._experts_start, self._prompt.ids
+            await read_all_experts(engine_answer, self._attempt.calls, sent, start)
         return answer, engine_answer
 
     async def _wait_for_version(

@@ -24,13 +24,14 @@ from support.routing_sim import EACH, LAYERS, routing_sim
 from support.trajectories import sequence, trajectory
 
 import envserver
-from envserver import Environment, Score, Task, TokensConfig
+from envserver import Environment, Score, Settings, SimConfig, Task, TokensConfig
 from envserver.export import group_line
 from envserver.export.stored import group_of
 from envserver.export.stored_group import group_record
-from envserver.models import ProbeResult, TextSolver
+from envserver.models import ProbeResult, SimEngine, TextSolver
 from envserver.proxy.capabilities import capabilities_of
 from envserver.running.delivered import read_line
+from envserver.running.engines import make_endpoint
 
 ROUTED: Any = {"tokens": {"experts": True}}
 
@@ -101,7 +102,7 @@ def _check_files(group: Group) -> None:
 
 def test_an_engine_that_tells_no_experts_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="gives no routed experts") as caught:
-        envserver.process(Twice, model="sim", env={"total_steps": 1}, **ROUTED)
+        make_endpoint(Settings(**ROUTED), SimEngine(SimConfig()))
     assert "--enable-return-routed-experts" in str(caught.value.hint)
     plain, tells = (
         ProbeResult(mode="chat", model="m", routed_experts=told) for told in (False, True)
@@ -129,6 +130,17 @@ async def test_the_record_has_them_and_the_agent_does_not(streamed: bool) -> Non
         attempt, client = home.open()
         assert "routed_experts" not in str(await chat(client, streamed))
         assert attempt.calls[0].experts is None
+
+
+async def test_the_record_of_a_rollout_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envserver.proxy.experts.MOST_BYTES", 200)
+    async with house(experts=table, tokens=TokensConfig(experts=True)) as home:
+        attempt, client = home.open()
+        for _ in range(2):
+            await chat(client)
+        first, second = attempt.calls
+        assert 100 < first.experts.ids.nbytes <= 200 and first.flags == []
+        assert second.experts is None and second.flags == ["experts_missing"]
 
 
 @pytest.mark.parametrize("wrong", [lambda tokens: table(tokens - 1), lambda tokens: None])
