@@ -7,6 +7,7 @@ expression (`\boxed{12 \cdot 34}` would verify as equal).
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from .latex import readable
 
@@ -31,6 +32,14 @@ _LITERAL = re.compile(
     rf"(?:{_SPACE}\\?%)?(?:{_UNIT})?{_SPACE}"
 )
 
+_WHOLE = r"(?:\d{1,9}|\d{1,3}(?:,\d{3}){1,2}|\d{1,3}(?:\{,\}\d{3}){1,2})"
+_PLAIN = re.compile(
+    rf"(?:(?P<sign>[-+]?)(?:(?P<decimal>{_WHOLE}(?:\.\d{{1,6}})?|\.\d{{1,6}})"
+    r"|\\[dt]?frac\{(?P<top>-?\d{1,9})\}\{(?P<bottom>-?\d{1,9})\}"
+    r"|(?P<over>\d{1,9})/(?P<under>\d{1,9}))"
+    r"|\\\$(?P<price>\d{1,9}))"
+)
+
 _NO_UNIT = re.compile(
     r"\b(?:or|and|to|is|isn|not|no|than|plus|minus|times|mod|squared|cubed|factorial|dozens?"
     r"|hundreds?|thousands?|(?:m|b|tr)illions?|one|two|three|four|five|six|seven|eight|nine|ten"
@@ -38,6 +47,26 @@ _NO_UNIT = re.compile(
     re.IGNORECASE,
 )
 """Texts behind a number that change it."""
+
+
+def plain_number(latex: str) -> Fraction | None:
+    r"""Returns the number that `latex` is; None if it is not plain.
+
+    Plain are an integer or a decimal (also with thousands commas), `a/b`, `\frac{a}{b}` and `\$12`,
+    of so few digits that math-verify, which rounds, compares them as fractions are compared.
+    """
+    found = _PLAIN.fullmatch(latex)
+    if found is None:
+        return None
+    whole = found["decimal"] or found["price"]
+    top, bottom = found["top"] or found["over"], found["bottom"] or found["under"]
+    if whole is not None:
+        number = Fraction(whole.replace("{,}", "").replace(",", ""))
+    elif int(bottom) == 0:
+        return None
+    else:
+        number = Fraction(int(top), int(bottom))
+    return -number if found["sign"] == "-" else number
 
 
 def is_number_literal(answer: str) -> bool:

@@ -25,6 +25,7 @@ import select
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +34,7 @@ from envserver_records.extras import install_command
 from envserver import ConfigError
 
 from .latex import as_asked, forms_differ, readable
-from .literals import has_false_unit
+from .literals import has_false_unit, plain_number
 from .sizes import is_huge
 
 CPU_SECONDS = 0.8
@@ -46,6 +47,8 @@ KILL_SECONDS = 100.0
 MEMORY_BYTES = 1 << 30
 """Memory that one comparison may use beyond the scorer's."""
 
+_ROUNDED = Fraction(1, 10_000)
+"""Numbers that differ by more are never equal to math-verify, which rounds to six decimals."""
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
 _BLANK = re.compile(r"\s+(?!\w)|(?<!\w)\s+")
 """Blanks that do not hold two words or numbers apart."""
@@ -91,6 +94,13 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
         # Most answers by far, and what math-verify says of them: 25 times less work.
         return Verdict.EQUAL if int(gold) == int(answer) else Verdict.DIFFERENT
+    wanted, given = plain_number(gold), plain_number(answer)
+    if wanted is not None and given is not None:
+        # Also what math-verify says. Between the two it rounds, and is asked.
+        if wanted == given:
+            return Verdict.EQUAL
+        if abs(wanted - given) > _ROUNDED:
+            return Verdict.DIFFERENT
     if is_huge(answer):
         return Verdict.KILLED
     # Parsed here and not in the child, so that the parser's caches help the next answer.

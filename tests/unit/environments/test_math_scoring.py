@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 from typing import Any
 
 import pytest
 from envserver_environments.answers import choice_index, last_boxed, visible_text
+from envserver_environments.math import verification
 from envserver_environments.math.env import Math
-from envserver_environments.math.literals import is_number_literal
+from envserver_environments.math.literals import is_number_literal, plain_number
 from envserver_environments.math.sizes import is_huge
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -342,3 +344,30 @@ def assert_wrong_within_a_cpu_second(answer: str) -> None:
     before = cpu_seconds()
     assert reward("7", f"\\boxed{{{answer}}}") == 0.0
     assert cpu_seconds() - before < 1
+
+
+PLAIN = (
+    "1000", "1,000", r"1{,}000", r"\$1000", "+1000.0", ".5", "0.50", "1/2", r"\frac{1}{2}",
+    r"-\dfrac{3}{6}", r"\tfrac{-1}{2}", "-0.5", "0.50001", "999999999.5", r"\frac{0}{7}",
+)  # fmt: skip
+
+
+def test_plain_numbers_are_compared_as_math_verify_compares_them() -> None:
+    for gold, answer in itertools.product(PLAIN, repeat=2):
+        assert plain_number(answer) is not None
+        asked = verification._verdict(verification._parsed_gold(gold), answer, lenient=False)
+        assert verification.compare(gold, answer) is asked, (gold, answer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1,00", "1e3", "x", "1/0", r"\frac{1}{0}", "12345678901", "0.1234567", "50\\%", "(1)", "- 1"],
+)
+def test_other_texts_are_no_plain_numbers(text: str) -> None:
+    assert plain_number(text) is None
+
+
+def test_a_plain_answer_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_in_child", lambda compute: pytest.fail("a process"))
+    assert reward(r"\frac{3}{4}", "It is \\boxed{0.75}.", literal=False) == 1.0
+    assert reward("1000", "It is \\boxed{1,001}.") == 0.0
