@@ -30,6 +30,7 @@ from typing import Any
 
 import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
+from envserver_records.packing import ready
 
 from .. import registry
 from ..environment import Environment
@@ -40,6 +41,7 @@ from ..sandbox.wire import NAMESPACE_BACKENDS
 from . import linux
 from .boot import READ_BYTES, Boot
 from .output import OutputLimiter
+from .run import Job
 from .sandboxed import LOOK_SECONDS, Watch, WorkerSandbox, fork_sandboxed
 from .worker_main import OUTSIDE, WorkerSpec, worker_main
 
@@ -362,7 +364,7 @@ class Forkserver:
 
 
 def _preload(references: list[str]) -> None:
-    """Imports what every worker needs.
+    """Imports what every worker needs, and builds what it would build when it first decodes.
 
     Raises:
         EnvserverError: an environment cannot be found or imported.
@@ -370,7 +372,9 @@ def _preload(references: list[str]) -> None:
     for name in ("uvloop", "encodings.idna"):  # the second at the first connection
         importlib.import_module(name)
     classes = [registry.find(reference) for reference in references]
+    ready(Job)
     for environment in classes:
+        environment.Config.model_rebuild()
         if environment.isolation != "pooled":
             _import_all(environment)
     if threads := _threads():

@@ -87,7 +87,6 @@ def test_a_server_without_environments_imports_only_what_it_serves() -> None:
     ("module", "most", "never"),
     [
         ("envserver.cli.serve", 1550, "aiohttp sympy envserver.models.openai"),
-        ("envserver.workers.forkserver", 640, "structlog rich sqlalchemy fastapi"),
         ("envserver.rollouts.scorer_process", 480, "structlog rich aiohttp sympy fastapi"),
     ],
 )
@@ -95,6 +94,18 @@ def test_processes_of_a_server_import_only_what_they_do(module: str, most: int, 
     loaded = python(f"import sys, {module}\nprint(*sys.modules)\n").split()
     assert not set(never.split()) & set(loaded)
     assert len(loaded) < most
+
+
+def test_the_parent_of_workers_imports_and_builds_all_that_they_need_and_no_more() -> None:
+    loaded = python(
+        "import sys\nfrom envserver.workers.forkserver import _preload\n_preload(['kuhn'])\n"
+        "from envserver import registry\nkind = registry.find('kuhn')\n"
+        "print(kind.Config.__pydantic_complete__)\n"
+        "print(*sys.modules)\n"
+    ).split()
+    assert loaded[0] == "True"
+    assert not {"structlog", "rich", "sqlalchemy", "fastapi"} & set(loaded)
+    assert len(loaded) < 640
 
 
 def test_public_names_are_all_there() -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import smolagents
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES, ToolOutput
+from smolagents.local_python_executor import fix_final_answer_code
 from smolagents.memory import ActionStep, PlanningStep, Timing, ToolCall
 from smolagents.models import ChatMessage, MessageRole
-from smolagents.utils import AgentParsingError
+from smolagents.utils import AgentParsingError, parse_code_blobs
 
 from . import prompts
 from .executor import ProcessExecutor
@@ -23,6 +24,9 @@ from .inside import ANSWER
 from .interpreter import observation
 from .model import ProxyModel
 from .tool_use import Tools
+
+# Compiles the patterns of both here, once, not in every worker that is forked.
+fix_final_answer_code(parse_code_blobs("<code>final_answer(0)</code>", ("<code>", "</code>")))
 
 
 class _AsSampled:
