@@ -125,7 +125,6 @@ HLS = "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("empty.mp4", b"", "cannot be decoded"),
         ("list.mp4", HLS.encode(), "cannot be decoded"),
         ("gone.mp4", None, "No such file"),
         ("../film.mp4", None, "not in the folder"),
@@ -219,7 +218,7 @@ def test_a_confined_process_reaches_nothing() -> None:
     count=st.integers(1, 64),
     every=st.none() | st.floats(0.01, 1e4),
 )
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_moments_are_within_the_part_and_in_order(
     seconds: float, start: float, end: float | None, count: int, every: float | None
 ) -> None:

@@ -121,7 +121,7 @@ def test_the_size_of_every_format_is_known(form: str) -> None:
 
 
 @given(data=st.binary(max_size=300), start=st.sampled_from([b"\xff\xd8", b"GIF89a", b"II*\0", b""]))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_no_bytes_break_the_reading_of_sizes(data: bytes, start: bytes) -> None:
     found = size_of(start + data)
     assert found is None or all(side >= 0 for side in found)

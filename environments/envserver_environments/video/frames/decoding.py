@@ -212,13 +212,15 @@ def main() -> None:
             importlib.import_module(module.name)
     av.logging.set_level(None)
     with open(0, "rb", buffering=0, closefd=False) as file:
-        confining.limit(request.cpu_seconds, request.memory_mb)
-        confining.confine()
         frames: list[tuple[float, bytes]] = []
         try:
+            confining.limit(request.cpu_seconds, request.memory_mb)
+            confining.confine()
             seconds, frames = decoded(av, numpy, file, request)
             told = [{"time": time, "bytes": len(data)} for time, data in frames]
             said: dict[str, Any] = {"seconds": seconds, "frames": told}
+        except OSError as error:
+            said = {"error": f"it cannot be read in a confined process: {error}"[:300]}
         except Refused as refused:
             said = {"error": str(refused)[:300]}
         except MemoryError:
