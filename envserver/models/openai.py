@@ -129,11 +129,12 @@ class OpenAIEngine:
         payload = orjson.dumps(body)
 
         async def once(request: ReplicaRequest) -> Json:
-            async with (
-                self._naming_models(request.replica, body),
-                self._sent(request, path, payload) as response,
-            ):
-                answer = self._decoder.decode(await whole(response))
+            try:
+                async with self._sent(request, path, payload) as response:
+                    answer = self._decoder.decode(await whole(response))
+            except EngineRefused as error:
+                await self._name_models(request.replica, body, error)
+                raise
             if request.was_lost:
                 raise RetryableError(_restarted(request.replica), "busy")
             return answer
@@ -149,14 +150,20 @@ class OpenAIEngine:
         deadline = self._deadline(timeout_seconds)
 
         async def once(request: ReplicaRequest) -> tuple[AsyncExitStack, AsyncGenerator[Json]]:
-            async with self._naming_models(request.replica, body), AsyncExitStack() as stack:
-                response = await stack.enter_async_context(self._sent(request, path, payload))
-                if "text/event-stream" not in response.headers.get("content-type", ""):
-                    self._decoder.decode(await whole(response))
-                    raise EngineGarbage("The engine answered a streamed request without a stream.")
-                chunks = self._chunks(request.replica, response, deadline)
-                first = await anext(chunks, None)
-                return stack.pop_all(), self._handed_out(request, first, chunks)
+            try:
+                async with AsyncExitStack() as stack:
+                    response = await stack.enter_async_context(self._sent(request, path, payload))
+                    if "text/event-stream" not in response.headers.get("content-type", ""):
+                        self._decoder.decode(await whole(response))
+                        raise EngineGarbage(
+                            "The engine answered a stream's request without a stream."
+                        )
+                    chunks = self._chunks(request.replica, response, deadline)
+                    first = await anext(chunks, None)
+                    return stack.pop_all(), self._handed_out(request, first, chunks)
+            except EngineRefused as error:
+                await self._name_models(request.replica, body, error)
+                raise
 
         stack, chunks = await self._calls.until_answered(once, rollout_id, deadline)
         try:
@@ -264,15 +271,10 @@ class OpenAIEngine:
                     await self._connections.check(replica, response)
                     yield response
 
-    @asynccontextmanager
-    async def _naming_models(self, replica: Replica, body: Json) -> AsyncGenerator[None]:
+    async def _name_models(self, replica: Replica, body: Json, error: EngineRefused) -> None:
         """Adds the names of the engine's models to its HTTP 404 for the model of `body`."""
-        try:
-            yield
-        except EngineRefused as error:
-            if error.detail.get("status") == HTTPStatus.NOT_FOUND:
-                error.hint = await self._models_hint(replica, body) or error.hint
-            raise
+        if error.detail.get("status") == HTTPStatus.NOT_FOUND:
+            error.hint = await self._models_hint(replica, body) or error.hint
 
     async def _models_hint(self, replica: Replica, body: Json) -> str:
         """Returns what `replica` serves instead of the model of `body`; "" if it does not say."""

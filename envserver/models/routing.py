@@ -168,6 +168,8 @@ class Replicas:
         Raises:
             EngineUnavailable: there was none until then.
         """
+        if (found := self.pick(rollout_id, avoid)) is not None:
+            return found
         try:
             async with asyncio.timeout_at(patience_until):
                 while (found := self.pick(rollout_id, avoid)) is None:

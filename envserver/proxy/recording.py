@@ -108,7 +108,10 @@ def _call(
 ) -> Call:
     plan = context.prompt
     echoed = engine_answer.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
-    prompt_ids = _ids(plan.ids if echoed is None else echoed)
+    if echoed is None or echoed is plan.ids:
+        echoed, prompt_ids = None, plan.tokens
+    else:
+        prompt_ids = _ids(echoed)
     ids, logprobs = _sampled(engine_answer, choice)
     finish = broken or choice.finish_reason or ""
     size = 0 if ids is None else len(ids)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from envserver_records.records import Message
 
@@ -18,6 +19,59 @@ from .edits import canonical
 from .prepare import prepare, prepare_tools
 
 _REASONING = ("reasoning", "reasoning_content")
+
+
+class RequestHashes:
+    """The hashes of one attempt's requests.
+
+    What a request shares with the one before, the same objects, is not hashed again: a long
+    conversation costs what is new in each turn.
+    """
+
+    def __init__(self) -> None:
+        self._before: _Hashed | None = None
+
+    def of(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        kwargs: Mapping[str, Any],
+        model: str,
+        agent: str | None,
+    ) -> list[bytes]:
+        """Returns the BLAKE2b-128 hash before the first message and after each message.
+
+        Args:
+            messages, tools: not changed later.
+            kwargs: of the chat template.
+
+        Raises:
+            Refused: multimodal, unusual_message, unusual_tool: only the engine can render it.
+        """
+        before, about = self._before, (model, agent)
+        # Variables that are equal may be written differently: 1 and true.
+        if before and before.about == about and before.tools is tools and not kwargs:
+            pairs = zip(before.messages, messages, strict=False)
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
+            chain = before.chain[: shared + 1]
+        else:
+            start = [prepare_tools(list(tools)), sorted(kwargs.items()), model, agent]
+            chain = [_digest(b"", start)]
+        for message in prepare([*messages[len(chain) - 1 :]], parts=False, images="named"):
+            said = {name: value for name, value in message.items() if name not in _REASONING}
+            chain.append(_digest(chain[-1], said))
+        self._before = None if kwargs else _Hashed(messages, tools, about, chain)
+        return chain
+
+
+class _Hashed(NamedTuple):
+    """A request without variables, and its hashes; `about`: its model and agent."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]]
+    about: tuple[str, str | None]
+    chain: list[bytes]
 
 
 def hashes(
@@ -28,20 +82,8 @@ def hashes(
     model: str,
     agent: str | None,
 ) -> list[bytes]:
-    """Returns the BLAKE2b-128 hash before the first message and after each message.
-
-    Args:
-        kwargs: of the chat template.
-
-    Raises:
-        Refused: multimodal, unusual_message, unusual_tool: only the engine can render it.
-    """
-    start = [prepare_tools(list(tools)), sorted(kwargs.items()), model, agent]
-    chain = [_digest(b"", start)]
-    for message in prepare(list(messages), parts=False, images="named"):
-        said = {name: value for name, value in message.items() if name not in _REASONING}
-        chain.append(_digest(chain[-1], said))
-    return chain
+    """Returns the hashes of one request, see `RequestHashes.of`."""
+    return RequestHashes().of(messages, tools, kwargs=kwargs, model=model, agent=agent)
 
 
 def _digest(before: bytes, value: Any) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_records.errors import ConfigError
-from envserver_records.records import Message
+from envserver_records.records import Message, Tokens
 
 from .images import banned_tokens_of, image_token_of
 from .prepare import RESERVED, prepare, prepare_tools, with_defaults
@@ -22,8 +22,10 @@ from .vocabulary import CONFIG, Vocabulary, read_json
 
 _SHAPES_KEPT = 65_536
 _PROMPTS_KEPT = 64
+_LONGEST_KEPT = 131_072
+"""Texts whose ids are remembered, and their most characters: the rollouts of a group begin with
+the same prompt. All together take 25 MB at most where a character takes a byte."""
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Texts whose ids are remembered: the rollouts of a group begin with the same prompt."""
 
 
 class ChatFormat:
@@ -65,7 +67,7 @@ class ChatFormat:
         self._templates = {
             name: ChatTemplate(source, vocabulary.variables) for name, source in templates.items()
         }
-        self._ids = lru_cache(maxsize=_PROMPTS_KEPT)(vocabulary.encode)
+        self._tokens = lru_cache(maxsize=_PROMPTS_KEPT)(vocabulary.tokens)
 
     @classmethod
     def load(cls, folder: Path) -> ChatFormat:
@@ -184,7 +186,16 @@ class ChatFormat:
         kwargs: Mapping[str, Any],
     ) -> list[int]:
         """Returns the prompt's ids. Raises as `render`, and Refused for invalid Unicode."""
-        return list(self._ids(self.prompt_text(messages, tools, kwargs)))
+        ids: list[int] = self.tokens(self.prompt_text(messages, tools, kwargs)).tolist()
+        return ids
+
+    def tokens(self, text: str) -> Tokens:
+        """Returns the ids of a whole prompt, which others may get, too: never change them.
+
+        Raises:
+            Refused: invalid Unicode.
+        """
+        return (self._tokens if len(text) <= _LONGEST_KEPT else self.vocabulary.tokens)(text)
 
     def encode(self, text: str) -> list[int]:
         """See `Vocabulary.encode`."""

@@ -19,7 +19,7 @@ from envserver_records.images import ImageSpan
 from envserver_records.records import Call, Edge, Message, Tokens
 
 from ..tokens_config import Edit
-from .chain import hashes
+from .chain import RequestHashes
 from .chat_format import ChatFormat
 from .comparison import UNREADABLE, Difference, Segment, compare
 from .flags import FLAGS
@@ -49,6 +49,7 @@ class History:
         self._edits = frozenset(edits)
         self._think = think
         self._parents = Parents()
+        self._hashes = RequestHashes()
 
     def plan(
         self,
@@ -69,7 +70,7 @@ class History:
         if not self._format.trusted:
             return PromptPlan()
         try:
-            chain = hashes(messages, tools, kwargs=kwargs, model=model, agent=agent)
+            chain = self._hashes.of(messages, tools, kwargs=kwargs, model=model, agent=agent)
             text = self._format.prompt_text(messages, tools, kwargs)
             text.encode()
         except Refused as refused:
@@ -134,18 +135,21 @@ def same_prompt(
 ) -> bool:
     """Returns whether the engine's prompt equals the plan, up to its `images`. Pure.
 
-    Encodes the whole text of a root, at about 2 ms per 1000 tokens: use a thread for long texts.
+    Encodes the whole text of a new root, at about 2 ms per 1000 tokens: use a thread for long
+    texts.
     """
-    ids = plan.ids
-    if ids is None:
+    if plan.tokens is prompt_ids:
+        return True
+    planned = plan.tokens
+    if planned is None:
         if plan.text is None:
             return True
-        ids = format.encode(plan.text)
+        planned = format.tokens(plan.text)
     seen = prompt_ids
     if images and format.image_token is not None:
         ranges = [(one.offset, one.length) for one in images]
         seen = np.asarray(folded(prompt_ids.tolist(), ranges, format.image_token), np.int32)
-    return np.array_equal(np.asarray(ids, np.int32), seen)
+    return np.array_equal(planned, seen)
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -241,11 +245,15 @@ class _Search:
         self._check(differences)
         call = match.parent.call
         edge = _edge(match, differences)
-        ids = [*self._folded(call), *call.completion_ids.tolist(), *new.ids]
-        if request.images and ids.count(self._format.image_token) != len(request.images):
-            raise Refused("image_count")
+        added = np.asarray(new.ids, np.int32)
+        tokens = np.concatenate([self._folded(call), call.completion_ids, added])
+        if request.images:
+            shown = np.count_nonzero(tokens == self._format.image_token)
+            if shown != len(request.images):
+                raise Refused("image_count")
         return PromptPlan(
-            ids=ids,
+            ids=tokens.tolist(),
+            tokens=tokens,
             text=request.text,
             parent=call.index,
             edge=edge,
@@ -256,19 +264,19 @@ class _Search:
             images=request.images,
         )
 
-    def _folded(self, call: Call) -> list[int]:
+    def _folded(self, call: Call) -> Tokens:
         """Returns the prompt of `call` as it is sent again: with one token for each image.
 
         Raises:
             Refused: image_places: it has images, and where their tokens are is unknown.
         """
-        ids: list[int] = call.prompt_ids.tolist()
         if not urls_of(call.messages):
-            return ids
+            return call.prompt_ids
         if not call.images or self._format.image_token is None:
             raise Refused("image_places")
         ranges = [(one.offset, one.length) for one in call.images]
-        return folded(ids, ranges, self._format.image_token)
+        ids = folded(call.prompt_ids.tolist(), ranges, self._format.image_token)
+        return np.asarray(ids, np.int32)
 
     def _suffix(self, at: int, match: Match) -> Suffix:
         request, call = self._request, match.parent.call

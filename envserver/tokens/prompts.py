@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from envserver_records.records import Edge
+from envserver_records.records import Edge, Tokens
 
 
 class PromptPlan(msgspec.Struct, kw_only=True):
@@ -13,6 +13,7 @@ class PromptPlan(msgspec.Struct, kw_only=True):
 
     Args:
         ids: the whole prompt, with one token for each image; None: the engine renders it.
+        tokens: `ids` as an array, so that nobody converts them again.
         text: the whole prompt as our template renders it; None if unknown.
         parent: index of the continued call, or None.
         edge, refusal: see Call.
@@ -24,6 +25,7 @@ class PromptPlan(msgspec.Struct, kw_only=True):
     """
 
     ids: list[int] | None = None
+    tokens: Tokens | None = None
     text: str | None = None
     parent: int | None = None
     edge: Edge = "root"

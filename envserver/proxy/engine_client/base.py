@@ -8,7 +8,7 @@ chunks: `prompt_token_ids` at the top; `token_ids`, `logprobs` and, if the engin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ class Prompt(Protocol):
     """The planned prompt: its ids, or None if the engine renders it."""
 
     @property
-    def ids(self) -> Sequence[int] | None: ...
+    def ids(self) -> list[int] | None: ...
 
 
 class EngineClient(Protocol):
@@ -179,14 +179,16 @@ def _index(choice: dict[str, Any]) -> int:
     return index
 
 
-def check_prompt(answer: ChatAnswer, sent: Sequence[int], where: str) -> None:
-    """Checks that the engine saw the prompt that it was sent.
+def check_prompt(answer: ChatAnswer, sent: list[int], where: str) -> None:
+    """Checks that the engine saw the prompt that it was sent; puts `sent` itself in its place,
+    which is known to be well-formed.
 
     Raises:
         EngineGarbage: it echoes no prompt or another one.
     """
-    if require(answer, "prompt_token_ids", list, where) != list(sent):
+    if require(answer, "prompt_token_ids", list, where) != sent:
         raise EngineGarbage(f"{where} echoes another prompt than was sent.")
+    answer["prompt_token_ids"] = sent
 
 
 def check_ended(unfinished: set[int]) -> None:

@@ -7,7 +7,7 @@ text is parsed here as the engine parses its own chat answers.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -150,11 +150,11 @@ class CompletionsClient:
         async with session.stream(PATH, streamed(_request(body, prompt.ids))) as chunks:
             yield self._chunks(chunks, body, prompt.ids)
 
-    def _parsed(self, answer: ChatAnswer, body: ChatBody, sent: Sequence[int]) -> ChatAnswer:
+    def _parsed(self, answer: ChatAnswer, body: ChatBody, sent: list[int]) -> ChatAnswer:
         choices = []
         for choice in choices_of(answer, count_of(body), _WHERE):
             check_prompt(choice, sent, _WHERE)
-            message = self._reader.message(require(choice, "text", str, _WHERE), body, list(sent))
+            message = self._reader.message(require(choice, "text", str, _WHERE), body, sent)
             facts = self._facts(choice, body, _WHERE)
             if message.get("tool_calls"):
                 facts["finish_reason"] = "tool_calls"
@@ -166,11 +166,11 @@ class CompletionsClient:
             "model": answer.get("model") or body.get("model"),
             "choices": choices,
             "usage": require(answer, "usage", dict, _WHERE),
-            "prompt_token_ids": list(sent),
+            "prompt_token_ids": sent,
         }
 
     async def _chunks(
-        self, stream: AsyncIterator[ChatAnswer], body: ChatBody, sent: Sequence[int]
+        self, stream: AsyncIterator[ChatAnswer], body: ChatBody, sent: list[int]
     ) -> AsyncIterator[ChatAnswer]:
         begun: set[int] = set()
         unfinished = set(range(count_of(body)))
@@ -182,7 +182,7 @@ class CompletionsClient:
                 if index not in begun:
                     begun.add(index)
                     check_prompt(choice, sent, _CHUNK)
-                    yield {**role_chunk(head, index), "prompt_token_ids": list(sent)}
+                    yield {**role_chunk(head, index), "prompt_token_ids": sent}
                 text = require(choice, "text", str, _CHUNK)
                 delta = {"content": text} if text else {}
                 facts = self._facts(choice, body, _CHUNK)
@@ -219,10 +219,10 @@ class CompletionsClient:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _request(body: ChatBody, ids: Sequence[int]) -> ChatBody:
+def _request(body: ChatBody, ids: list[int]) -> ChatBody:
     request = {name: body[name] for name in body if name in _SHARED}
     request |= {
-        "prompt": list(ids),
+        "prompt": ids,
         # An explicit null: without the field the limit would be 16.
         "max_tokens": max_tokens(body),
         "return_token_ids": True,

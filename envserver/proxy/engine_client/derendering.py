@@ -25,7 +25,7 @@ _CUT = "The engine's tokenized text"
 async def derendered(
     session: EngineSession,
     body: ChatBody,
-    prompt_ids: Sequence[int],
+    prompt_ids: list[int],
     choices: Sequence[dict[str, Any]],
     *,
     reasons: bool,
@@ -53,7 +53,7 @@ async def derendered(
                 "model": body.get("model"),
                 "chat_request": body,
                 "generate_response": {
-                    "prompt_token_ids": list(prompt_ids),
+                    "prompt_token_ids": prompt_ids,
                     "choices": [
                         {
                             "index": index,

@@ -38,7 +38,7 @@ class SentPrompt(NamedTuple):
     """The ids of a prompt as they were sent, with one `image_token` for each image; `grids`: of
     its images."""
 
-    ids: Sequence[int]
+    ids: list[int]
     image_token: int | None = None
     grids: Sequence[Grid] = ()
 
@@ -56,7 +56,7 @@ class SentPrompt(NamedTuple):
         if (
             len(ranges) != len(self.grids)
             or not folds_to(seen, ranges, self.image_token)
-            or folded(seen, ranges, self.image_token) != list(self.ids)
+            or folded(seen, ranges, self.image_token) != self.ids
         ):
             raise EngineGarbage(f"{where} echoes another prompt than was sent.")
         return ranges
@@ -177,8 +177,10 @@ def _logprobs(choice: dict[str, Any], body: ChatBody, where: str) -> dict[str, A
     if not choice["token_ids"] and choice.get("logprobs") is None:
         return None
     logprobs: dict[str, Any] = require(choice, "logprobs", dict, where)
-    wanted = top_logprobs(body)
-    for entry in require(logprobs, "content", list, where):
-        if wanted >= 0:
-            entry["top_logprobs"] = require(entry, "top_logprobs", list, where)[:wanted]
+    content, wanted = require(logprobs, "content", list, where), top_logprobs(body)
+    try:
+        for entry in content if wanted >= 0 else ():
+            entry["top_logprobs"] = entry["top_logprobs"][:wanted]
+    except (TypeError, KeyError):
+        raise EngineGarbage(f"{where} holds a token without top_logprobs.") from None
     return logprobs

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -41,7 +40,7 @@ class RenderCache:
         if len(self._cache) > _MOST_FRAMES:
             self._cache.popitem(last=False)
 
-    def request(self, body: ChatBody, ids: Sequence[int]) -> ChatBody | None:
+    def request(self, body: ChatBody, ids: list[int]) -> ChatBody | None:
         """Returns the request for `body` with the prompt `ids`, or None if no such body is
         cached."""
         key = _key(body)
@@ -52,7 +51,7 @@ class RenderCache:
         return with_prompt(frame, body, ids)
 
 
-def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: Sequence[int]) -> ChatBody:
+def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: list[int]) -> ChatBody:
     """Returns a rendered request with another prompt, and with the seed, limit and so on of `body`.
 
     The rendered limit is what the rendered prompt leaves of the context. It is removed, so that the
@@ -64,7 +63,7 @@ def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: Sequence[int]) -> Cha
         sampling.pop(name, None)
         if value is not None:
             sampling[name] = value
-    request = {**rendered, "token_ids": list(ids), "sampling_params": sampling}
+    request = {**rendered, "token_ids": ids, "sampling_params": sampling}
     request.pop("request_id", None)
     return request
 

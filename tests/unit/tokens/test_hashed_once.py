@@ -1,0 +1,54 @@
+"""What a conversation or a group shares is hashed and encoded once, with the same result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from envserver_records.records import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.extent import examples
+from support.templates import CHATML, chat_format, tool
+
+from envserver.tokens.chain import RequestHashes, hashes
+
+MESSAGES: list[Message] = [
+    {"role": role, "content": content} for role in ("user", "assistant") for content in ("a", "b")
+]
+TOOLS: list[list[dict[str, Any]]] = [[], [tool("search")], [tool("search")]]
+REQUESTS = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from(MESSAGES), max_size=5),
+        st.sampled_from(TOOLS),
+        st.sampled_from([{}, {"n": 1}, {"n": True}]),
+        st.sampled_from([None, "critic"]),
+    ),
+    max_size=6,
+)
+
+
+@given(REQUESTS)
+@settings(max_examples=examples(60))
+def test_hashes_do_not_depend_on_earlier_requests(requests: list[Any]) -> None:
+    known = RequestHashes()
+    for messages, tools, kwargs, agent in requests:
+        about = {"kwargs": kwargs, "model": "m", "agent": agent}
+        assert known.of(messages, tools, **about) == hashes(messages, tools, **about)
+
+
+def test_a_conversation_hashes_only_its_new_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    about: dict[str, Any] = {"kwargs": {}, "model": "m", "agent": None}
+    known, tools = RequestHashes(), [tool("search")]
+    known.of(MESSAGES[:3], tools, **about)
+    monkeypatch.setattr("envserver.tokens.chain.canonical", lambda value: seen.append(value) or "")
+    known.of(MESSAGES, tools, **about)
+    assert seen == MESSAGES[3:]
+
+
+def test_a_group_encodes_its_first_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = chat_format(CHATML)
+    first = form.tokens("What is 2 + 2?")
+    monkeypatch.setattr(form.vocabulary, "encode", lambda text: pytest.fail("encoded again"))
+    assert form.tokens("What is 2 + 2?") is first
