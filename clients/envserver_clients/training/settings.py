@@ -42,6 +42,11 @@ def _weights(given: object) -> object:
     return {name.strip(): weight for name, _, weight in pairs}
 
 
+def _names(given: object) -> object:
+    """Reads `name,name` of a flag."""
+    return [one for one in given.split(",") if one] if isinstance(given, str) else given
+
+
 class TrainerSettings(BaseModel):
     """Trains with GRPO: gets groups from a server and transfers weights to the engine."""
 
@@ -62,6 +67,9 @@ class TrainerSettings(BaseModel):
     """Protocol for groups; the Atropos wire does not report policy versions."""
     run: str = "grpo"
     """Name of this trainer's run at the server."""
+    environments: Annotated[list[str], BeforeValidator(_names)] = []
+    """Names of the server's environments to learn from, with commas; others stay for other
+    trainers. Default: all."""
     token: str = ""
     """Access token of the server. Default: the variable ENVSERVER_TOKEN."""
 
@@ -80,6 +88,10 @@ class TrainerSettings(BaseModel):
 
     groups: int = Field(default=8, ge=1)
     """Groups per batch, which is one optimizer step."""
+    dynamic_sampling: bool = False
+    """Learn from batches that are full of groups that teach: those whose rewards are all equal are
+    set aside, and others take their places (DAPO). The server does the same for all its trainers by
+    --env.ensure_scores_are_not_same."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories per group; only used by the Atropos wire."""
     max_tokens: int = Field(default=8192, ge=1)
@@ -250,6 +262,8 @@ class TrainerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _what_needs_something_else(self) -> Self:
+        if self.dynamic_sampling and self.wire == "atropos":
+            raise ValueError("dynamic_sampling needs the native wire, which can set groups aside")
         if "gdpo" in self.objective.split("+") and not self.reward_weights:
             raise ValueError("objective gdpo needs reward_weights, such as correct=1,format=0.5")
         sends = self.weights != "files" and not self.lora_rank

@@ -18,6 +18,7 @@ from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import Retries, SyncEnvClient
 from envserver_clients.records import Batch, ClientGroup
 
+from .advantages import AdvantageSettings, group_advantages
 from .checkpoints import CheckpointInfo
 from .settings import TrainerSettings
 
@@ -48,11 +49,19 @@ class NativeSource:
     Args:
         client: an open client.
         idle_seconds: end after this time without a batch.
+        sampling: replace groups whose advantages by these rules are all 0; None: keep them.
     """
 
-    def __init__(self, client: SyncEnvClient, *, idle_seconds: float) -> None:
+    def __init__(
+        self,
+        client: SyncEnvClient,
+        *,
+        idle_seconds: float,
+        sampling: AdvantageSettings | None = None,
+    ) -> None:
         self._client = client
         self._idle_seconds = idle_seconds
+        self._sampling = sampling
 
     def resume(self, saved: CheckpointInfo) -> None:
         if saved.step == 0:
@@ -82,10 +91,13 @@ class NativeSource:
         while time.monotonic() - last < self._idle_seconds:
             # Short waits: a trainer that must stop should not wait long for the answer.
             if batch := self._client.lease(wait_seconds=_WAIT_SECONDS):
-                if self._is_usable(batch):
-                    yield batch
-                else:
+                if not self._is_usable(batch):
                     self._client.ack(batch)
+                elif self._replaces(batch):
+                    # The others are the first of the next lease.
+                    self._client.nack(batch, reason="dynamic sampling")
+                else:
+                    yield batch
                 last = time.monotonic()
 
     def _is_usable(self, batch: Batch) -> bool:
@@ -94,6 +106,20 @@ class NativeSource:
             log.error("groups are set aside: %s", "; ".join(unread.values()))
             self._client.set_aside(batch, list(unread), reason="unreadable")
         return bool(batch.groups)
+
+    def _replaces(self, batch: Batch) -> bool:
+        """Sets groups aside that teach nothing; returns whether there were any."""
+        rules = self._sampling
+        if rules is None:
+            return False
+        equal = [
+            group.group_id
+            for group in batch.groups
+            if not any(one.teaches for one in group_advantages(group.rows, rules))
+        ]
+        if equal:
+            self._client.set_aside(batch, equal, reason="equal rewards")
+        return bool(equal)
 
     def done(self, batch: Batch, checkpoint: str | None) -> None:
         self._client.ack(batch, checkpoint=checkpoint)
@@ -164,10 +190,12 @@ def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, Sy
     client = SyncEnvClient(
         settings.server,
         run=settings.run,
+        environments=settings.environments,
         batch_size=settings.groups,
         token=settings.token or None,
         keep_leases_seconds=_LEASE_SECONDS,
         retries=_PATIENT,
     )
     stack.enter_context(client)
-    return NativeSource(client, idle_seconds=idle_seconds), client
+    sampling = settings.examples().advantages if settings.dynamic_sampling else None
+    return NativeSource(client, idle_seconds=idle_seconds, sampling=sampling), client

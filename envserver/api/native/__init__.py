@@ -93,7 +93,12 @@ def native_routes(
     add_policy_routes(router, policy)
     add_status_routes(router, store, atropos, policy, joined, status)
     add_session_routes(router, logins)
-    add_source_routes(router, present, makes_rollouts=orders is not None)
+    add_source_routes(
+        router,
+        present,
+        makes_rollouts=orders is not None,
+        evaluated=lambda: evaluations is not None and bool(evaluations.listed()),
+    )
     if evaluations is not None:
         add_evaluation_routes(router, evaluations)
     if recorder is not None:

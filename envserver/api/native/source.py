@@ -14,6 +14,7 @@ from .answers import answers, json_answer
 
 _PARTS: Final = ("overview", "groups", "tasks", "runs", "workers", "failures", "alarms")
 _OF_ROLLOUTS: Final = ("engines",)
+_OF_EVALUATIONS: Final = ("held_out",)
 _MOST_NAMED: Final = 3
 
 
@@ -32,13 +33,18 @@ class SourceAnswer(Described):
 
 
 def add_source_routes(
-    router: APIRouter, names: Callable[[], Iterable[str]], *, makes_rollouts: bool
+    router: APIRouter,
+    names: Callable[[], Iterable[str]],
+    *,
+    makes_rollouts: bool,
+    evaluated: Callable[[], bool],
 ) -> None:
     """Adds the route.
 
     Args:
         names: returns the names of the environments.
         makes_rollouts: whether this server has an engine and makes rollouts itself.
+        evaluated: returns whether there are evaluations of held-out tasks.
     """
 
     @router.get("/v1/source", responses=answers(SourceAnswer, what="What can be looked at."))
@@ -49,7 +55,11 @@ def add_source_routes(
                 "kind": "server",
                 "title": _title(sorted(names())),
                 "live": True,
-                "parts": [*_PARTS, *(_OF_ROLLOUTS if makes_rollouts else ())],
+                "parts": [
+                    *_PARTS,
+                    *(_OF_ROLLOUTS if makes_rollouts else ()),
+                    *(_OF_EVALUATIONS if evaluated() else ()),
+                ],
                 "version": __version__,
                 "replay_source": None,
             }

@@ -8,6 +8,7 @@ import { Engines } from "./pages/engines";
 import { EvaluationsPage } from "./pages/evaluations";
 import { Failures } from "./pages/failures";
 import { GroupsRoutes } from "./pages/groups_routes";
+import { HeldOut } from "./pages/held_out";
 import { Login } from "./pages/login";
 import { Overview } from "./pages/overview";
 import { Runs } from "./pages/runs";
@@ -29,6 +30,7 @@ const PAGES: Record<string, { part: string; title: string; page: () => JSX.Eleme
   "": { part: "overview", title: "Overview", page: Overview },
   evaluations: { part: "evaluations", title: "Evaluations", page: EvaluationsPage },
   comparison: { part: "comparison", title: "Comparison", page: ComparisonPage },
+  held_out: { part: "held_out", title: "Held out", page: HeldOut },
   groups: { part: "groups", title: "Groups", page: GroupsRoutes },
   tasks: { part: "tasks", title: "Tasks", page: TasksRoutes },
   compare: { part: "groups", title: "Compare", page: Compare, isHidden: true },

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import islice
+from pathlib import Path
 from typing import cast
 
+import httpx
+import pytest
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.records import Batch, ClientGroup
-from envserver_clients.training.sources import NativeSource
+from envserver_clients.training.checkpoints import CheckpointInfo
+from envserver_clients.training.settings import TrainerSettings, from_flags
+from envserver_clients.training.sources import NativeSource, open_source
+from support.commands import free_port, running
 
 
 def test_the_trainer_sets_unreadable_groups_aside() -> None:
@@ -44,3 +51,25 @@ def unreadable(group_id: str) -> ClientGroup:
 def posted(group_id: str) -> ClientGroup:
     body = b'{"tokens":[[1]],"masks":[[1]],"scores":[1]}'
     return ClientGroup(group_id, "e", "atropos", -1, memoryview(body))
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_groups_that_teach_nothing_are_replaced_before_a_batch_is_learned(
+    tmp_path: Path, dynamic: bool
+) -> None:
+    """A real server: the batch is full, and only this run's queue loses the others."""
+    rewards = {"a": (0, 1), "b": (1, 1), "c": (0, 0), "d": (1, 0), "e": (0, 1)}
+    with running("run-api", "--port", free_port(), folder=tmp_path) as api, ExitStack() as stack:
+        url = api.wait_for(r"http://127\.0\.0\.1:\d+")[0]
+        flags = ["--model", "m", "--output", "o", "--server", url, "--groups", "2"]
+        flags += ["--dynamic-sampling"] if dynamic else []
+        settings = from_flags(TrainerSettings, flags, program="grpo")
+        source, _ = open_source(settings, stack)
+        source.resume(CheckpointInfo(step=0, version=0))
+        for scores in rewards.values():
+            body = {"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": scores}
+            httpx.post(f"{url}/scored_data", json=body).raise_for_status()
+        batch = next(source.batches())
+        taught = [tuple(row.reward for row in group.rows) for group in batch.groups]
+        assert taught == ([(0, 1), (1, 0)] if dynamic else [(0, 1), (1, 1)])
+        source.done(batch, None)

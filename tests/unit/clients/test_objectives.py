@@ -81,6 +81,7 @@ def test_settings_that_are_given_take_precedence_and_names_are_joined() -> None:
         (["--least-rate", "1e-6"], "constant has no schedule_steps or least_rate"),
         (["--schedule", "cosine"], "needs schedule_steps or steps"),
         (["--schedule", "linear", "--steps", "5"], "within the warm-up"),
+        (["--dynamic-sampling", "--wire", "atropos"], "needs the native wire"),
         (["--engine", "server"], "needs weights gloo or nccl"),
         (["--engine", "server", "--weights", "gloo", "--lora-rank", "4"], "no LoRA"),
     ],

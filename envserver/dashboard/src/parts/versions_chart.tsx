@@ -1,4 +1,4 @@
-// Rewards of a task over policy versions (or over time): a dot a rollout, a line through the means.
+// Rewards of groups or evaluations over policy versions (or over time): a dot a rollout, a line through the means.
 
 import type { GroupRow } from "../records";
 import { clock, number } from "../text";
@@ -9,12 +9,15 @@ const HEIGHT = 200;
 const LEFT = 44;
 const BOTTOM = 22;
 
-export function VersionsChart({ groups, linkOf }: { groups: GroupRow[]; linkOf: (row: GroupRow) => string }) {
+/** What is drawn of a group, or of an evaluation. */
+type Drawn = Pick<GroupRow, "group_id" | "policy_version" | "created_at" | "size" | "rewards" | "reward_mean" | "reward_min" | "reward_max">;
+
+export function VersionsChart<Row extends Drawn>({ groups, linkOf, of = "groups" }: { groups: Row[]; linkOf: (row: Row) => string; of?: string }) {
   const scored = groups.filter((row) => row.reward_mean !== null).toSorted((a, b) => a.created_at - b.created_at);
   if (scored.length === 0) return null;
   const width = innerWidth < 560 ? NARROW : WIDE;
   const byVersion = new Set(scored.map((row) => row.policy_version)).size > 1;
-  const xOf = (row: GroupRow) => (byVersion ? row.policy_version : row.created_at);
+  const xOf = (row: Drawn) => (byVersion ? row.policy_version : row.created_at);
   const xs = scored.map(xOf);
   const ys = scored.flatMap((row) => [row.reward_min ?? 0, row.reward_max ?? 0]);
   const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
@@ -25,7 +28,7 @@ export function VersionsChart({ groups, linkOf }: { groups: GroupRow[]; linkOf: 
   const say = (x: number) => (byVersion ? `version ${x}` : clock(x));
   return (
     <figure class="versions">
-      <svg viewBox={`0 0 ${width} ${HEIGHT}`} role="group" aria-label={`Rewards of ${scored.length} groups over ${byVersion ? "policy versions" : "time"}`}>
+      <svg viewBox={`0 0 ${width} ${HEIGHT}`} role="group" aria-label={`Rewards of ${scored.length} ${of} over ${byVersion ? "policy versions" : "time"}`}>
         {[y0, (y0 + y1) / 2, y1].map((y) => (
           <g key={y}>
             <line class="rule" x1={LEFT} x2={width} y1={top(y)} y2={top(y)} />
@@ -56,12 +59,12 @@ export function VersionsChart({ groups, linkOf }: { groups: GroupRow[]; linkOf: 
 }
 
 /** Different rewards of a group. */
-function dotsOf(row: GroupRow): number[] {
+function dotsOf(row: Drawn): number[] {
   return [...new Set((row.rewards ?? []).filter((one): one is number => one !== null))];
 }
 
 /** The mean at each x, in order. */
-function meansOf(groups: GroupRow[], xOf: (row: GroupRow) => number): [number, number][] {
+function meansOf<Row extends Drawn>(groups: Row[], xOf: (row: Row) => number): [number, number][] {
   const at = new Map<number, number[]>();
   for (const row of groups) at.set(xOf(row), [...(at.get(xOf(row)) ?? []), row.reward_mean!]);
   return [...at.entries()].sort(([a], [b]) => a - b).map(([x, means]) => [x, means.reduce((sum, one) => sum + one, 0) / means.length]);
