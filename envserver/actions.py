@@ -2,7 +2,8 @@
 
 In a worker: any values -> JSON of bounded size (`encode`). On the server: `Steps` takes batches of
 these in order, each step once however often it comes, and gives dicts with `step` (1 to n),
-`tool`, `input`, `output` and `ts` (seconds, never falling). What is cut off is marked.
+`tool`, `input`, `output`, `ts` (seconds, never falling), and `error` where there was one. What is
+cut off is marked.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HEAD_CHARACTERS = 4000
 _MANY_LEVELS = 100
 
 
-def encode(tool: str, input: Any, output: Any, ts: float) -> bytes:
+def encode(tool: str, input: Any, output: Any, ts: float, error: str = "") -> bytes:
     """One step as JSON.
 
     Raises:
@@ -36,11 +37,12 @@ def encode(tool: str, input: Any, output: Any, ts: float) -> bytes:
     if not isinstance(tool, str) or not tool.strip():
         raise ValueError("an action needs the name of a tool")
     name = _json(tool.strip()[:MAX_TOOL_CHARACTERS])
-    return b'{"tool":%b,"ts":%b,"input":%b,"output":%b}' % (
+    return b'{"tool":%b,"ts":%b,"input":%b,"output":%b,"error":%b}' % (
         name,
         _json(ts),
         _bounded(_json(input)),
         _bounded(_json(output)),
+        _json(error[:_HEAD_CHARACTERS]),
     )
 
 
@@ -54,6 +56,7 @@ class _Sent(msgspec.Struct):
     ts: float
     input: msgspec.Raw
     output: msgspec.Raw
+    error: str = ""
 
 
 class _Batch(msgspec.Struct):
@@ -96,10 +99,10 @@ class Steps:
         if not dropped:
             return list(self._taken)
         ts = self._taken[-1]["ts"] if self._taken else 0.0
-        return [*self._taken, _step(len(self._taken) + 1, CUT, ts, {"steps": dropped}, None)]
+        return [*self._taken, _step(len(self._taken) + 1, CUT, ts, {"steps": dropped}, None, "")]
 
     def _add(self, step: _Sent) -> None:
-        size = len(step.input) + len(step.output)
+        size = len(step.input) + len(step.output) + len(step.error)
         if len(self._taken) >= MAX_STEPS or self._bytes + size > MAX_BYTES:
             self._dropped += 1
             return
@@ -108,11 +111,14 @@ class Steps:
         ts = max(before, step.ts) if math.isfinite(step.ts) else before
         tool = step.tool.strip()[:MAX_TOOL_CHARACTERS] or "unnamed"
         number = len(self._taken) + 1
-        self._taken.append(_step(number, tool, ts, _value(step.input), _value(step.output)))
+        error = step.error[:_HEAD_CHARACTERS]
+        made = _step(number, tool, ts, _value(step.input), _value(step.output), error)
+        self._taken.append(made)
 
 
-def _step(number: int, tool: str, ts: float, input: Any, output: Any) -> dict[str, Any]:
-    return {"step": number, "tool": tool, "input": input, "output": output, "ts": ts}
+def _step(number: int, tool: str, ts: float, input: Any, output: Any, error: str) -> dict[str, Any]:
+    made = {"step": number, "tool": tool, "input": input, "output": output, "ts": ts}
+    return made | {"error": error} if error else made
 
 
 def _value(raw: msgspec.Raw) -> Any:

@@ -236,11 +236,17 @@ class Rollout(Protocol):
         rollout has the flag `metrics_left_out`.
         """
 
-    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
+    def log_action(
+        self, tool: str, input: Any = None, output: Any = None, *, error: str = ""
+    ) -> None:
         """Records one step for readers and for data: the tool, its input and its output.
 
         Steps are kept in order (`result.actions`, the unified trajectory), also if the rollout is
         cut off. Input and output are JSON-like. Very long values and steps after the first few
         thousand are truncated and marked. Rewards must not depend on steps: the agent's process
         writes them.
+
+        Args:
+            error: why the step failed or was refused, which is no output: no training row is made
+                of such a step.
         """

@@ -44,7 +44,13 @@ def run(argv: list[str]) -> int:
         f"{report.below} below the minimum reward",
         f"{report.without_template} actions without a template",
         f"{report.empty} empty actions",
+        f"{report.errors} failed or refused actions",
+        f"{report.blank} with an empty placeholder",
     ]
+    for domain, tools in sorted(report.yields.items()):
+        rows = ", ".join(f"{tool} {count:,}" for tool, count in sorted(tools.items()))
+        line = f"{domain}: {sum(tools.values()):,} rows ({rows or 'no action became one'})"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{'; '.join(left_out)}.", highlight=False)
     console.print(f"In {settings.out}", highlight=False, markup=False, soft_wrap=True)
     if settings.upload is not None:

@@ -57,6 +57,7 @@ SCHEMA: Json = {
                     "step": {"type": "integer", "minimum": 1},
                     "tool": _NAME,
                     "ts": {"type": "number"},
+                    "error": {"type": "string"},
                 },
             },
         },

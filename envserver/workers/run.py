@@ -280,8 +280,10 @@ class AttemptRun:
         at = time.monotonic()
         self.rewards.append({"value": number, "at": at, "turn": turn, "agent": agent})
 
-    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
-        step = encode(tool, input, output, time.time())
+    def log_action(
+        self, tool: str, input: Any = None, output: Any = None, *, error: str = ""
+    ) -> None:
+        step = encode(tool, input, output, time.time(), error)
         self._loop.call_soon_threadsafe(self._uploader.step, step)
 
     def end(self) -> None:

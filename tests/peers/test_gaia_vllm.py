@@ -49,7 +49,7 @@ def test_an_ordinary_run_is_one_sequence(
             api_key=seat.attempt.key,
             model=seat.model,
             deadline=time.time() + 120,
-            log_action=lambda *step: None,
+            log_action=lambda *step, **more: None,
         )
         rules = AgentOptions(agent=kind, max_steps=STEPS)  # type: ignore[arg-type]
         done = asyncio.run(solve(task, run, rules, extra=extra))

@@ -26,7 +26,9 @@ class Scripted:
     def open_sandbox(self, spec: SandboxSpec) -> Any:
         return self._rooms.open(spec)
 
-    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None: ...
+    def log_action(
+        self, tool: str, input: Any = None, output: Any = None, *, error: str = ""
+    ) -> None: ...
 
     def log_metric(self, name: str, value: float) -> None:
         self.metrics[name] = value

@@ -38,7 +38,9 @@ class Seat:
         assert name == "judge"
         return {"verdicts": await self.judge(arguments["messages"])}
 
-    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
+    def log_action(
+        self, tool: str, input: Any = None, output: Any = None, *, error: str = ""
+    ) -> None:
         self.actions.append((tool, input, output))
 
     def log_metric(self, name: str, value: float) -> None:

@@ -78,8 +78,8 @@ async def _plan(
         else:
             run.log_action("plan", {"query": task.public["query"]}, as_json(plan))
             return plan
-        told = {"error": problem.kind, "message": str(problem), "text": reply.content}
-        run.log_action("plan", {"query": task.public["query"]}, told)
+        why = f"{problem.kind}: {problem}"
+        run.log_action("plan", {"query": task.public["query"]}, reply.content, error=why)
         if not repair or output["repaired"] or output["cut_off"]:
             return None
         output["repaired"] = True

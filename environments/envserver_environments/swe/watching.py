@@ -34,7 +34,7 @@ def _watched(tool: Tool, run: Rollout, asks: bool) -> Tool:
             said = tool.function(**arguments)
             text = said if isinstance(said, str) else await said
         except ToolError as error:
-            run.log_action(tool.name, arguments, f"Error: {error}")
+            run.log_action(tool.name, arguments, error=str(error))
             raise
         run.log_action(tool.name, arguments, _output(tool.name, text))
         return text

@@ -54,7 +54,7 @@ async def solve(task: PublicTask, run: Rollout, domain: Domain, manner: Manner) 
     episode = Episode(domain, known, manner.rules)
     begun = len(episode.messages)
     prompt = agent_prompt(domain.policy, task.public.get("context", ""))
-    told = {"domain": domain.name, "task_id": known.id}
+    told = {"path": f"{domain.name}/{known.id}"}
     run.log_action("load_context", told, prompt[:_SHOWN_CHARACTERS])
     sides: dict[Requestor, Speaker] = {
         "assistant": _assistant(run, prompt, episode, manner.protocol),
@@ -104,7 +104,9 @@ def _log(run: Rollout, speaker: Requestor, utterance: Utterance, results: list[T
         return
     prefix = "tool" if speaker == "assistant" else "user_tool"
     for call, result in zip(utterance.calls, results, strict=True):
-        run.log_action(f"{prefix}:{call['name']}", call["arguments"], result["content"])
+        failed = result["content"] or "failed" if result.get("error") else ""
+        output = None if failed else result["content"]
+        run.log_action(f"{prefix}:{call['name']}", call["arguments"], output, error=failed)
 
 
 def _last_words(messages: list[TauMessage]) -> str:

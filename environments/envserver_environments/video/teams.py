@@ -50,6 +50,8 @@ _MODALITY_NAMES: dict[str, str] = {
     FRAMES: "frames of the video",
 }
 _NO_ANSWER = "(no answer)"
+_BEGINNING = 300
+"""Characters of what is known of a video that its first action shows."""
 T = TypeVar("T")
 
 
@@ -79,7 +81,8 @@ async def solve(task: PublicTask, run: Rollout, rules: TeamOptions) -> dict[str,
         answer = await _blind(public, run)
     else:
         context = VideoContext.of_json(public["context"] or {})
-        run.log_action("load_context", {"video": public["video"]}, f"{context.characters} chars")
+        told = (line.text for name in context.modalities for line in context.lines(name))
+        run.log_action("load_context", {"path": public["video"]}, " ".join(told)[:_BEGINNING])
         team = _Team(run, rules, public, context)
         answer, experts = await team.solve()
     answers = {name: expert.words for name, expert in experts.items()}

@@ -60,7 +60,7 @@ def run_of(seat: Seat, seconds: float = 60.0) -> Any:
         api_key=seat.attempt.key,
         model=seat.model,
         deadline=time.time() + seconds,
-        log_action=lambda *step: None,
+        log_action=lambda *step, **more: None,
     )
 
 

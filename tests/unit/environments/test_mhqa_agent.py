@@ -56,7 +56,9 @@ class ScriptedRun:
         turn = self.turns.pop(0)
         return Reply(turn["content"], turn.get("tool_calls", []), self.finish_reason, turn)
 
-    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
+    def log_action(
+        self, tool: str, input: Any = None, output: Any = None, *, error: str = ""
+    ) -> None:
         self.actions.append((tool, input, output))
 
     def log_metric(self, name: str, value: float) -> None:

@@ -89,7 +89,9 @@ class Played:
 
     def log_metric(self, name: str, value: float) -> None: ...
 
-    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
+    def log_action(
+        self, tool: str, input: Any = None, output: Any = None, *, error: str = ""
+    ) -> None:
         self.actions.append(tool)
 
 

@@ -103,7 +103,9 @@ class Scripted:
         self.open_sandbox = rooms.open
         self._said = iter(f"So:\n```bash\n{command}\n```" for command in commands)
 
-    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None: ...
+    def log_action(
+        self, tool: str, input: Any = None, output: Any = None, *, error: str = ""
+    ) -> None: ...
 
     def log_metric(self, name: str, value: float) -> None:
         """Nobody looks at it."""

@@ -82,7 +82,9 @@ class Scripted:
         reason = "length" if agent in self.cut else "stop"
         return Reply(message["content"], message.get("tool_calls", []), reason, message)
 
-    def log_action(self, tool: str, input: Any = None, output: Any = None) -> None:
+    def log_action(
+        self, tool: str, input: Any = None, output: Any = None, *, error: str = ""
+    ) -> None:
         json.dumps([input, output])
         self.actions.append({"tool": tool, "input": input, "output": output})
 

@@ -135,11 +135,41 @@ def test_rows_their_order_and_their_split_are_those_of_the_script(
 
 def test_what_is_no_text_is_written_as_json_and_nothing_at_all_is_no_row(tmp_path: Path) -> None:
     (tmp_path / "templates.yaml").write_text(TEMPLATES)
-    said = [({"é": 1}, '{"é": 1}'), (None, "null"), ([], "[]"), (0, "0"), (" ", " "), ("", None)]
-    docs = [_trajectory(f"video-{n}", ("load_context", {}, o)) for n, (o, _) in enumerate(said)]
+    said = [({"é": 1}, '{"é": 1}'), (None, None), ([], "[]"), (0, "0"), (" ", " "), ("", None)]
+    docs = [
+        _trajectory(f"video-{n}", ("load_context", {"path": "a"}, o))
+        for n, (o, _) in enumerate(said)
+    ]
     rows = _build(_write(tmp_path / "unified", *docs), tmp_path / "out")
     outputs = {row["meta"]["task_id"]: row["output"] for part in rows.values() for row in part}
     assert outputs == {f"video-{n}": text for n, (_, text) in enumerate(said) if text is not None}
+
+
+def test_failures_and_blanks_are_no_rows_and_domains_and_prefixes_have_templates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "templates.yaml").write_text(
+        "tools:\n  reason: {instruction: 'T: {question}'}\n  open: {instruction: 'P: {path}'}\n"
+        "  'tool:*': {instruction: 'T: {question}', response_from: action_call}\n"
+        "domains:\n  math:\n    reason: {instruction: 'M: {question}'}\n"
+    )
+    refused = _trajectory("tau-1", ("tool:pay", {"to": "Ida"}, None), ("open", {}, "words"))
+    refused["actions"][0]["error"] = "no such customer"
+    older = _trajectory("router-1", ("reason", {}, {"error": "json", "message": "no plan"}))
+    paid = _trajectory("tau-2", ("tool:pay", {"to": "Ida"}, "paid"), ("reason", {}, "so"))
+    own = _trajectory("math-1", ("reason", {}, "so"))
+    files = _build(_write(tmp_path / "unified", refused, older, paid, own), tmp_path / "out")
+    rows = {
+        (row["tool"], row["instruction"][:2], row["output"])
+        for part in files.values()
+        for row in part
+    }
+    call = '{"name": "pay", "arguments": {"to": "Ida"}}'
+    assert rows == {("tool", "T:", call), ("reason", "T:", "so"), ("reason", "M:", "so")}
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 failed or refused actions; 1 with an empty placeholder" in said
+    assert "tau: 2 rows (reason 1, tool 1)" in said
+    assert "router: 0 rows (no action became one)" in said
 
 
 def test_rows_of_a_task_stand_on_one_side_over_all_tools(unified: Path, tmp_path: Path) -> None:

@@ -62,6 +62,9 @@ class Report:
         summary: {tool: {"train", "val"}}: numbers of rows.
         read, below: trajectories; those whose reward was too low.
         without_template, empty: actions without a row.
+        errors: actions that failed or were refused, which nobody should learn.
+        blank: rows left out because a placeholder of their instruction was empty.
+        yields: {domain: {tool: rows}}.
     """
 
     summary: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -69,6 +72,9 @@ class Report:
     below: int = 0
     without_template: int = 0
     empty: int = 0
+    errors: int = 0
+    blank: int = 0
+    yields: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def build(
@@ -97,7 +103,8 @@ def build(
             raise InputError(
                 f"None of {report.read} trajectories has an action that became a row: "
                 f"{report.below} below the minimum reward; {report.without_template} actions "
-                f"without a template, {report.empty} without text.",
+                f"without a template, {report.empty} without text, {report.errors} failed, "
+                f"{report.blank} with an empty placeholder.",
                 hint="See the tools in the file of templates.",
             )
         held = _split({tool: rows.groups for tool, rows in tools.items()}, choice)
@@ -126,17 +133,33 @@ def rows_of(
     """
     choice, report = choice or Choice(), report or Report()
     actions = [one for one in trajectory.get("actions") or [] if isinstance(one, dict)]
+    domain = str(trajectory.get("domain"))
+    counts = report.yields.setdefault(domain, {})
     for number, action in enumerate(actions):
-        template = templates.tools.get(str(action.get("tool")))
-        if template is None:
+        found = templates.find(domain, str(action.get("tool")))
+        if found is None:
             report.without_template += 1
+            continue
+        tool, template = found
+        if _failed(action):
+            report.errors += 1
             continue
         output = response_of(template, action)
         if not output:
             report.empty += 1
             continue
         asked = instruction_of(template, trajectory, action, actions[:number], choice.shown)
-        yield _row(trajectory, action, asked, output, choice.form)
+        if asked is None:
+            report.blank += 1
+            continue
+        counts[tool] = counts.get(tool, 0) + 1
+        yield _row(trajectory, action, tool, asked, output, choice.form)
+
+
+def _failed(action: Json) -> bool:
+    """Returns whether it failed or was refused; older files say so in its output."""
+    output = action.get("output")
+    return bool(action.get("error") or (isinstance(output, dict) and output.get("error")))
 
 
 def reward_of(trajectory: Json) -> float | None:
@@ -208,8 +231,8 @@ def _split(groups: dict[str, list[str]], choice: Choice) -> dict[str, Held]:
     )
 
 
-def _row(trajectory: Json, action: Json, asked: str, output: str, form: Form) -> Json:
-    tool, task_id, domain = action["tool"], trajectory.get("task_id"), trajectory.get("domain")
+def _row(trajectory: Json, action: Json, tool: str, asked: str, output: str, form: Form) -> Json:
+    task_id, domain = trajectory.get("task_id"), trajectory.get("domain")
     if form == "rows":
         meta = {"task_id": task_id, "domain": domain, "step": action.get("step")}
         return {"tool": tool, "instruction": asked, "output": output, "meta": meta}

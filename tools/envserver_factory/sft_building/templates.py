@@ -5,12 +5,16 @@ In: a YAML file (`configs/sft_templates.yaml`):
     tools:
       reason:
         instruction: "Task: {question}\nContext: {context}"
-        response_from: action_output          # or action_input.command, action_input.a.b
+        response_from: action_output     # or action_input.command, action_input.a.b, action_call
         postprocess: {keep_first_bash_block: true}
+      "tool:*": ...                      # all tools whose names begin so; rows of "tool"
+    domains:
+      math:
+        reason: ...                      # in place of the one above, for this domain
 
 Out: for each action with text whose tool has a template, an instruction and an output.
 Placeholders: {question}; {context}, the outputs of earlier actions; {notes}, those of earlier hops
-(`reason_hop`); {path}, from its input. Pure but for reading the file.
+(`reason_hop`); {path} and others, from its input. Pure but for reading the file.
 """
 
 from __future__ import annotations
@@ -32,9 +36,10 @@ from envserver.shipped import shipped
 Json = dict[str, Any]
 
 HOP = "reason_hop"
-_PLACEHOLDERS = ("question", "context", "notes", "path")
+_MAY_BE_EMPTY = ("context", "notes")
+_PLACEHOLDERS = ("question", *_MAY_BE_EMPTY, "path")
 _BASH_BLOCK = re.compile(r"```bash\s*(.*?)```", re.DOTALL | re.IGNORECASE)
-_OUTPUT, _INPUT = "action_output", "action_input."
+_OUTPUT, _INPUT, _CALL = "action_output", "action_input.", "action_call"
 
 
 class Postprocess(BaseModel):
@@ -52,7 +57,7 @@ class Template(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     instruction: str = Field(min_length=1)
-    response_from: str = Field(default=_OUTPUT, pattern=r"^action_(output|input(\.[^.]+)+)$")
+    response_from: str = Field(default=_OUTPUT, pattern=r"^action_(call|output|input(\.[^.]+)+)$")
     postprocess: Postprocess = Postprocess()
 
     @field_validator("instruction")
@@ -75,6 +80,17 @@ class Templates(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     tools: dict[str, Template]
+    domains: dict[str, dict[str, Template]] = {}
+
+    def find(self, domain: str, tool: str) -> tuple[str, Template] | None:
+        """Returns the name of the rows that actions of `tool` become, and their template."""
+        for templates in (self.domains.get(domain, {}), self.tools):
+            if (template := templates.get(tool)) is not None:
+                return tool, template
+            start, colon, _ = tool.partition(":")
+            if colon and (template := templates.get(f"{start}:*")) is not None:
+                return start, template
+        return None
 
 
 @dataclass(frozen=True)
@@ -121,24 +137,31 @@ def templates_of(value: Any, where: str = "The templates") -> Templates:
 
 def instruction_of(
     template: Template, trajectory: Json, action: Json, before: Sequence[Json], shown: Shown
-) -> str:
-    """Returns the model's instruction.
+) -> str | None:
+    """Returns the model's instruction; None if a placeholder in it is empty that must not be.
 
     Args:
         before: the actions before this one, in order.
     """
-    return template.instruction.format(
-        question=trajectory.get("question") or "",
-        context=_context(before, shown.characters) if shown.context else "",
-        notes=_notes(before, shown.characters) if shown.notes else "",
-        path=_found(action, ["path"]),
-    ).strip()
+    values = {
+        "question": trajectory.get("question") or "",
+        "context": _context(before, shown.characters) if shown.context else "",
+        "notes": _notes(before, shown.characters) if shown.notes else "",
+        "path": _found(action, ["path"]),
+    }
+    used = {name for _, name, _, _ in string.Formatter().parse(template.instruction) if name}
+    if any(not str(values[name]).strip() for name in used - {*_MAY_BE_EMPTY}):
+        return None
+    return template.instruction.format(**values).strip()
 
 
 def response_of(template: Template, action: Json) -> str:
     """Returns the model's response; "" for none. An output that is not a string becomes JSON."""
     if template.response_from == _OUTPUT:
-        said = _as_json(action.get("output", ""))
+        said = _text(action.get("output"))
+    elif template.response_from == _CALL:
+        name = str(action.get("tool")).partition(":")[2] or action.get("tool")
+        said = _as_json({"name": name, "arguments": action.get("input")})
     else:
         said = _found(action, template.response_from.removeprefix(_INPUT).split("."))
     if template.postprocess.keep_first_bash_block:

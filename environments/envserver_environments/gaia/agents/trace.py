@@ -24,16 +24,22 @@ class Trace:
     def add(self, step: dict[str, Any]) -> None:
         """Adds a step, in the form of `step_data`."""
         self.steps.append(step)
+        thought = step["thought"]
         match step["action"]:
             case None | []:
-                tool, given = ("plan" if step["step"] == 0 else "say"), step["thought"]
+                self._run.log_action("plan" if step["step"] == 0 else "say", {}, thought)
+                return
             case str() as code:
-                tool, given = "python", code
+                tool, given = "python", {"code": code}
             case [call]:
                 tool, given = str(call["name"]).strip() or "call", call["arguments"]
             case calls:
-                tool, given = "several", calls
-        self._run.log_action(tool, given, step["observation"])
+                tool, given = "several", {"calls": calls}
+        if thought:
+            self._run.log_action("reason", {}, thought)
+        error = step["error"]
+        failed = "" if error is None else f"{error['kind']}: {error['message']}"
+        self._run.log_action(tool, given, step["observation"], error=failed)
 
 
 def step_data(
