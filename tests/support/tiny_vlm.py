@@ -63,7 +63,7 @@ def words_of(kind: str) -> Any:
     return words
 
 
-def qwen(words: Any, kind: str) -> tuple[Any, list[Any]]:
+def qwen(words: Any, kind: str, initializer_range: float) -> tuple[Any, list[Any]]:
     ids = {
         f"{name}_token_id": words.convert_tokens_to_ids(f"<|{text}|>")
         for name, text in (
@@ -73,17 +73,19 @@ def qwen(words: Any, kind: str) -> tuple[Any, list[Any]]:
     }
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
     text = {**TEXT, "rope_parameters": rope, "eos_token_id": words.eos_token_id}
+    text["initializer_range"] = initializer_range
     vision = {"depth": 2, "num_heads": 2, "hidden_size": 128, "intermediate_size": 256}
     if kind == "qwen2_5_vl":
         vision |= {"out_hidden_size": 128, "patch_size": 14, "window_size": 112}
-        vision |= {"fullatt_block_indexes": [1], "initializer_range": 0.2}
+        vision |= {"fullatt_block_indexes": [1], "initializer_range": initializer_range}
         config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
         image = transformers.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=448 * 448)
         whole, video = transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor
     else:
         rope["mrope_interleaved"] = True
-        vision |= {"out_hidden_size": 128, "patch_size": 16, "initializer_range": 0.2}
+        vision |= {"out_hidden_size": 128, "patch_size": 16}
+        vision["initializer_range"] = initializer_range
         vision |= {"num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
         config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
         model = transformers.Qwen3VLForConditionalGeneration(config)
@@ -116,10 +118,10 @@ def idefics(words: Any) -> tuple[Any, list[Any]]:
     return transformers.Idefics3ForConditionalGeneration(config), [processor]
 
 
-def main(folder: Path, kind: str) -> None:
+def main(folder: Path, kind: str, initializer_range: float = 0.2) -> None:
     words = words_of(kind)
     torch.manual_seed(0)
-    model, parts = idefics(words) if kind == "idefics3" else qwen(words, kind)
+    model, parts = idefics(words) if kind == "idefics3" else qwen(words, kind, initializer_range)
     model.lm_head.weight.data[words.convert_tokens_to_ids(END_OF_TURN)] *= 3
     model.save_pretrained(folder)
     for part in parts:

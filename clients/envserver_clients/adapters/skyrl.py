@@ -10,6 +10,8 @@ rewards of turns are on the last tokens of their calls.
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return EnvserverGenerator("http://127.0.0.1:8000")
 
+Rows with images need `processor`: SkyRL gets their `pixel_values` and `image_grid_thw`.
+
 Sampling settings are those of the server. Tested with skyrl 0.3.0: its checks of outputs,
 concatenation, merging of steps, and metrics.
 """
@@ -28,8 +30,9 @@ from envserver_records import InputError, Split, Trajectory
 from envserver_records.urls import Urls
 
 from envserver_clients.http import EnvClient
+from envserver_clients.images import pixels
 
-from .completions import Completion, check_text_only
+from .completions import Completion
 from .temperatures import check_trajectories
 from .whole_groups import (
     GroupOrder,
@@ -57,6 +60,8 @@ class Output(TypedDict):
     trajectory_ids: list[Any] | None
     is_last_step: list[bool] | None
     rollout_expert_indices: list[Any] | None
+    pixel_values: list[Any] | None
+    image_grid_thw: list[Any] | None
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class EnvserverGenerator:
         tries: how often to order a group whose rollouts are lost without the model's fault.
         temperature: SkyRL's `trainer.algorithm.temperature`. Default: that of the input's
             `sampling_params`, or 1.
+        processor: folder or hub id of the vision-language model, for rows with images. SkyRL
+            trains those whose processor gives grids: Qwen2-VL to Qwen3-VL.
     """
 
     def __init__(
@@ -97,8 +104,10 @@ class EnvserverGenerator:
         tries: int = 3,
         timeout_seconds: float = 3600.0,
         temperature: float | None = None,
+        processor: str | None = None,
     ) -> None:
         self._url = url
+        self._processor = None if processor is None else _opened_processor(processor)
         self._temperature = temperature
         self._step_wise = step_wise
         self._agent = agent
@@ -138,7 +147,13 @@ class EnvserverGenerator:
             temperature = own if self._temperature is None else self._temperature
             check_trajectories(ordered, temperature, "generator.sampling_params.temperature")
         identities = input_batch.get("trajectory_ids")
-        return output_of(ordered, identities, step_wise=self._step_wise, agent=self._agent)
+        return output_of(
+            ordered,
+            identities,
+            step_wise=self._step_wise,
+            agent=self._agent,
+            processor=self._processor,
+        )
 
 
 def task_groups_of(input_batch: Mapping[str, Any], split: Split | None) -> list[TaskGroup]:
@@ -170,18 +185,20 @@ def output_of(
     *,
     step_wise: bool,
     agent: str | None = None,
+    processor: Any = None,
 ) -> Output:
     """Converts trajectories to SkyRL's output.
 
     Args:
         identities: SkyRL's `TrajectoryID` of each trajectory.
         agent: see `completions_of_agent`.
+        processor: the model's image processor.
 
     Raises:
-        InputError: a trajectory has no trained token or no reward, or images.
+        InputError: a trajectory has no trained token or no reward, or images that SkyRL cannot get.
     """
     rows = [
-        (place, check_text_only(row, "SkyRL"))
+        (place, row)
         for place, trajectory in enumerate(trajectories)
         for row in (
             completions_of_agent(trajectory, agent)
@@ -193,6 +210,7 @@ def output_of(
     places = [place for place, _ in rows]
     last = [place != after for place, after in zip(places, [*places[1:], -1], strict=True)]
     rewards = [reward_of(trajectories[place], row.agent) for place, row in rows]
+    values, grids = _pixels([row for _, row in rows], processor)
     return {
         "prompt_token_ids": [row.prompt_ids for _, row in rows],
         "response_ids": [row.completion_ids for _, row in rows],
@@ -211,7 +229,45 @@ def output_of(
         "trajectory_ids": [identities[place] for place in places] if identities else None,
         "is_last_step": last if step_wise else None,
         "rollout_expert_indices": None if step_wise else _experts([row for _, row in rows]),
+        "pixel_values": values,
+        "image_grid_thw": grids,
     }
+
+
+def _opened_processor(source: str) -> Any:
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(source)
+
+
+def _pixels(
+    rows: Sequence[Completion], processor: Any
+) -> tuple[list[Any], list[Any]] | tuple[None, None]:
+    """Returns a tensor of pixels and one of grids for each row; None where no row has images.
+
+    Raises:
+        InputError: some rows have no images, which SkyRL's TensorList has no place for; or the
+            processor makes another grid of an image than the engine's.
+    """
+    if not any(row.images for row in rows):
+        return None, None
+    if processor is None or not all(row.images for row in rows):
+        raise InputError(
+            "Rows have images, and SkyRL needs pixels of every row of a batch or of none.",
+            hint="EnvserverGenerator(processor=MODEL) makes them; every task must have an image.",
+            place="images",
+        )
+    made = [pixels(processor, [row.images]) for row in rows]
+    for row, one in zip(rows, made, strict=True):
+        grids = [tuple(grid) for grid in one["image_grid_thw"].tolist()]
+        if any(image.grid not in ((), own) for image, own in zip(row.images, grids, strict=True)):
+            raise InputError(
+                f"The processor makes the grids {grids} of images for which the engine's made "
+                f"{[image.grid for image in row.images]}.",
+                hint="Both need the same model files and limits of pixels.",
+                place="images",
+            )
+    return [one["pixel_values"] for one in made], [one["image_grid_thw"] for one in made]
 
 
 def _experts(rows: Sequence[Completion]) -> list[Any] | None:

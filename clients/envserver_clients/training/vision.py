@@ -25,7 +25,7 @@ from envserver_records.images import RowImage
 from numpy.typing import NDArray
 from torch import Tensor
 
-from envserver_clients.images import opened
+from envserver_clients.images import pixels
 from envserver_clients.records import Row
 
 from .examples import Example
@@ -89,7 +89,7 @@ class Vision:
     def _size(self, image: RowImage) -> tuple[int, tuple[int, ...]]:
         """Returns the number of an image's tokens, and its grid; () where there is none."""
         if image.sha256 not in self._sizes:
-            made = self._pixels([[image]])
+            made = pixels(self._processor, [[image]])
             if self._has_grids:
                 grid = tuple(made["image_grid_thw"][0].tolist())
                 found = int(np.prod(grid)) // self._patches, grid
@@ -98,22 +98,13 @@ class Vision:
             self._sizes[image.sha256] = found
         return self._sizes[image.sha256]
 
-    def _pixels(self, rows: Sequence[Sequence[RowImage]]) -> dict[str, Tensor]:
-        shown = [[opened(image) for image in row] for row in rows]
-        try:
-            made = self._processor(images=shown, return_tensors="pt")
-        except ValueError as error:  # such as an image that is too narrow
-            raise InputError(f"Images of a row cannot be used: {error}", place="images") from error
-        names = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
-        return {name: made[name] for name in names if name in made}
-
     def inputs(
         self, tokens: NDArray[np.int64], rows: Sequence[Sequence[RowImage]], device: torch.device
     ) -> dict[str, Tensor]:
         """Returns the model's inputs beside its tokens [B, T]; empty if no row has images."""
         if not any(rows):
             return {}
-        found = self._pixels(rows)
+        found = pixels(self._processor, rows)
         if self._has_types:
             found["mm_token_type_ids"] = torch.from_numpy(self.is_image(tokens).astype(np.int64))
         return {name: value.to(device) for name, value in found.items()}

@@ -100,7 +100,7 @@ def test_images_come_with_the_tokens_that_stand_for_them() -> None:
 
 def test_other_trainers_refuse_rows_with_images() -> None:
     """Without its images a row would teach something else."""
-    with pytest.raises(InputError, match="SkyRL gets tokens only"):
+    with pytest.raises(InputError, match="SkyRL needs pixels"):
         skyrl_output([pictured()], None, step_wise=False)
     with pytest.raises(InputError, match="slime gets tokens only"):
         samples_of(pictured(), SimpleNamespace())
