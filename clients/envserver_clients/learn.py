@@ -54,6 +54,8 @@ class LearnSettings(BaseModel):
     """Protocol for groups."""
     model: Path | None = None
     """Folder of the initial model. Default: the tiny model, made once beside `output`."""
+    device: str = "cpu"
+    """Where engine and trainer compute: cpu, or cuda. The tiny model gains nothing on a GPU."""
     seed: int = 0
     """Seed of the task order and of the trainer."""
     minutes: float = Field(default=10.0, gt=0)
@@ -126,7 +128,7 @@ def _engine(settings: LearnSettings, model: Path, address: str) -> list[str]:
     """Returns the engine's command, with the trainer's last weights (also after a crash); adapters
     are transferred again."""
     words = [sys.executable, "-m", "envserver_local", "--port", _port(address)]
-    words += ["--threads", "1"]
+    words += ["--threads", "1", "--device", settings.device]
     if settings.lora_rank:
         return [*words, "--model", str(model), "--served-model-name", "base", "--enable-lora"]
     newest = _newest(settings.output / "weights") or model
@@ -174,6 +176,7 @@ def _trainer(settings: LearnSettings, model: Path, engine: str, server: str) -> 
         "kl-weight": settings.kl_weight,
         "lora-rank": settings.lora_rank,
         "threads": 1,
+        "device": settings.device,
     }
     words = [sys.executable, "-m", "envserver_clients.grpo"]
     for name, value in given.items():

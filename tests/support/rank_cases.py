@@ -1,6 +1,6 @@
 """Steps of the learner that one process and several ranks make alike.
 
-    torchrun --nproc-per-node 2 -m support.rank_cases MODEL FOLDER
+    torchrun --nproc-per-node 2 -m support.rank_cases MODEL FOLDER [DEVICE]
 
 writes each case's gradient into FOLDER, goes on from the checkpoint in FOLDER/one, leaves one of
 its own in FOLDER/two, and saves the model and a LoRA. Runs in .venv-learn.
@@ -84,6 +84,7 @@ CASES = {
         lora=LoraSettings(4), dtype="bfloat16", checkpointed=True, packed=True, bounds=UNBOUNDED
     ),
     # Without bounds: rounding moves tokens across them.
+    "bfloat16, exactly": Case(bounds=UNBOUNDED),
     "bfloat16": Case(dtype="bfloat16", bounds=UNBOUNDED),
 }
 
@@ -105,6 +106,7 @@ def rows_of(case: Case, seed: int = 0) -> list[Example]:
             group_id=f"g{number // 4}",
             versions=np.where(mask, np.int32(0), np.int32(-1)),
             trajectory=number % 4,
+            components={"right": float(number % 4 == 0), "short": float(own < 10)},
             sampling=[SamplingSpan(PROMPT, length, case.temperature, "processed")],
         )
         if case.images and number % 3 == 0:
@@ -130,7 +132,10 @@ def rows_of(case: Case, seed: int = 0) -> list[Example]:
 
 
 def settings(case: Case) -> TrainerSettings:
-    return TrainerSettings(model="-", output=Path("-"), objective=case.objective)
+    weights = {"right": 1.0, "short": 0.5} if case.objective == "gdpo" else {}
+    return TrainerSettings(
+        model="-", output=Path("-"), objective=case.objective, reward_weights=weights
+    )
 
 
 def near(model: Path, rows: list[Example]) -> list[Example]:
@@ -176,7 +181,9 @@ def stepped(case: Case, model: Path, ranks: Ranks) -> tuple[dict[str, Any], Numb
     rows = rows_of(case)
     numbers = one.step(near(model, rows) if case.objective else rows)
     named = one.policy.trained.items()
-    return {name: whole(value.grad) for name, value in named if value.grad is not None}, numbers
+    return {
+        name: whole(value.grad).cpu() for name, value in named if value.grad is not None
+    }, numbers
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,7 @@ def continued(model: Path, folder: Path, ranks: Ranks, steps: int) -> Run:
     first = saved.step if saved else 0
     for step in range(first, first + steps):
         one.step(rows_of(case, step))
-    weights = {name: whole(value) for name, value in one.policy.state().items()}
+    weights = {name: whole(value).cpu() for name, value in one.policy.state().items()}
     return Run(one, kept, CheckpointInfo(first + steps, first + steps), weights)
 
 
@@ -216,8 +223,8 @@ def trained(model: Path, folder: Path, steps: int) -> dict[str, Any]:
     return run.weights
 
 
-def main(model: Path, folder: Path) -> None:
-    with Ranks.joined() as ranks:
+def main(model: Path, folder: Path, device: str = "cpu") -> None:
+    with Ranks.joined(device) as ranks:
         policies = {
             "whole": Policy(str(model), ranks=ranks, dtype=torch.bfloat16),
             "lora": learner(CASES["LoRA"], model, ranks).policy,
@@ -264,4 +271,4 @@ def main(model: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

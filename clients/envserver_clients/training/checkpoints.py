@@ -75,7 +75,7 @@ class Checkpoints:
         unfinished = self._folder / f".{saved.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        if self._ranks.size == 1:
+        if not self._ranks.divided:
             torch.save(state(), unfinished / "state.pt")
         else:
             with self._ranks.together("save_part", saved):
@@ -138,7 +138,7 @@ class Checkpoints:
             state,
             storage_reader=reader,
             process_group=self._ranks.group,
-            no_dist=self._ranks.size == 1,
+            no_dist=not self._ranks.divided,
         )
         return state
 

@@ -127,13 +127,13 @@ class Policy:
     def _place(self, model: Any) -> None:
         """Moves a model, or this rank's part of it, to the device."""
         shard(model, self._ranks, self._dtype)
-        if self._ranks.size == 1:
+        if not self._ranks.divided:
             model.to(self.device)
 
     def gather_gradients(self, *, now: bool) -> None:
         """Says whether the next backward pass adds up the gradients of all ranks: once per update,
         after its last micro-batch, is enough. Until then each rank holds a whole gradient."""
-        if self._ranks.size > 1:
+        if self._ranks.divided:
             self.model.set_requires_gradient_sync(now)
 
     @property
@@ -179,19 +179,13 @@ class Policy:
         if batch.places is not None:
             return self._packed_scores(model, batch, *batch.places.T, entropy=entropy)
         tokens = torch.from_numpy(batch.tokens).to(self.device)
-        attention = torch.from_numpy(batch.attention).to(self.device)
         targets = tokens[:, batch.first + 1 :]
         # Logits of untrained tokens (a long prompt) would take most of the time and memory.
         keep = targets.shape[1] + 1
         self._replay(batch.experts)
         with self._computing():
-            found = model(
-                tokens,
-                attention_mask=attention,
-                logits_to_keep=keep,
-                use_cache=False,
-                **self._shown(batch),
-            )
+            # Padding is on the right, where no token looks; GPUs compute masked attention slowly.
+            found = model(tokens, logits_to_keep=keep, use_cache=False, **self._shown(batch))
         trained = torch.from_numpy(batch.mask[:, batch.first :] == 1).to(self.device)
         return _scored(
             found.logits[:, :-1],
@@ -203,10 +197,12 @@ class Policy:
         )
 
     def _shown(self, batch: Padded) -> dict[str, Tensor]:
-        """Returns what the model gets of the rows' images."""
+        """Returns what a model with vision gets beside the tokens; positions come from the mask."""
         if self.vision is None:
             return {}
-        return self.vision.inputs(batch.tokens, batch.images, self.device)
+        attention = torch.from_numpy(batch.attention).to(self.device)
+        seen = self.vision.inputs(batch.tokens, batch.images, self.device)
+        return {"attention_mask": attention, **seen}
 
     def _packed_scores(
         self,

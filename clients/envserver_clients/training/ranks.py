@@ -34,16 +34,20 @@ class Ranks:
         rank: this process's number; 0 leads.
         size: number of processes; 1: nothing is sent.
         device: where this process computes.
+        divided: the weights are divided, also if there is one process. Default: if there are more.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu") -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, device: str = "cpu", *, divided: bool | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
+        self.divided = size > 1 if divided is None else divided
         self._lock = threading.RLock()
         self._inside = self._failed = False
         # Objects, numbers and checkpoints travel on the CPU, whatever the gradients do.
-        self.group = dist.new_group(backend="gloo", timeout=_WAIT) if size > 1 else None
+        self.group = dist.new_group(backend="gloo", timeout=_WAIT) if self.divided else None
 
     @classmethod
     @contextmanager
@@ -54,7 +58,7 @@ class Ranks:
             device: `cuda` becomes the rank's own GPU.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if size == 1:
+        if "RANK" not in os.environ:
             yield cls(device=device)
             return
         end_with_parent()
@@ -67,7 +71,7 @@ class Ranks:
         store = dist.PrefixStore(f"attempt-{attempt}", next(dist.rendezvous("env://"))[0])
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        ranks = cls(rank, size, device)
+        ranks = cls(rank, size, device, divided=True)
         try:
             yield ranks
         finally:
@@ -143,13 +147,12 @@ class Ranks:
 
 
 def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Divides a model's parameters among the ranks (FSDP2), layer by layer; without effect in a
-    process alone.
+    """Divides a model's parameters among the ranks (FSDP2), layer by layer, if they are `divided`.
 
     Args:
         dtype: type of computing; parameters keep theirs, and gradients are added up in float32.
     """
-    if ranks.size == 1:
+    if not ranks.divided:
         return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

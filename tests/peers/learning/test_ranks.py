@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from envserver_clients.training.loss import token_logprobs
 from envserver_clients.training.policy import Policy
 from envserver_clients.training.ranks import Ranks
 from peft import PeftModel
 from safetensors.torch import load_file
-from support.rank_cases import CASES, STEPS, TOKENS, Case, learner, stepped, trained
+from support.gradients import difference
+from support.rank_cases import CASES, STEPS, TOKENS, Case, continued, learner, stepped, trained
 from support.tiny_model import main as make_tiny
 from support.tiny_vlm import main as make_seeing
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)
@@ -59,14 +62,6 @@ def by_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Their distance relative to the length of `expected`."""
-    assert found.keys() == expected.keys()
-    away = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
-    size = sum(float(value.double().square().sum()) for value in expected.values())
-    return float((away / size) ** 0.5)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_have_the_gradient_of_one(name: str, model: Path, by_two: Path) -> None:
     expected, numbers = stepped(CASES[name], model, Ranks())
@@ -90,6 +85,24 @@ def test_packed_rows_have_the_gradient_of_padded_ones(denominator: str, model: P
     assert difference(found, expected) < MOST_DIFFERENCE
     other, _ = stepped(Case("token" if denominator != "token" else "constant"), model, Ranks())
     assert difference(other, expected) > 0.01  # what is compared differs between the cases
+
+
+def test_one_process_of_torchrun_has_its_gradient_too(model: Path, tmp_path: Path) -> None:
+    """It divides the weights by one: what several GPUs do can be tried on one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name in ("trajectory, packed", "LoRA"):
+            expected, _ = stepped(CASES[name], model, Ranks())
+            ranks = Ranks(divided=True)
+            found, _ = stepped(CASES[name], model, ranks)
+            assert difference(found, expected) < MOST_DIFFERENCE
+        run = continued(model, tmp_path, ranks, STEPS)
+        run.keep()
+        assert isinstance(next(iter(run.learner.policy.trained.values())), DTensor)
+    finally:
+        dist.destroy_process_group()
+    straight = trained(model, tmp_path / "straight", STEPS + 1)
+    assert difference(trained(model, tmp_path, 1), straight) < MOST_DIFFERENCE
 
 
 def test_two_ranks_save_the_whole_model(by_two: Path, model: Path) -> None:

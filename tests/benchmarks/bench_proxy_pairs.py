@@ -1,0 +1,127 @@
+"""What is left of a real engine's rate behind our proxy: paired runs, with an interval.
+
+    python tests/benchmarks/bench_proxy_pairs.py URL [--at 64] [--pairs 8] [--answer-tokens 256]
+
+The engine is asked directly and through the proxy in turns, the first of each pair by turns too;
+agents want exact tokens and logprobs both ways. Out: a JSON line for whole and one for streamed
+answers: the mean ratio of the rates, its 95 % interval by Student's t, and the proxy's CPU. The
+machine should do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+
+import orjson
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import proxy_calls as calls
+from bench_proxy import Cost, House, choose_cores
+from proxy_load import agents, by_turns, for_a_time, pin
+
+T_95 = {
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+    11: 2.201,
+    15: 2.131,
+}
+"""Quantiles of Student's t for so many degrees of freedom."""
+
+
+async def cost(
+    house: House, name: str, root: str, bodies: list[bytes], at: int, calls_each: float
+) -> Cost:
+    """One run, as long as so many calls take."""
+    with agents(house.urls(name, root, at), bodies) as some:
+        call_seconds = (await by_turns(some, range(1))).milliseconds(0.5) / 1000
+        before = house.cpu_seconds(name, root)
+        measured = await for_a_time(some, call_seconds, calls_each * call_seconds)
+        return Cost(measured, 1000 * (house.cpu_seconds(name, root) - before) / measured.asked)
+
+
+async def pairs(
+    house: House, root: str, asked: argparse.Namespace, model: str, streamed: bool
+) -> None:
+    ask = {"model": model, "max_tokens": asked.answer_tokens, "ignore_eos": True}
+    shared = {"tools": False, "streamed": streamed, **ask}
+    usage = calls.USAGE if streamed else {}
+    bodies = {
+        "engine": calls.requests(asked.prompt_tokens, 1, **{**calls.EXACT, **usage, **shared}),
+        "auto": calls.requests(asked.prompt_tokens, 1, **shared),
+    }
+    runs: dict[str, list[Cost]] = {name: [] for name in bodies}
+    for number in range(asked.pairs + 1):  # the first one warms up
+        for name in sorted(bodies, reverse=number % 2 == 1):
+            one = await cost(house, name, root, bodies[name], asked.at, asked.calls_each)
+            if number:
+                runs[name].append(one)
+    rates = {name: [one.measured.rate for one in some] for name, some in runs.items()}
+    ratios = [ours / alone for ours, alone in zip(rates["auto"], rates["engine"], strict=True)]
+    quantile = T_95[max(known for known in T_95 if known <= len(ratios) - 1)]
+    half = quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    mean = statistics.fmean(ratios)
+    told = {
+        "answers": "streamed" if streamed else "whole",
+        "in_flight": asked.at,
+        "answer_tokens": asked.answer_tokens,
+        "pairs": asked.pairs,
+        "kept": round(mean, 4),
+        "kept_95": [round(mean - half, 4), round(mean + half, 4)],
+        "calls_per_second": {
+            name: [round(rate, 2) for rate in some] for name, some in rates.items()
+        },
+        "tokens_per_second": {
+            name: round(statistics.fmean(some) * asked.answer_tokens)
+            for name, some in rates.items()
+        },
+        "p50_ms": {
+            name: round(statistics.median(one.measured.milliseconds(0.5) for one in some), 1)
+            for name, some in runs.items()
+        },
+        "p99_ms": {
+            name: round(statistics.median(one.measured.milliseconds(0.99) for one in some), 1)
+            for name, some in runs.items()
+        },
+        "proxy_cpu_ms": round(statistics.median(one.cpu_ms for one in runs["auto"]), 3),
+    }
+    print(json.dumps(told), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("url")
+    parser.add_argument("--at", type=int, default=64, help="calls in flight")
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--answer-tokens", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--calls-each", type=float, default=3.0, help="calls of an agent in a run")
+    parser.add_argument("--kinds", default="whole,streamed")
+    asked = parser.parse_args()
+    root = asked.url.rstrip("/").removesuffix("/v1")
+    cores = choose_cores()
+    with ExitStack() as stack:
+        house = House(stack, cores)
+        house.start(["auto"], root)
+        pin(cores.load)
+        with urllib.request.urlopen(f"{root}/v1/models") as answer:
+            model = orjson.loads(answer.read())["data"][0]["id"]
+        for kind in asked.kinds.split(","):
+            uvloop.run(pairs(house, root, asked, model, kind == "streamed"))
+
+
+if __name__ == "__main__":
+    main()
