@@ -50,6 +50,7 @@ PATIENCE_SECONDS = 5.0
 """After which the benchmark ends one that hears nothing."""
 CODES = ("x = 6", "y = x * 7")
 ANSWER = "final_answer('42')"
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -90,9 +91,10 @@ async def _ours(agents: int) -> Run:
         ) as pool:
             await pool.run(proxy.ask(*CODES))
             jobs = [proxy.ask(*CODES, seconds=600) for _ in range(agents)]
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), _cpu_seconds()
             await asyncio.gather(*(pool.run(job) for job in jobs))
             run = Run(agents, time.perf_counter() - began)
+            run.cpu_seconds = _cpu_seconds() - cpu
             assert all(proxy.posted(job)["output"]["answer"] == "42" for job in jobs)
             return run
 
@@ -120,7 +122,7 @@ def _agent(number: int, requests: Any, answers: Any, results: Any) -> None:
 
 def archived(agents: int) -> Run:
     """Groups of eight, one after the other."""
-    run = Run(agents)
+    run, cpu = Run(agents), _cpu_seconds()
     context = multiprocessing.get_context("fork")
     began = time.perf_counter()
     for _ in range(agents // AT_ONCE):
@@ -130,6 +132,7 @@ def archived(agents: int) -> Run:
         run.groups_hung += hung > 0
         run.lost += AT_ONCE - answered
     run.seconds = time.perf_counter() - began
+    run.cpu_seconds = _cpu_seconds() - cpu
     return run
 
 
@@ -225,17 +228,25 @@ def _memory_mb(pid: int) -> float:
 
 
 def _measured(way: Callable[[int], Run], agents: int) -> Run:
-    before = _cpu_seconds()
     with _watched() as peak:
         run = way(agents)
-    run.cpu_seconds, run.peak_memory_mb = _cpu_seconds() - before, peak[0]
+    run.peak_memory_mb = peak[0]
     return run
 
 
 def _cpu_seconds() -> float:
-    """Of all processes that were started and have ended."""
+    """Of all processes below this one, those that have ended among them."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return used.ru_utime + used.ru_stime + sum(map(_ticks, _below(os.getpid()))) / _TICKS
+
+
+def _ticks(pid: int) -> int:
+    """Of a process and its children that have ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0
+    return sum(map(int, fields[11:15]))
 
 
 def main() -> None:

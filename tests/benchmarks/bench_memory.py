@@ -1,0 +1,135 @@
+"""Memory of what there may be many of: a pooled agent, a walled agent, a group that waits.
+
+    python tests/benchmarks/bench_memory.py
+
+Of processes it is what they share with nobody (private pages); a fork shares with its parent what
+it has not written to. Agents are measured while all are in a rollout. Pooled ones wait; what an
+agent itself keeps comes on top. Walled ones, smolagents' CodeAgent, are in their second step, whose
+code runs in an interpreter of its own, which counts with its agent. Exits with 1 when a budget is
+missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support import gaia_standin, worker_standin
+from support.waiting import until
+
+from envserver import WorkersConfig
+from envserver.store import GroupPut, open_store
+from envserver.workers import LocalPool, WorkerSandbox
+
+POOLED, WALLED, GROUPS = 128, 8, 20_000
+POOLED_BUDGET_MB, WALLED_BUDGET_MB, GROUP_BUDGET_KB = 2.0, 12.0, 1.0
+_CODES = ("x = 6", "import time\nopen('up', 'w')\ntime.sleep(60)")
+
+
+def private_mb(pid: int | str) -> float:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    kilobytes = sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return kilobytes / 1024
+
+
+def below(pid: int) -> list[int]:
+    """The processes below `pid`, and below those."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *below(child)]
+    return found
+
+
+async def pooled(folder: Path) -> float:
+    """Megabytes of each of many agents in one process."""
+    one = WorkersConfig(processes=1, rollouts_per_process=POOLED)
+    async with (
+        worker_standin.serving() as proxy,
+        LocalPool(one, [f"{worker_standin.ZOO}:Zoo"]) as pool,
+    ):
+        await pool.run(proxy.open("chat"))
+        [pid] = pool.snapshot()["pids"]
+        before = private_mb(pid)
+        jobs = [proxy.open("sleep", started=str(folder / f"{n}")) for n in range(POOLED)]
+        running = [asyncio.create_task(pool.run(job)) for job in jobs]
+        await until(lambda: len(list(folder.iterdir())) == POOLED)
+        grown = private_mb(pid) - before
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        return grown / POOLED
+
+
+async def walled() -> float:
+    """Megabytes of each of several agents, with its interpreter."""
+    config = WorkersConfig(processes=1, dedicated=WALLED)
+    async with gaia_standin.scripted() as proxy:
+        sandbox = WorkerSandbox(backend="namespace", port=proxy.port, memory_mb=600, disk_mb=32)
+        environments = [f"{gaia_standin.ZOO}:GaiaZoo"]
+        async with LocalPool(config, environments, sandbox=sandbox, listen=proxy.also_on) as pool:
+            jobs = [proxy.ask(*_CODES, seconds=600, step_seconds=90) for _ in range(WALLED)]
+            before = set(below(os.getpid()))
+            running = [asyncio.create_task(pool.run(job)) for job in jobs]
+            processes = 2 * WALLED  # a worker and its interpreter see the same folder
+            await until(lambda: sum(map(_sleeps, below(os.getpid()))) == processes)
+            own = sum(map(private_mb, set(below(os.getpid())) - before))
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            return own / WALLED
+
+
+def _sleeps(pid: int) -> bool:
+    """Whether the folder of a process has the file that the last step makes."""
+    return Path(f"/proc/{pid}/root/work/up").exists()
+
+
+async def queued(folder: Path) -> float:
+    """Kilobytes that the store's process holds for each group that waits."""
+    async with open_store(folder / "groups.db") as store:
+        await store.create_run("bench", batch_size=16)
+        await _put(store, "warm", 4096)
+        before = private_mb("self")
+        await _put(store, "queued", GROUPS)
+        return (private_mb("self") - before) * 1024 / GROUPS
+
+
+async def _put(store: object, name: str, count: int) -> None:
+    for start in range(0, count, 256):
+        puts = [
+            GroupPut(
+                group_id=f"{name}-{index}",
+                env="bench",
+                format="group",
+                body=os.urandom(4096),
+                size=8,
+                tokens=2048,
+                max_length=256,
+            )
+            for index in range(start, min(start + 256, count))
+        ]
+        await store.put(puts)  # type: ignore[attr-defined]
+
+
+async def main() -> int:
+    missed = 0
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        for what, value, budget, unit in (
+            ("a pooled agent", await pooled(Path(first)), POOLED_BUDGET_MB, "MB"),
+            ("a walled agent", await walled(), WALLED_BUDGET_MB, "MB"),
+            ("a group that waits", await queued(Path(second)), GROUP_BUDGET_KB, "KB"),
+        ):
+            missed += value > budget
+            print(f"{what}: {value:.2f} {unit} (budget {budget:g} {unit})", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(uvloop.run(main()))
