@@ -1,4 +1,4 @@
-"""Reads an agent's request, and refuses what no agent may ask of the engine. Pure.
+"""Reads an agent's request, and refuses what no agent may ask of the engine.
 
 Only fields of the API's table go on (`dialects/tables.py`). The run may pass on more
 (`tokens.extra_fields`), and decides how agents may constrain what is sampled
@@ -7,14 +7,12 @@ Only fields of the API's table go on (`dialects/tables.py`). The run may pass on
 
 from __future__ import annotations
 
-import asyncio
-from functools import partial
 from typing import Any
 
 from envserver_records.errors import InputError
 from envserver_records.records import Message
 
-from ..tokens.images import known_facts, urls_of
+from ..tokens.images import facts_of_all, urls_of
 from ..tokens_config import TokensConfig
 from .bounds import InFlight
 from .constraints import RAW, check_constraints, not_allowed
@@ -25,8 +23,6 @@ from .dialects.tables import FieldTable
 from .model_request import ModelRequest
 
 _DEFAULT = TokensConfig()
-_LARGE = 1 << 18
-"""Characters of new images above which they are looked at in a thread."""
 _READ = ("messages", "input", "prompt", "system")
 
 
@@ -60,19 +56,12 @@ def read_request(
 
 
 async def admit_images(messages: list[Message], tokens: TokensConfig, in_flight: InFlight) -> None:
-    """Checks the images of a request; where they are large and new, in a thread.
+    """Checks the images of a request, all of their bytes.
 
     Raises:
         InputError: see `check_images`.
     """
-    check = partial(_checked_images, messages, tokens, in_flight)
-    new = sum(len(url) for url in urls_of(messages) if known_facts(url) is None)
-    await asyncio.to_thread(check) if new > _LARGE else check()
-
-
-def _checked_images(messages: list[Message], tokens: TokensConfig, in_flight: InFlight) -> None:
-    with in_flight.reading():
-        check_images(messages, tokens)
+    check_images(await facts_of_all(urls_of(messages), in_flight.reading), tokens)
 
 
 def _sort(

@@ -27,7 +27,7 @@ from envserver_records.records import Call
 from ..models.routing import SampledVersions, note_versions
 from ..telemetry.tracing import Span
 from ..tokens.experts import first_unknown
-from ..tokens.images import digest_of, urls_of
+from ..tokens.images import facts_of_all, urls_of
 from ..tokens.prompts import PromptPlan
 from .attempts import ProxyAttempt, TokenReservation
 from .body import EngineBody, engine_body
@@ -137,7 +137,8 @@ class CallTask:
             exact=self._ready.exact,
             banned=self._ready.banned,
         )
-        self._images = [digest_of(url) for url in urls_of(request.messages)]
+        images = await facts_of_all(urls_of(request.messages), self._attempt.in_flight.reading)
+        self._images = [one.sha256 for one in images]
         self._prompt = await self._ready.plan(self._attempt, request, self._body.body, self._agent)
         if self._wants_experts and self._prompt.parent is not None:
             self._experts_start = first_unknown(self._attempt.calls[self._prompt.parent])

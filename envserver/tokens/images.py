@@ -1,4 +1,4 @@
-"""Images in prompts: which a conversation has, and where the engine put their tokens. Pure.
+"""Images in prompts: which a conversation has, and where the engine put their tokens.
 
 A prompt is *folded* if each image is the one placeholder token that the chat template writes, and
 *expanded* if it is what the model sees: as many tokens as the engine's processor makes of the
@@ -7,12 +7,14 @@ image. Continued prompts are sent folded, with the images beside them; rows are 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +28,8 @@ Range = tuple[int, int]
 
 _REMEMBERED = 64 << 20
 """Characters of addresses whose facts are remembered."""
+_LARGE = 1 << 18
+"""Characters of new addresses above which they are read in a thread."""
 _STEP = 1 << 18
 """Characters of base64 that are decoded at a time: other threads may run in between."""
 _IMAGE_PARTS = ("image_url", "input_image", "image")
@@ -122,16 +126,28 @@ def facts_of(url: str) -> ImageFacts:
     They are remembered, 64 MB of addresses in all: a conversation sends its images again with each
     turn.
     """
-    facts = known_facts(url)
+    facts = _remembered.get(url)
     if facts is None:
         facts = _facts(url)
         _remembered.add(url, facts)
     return facts
 
 
-def known_facts(url: str) -> ImageFacts | None:
-    """Returns the facts of a `data:` address if they are remembered."""
-    return _remembered.get(url)
+async def facts_of_all(
+    urls: Sequence[str], reading: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> list[ImageFacts]:
+    """Returns the facts of addresses: what is large and new is read in a thread.
+
+    Args:
+        reading: context of the work.
+    """
+
+    def read() -> list[ImageFacts]:
+        with reading():
+            return [facts_of(url) for url in urls]
+
+    new = sum(len(url) for url in urls if _remembered.get(url) is None)
+    return await asyncio.to_thread(read) if new > _LARGE else read()
 
 
 def digest_of(url: str) -> str:

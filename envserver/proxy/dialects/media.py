@@ -14,7 +14,7 @@ from typing import Any
 from envserver_records.errors import InputError
 from envserver_records.records import Message
 
-from ...tokens.images import facts_of, urls_of
+from ...tokens.images import ImageFacts
 from ...tokens_config import TokensConfig
 from .reading import bad
 
@@ -131,15 +131,14 @@ def check_media(messages: list[Message], limits: TokensConfig) -> None:
         raise _over(about, f"{limits.max_media_mb:g} MB", "max_media_mb")
 
 
-def check_images(messages: list[Message], limits: TokensConfig) -> None:
-    """Checks what the images of a request hold: this reads all of their bytes (see `facts_of`).
+def check_images(images: list[ImageFacts], limits: TokensConfig) -> None:
+    """Checks what the images of a request hold.
 
     Raises:
         InputError: one is broken, or has too many pixels, or all of them have.
     """
     pixels = 0.0
-    for number, url in enumerate(urls_of(messages), 1):
-        facts = facts_of(url)
+    for number, facts in enumerate(images, 1):
         if not facts.is_base64:
             raise bad("messages", f"hold image number {number}, which is not base64 to its end")
         if facts.size is None or not all(facts.size):

@@ -18,7 +18,7 @@ from envserver_records.errors import EngineGarbage
 
 from ...models.engine import Engine
 from ...models.probe import ProbeResult
-from ...tokens.images import digest_of, folded, folds_to, urls_of
+from ...tokens.images import facts_of_all, folded, folds_to, urls_of
 from .base import (
     ChatAnswer,
     ChatBody,
@@ -122,7 +122,7 @@ class TokensClient:
     ) -> tuple[ChatBody, SentPrompt]:
         """Returns the request to generate, for text and with the prompt echoed, and its prompt."""
         urls = urls_of(body.get("messages") or [])
-        digests = [digest_of(url) for url in urls]
+        digests = [one.sha256 for one in await facts_of_all(urls)]
         request = None
         if prompt.ids is not None and not self._grids.lack(digests):
             request = self._cache.request(body, prompt.ids)

@@ -17,7 +17,6 @@ from support.extent import examples
 from support.proxy_house import chat, house
 
 from envserver import TokensConfig
-from envserver.proxy import admission
 from envserver.tokens import images
 from envserver.tokens.image_size import image_size
 
@@ -107,7 +106,7 @@ async def test_a_large_image_is_read_once_and_off_the_event_loop(
         for _ in range(3):
             answer = await chat(client, messages=messages)
             messages += [answer.message.model_dump(exclude_none=True), messages[0]]
-    assert [on_loop for size, on_loop in read if size > admission._LARGE] == [False]
+    assert [on_loop for size, on_loop in read if size > images._LARGE] == [False]
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF"])
