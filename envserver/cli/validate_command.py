@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from envserver_records.errors import UsageError
+
 from .console import Console
 from .reading_bar import reading_bar
 from .specs.validate_command import COMMAND
@@ -18,9 +20,14 @@ def run(argv: list[str]) -> int:
     from envserver_factory.trajectories.documents import files_of
     from envserver_factory.trajectories.validation import validate
 
-    from ..export.unified import DOMAINS
+    from ..export.unified import DOMAINS, SCHEMA_FILE
 
     settings = COMMAND.read(argv)
+    if settings.schema_only:
+        sys.stdout.write(SCHEMA_FILE.read_text())
+        return 0
+    if not settings.sources:
+        raise UsageError("The files to check are needed: envserver validate PATH...")
 
     def bad(place: str, reason: str) -> None:
         if not settings.quiet:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from .stored import StoredRollout
@@ -24,55 +25,8 @@ TYPES = ("thought", "tool_call", "tool_result", "final", "error")
 SOLVED = 0.999
 """Rewards from here on count as full (floats)."""
 
-_TEXT = {"type": "string"}
-_NAME = {"type": "string", "minLength": 1}
-SCHEMA: Json = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "type": "object",
-    "required": [
-        *("run_id", "scenario", "model", "label", "timestamp", "prompt", "seed", "steps"),
-        "outcome",
-    ],
-    "properties": {
-        "run_id": _NAME,
-        "scenario": _NAME,
-        "model": {
-            "type": "object",
-            "required": ["name", "hf_id", "backend"],
-            "properties": {"name": _NAME, "hf_id": _TEXT, "backend": _TEXT},
-        },
-        "label": _NAME,
-        "timestamp": _NAME,
-        "prompt": _TEXT,
-        "seed": {"type": ["integer", "null"]},
-        "steps": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["i", "type", "text"],
-                "properties": {
-                    "i": {"type": "integer", "minimum": 0},
-                    "type": {"enum": list(TYPES)},
-                    "text": _TEXT,
-                    "tool": _NAME,
-                    "args": {"type": "object"},
-                    "embedding": {"type": "array", "items": {"type": "number"}},
-                },
-            },
-        },
-        "outcome": {
-            "type": "object",
-            "required": ["num_steps", "elapsed_seconds", "completed", "error"],
-            "properties": {
-                "num_steps": {"type": "integer", "minimum": 0},
-                "elapsed_seconds": {"type": "number", "minimum": 0},
-                "completed": {"type": "boolean"},
-                "error": {"type": "boolean"},
-            },
-        },
-    },
-}
-"""Further keys are allowed everywhere."""
+SCHEMA_FILE = Path(__file__).with_name("trace.schema.json")
+"""The JSON schema of a trace."""
 
 
 def trace_of(rollout: StoredRollout, *, label: str = "auto", number: int = 1) -> Json:
@@ -235,7 +189,7 @@ def _seconds(timestamp: str) -> float:
 def _validator() -> Any:
     from jsonschema import Draft202012Validator
 
-    return Draft202012Validator(SCHEMA)
+    return Draft202012Validator(json.loads(SCHEMA_FILE.read_bytes()))
 
 
 def _about_steps(steps: list[Json]) -> Iterator[str]:

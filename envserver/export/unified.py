@@ -35,60 +35,8 @@ DOMAINS = ("swe", "math", "code", "video", "mhqa", "tau", "router", "gaia")
 FINALIZE = "finalize"
 Json = dict[str, Any]
 
-_NAME = {"type": "string", "minLength": 1}
-SCHEMA: Json = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "type": "object",
-    "required": [
-        *("schema_version", "task_id", "domain", "question"),
-        *("actions", "final_answer", "metadata"),
-    ],
-    "properties": {
-        "schema_version": {"const": SCHEMA_VERSION},
-        "task_id": {"type": "string", "pattern": "^[a-z][a-z0-9_]*-.+"},
-        "domain": {"type": "string", "pattern": "^[a-z][a-z0-9_]*$"},
-        "question": {"type": ["string", "null"]},
-        "actions": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["step", "tool", "input", "output"],
-                "properties": {
-                    "step": {"type": "integer", "minimum": 1},
-                    "tool": _NAME,
-                    "ts": {"type": "number"},
-                    "error": {"type": "string"},
-                },
-            },
-        },
-        "final_answer": {"type": "string"},
-        "metadata": {
-            "type": "object",
-            "required": ["start_ts", "end_ts"],
-            "properties": {
-                "start_ts": {"type": "number"},
-                "end_ts": {"type": "number"},
-                "model": {"type": "string"},
-                "seed": {"type": ["integer", "null"]},
-                "reward": {"type": ["number", "null"]},
-                "components": {"type": "object", "additionalProperties": {"type": "number"}},
-                "source": {"type": "string"},
-                "sequences": {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "required": ["agent", "messages"],
-                        "properties": {
-                            "agent": {"type": ["string", "null"]},
-                            "messages": {"type": "array", "items": {"type": "object"}},
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
-"""Further keys are allowed everywhere."""
+SCHEMA_FILE = Path(__file__).with_name("trajectory.schema.json")
+"""The JSON schema of a unified trajectory, for others' programs, too."""
 
 
 def unified(
@@ -248,7 +196,7 @@ def write_json(path: Path, document: Json) -> None:
 def _validator() -> Any:
     from jsonschema import Draft202012Validator
 
-    return Draft202012Validator(SCHEMA)
+    return Draft202012Validator(orjson.loads(SCHEMA_FILE.read_bytes()))
 
 
 def _about_names(document: Json, domains: Collection[str]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from ..evaluation.folders import (
 from ..evaluation.page import report_page
 from ..evaluation.report import Report
 from ..evaluation.results import TaskFacts
+from ..evaluation.sheet import csv_of
 from ..evaluation.suite import Suite
 from ..evaluation.tables import markdown_of
 from ..export.unified import write_json
@@ -116,6 +117,7 @@ def _write(folder: Path, reports: Sequence[Report]) -> Report | Suite:
     write_json(folder / "report.json", msgspec.to_builtins(report, str_keys=True))
     write_text(folder / "report.md", markdown_of(report))
     write_text(folder / "report.html", report_page(report))
+    write_text(folder / "attempts.csv", csv_of(reports))
     return report
 
 

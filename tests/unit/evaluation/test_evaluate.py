@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,11 @@ def test_an_evaluation_is_resumed_with_the_same_settings(tmp_path: Path) -> None
     assert overall["pass_hat"]["3"]["value"] == sum(all(r) for r in rewards.values()) / 3
     assert (report["split"], report["complete"], report["baselines"]) == ("test", True, {})
     assert "| math | 3 | 9 |" in (tmp_path / "run" / "report.md").read_text()
+    with (tmp_path / "run" / "attempts.csv").open(newline="") as file:
+        attempts = list(csv.DictReader(file))
+    assert [float(one["reward"]) for one in attempts] == [
+        r for all_of in rewards.values() for r in all_of
+    ]
 
 
 def test_results_stand_beside_the_baselines(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from envserver_factory.trajectories.convert_foreign import unified_of_foreign
 from hypothesis import example, given
@@ -249,6 +250,10 @@ def test_files_of_all_kinds_are_converted_and_the_bad_ones_told(
     assert [one["tool"] for one in trace["actions"]] == ["reason", "list_dir", "finalize"]
     assert trace["actions"][1]["output"] == "a.txt"
     assert main(["validate", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["validate", "--schema"]) == 0
+    schema = jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))
+    assert all(schema.is_valid(json.loads(path.read_text())) for path in out.rglob("*.json"))
 
     bulk = tmp_path / "bulk.jsonl"
     assert main(["convert", str(out), "--out", str(bulk)]) == 0
