@@ -47,12 +47,12 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None 
     """Returns the logprob of each target.
 
     Args:
-        logits: [B, N, V], those of the position before the target.
-        targets: int64[B, N].
-        temperatures: [B, N], by which the logits are divided; None: 1.
+        logits: [..., V], those of the position before the target.
+        targets: int64[...].
+        temperatures: [...], by which the logits are divided; None: 1.
 
     Returns:
-        float32[B, N].
+        float32[...].
     """
     logits = logits.float()
     if temperatures is not None:

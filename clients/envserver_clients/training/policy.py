@@ -9,10 +9,12 @@ several ranks holds a part of all weights, and all ranks call the same methods a
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .examples import Example
 from .loss import token_logprobs
@@ -31,8 +34,8 @@ from .vision import Vision
 Entropy = Literal["none", "measured", "learned"]
 """How much of the entropy is computed: nothing (zeros), its value, or its gradient as well."""
 
-_ENTROPY_ROWS: Final = 1024
-"""Distributions whose entropy is computed at once."""
+_ROWS: Final = 1024
+"""Distributions that are computed in float32 at once."""
 
 
 @dataclass(frozen=True)
@@ -368,10 +371,10 @@ def _scored(
 ) -> Scores:
     """Returns the scores of targets [B, N] from logits [B, N, V]."""
     hot = None if (temperatures == 1).all() else torch.from_numpy(temperatures).to(logits.device)
-    logprobs = token_logprobs(logits, targets, hot)
+    logprobs = _logprobs(logits, targets, hot)
     as_delivered = logprobs.detach()
     if raw.any():
-        before = token_logprobs(logits.detach(), targets)
+        before = _logprobs(logits.detach(), targets, None)
         as_delivered = torch.where(
             torch.from_numpy(raw).to(logits.device).bool(), before, as_delivered
         )
@@ -381,10 +384,21 @@ def _scored(
     return Scores(logprobs, as_delivered, measured)
 
 
+def _logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None) -> Tensor:
+    """Returns `token_logprobs`, some rows at a time: float32 copies of all logits would take most
+    of the memory, so the backward pass makes those of each part again."""
+    logits, shape = logits.flatten(0, 1), targets.shape
+    hot = [None] if temperatures is None else temperatures.flatten().split(_ROWS)
+    parts = zip(logits.split(_ROWS), targets.flatten().split(_ROWS), itertools.cycle(hot))
+    again = partial(checkpoint, token_logprobs, use_reentrant=False, preserve_rng_state=False)
+    one = again if logits.requires_grad and len(logits) > _ROWS else token_logprobs
+    return torch.cat([one(*part) for part in parts]).view(shape)
+
+
 def _entropy(logits: Tensor, trained: Tensor, temperatures: Tensor | None) -> Tensor:
     """Returns the entropy of each distribution [B, N], 0 where `trained` is not."""
     found = torch.zeros(trained.shape, device=logits.device)
-    for rows in trained.nonzero().split(_ENTROPY_ROWS):
+    for rows in trained.nonzero().split(_ROWS):
         where = (rows[:, 0], rows[:, 1])
         some = logits[where].float()
         if temperatures is not None:

@@ -18,9 +18,10 @@ from envserver_clients.training.curves import draw
 from envserver_clients.training.examples import Example
 from envserver_clients.training.guard import Guard, GuardSettings
 from envserver_clients.training.learner import Learner, StepSettings
+from envserver_clients.training.loss import token_logprobs
 from envserver_clients.training.metrics import JsonLines, Metrics, Tracked, read_lines
 from envserver_clients.training.padding import padded
-from envserver_clients.training.policy import LoraSettings, Policy
+from envserver_clients.training.policy import LoraSettings, Policy, _logprobs
 from envserver_clients.training.schedule import Schedule, rate_of
 from envserver_clients.training.settings import TrainerSettings, from_flags
 from envserver_records import ConfigError
@@ -406,3 +407,27 @@ def test_trackio_gets_each_step_once_also_of_a_run_that_goes_on(
         (1, {"reward_mean": 0.25}),
         (2, {"reward_mean": 0.5}),
     ]
+
+
+def test_logprobs_keep_no_copy_of_the_logits_and_have_the_same_gradient() -> None:
+    """Of more distributions than are computed at once."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 1500, 64).bfloat16().requires_grad_()
+    targets = torch.randint(64, (2, 1500))
+    hot = torch.rand(2, 1500) + 0.5
+    for temperatures in (None, hot):
+        expected = token_logprobs(logits, targets, temperatures)
+        (wanted,) = torch.autograd.grad(expected.square().sum(), logits)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            found = _logprobs(logits, targets, temperatures)
+        assert torch.equal(found, expected)
+        assert torch.equal(torch.autograd.grad(found.square().sum(), logits)[0], wanted)
+        size = kept.pop(logits.data_ptr())
+        assert sum(kept.values()) < size / 2
