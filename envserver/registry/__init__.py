@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
@@ -28,34 +28,32 @@ from ..folders import import_path, is_environment_folder, same_folder
 from ..rows.sources import is_data
 from ..typed_tasks import plain
 from . import integrated
-from .installed import installed, with_own_interpreter
+from .installed import with_own_interpreter
 
 ENTRY_POINT_GROUP = "envserver.environments"
+_US = "envserver"
 _AS_ELSEWHERE = {"smolagents": "gaia"}
 """Names of predecessors' environments; an installed environment of this name wins."""
 
 
 def builtin_names() -> list[str]:
     """Names of the environments that ship with envserver, sorted."""
-    return sorted(name for name, point in entry_point_names().items() if _is_ours(point))
+    return sorted(
+        point.name for point, package in integrated.offered(ENTRY_POINT_GROUP) if package == _US
+    )
 
 
 def entry_point_names() -> dict[str, EntryPoint]:
     """Environments that packages offer to this interpreter. A built-in's name is not replaced by
     another's.
     """
-    installed()  # adds their folders to sys.path
-    points = sorted(entry_points(group=ENTRY_POINT_GROUP), key=_is_ours)
-    return {point.name: point for point in points}
+    points = integrated.offered(ENTRY_POINT_GROUP)
+    return {point.name: point for point, _ in sorted(points, key=lambda pair: pair[1] == _US)}
 
 
 def known_names() -> list[str]:
     """All names that `find` takes, sorted."""
     return sorted({*entry_point_names(), *with_own_interpreter()})
-
-
-def _is_ours(point: EntryPoint) -> bool:
-    return point.dist is not None and point.dist.name == "envserver"
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import sys
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 from envserver_records.errors import ConfigError, NotFoundError
 
@@ -23,8 +24,30 @@ INTEGRATIONS = "envserver.integrations"
 
 def integration_points() -> dict[str, EntryPoint]:
     """Returns the entry points of all integrations, by scheme."""
+    return {point.name: point for point, _ in offered(INTEGRATIONS)}
+
+
+def offered(group: str) -> tuple[tuple[EntryPoint, str], ...]:
+    """Returns the entry points that installed packages offer to this interpreter, each with the
+    name of its package. They are read again when a folder of `sys.path` has changed."""
     installed()  # adds their folders to sys.path
-    return {point.name: point for point in entry_points(group=INTEGRATIONS)}
+    return _offered(group, tuple((folder, _changed_at(folder)) for folder in sys.path))
+
+
+@functools.lru_cache(maxsize=8)
+def _offered(
+    group: str, folders: tuple[tuple[str, int], ...]
+) -> tuple[tuple[EntryPoint, str], ...]:
+    points = entry_points(group=group)
+    names = {dist: "" if dist is None else dist.name for dist in {point.dist for point in points}}
+    return tuple((point, names[point.dist]) for point in points)
+
+
+def _changed_at(folder: str) -> int:
+    try:
+        return Path(folder).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def split(reference: str) -> tuple[str, str] | None:

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.commands import ENVSERVER
 
 import envserver
-from envserver import main
+from envserver import main, registry
 from envserver.cli import COMMANDS
 from envserver.cli.loop import run_loop
 
@@ -106,6 +107,14 @@ def test_the_parent_of_workers_imports_and_builds_all_that_they_need_and_no_more
     assert loaded[0] == "True"
     assert not {"structlog", "rich", "sqlalchemy", "fastapi"} & set(loaded)
     assert len(loaded) < 640
+
+
+def test_installed_packages_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = registry.known_names()
+    reading = Mock(side_effect=AssertionError("read again"))
+    monkeypatch.setattr(registry.integrated, "entry_points", reading)
+    assert registry.known_names() == known
+    assert "math" in registry.builtin_names()
 
 
 def test_public_names_are_all_there() -> None:
