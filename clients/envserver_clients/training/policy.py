@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class LoraSettings:
     Args:
         rank: of the two matrices.
         alpha: the product of the matrices is multiplied by `alpha / rank`; None: 2 * rank.
-        targets: names of linear layers, separated by commas; `all-linear`: all but the last.
+        targets: names of linear layers, separated by commas; `all-linear`: all but the last; of a
+            model that sees images those of its language part.
     """
 
     rank: int
@@ -424,10 +426,14 @@ def _with_lora(model: Any, lora: LoraSettings) -> Any:
     targets: str | list[str] = lora.targets
     if targets != "all-linear":
         targets = [name.strip() for name in lora.targets.split(",")]
+    text = model.get_decoder()
+    decoder = next((name for name, one in model.named_modules() if one is text), "")
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         target_modules=targets,
+        # Layers that see images have none: engines take adapters of the language's layers alone.
+        exclude_modules=rf"(?!{re.escape(decoder)}\.).*" if decoder else None,
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config)

@@ -16,7 +16,7 @@ from envserver_clients.records import ClientGroup, Row
 from envserver_clients.training.examples import BatchExamples, ExampleSettings, examples_of
 from envserver_clients.training.learner import Learner, StepSettings
 from envserver_clients.training.padding import padded
-from envserver_clients.training.policy import Policy
+from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_clients.training.ranks import Ranks
 from envserver_clients.training.settings import TrainerSettings
 from envserver_records import ConfigError
@@ -101,6 +101,15 @@ def test_a_step_learns_from_images(folder: Path, tmp_path: Path) -> None:
         assert not torch.allclose(
             again.logprobs(batch), policy.reference_logprobs(batch), atol=1e-3
         )
+
+
+def test_a_lora_is_of_the_language_alone(folder: Path) -> None:
+    policy = Policy(str(folder), lora=LoraSettings(2))
+    assert policy.trained
+    assert all(".language_model." in name or ".text_model." in name for name in policy.trained)
+    rows = [row_of(folder, [picture(112, 84)], seed=seed) for seed in range(2)]
+    batch = padded(batch_of(rows, policy).examples)
+    assert torch.equal(policy.logprobs(batch), policy.reference_logprobs(batch))
 
 
 def changed(row: Row, **what: Any) -> Row:
