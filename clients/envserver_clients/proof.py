@@ -1,14 +1,16 @@
 """`make learn-proof`: does what is learned generalise? Five seeds, two tasks, control, baselines.
 
     python -m envserver_clients.proof --output out/proof [--seeds 5] [--steps 40] [--jobs 1]
+    python -m envserver_clients.proof --output out/proof-half --start half   # hours, not minutes
 
 Runs `envserver_clients.learn` for each task (`sort`: one answer; `tool`: several turns with a
-calculator) and seed, and once with rewards shuffled within each group. All start from one tiny
-model. The curve that counts is the held-out one: the server asks questions that training never asks
-of one policy version while the trainer waits. Baselines on the same questions: the start, sampled
-and greedy; and the start after supervised training on the expert's demonstrations of the questions
-that training asks. Out: a folder per run, `proof.json`, `proof.png`, and `SHA256SUMS` of the
-metrics. A run that is complete is not repeated.
+calculator) and seed, and once with rewards shuffled within each group. All runs of a task start
+from one tiny model, which knows the task and was spoiled (`spoiled`), or was taught it by half:
+from right answers only, ended early (`half`). The curve that counts is the held-out one: the server
+asks questions that training never asks of one policy version while the trainer waits. Baselines on
+the same questions: the start, sampled and greedy; and the start after supervised training on the
+expert's demonstrations of the questions that training asks. Out: a folder per run, `proof.json`,
+`proof.png`, and `SHA256SUMS` of the metrics. A run that is complete is not repeated.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -33,9 +36,20 @@ from envserver_clients.training.settings import from_flags
 
 Task = Literal["sort", "tool"]
 TASKS: Final[tuple[Task, ...]] = ("sort", "tool")
-_GROUPS: Final = 16
-"""Questions per step; each is asked eight times."""
 _CONFIGS: Final = Path(__file__).parent / "training"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a start is trained; `groups` questions per step, each asked eight times."""
+
+    groups: int
+    steps: int
+    evaluate_every: int
+    learning_rate: float
+
+
+_PLANS: Final = {"spoiled": _Plan(16, 40, 10, 3e-4), "half": _Plan(32, 300, 50, 1e-4)}
 
 
 class ProofSettings(BaseModel):
@@ -47,12 +61,17 @@ class ProofSettings(BaseModel):
     """Folder for all runs; those that are complete are kept."""
     task: Task | None = None
     """Only this task. Default: both."""
+    start: Literal["spoiled", "half"] = "spoiled"
+    """The tiny model that all runs start from: taught the task, then spoiled by wrong answers; or
+    taught it only by half. Each has an --output of its own."""
     seeds: int = Field(default=5, ge=1)
     """Number of seeds, from 0."""
-    steps: int = Field(default=40, ge=1)
-    """Steps of each run."""
-    evaluate_every: int = Field(default=10, ge=1)
-    """Steps between evaluations."""
+    steps: int | None = Field(default=None, ge=1)
+    """Steps of each run. Default: 40 (spoiled), 300 (half)."""
+    evaluate_every: int | None = Field(default=None, ge=1)
+    """Steps between evaluations. Default: 10 (spoiled), 50 (half)."""
+    minutes: float = Field(default=10.0, gt=0)
+    """Time limit of each run."""
     held_out: int = Field(default=200, ge=1)
     """Number of held-out questions."""
     jobs: int = Field(default=1, ge=1)
@@ -66,21 +85,24 @@ def prove(settings: ProofSettings, console: Console) -> None:
         EnvserverError: a run failed; its log says why.
     """
     settings.output.mkdir(parents=True, exist_ok=True)
-    model = settings.output / "tiny-many"
-    if not (model / "config.json").exists():
-        _run(["envserver", "models", "tiny", str(model), "--tasks", "many"], model)
     tasks = TASKS if settings.task is None else (settings.task,)
+    for task in tasks:
+        model = _start(settings, task)
+        if not (model / "config.json").exists():
+            kind = model.name.removeprefix("tiny-")
+            _run(["envserver", "models", "tiny", str(model), "--tasks", kind], model)
     jobs: list[Callable[[], None]] = []
     for seed in range(settings.seeds):
         jobs += [_trained(settings, task, f"seed-{seed}", seed) for task in tasks]
     jobs += [_trained(settings, task, "shuffled", 0, "--shuffle-rewards") for task in tasks]
     for task in tasks:
+        model = _start(settings, task)
         jobs.append(_evaluated(settings, task, "start", model, temperature=1))
         jobs.append(_evaluated(settings, task, "start", model, temperature=0))
     with ThreadPoolExecutor(settings.jobs) as pool:
         for done in [pool.submit(job) for job in jobs]:
             done.result()
-    jobs = [_tuned(settings, task, model) for task in tasks]
+    jobs = [_tuned(settings, task) for task in tasks]
     for task in tasks:
         for seed in range(settings.seeds):
             last = settings.output / f"{task}-seed-{seed}" / "model"
@@ -91,15 +113,25 @@ def prove(settings: ProofSettings, console: Console) -> None:
     summarize(settings.output, tasks, console)
 
 
+def _start(settings: ProofSettings, task: Task) -> Path:
+    """Returns the folder of the model that the runs of a task start from."""
+    return settings.output / ("tiny-many" if settings.start == "spoiled" else f"tiny-half_{task}")
+
+
+def _steps(settings: ProofSettings) -> int:
+    return settings.steps or _PLANS[settings.start].steps
+
+
 def _trained(
     settings: ProofSettings, task: Task, name: str, seed: int, *more: str
 ) -> Callable[[], None]:
-    folder = settings.output / f"{task}-{name}"
+    folder, plan = settings.output / f"{task}-{name}", _PLANS[settings.start]
     words = ["envserver_clients.learn", "--task", task, "--seed", str(seed)]
-    words += ["--output", str(folder), "--model", str(settings.output / "tiny-many")]
-    words += ["--groups", str(_GROUPS), "--steps", str(settings.steps)]
-    words += ["--minutes", "10", "--until-reward", "2"]
-    words += ["--evaluate-every", str(settings.evaluate_every)]
+    words += ["--output", str(folder), "--model", str(_start(settings, task))]
+    words += ["--groups", str(plan.groups), "--steps", str(_steps(settings))]
+    words += ["--learning-rate", str(plan.learning_rate)]
+    words += ["--minutes", str(settings.minutes), "--until-reward", "2"]
+    words += ["--evaluate-every", str(settings.evaluate_every or plan.evaluate_every)]
     words += ["--held-out", str(settings.held_out), *more]
     return lambda: None if (folder / HELD_OUT).exists() else _run(words, folder)
 
@@ -117,18 +149,24 @@ def _evaluated(
     return lambda: None if (folder / "report.json").exists() else _run(words, folder)
 
 
-def _tuned(settings: ProofSettings, task: Task, model: Path) -> Callable[[], None]:
+def _tuned(settings: ProofSettings, task: Task) -> Callable[[], None]:
     """Trains the start on right answers to as many questions as a run asks, one each."""
-    folder = settings.output / f"{task}-sft"
+    folder, plan = settings.output / f"{task}-sft", _PLANS[settings.start]
     groups, chats = folder.with_suffix(".jsonl"), settings.output / f"{task}-chats"
     made = ["envserver", "process", "--config", str(_CONFIGS / f"serve_{task}.yaml")]
     made += ["--model", "sim", "--sim.openers", "false", "--sim.latency_seconds", "0"]
     made += ["--sim.solve_probability", "1", "--env.group_size", "1", "--env.seed", "0"]
-    made += ["--env.include_messages", "true", "--env.total_steps", str(settings.steps * _GROUPS)]
+    made += [
+        "--env.include_messages",
+        "true",
+        "--env.total_steps",
+        str(_steps(settings) * plan.groups),
+    ]
     made += ["--out", str(groups)]
     told = ["envserver", "export", str(groups), "--to", "messages", "--out", str(chats)]
-    tuned = ["envserver_clients.sft", "--model", str(model), "--data", str(chats)]
-    tuned += ["--output", str(folder), "--steps", str(settings.steps), "--batch-size", str(_GROUPS)]
+    tuned = ["envserver_clients.sft", "--model", str(_start(settings, task)), "--data", str(chats)]
+    tuned += ["--output", str(folder), "--steps", str(_steps(settings))]
+    tuned += ["--batch-size", str(plan.groups)]
     tuned += ["--accumulate", "1", "--learning-rate", "3e-4", "--threads", "1"]
 
     def job() -> None:

@@ -29,7 +29,7 @@ _LAST_CHARACTERS = 2000
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
-Tasks = Literal["sums", "many"]
+Tasks = Literal["sums", "many", "half_sort", "half_tool"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,12 @@ class Recipe:
 
 _SUMS = ("--env.data_set", "arithmetic")
 _LARGE = (*_SUMS, "--env.max_operand", "99")
+_SORTING = ("--env.data_set", "sorting")
 RECIPES: Mapping[Tasks, Recipe] = {
     "sums": Recipe({"single": _SUMS, "tools": _SUMS}, 8, 500, 124, 0.25),
-    "many": Recipe({"single": ("--env.data_set", "sorting"), "tools": _LARGE}, 2, 600, 1500, 0.35),
+    "many": Recipe({"single": _SORTING, "tools": _LARGE}, 2, 600, 1500, 0.35),
+    "half_sort": Recipe({"single": _SORTING}, 1, 38, 1500, 1.0),
+    "half_tool": Recipe({"single": _SORTING, "tools": _LARGE}, 1, 190, 1500, 1.0),
 }
 
 
@@ -63,7 +66,8 @@ class TinyPlan:
 
     Args:
         tasks: sums: up to 9, 155 problems; many: sorting five digits with one answer, sums up to 99
-            with a calculator, tens of thousands of problems.
+            with a calculator, tens of thousands of problems; half_sort and half_tool: one of these,
+            from right answers only, and so few steps that most of its answers are wrong.
         seed: seed for the experts, the initial weights and the training order.
         steps: optimizer steps.
         groups: groups of expert rollouts for each mode.
