@@ -64,8 +64,8 @@ async def pairs(
         "auto": calls.requests(asked.prompt_tokens, 1, **shared),
     }
     runs: dict[str, list[Cost]] = {name: [] for name in bodies}
-    for number in range(asked.pairs + 1):  # the first one warms up
-        for name in sorted(bodies, reverse=number % 2 == 1):
+    for number in range(asked.pairs + 1):  # the first one warms up, the engine before the proxy
+        for name in sorted(bodies, reverse=number % 2 == 0):
             one = await cost(house, name, root, bodies[name], asked.at, asked.calls_each)
             if number:
                 runs[name].append(one)
