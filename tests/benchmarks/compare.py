@@ -1,0 +1,216 @@
+"""The same work by envserver, verifiers and atroposlib: `make compare`.
+
+    python tests/benchmarks/compare.py [--rounds 3] [--output docs/benchmarks.md]
+
+Prints one table; with --output also writes it, a plot and how it was made. Ours with its defaults,
+theirs with the settings that cost them least: verifiers plays in one process (no worker, no
+server), atroposlib's API as its own `run-api` starts it. Some ten minutes on a machine that does
+nothing else. Shares of a machine that others use change times, and ratios of one run less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import compare_runs as runs
+from api_peer import PEER_PYTHON, ours, theirs
+
+AT_A_TIME = 64
+ROLLOUTS = {1: (128, 640), 5: (64, 384)}
+"""By turns: how many a short and a long run have. Their difference is free of the start."""
+SINGLE = 40
+"""Rollouts that are played one at a time."""
+TOKENS, GROUPS = (256, 2048), 64
+KILLED_ROLLOUTS = 160
+
+
+@dataclass
+class Row:
+    """A case: ours and a peer's values of each round; the least counts."""
+
+    case: str
+    unit: str
+    peer: str
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+
+    def cells(self) -> list[str]:
+        mine, other = min(self.ours), min(self.theirs)
+        ratio = f"{other / mine:.1f}" if mine > 0 and self.unit != "lost" else ""
+        return [self.case, self.unit, _shown(self.ours), self.peer, _shown(self.theirs), ratio]
+
+
+def _shown(values: list[float]) -> str:
+    least, most = (f"{value:,.{2 if value < 10 else 0}f}" for value in (min(values), max(values)))
+    plain = all(value == int(value) for value in values)
+    least, most = (f"{min(values):.0f}", f"{max(values):.0f}") if plain else (least, most)
+    return least if least == most else f"{least} ({most})"
+
+
+class Rows:
+    """All cases, by name, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, Row] = {}
+        self.hung = 0
+
+    def add(self, case: str, unit: str, peer: str, mine: float, other: float) -> None:
+        row = self.of.setdefault(f"{case} {unit}", Row(case, unit, peer))
+        row.ours.append(mine)
+        row.theirs.append(other)
+
+
+def play_rollouts(rows: Rows, url: str) -> None:
+    """Rollouts of one and of five turns, many at a time; then one at a time."""
+    for turns, (few, many) in ROLLOUTS.items():
+        found = []
+        for how in (runs.by_us, runs.by_verifiers):
+            short, long = (runs.play(how, url, count, turns, AT_A_TIME) for count in (few, many))
+            each = 1000 / (many - few)
+            lost = few + many - short.whole - long.whole
+            rows.hung += short.hung + long.hung
+            cpu, wall = (long.cpu - short.cpu) * each, (long.wall - short.wall) * each
+            found.append((cpu, wall, long.megabytes, float(lost)))
+        case = f"1,000 rollouts of {turns} turn{'s' * (turns > 1)} with tokens"
+        for unit, mine, other in zip(("s of CPU", "s", "MB", "lost"), *found, strict=True):
+            rows.add(case, unit, "verifiers", mine, other)
+    few, many = ROLLOUTS[1]
+    short, long = (runs.play(runs.alone, url, count, 1, AT_A_TIME) for count in (few, many))
+    rows.hung += short.hung + long.hung
+    cpu = (long.cpu - short.cpu) * 1000 / (many - few)
+    case = "1,000 rollouts of 1 turn, a process for each agent (peer: none)"
+    pooled = rows.of["1,000 rollouts of 1 turn with tokens s of CPU"]
+    rows.add(case, "s of CPU", "verifiers", cpu, pooled.theirs[-1])
+    gaps = [runs.gap(how, url, SINGLE, 5) for how in (runs.by_us, runs.by_verifiers)]
+    rows.add("from an answer to the agent's next call", "ms", "verifiers", *gaps)
+
+
+def post_and_fetch(rows: Rows) -> None:
+    with ours() as server:
+        mine = asyncio.run(runs.measure_posts(server, TOKENS, GROUPS))
+    with theirs() as server:
+        other = asyncio.run(runs.measure_posts(server, TOKENS, GROUPS))
+    for case in mine.cpu:
+        rows.add(case, "ms of CPU", "atroposlib", mine.cpu[case], other.cpu[case])
+    rows.add(
+        "memory of the server after these", "MB", "atroposlib", mine.megabytes, other.megabytes
+    )
+
+
+def kill(rows: Rows, url: str) -> None:
+    """kill -9 of what plays, and of the server that holds groups."""
+    lost = []
+    for how in (runs.by_us, runs.by_verifiers):
+        killed = runs.play(how, url, KILLED_ROLLOUTS, 5, AT_A_TIME, kill=True)
+        rows.hung += killed.hung
+        lost.append(float(KILLED_ROLLOUTS - killed.whole))
+    case = f"a worker killed in the middle of {KILLED_ROLLOUTS} rollouts"
+    rows.add(case, "lost", "verifiers", *lost)
+    case = f"the server killed with {GROUPS} groups waiting"
+    lost = [float(one(GROUPS)) for one in (runs.lost_by_us, runs.lost_by_atroposlib)]
+    rows.add(case, "lost", "atroposlib", *lost)
+
+
+HEADS = ("", "unit", "envserver", "peer", "peer's", "times")
+
+
+def table(rows: Rows) -> Table:
+    shown = Table(title="the least of all rounds (the most)")
+    for number, head in enumerate(HEADS):
+        shown.add_column(head, justify="right" if number in (2, 4, 5) else "left")
+    for row in rows.of.values():
+        shown.add_row(*row.cells())
+    return shown
+
+
+def plot(rows: Rows) -> str:
+    """An SVG of CPU by case, each beside its peer's: the longer of the two is 100 %."""
+    cases = [row for row in rows.of.values() if "CPU" in row.unit]
+    height = 44 * len(cases) + 20
+    text = 'font-family="sans-serif" font-size="12"'
+    head = 'xmlns="http://www.w3.org/2000/svg"'
+    parts = [f'<svg {head} width="870" height="{height}" {text} fill="#222">']
+    parts.append('<rect width="100%" height="100%" fill="#fff"/>')
+    for number, row in enumerate(cases):
+        top = 10 + 44 * number
+        most = max(min(row.ours), min(row.theirs))
+        parts.append(f'<text x="390" y="{top + 22}" text-anchor="end">{row.case}</text>')
+        for line, (who, values, color) in enumerate(
+            (("envserver", row.ours, "#2b6cb0"), (row.peer, row.theirs, "#a0aec0"))
+        ):
+            width, at = 300 * min(values) / most, top + 16 * line
+            parts.append(f'<rect x="400" y="{at}" width="{width:.0f}" height="13" fill="{color}"/>')
+            said = f"{min(values):.2f} {row.unit}, {who}"
+            parts.append(f'<text x="{406 + width:.0f}" y="{at + 11}">{said}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _version(python: Path | str, package: str) -> str:
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return f"{package} {found.stdout.strip() or 'unknown'}"
+
+
+def facts(rounds: int, load: tuple[float, float]) -> list[str]:
+    """What the page says of how it was made."""
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    peers = [_version(runs.VERIFIERS, "verifiers"), _version(PEER_PYTHON, "atroposlib")]
+    return [
+        f"{os.cpu_count()} cores, {pages * page / 2**30:.0f} GB, {platform.system()} on "
+        f"{platform.machine()}; load {load[0]:.1f} at the start, {load[1]:.1f} at the end",
+        f"Python {platform.python_version()}, {_version(sys.executable, 'envserver')}, "
+        + ", ".join(peers),
+        f"{datetime.datetime.now(datetime.UTC):%d %B %Y}, `make compare`, rounds: {rounds}",
+    ]
+
+
+def page(rows: Rows, said: list[str]) -> str:
+    lines = [f"| {' | '.join(HEADS)} |", "|---|---|---:|---|---:|---:|"]
+    lines += [f"| {' | '.join(row.cells())} |" for row in rows.of.values()]
+    body = (Path(__file__).parent / "compare_page.txt").read_text()
+    made = "\n".join(f"- {line}." for line in said)
+    return (
+        body.replace("{facts}", made)
+        .replace("{hung}", str(rows.hung))
+        .replace("{table}", "\n".join(lines))
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="writes this page, and the plot beside it")
+    arguments = parser.parse_args()
+    for python, name in ((runs.VERIFIERS, "verifiers-peer"), (PEER_PYTHON, "atropos-peer")):
+        if not python.exists():
+            print(f"A peer is missing: make {name}", file=sys.stderr)
+            return 2
+    rows, began = Rows(), os.getloadavg()[0]
+    for number in range(arguments.rounds):
+        with runs.engine() as url:
+            play_rollouts(rows, url)
+            post_and_fetch(rows)
+            kill(rows, url)
+        Console(width=130).print(table(rows))
+        said = facts(number + 1, (began, os.getloadavg()[0]))
+        print(*said, f"{rows.hung} runs hung", sep="\n", flush=True)
+        if arguments.output is not None:
+            arguments.output.write_text(page(rows, said))
+            arguments.output.with_suffix(".svg").write_text(plot(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

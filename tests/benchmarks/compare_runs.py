@@ -1,0 +1,269 @@
+"""What `compare.py` measures: the same work by us and by a peer, each as processes of its own.
+
+CPU is that of all of them, as the kernel counted it when they had ended; memory is the largest sum
+of what each held alone and its share of what they hold together (PSS), looked at twice a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import api_load as load
+import msgspec
+import orjson
+from api_peer import ROOT, Server, ours, theirs
+from support.commands import ENVSERVER, environment_variables, until
+from support.process_tree import command, descendants, parents
+
+from envserver import Isolation
+
+HERE = Path(__file__).parent
+VERIFIERS = ROOT / ".venv-verifiers-classic" / "bin" / "python"
+GROUP_SIZE = 8
+_SECONDS = 300.0
+"""After which a run counts as hung."""
+
+
+class Ran(NamedTuple):
+    """A run of rollouts: what it took, and how many of them came out whole."""
+
+    cpu: float
+    wall: float
+    megabytes: float
+    whole: int
+    hung: bool
+
+
+@contextmanager
+def engine() -> Iterator[str]:
+    """The URL of the engine, a process that is not measured."""
+    words = [sys.executable, str(HERE / "compare_engine.py")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+Play = Callable[[str, int, int, int, Path], tuple[list[str], Callable[[str], int]]]
+"""Of the engine's URL, rollouts, turns, how many at a time, and a folder: the command, and how many
+rollouts are whole by its output."""
+
+
+def by_us(
+    url: str,
+    rollouts: int,
+    turns: int,
+    at_a_time: int,
+    folder: Path,
+    isolation: Isolation = "pooled",
+) -> tuple[list[str], Callable[[str], int]]:
+    out, environment = folder / "out.jsonl", folder / "talk.py"
+    text = (HERE / "compare_talk.py").read_text()
+    environment.write_text(f"{text}\n\nTalk.isolation = {isolation!r}\n")
+    settings = {
+        "--env": environment,
+        "--env.turns": turns,
+        "--env.group_size": GROUP_SIZE,
+        "--env.ensure_scores_are_not_same": "false",
+        "--openai.base_url": f"{url}/v1",
+        "--openai.model_name": "m",
+        "--rollouts.max_concurrent": at_a_time,
+        "--limit": rollouts // GROUP_SIZE,
+        "--out": out,
+    }
+    words = [str(word) for pair in settings.items() for word in pair]
+
+    def whole(output: str) -> int:
+        lines = out.read_bytes().splitlines() if out.exists() else []
+        groups = [orjson.loads(line)["envserver"]["rollouts"] for line in lines]
+        return sum(
+            rollout["turns"] == turns and bool(rollout["rows"]) for g in groups for rollout in g
+        )
+
+    return [str(ENVSERVER), "process", *words], whole
+
+
+alone: Play = partial(by_us, isolation="dedicated")
+"""Each agent in a process of its own, eight at a time, by default."""
+
+
+def by_verifiers(
+    url: str, rollouts: int, turns: int, at_a_time: int, folder: Path
+) -> tuple[list[str], Callable[[str], int]]:
+    saved = folder / "results"
+    numbers = map(str, (rollouts, turns, at_a_time))
+    words = [str(VERIFIERS), str(HERE / "compare_verifiers.py"), url, *numbers, str(saved)]
+
+    def whole(output: str) -> int:
+        if found := re.search(r"^whole (\d+)$", output, re.MULTILINE):
+            return int(found[1])
+        lines = saved / "results.jsonl"
+        return len(lines.read_bytes().splitlines()) if lines.exists() else 0
+
+    return words, whole
+
+
+def play(
+    how: Play, url: str, rollouts: int, turns: int, at_a_time: int, *, kill: bool = False
+) -> Ran:
+    """Runs rollouts to their end.
+
+    Args:
+        kill: kill -9 a process that plays rollouts while they are under way.
+    """
+    with tempfile.TemporaryDirectory(prefix="compare-") as name:
+        folder = Path(name)
+        words, whole = how(url, rollouts, turns, at_a_time, folder)
+        with (folder / "log").open("w+") as log:
+            began = time.monotonic()
+            process = subprocess.Popen(
+                words, cwd=folder, env=environment_variables(), stdout=log, stderr=log
+            )
+            watch = _Watch(process.pid)
+            if kill:
+                until(
+                    lambda: whole("") >= rollouts / 2 or process.poll() is not None,
+                    _SECONDS,
+                    lambda: "too few rollouts",
+                )
+                os.kill(_player(process.pid), signal.SIGKILL)
+            hung = not _ended(process, _SECONDS)
+            used, wall = watch.stop(), time.monotonic() - began
+            log.seek(0)
+            return Ran(used, wall, watch.megabytes, min(whole(log.read()), rollouts), hung)
+
+
+def gap(how: Play, url: str, rollouts: int, turns: int) -> float:
+    """Milliseconds (median) from an answer of the engine to the same agent's next call."""
+    with urllib.request.urlopen(f"{url}/gap"):
+        pass
+    play(how, url, rollouts, turns, 1)
+    with urllib.request.urlopen(f"{url}/gap") as answer:
+        return float(answer.read())
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        for pid in [*descendants(process.pid), process.pid]:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        return False
+    return True
+
+
+def _player(pid: int) -> int:
+    """A process that plays rollouts: a worker of ours, or the peer's only process."""
+    known = parents()
+    forked = [one for one in descendants(pid) if "workers.forkserver" in command(one)]
+    return max((one for one in forked if known.get(one) in forked), default=pid)
+
+
+class _Watch:
+    """Looks at a process and its descendants until `stop`."""
+
+    def __init__(self, pid: int) -> None:
+        self.megabytes = 0.0
+        self._pid = pid
+        self._before = os.times()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._stopped.wait(0.5):
+            held = sum(_pss_kilobytes(pid) for pid in [self._pid, *descendants(self._pid)])
+            self.megabytes = max(self.megabytes, held / 1024)
+
+    def stop(self) -> float:
+        """CPU seconds of this process's children that ended since: those of the run."""
+        self._stopped.set()
+        self._thread.join()
+        now = os.times()
+        return sum(now[2:4]) - sum(self._before[2:4])
+
+
+def _pss_kilobytes(pid: int) -> int:
+    try:
+        found = re.search(
+            r"^Pss: +(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE
+        )
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+class Posted(NamedTuple):
+    """Milliseconds of the server's CPU by case, and what a kill of it cost."""
+
+    cpu: dict[str, float]
+    megabytes: float
+    lost: int
+
+
+async def measure_posts(server: Server, tokens: Sequence[int], groups: int) -> Posted:
+    """Posts of single groups and a batch of them all over the Atropos wire, the better of two."""
+    cpu: dict[str, float] = {}
+    async with load.Wire(server.url) as wire:
+        for length in tokens:
+            bodies = load.compressed([load.posted(GROUP_SIZE, length, seed) for seed in range(16)])
+            for _ in range(2):
+                await wire.start(groups * GROUP_SIZE)
+                for case, work in (
+                    (f"post of 8 x {length}", wire.post_all(bodies, groups, "/scored_data")),
+                    (f"batch of {groups} x 8 x {length}", wire.fetch()),
+                ):
+                    before = server.cpu()
+                    await work
+                    await asyncio.sleep(0.05)
+                    each = groups if case.startswith("post") else 1
+                    took = (server.cpu() - before) * 1000 / each
+                    cpu[case] = min(took, cpu.get(case, took))
+        return Posted(cpu, server.memory_bytes() / 2**20, 0)
+
+
+async def _post(url: str, groups: int) -> None:
+    async with load.Wire(url) as wire:
+        await wire.start(10**6)
+        await wire.post_all(load.compressed([load.posted(GROUP_SIZE, 64)]), groups, "/scored_data")
+
+
+async def _waiting(url: str) -> int:
+    async with load.Wire(url) as wire:
+        return int(msgspec.json.decode(await wire.get("/status"))["queue_size"])
+
+
+def lost_by_us(groups: int) -> int:
+    """How many accepted groups a kill -9 of the server lost."""
+    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
+        store = f"{folder}/store.db"
+        with ours(store=store) as server:
+            asyncio.run(_post(server.url, groups))
+            os.kill(server.pid, signal.SIGKILL)
+        with ours(store=store) as server:
+            return groups - asyncio.run(_waiting(server.url))
+
+
+def lost_by_atroposlib(groups: int) -> int:
+    with theirs() as server:
+        asyncio.run(_post(server.url, groups))
+        os.kill(server.pid, signal.SIGKILL)
+    with theirs() as server:
+        return groups - asyncio.run(_waiting(server.url))
