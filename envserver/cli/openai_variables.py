@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ..telemetry.redaction import redacted
+from .renamed import current_path
 from .sources import Given, read_dotenv_values
 
 PATHS = {
@@ -36,7 +38,8 @@ def engine_variables(
     """Returns what the variables say of the engine; says in one line which are used.
 
     Nothing is returned if envserver starts the engine itself (`model`), or if engines register
-    (`openai.base_url` none): the key is for the engine that the user names.
+    (`openai.base_url` none), and no key where no address is given: the key is for the engine that
+    the user names.
 
     Args:
         stronger: what all other sources give.
@@ -44,7 +47,7 @@ def engine_variables(
         folder: folder of `.env`.
         alone: whether a key alone names OpenAI's address.
     """
-    given = {one.path: one.value for one in stronger}
+    given = {current_path(one.path, PATHS.values()): one.value for one in stronger}
     if given.get("model") or given.get("openai.base_url", OPENAI_URL) in _NO_ENGINE_OF_USERS:
         return []
     values = {**read_dotenv_values(folder / ".env", PATHS), **environ}
@@ -53,10 +56,12 @@ def engine_variables(
         for name, path in PATHS.items()
         if values.get(name) and path not in given
     ]
-    used = [one.origin for one in found]
     known = {**{one.path: one.value for one in found}, **given}
     url = known.get("openai.base_url")
-    if url is None and alone and "OPENAI_API_KEY" in used:
+    if url is None and not alone:
+        found = [one for one in found if one.origin != "OPENAI_API_KEY"]
+    used = [one.origin for one in found]
+    if url is None and "OPENAI_API_KEY" in used:
         url = OPENAI_URL
         found.append(Given("openai.base_url", url, "OPENAI_API_KEY", "variable"))
     if used and isinstance(url, str) and urlsplit(url).hostname == urlsplit(OPENAI_URL).hostname:
@@ -76,7 +81,7 @@ def engine_variables(
             for path, value in (("openai.base_url", url), ("openai.model_name", model))
             if value
         )
-        tell(f"{', '.join(used)} {'is' if len(used) == 1 else 'are'} used: {engine}.")
+        tell(redacted(f"{', '.join(used)} {'is' if len(used) == 1 else 'are'} used: {engine}."))
     return found
 
 

@@ -37,7 +37,8 @@ _PLAIN = re.compile(
     rf"(?:(?P<sign>[-+]?)(?:(?P<decimal>{_WHOLE}(?:\.\d{{1,6}})?|\.\d{{1,6}})"
     r"|\\[dt]?frac\{(?P<top>-?\d{1,9})\}\{(?P<bottom>-?\d{1,9})\}"
     r"|(?P<over>\d{1,9})/(?P<under>\d{1,9}))"
-    r"|\\\$(?P<price>\d{1,9}))"
+    r"|\\\$(?P<price>\d{1,9}))",
+    re.ASCII,
 )
 
 _NO_UNIT = re.compile(

@@ -126,6 +126,8 @@ _PER_TOKEN: Final[Mapping[str, str]] = {
 """simdjson's type of each column: int64 or float64."""
 _DTYPES: Final[Mapping[str, type[np.generic]]] = {"i": np.int64, "d": np.float64}
 _KEYS: Final = re.compile(rb'"(%s)"' % "|".join(_PER_TOKEN).encode())
+_ESCAPED_LETTER: Final = re.compile(rb"\\u00(?:5[fF]|[67])")
+"""A letter or underscore that needs no escape: the key of a column may be written so."""
 _LIST: Final = msgspec.json.Decoder(list[Raw])
 _KEPT_PARSER_BYTES: Final = 1024 * 1024
 """A parser keeps several times the memory of the largest text it read; larger ones get a new one.
@@ -180,7 +182,7 @@ def _group_quickly(raw: bytes, document: Any, gzipped: bytes | None) -> PostedGr
         raise _Unsure
     names = list(document.keys())
     values: dict[str, Any] = {name: document[name] for name in names}
-    if len(values) != len(names):
+    if len(values) != len(names) or _ESCAPED_LETTER.search(raw):
         raise _Unsure
     characters = np.frombuffer(raw, np.uint8)
     places = [(key[1].decode(), key.end()) for key in _KEYS.finditer(raw)]

@@ -185,6 +185,16 @@ def test_rows_within_rows_are_refused(nested: bytes) -> None:
         read_group(raw.replace(b"[[7, 8], [9, 7]]", nested, 1))
 
 
+def test_the_key_of_a_column_may_be_written_with_an_escape() -> None:
+    right = json.dumps(group([[7, 8]]))
+    escaped = right.replace('"tokens"', r'"tok\u0065ns"')
+    for before in (
+        '{"generation_params": {"tokens": 1}, "other": [[-9]], ',
+        '{"x": "tokens", "y": [1], ',
+    ):
+        assert_like_carefully(escaped.replace("{", before, 1).encode())
+
+
 def test_damage_of_what_is_stored_as_it_came_is_noticed() -> None:
     raw = json.dumps(group([list(range(100))])).encode()
     found = read_group(raw, gzip.compress(raw))

@@ -188,6 +188,12 @@ def test_all_mistakes_are_told_at_once() -> None:
             ("http://b:1/v1", "default", "sk-1", "vllm"),
             "OPENAI_API_KEY is used: --openai.base_url http://b:1/v1.",
         ),
+        (
+            ["--api_key", "sk-2"],  # an old name
+            {"OPENAI_API_KEY": "sk-1"},
+            ("http://localhost:9001/v1", "default", "sk-2", "vllm"),
+            "--api_key is now --openai.api_key.",
+        ),
         (["--openai.base_url", "none"], {"OPENAI_API_KEY": "sk-1"}, None, ""),
         (["--model", "sim"], {"OPENAI_API_KEY": "sk-1", "OPENAI_MODEL": "m"}, None, ""),
     ],
@@ -226,6 +232,14 @@ def test_variables_of_openai_name_the_engine_where_nothing_else_does(
 def test_a_key_alone_names_no_engine_of_a_trainer() -> None:
     settings = load(environ={"OPENAI_API_KEY": "sk-1"}, openai_variables="engine")
     assert settings.openai.base_url == "http://localhost:9001/v1"
+    assert settings.openai.api_key.get_secret_value() == ""  # nobody named that address
+
+
+def test_a_password_in_an_address_is_not_told() -> None:
+    told: list[str] = []
+    environ = {"OPENAI_BASE_URL": "http://me:hush@host/v1"}
+    load_settings([], environ=environ, warn=told.append, openai_variables="engine")
+    assert len(told) == 1 and "hush" not in told[0]
 
 
 def test_tokens_of_other_services_are_found_in_a_dotenv_file(tmp_path: Path) -> None:

@@ -361,7 +361,19 @@ def test_plain_numbers_are_compared_as_math_verify_compares_them() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["1,00", "1e3", "x", "1/0", r"\frac{1}{0}", "12345678901", "0.1234567", "50\\%", "(1)", "- 1"],
+    [
+        "1,00",
+        "1e3",
+        "x",
+        "1/0",
+        r"\frac{1}{0}",
+        "12345678901",
+        "0.1234567",
+        "50\\%",
+        "(1)",
+        "- 1",
+        "٣",
+    ],
 )
 def test_other_texts_are_no_plain_numbers(text: str) -> None:
     assert plain_number(text) is None
