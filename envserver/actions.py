@@ -28,7 +28,7 @@ _HEAD_CHARACTERS = 4000
 _MANY_LEVELS = 100
 
 
-def encode(tool: str, input: Any, output: Any, ts: float, error: str = "") -> bytes:
+def encode(tool: str, input: Any, output: Any, ts: float, error: object = "") -> bytes:
     """One step as JSON.
 
     Raises:
@@ -42,7 +42,7 @@ def encode(tool: str, input: Any, output: Any, ts: float, error: str = "") -> by
         _json(ts),
         _bounded(_json(input)),
         _bounded(_json(output)),
-        _json(error[:_HEAD_CHARACTERS]),
+        _json(str(error or "")[:_HEAD_CHARACTERS]),
     )
 
 

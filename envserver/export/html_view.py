@@ -171,7 +171,9 @@ def _tool(tool: Any) -> tuple[str, Text]:
 def _action(action: Any) -> tuple[str, Text, Text]:
     action = action if isinstance(action, dict) else {}
     tool = _cut(str(action.get("tool", ""))).shown
-    return tool, *(_cut(_as_text(action.get(name, ""))) for name in ("input", "output"))  # type: ignore[return-value]
+    output, error = action.get("output", ""), action.get("error")
+    said = f"Error: {error}" if error and output is None else output
+    return tool, _cut(_as_text(action.get("input", ""))), _cut(_as_text(said))
 
 
 def _conversation(title: str, messages: Sequence[Message]) -> ConversationView:

@@ -13,7 +13,7 @@ Read = Callable[[int, int], bytes]
 Size = tuple[int, int]
 
 _MOST_STEPS = 10_000
-"""Blocks of one file that are looked at."""
+"""Blocks of one file that are looked at, and parts of a GIF's block."""
 _WINDOW = 1 << 16
 _JPEG_SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
@@ -76,11 +76,22 @@ def _of_gif(read: Read, head: bytes) -> Size | None:
             return max(width, left + wide), max(height, top + high)
         if block[:1] != b"!":
             return None
-        at += 2
-        while length := read(at, 1)[0]:
-            at += 1 + length
-        at += 1
+        at = _after_parts(read, at + 2)
     return None
+
+
+def _after_parts(read: Read, at: int) -> int:
+    """Returns where a GIF's block ends whose parts begin at `at`.
+
+    Raises:
+        IndexError: it does not end, or has too many parts: millions of one byte would take seconds.
+    """
+    for _ in range(_MOST_STEPS):
+        length = read(at, 1)[0]
+        at += 1 + length
+        if not length:
+            return at
+    raise IndexError
 
 
 def _of_webp(head: bytes) -> Size | None:

@@ -304,6 +304,9 @@ def test_what_is_too_long_or_too_much_is_cut_off_and_says_so() -> None:
         orjson.dumps(hostile.taken())
     with pytest.raises(ValueError, match="name of a tool"):
         encode(" ", None, None, 0.0)
+    told = Steps()
+    told.take(batch(0, [encode("a", 1, 2, 0.0, error) for error in (None, OSError("e"))], 0))
+    assert [step.get("error") for step in told.taken()] == [None, "e"]
 
 
 def test_actions_are_read_off_a_conversation_where_none_was_logged() -> None:

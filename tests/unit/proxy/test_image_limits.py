@@ -119,6 +119,17 @@ def test_the_size_of_every_format_is_known(form: str) -> None:
     assert (facts.size, facts.is_base64) == ((123, 45), True)
 
 
+def test_a_gif_of_millions_of_parts_costs_no_seconds() -> None:
+    reads: list[int] = []
+
+    def read(at: int, size: int) -> bytes:
+        reads.append(at)
+        return (GIF[:13] + b"!\xfe" + b"\1a" * 30_000)[at : at + size]
+
+    assert image_size(read) is None
+    assert len(reads) < 20_000
+
+
 @given(data=st.binary(max_size=300), start=st.sampled_from([b"\xff\xd8", b"GIF89a", b"II*\0", b""]))
 @settings(max_examples=examples(100), deadline=None)
 def test_no_bytes_break_the_reading_of_sizes(data: bytes, start: bytes) -> None:
