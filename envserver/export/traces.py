@@ -138,7 +138,9 @@ def _steps(actions: list[Json], limit: str | None) -> Iterator[Json]:
             args = input if isinstance(input, dict) else {"input": input}
             source = json.dumps({"tool": tool, "args": args}, ensure_ascii=False)
             yield {"type": "tool_call", "text": source, "tool": tool, "args": args}
-            yield {"type": "tool_result", "text": _text(output)}
+            failed = {"error": action["error"]} if action.get("error") else {}
+            said = failed["error"] if failed and output is None else output
+            yield {"type": "tool_result", "text": _text(said), **failed}
     if limit:
         yield {"type": "error", "text": f"limit: {limit}"}
 
@@ -149,7 +151,8 @@ def _actions(steps: list[Json]) -> Iterator[Json]:
         kind, text = step["type"], step["text"]
         if waiting is not None:
             is_result = kind == "tool_result"
-            yield {**waiting, "output": text if is_result else ""}
+            failed = {"error": step["error"]} if is_result and step.get("error") else {}
+            yield {**waiting, "output": text if is_result else "", **failed}
             waiting = None
             if is_result:
                 continue

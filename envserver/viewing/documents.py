@@ -133,6 +133,8 @@ def _messages(document: Json) -> list[Json]:
     messages: list[Json] = [{"role": "user", "content": question}] if question else []
     for number, action in enumerate(document["actions"]):
         tool, output = str(action.get("tool")), _text(action.get("output"))
+        if action.get("error") and action.get("output") is None:
+            output = f"Error: {action['error']}"
         if tool in ("reason", FINALIZE):
             messages.append({"role": "assistant", "content": output})
             continue

@@ -219,6 +219,11 @@ def test_traces_stand_by_model_and_label_and_go_into_unified_records(tmp_path: P
         "reason",
         "finalize",
     ]
+    good["steps"][2] |= {"text": "no such number", "error": "no such number"}
+    assert problems_of_trace(good) == []
+    failed = unified_of_trace(good, domain="math")
+    assert problems_of(failed) == []
+    assert failed["actions"][1]["error"] == "no such number"
     good["steps"][1]["i"] = 7
     good["outcome"]["num_steps"] = 1
     assert len(problems_of_trace(good)) == 2
