@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from envserver_records.backoff import Backoff
@@ -26,9 +26,10 @@ from .estimates import Scored
 from .rewards import Alike, alike, all_equal
 
 if TYPE_CHECKING:
-    from ..config import Missing, RolloutsConfig
+    from ..config import RolloutsConfig
     from ..environment import Isolation
 
+Missing = Literal["shrink", "drop_group"]
 _RETRY = Backoff(first_seconds=0.2, max_seconds=10.0, jitter=(0.5, 1.0))
 
 

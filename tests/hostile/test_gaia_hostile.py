@@ -219,8 +219,9 @@ def test_memory_of_many_processes_ends_the_run_and_what_was_done_is_kept(ran: Ra
     rollout = ran.rollouts["code", "eats by many"]
     if rollout["limit"] != "crash":  # a busy machine may stop the step before it is full
         assert ran.steps["code", "eats by many"][1]["error"]["kind"] == "timeout"
-    before = rollout["actions"][0]
-    assert (before["tool"], before["input"], before["output"]) == ("python", "6 * 7", "Value: 42")
+    thought, before = rollout["actions"][:2]
+    assert (thought["tool"], before["tool"]) == ("reason", "python")
+    assert (before["input"], before["output"]) == ({"code": "6 * 7"}, "Value: 42")
 
 
 def test_others_go_on_beside_those_that_hang(ran: Ran) -> None:

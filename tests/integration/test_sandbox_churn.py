@@ -193,7 +193,7 @@ async def next_result(boxes: Sandboxes) -> ExecResult:
             try:
                 async with boxes.open(SandboxSpec()) as box:
                     return await box.run_python("print('again')")
-            except SandboxUnavailable:
+            except (SandboxUnavailable, SandboxLost):  # lost: of the process that is dying
                 await asyncio.sleep(0.05)
 
 

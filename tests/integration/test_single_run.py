@@ -103,8 +103,8 @@ async def test_a_repository_is_worked_on_in_a_copy(tmp_path: Path) -> None:
         assert "printf 'new" in seen
         document = read(tmp_path / "out.json")
         assert document["final_answer"] == ""
-        refusals = [one["output"] for one in document["actions"] if one["tool"] == "bash"]
-        assert refusals == ["Error: the user refuses this command"]
+        refusals = [one["error"] for one in document["actions"] if one["tool"] == "bash"]
+        assert refusals == ["the user refuses this command"]
 
 
 async def _ran(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
