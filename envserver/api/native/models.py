@@ -105,6 +105,9 @@ class LeaseRequest(Limits):
 class StreamRequest(Limits):
     """Query parameters of a lease stream."""
 
+    # FastAPI names its parameter by an alias: pydantic would warn of it at the first request.
+    model_config = ConfigDict(defer_build=False)
+
     stream: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{8,64}$")
     """Name of this stream, chosen by the client. Reconnecting with it resumes with the leases that
     are still open. Unset: a new stream.
