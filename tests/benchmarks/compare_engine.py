@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import statistics
 import time
 from typing import Any
@@ -81,6 +82,8 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def main() -> None:
+    # A killed caller is what some runs are about, and no error of this engine.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     app = web.Application(client_max_size=2**24)
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_get("/v1/models", models)
