@@ -1,4 +1,4 @@
-"""What a sandbox is made of, and how the programs in it ended."""
+"""Records of sandboxes: the specification of one, and the result of a program in it."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ..config import NO_ENGINE
 from ..telemetry.redaction import redacted
 from .renamed import current_path
 from .sources import Given, read_dotenv_values
@@ -23,7 +24,6 @@ PATHS = {
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_MODEL = "gpt-4o-mini"
 """Model that is asked at OpenAI's address where none is named."""
-_NO_ENGINE_OF_USERS = ("", "none")
 _READ_ELSEWHERE = ("HF_TOKEN", "TAVILY_API_KEY")
 
 
@@ -37,9 +37,9 @@ def engine_variables(
 ) -> list[Given]:
     """Returns what the variables say of the engine; says in one line which are used.
 
-    Nothing is returned if envserver starts the engine itself (`model`), or if engines register
-    (`openai.base_url` none), and no key where no address is given: the key is for the engine that
-    the user names.
+    The key goes only to an engine that the user names: nothing is returned if envserver starts the
+    engine (`model`) or engines register (`openai.base_url` none), and no key without an address
+    unless `alone`.
 
     Args:
         stronger: what all other sources give.
@@ -48,7 +48,7 @@ def engine_variables(
         alone: whether a key alone names OpenAI's address.
     """
     given = {current_path(one.path, PATHS.values()): one.value for one in stronger}
-    if given.get("model") or given.get("openai.base_url", OPENAI_URL) in _NO_ENGINE_OF_USERS:
+    if given.get("model") or given.get("openai.base_url", OPENAI_URL) in ("", NO_ENGINE):
         return []
     values = {**read_dotenv_values(folder / ".env", PATHS), **environ}
     found = [

@@ -68,7 +68,7 @@ def urls_of(messages: Iterable[Message]) -> list[str]:
 
 
 class ImageFacts(NamedTuple):
-    """What the bytes of a `data:` address say.
+    """Facts that are read from the bytes of a `data:` address.
 
     Args:
         sha256: of the bytes, in hex.

@@ -1,4 +1,4 @@
-"""What the server and its forkserver both know: the arguments, and the sizes of messages."""
+"""The protocol between a server and its forkserver: arguments and sizes of messages."""
 
 from __future__ import annotations
 

@@ -235,13 +235,13 @@ def _measured(way: Callable[[int], Run], agents: int) -> Run:
 
 
 def _cpu_seconds() -> float:
-    """Of all processes below this one, those that have ended among them."""
+    """Returns the CPU seconds of all processes below this one, ended ones included."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime + sum(map(_ticks, _below(os.getpid()))) / _TICKS
 
 
 def _ticks(pid: int) -> int:
-    """Of a process and its children that have ended."""
+    """Returns the CPU ticks of a process and of its children that have ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended

@@ -1,4 +1,4 @@
-"""What is left of a real engine's rate behind our proxy: paired runs, with an interval.
+"""Compares the rate of a real engine behind our proxy with its own: paired runs, an interval.
 
     python tests/benchmarks/bench_proxy_pairs.py URL [--at 64] [--pairs 8] [--answer-tokens 256]
 

@@ -164,7 +164,7 @@ def _version(python: Path | str, package: str) -> str:
 
 
 def facts(rounds: int, load: tuple[float, float]) -> list[str]:
-    """What the page says of how it was made."""
+    """Returns the machine, the versions, the date and the command, a line each."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     peers = [_version(runs.VERIFIERS, "verifiers"), _version(PEER_PYTHON, "atroposlib")]
     return [

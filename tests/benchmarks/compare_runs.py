@@ -1,4 +1,4 @@
-"""What `compare.py` measures: the same work by us and by a peer, each as processes of its own.
+"""Runs the same work by us and by a peer, each in processes of its own; see `compare.py`.
 
 CPU is that of all of them, as the kernel counted it when they had ended; memory is the largest sum
 of what each held alone and its share of what they hold together (PSS), looked at twice a second.
@@ -61,8 +61,8 @@ def engine() -> Iterator[str]:
 
 
 Play = Callable[[str, int, int, int, Path], tuple[list[str], Callable[[str], int]]]
-"""Of the engine's URL, rollouts, turns, how many at a time, and a folder: the command, and how many
-rollouts are whole by its output."""
+"""Takes the engine's URL, the numbers of rollouts, of turns, of rollouts at a time, and a folder.
+Returns the command, and a function that counts the whole rollouts in its output."""
 
 
 def by_us(

@@ -1,4 +1,4 @@
-"""What a vision-language model of transformers gets beside the tokens of its rows.
+"""Makes the inputs of transformers' vision-language models beside tokens: pixels and grids.
 
 In: token ids as the engine had them, with every image expanded, and the images' bytes. Out: pixels,
 their grids, and which tokens are images'. What always holds: nothing is tokenized again; a row

@@ -410,7 +410,7 @@ def test_trackio_gets_each_step_once_also_of_a_run_that_goes_on(
 
 
 def test_logprobs_keep_no_copy_of_the_logits_and_have_the_same_gradient() -> None:
-    """Of more distributions than are computed at once."""
+    """3,000 distributions, of which 1,024 are computed at a time."""
     torch.manual_seed(0)
     logits = torch.randn(2, 1500, 64).bfloat16().requires_grad_()
     targets = torch.randint(64, (2, 1500))

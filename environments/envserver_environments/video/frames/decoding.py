@@ -32,7 +32,7 @@ _MOST_SECONDS = 1e6
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked.
+    """A request for frames of one video.
 
     Args:
         start, end: of the part, in seconds; end None: the video's.
