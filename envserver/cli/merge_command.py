@@ -25,7 +25,7 @@ from .specs.merge_command import ARITHMETIC, COMMAND, MergeSettings
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; prints the folder of each model.
+    """Runs the command; prints the folder of each model, and the vector's file.
 
     Raises:
         UsageError: a setting or a model is wrong; nothing was written.
@@ -64,6 +64,8 @@ def _merged(settings: MergeSettings, console: Console) -> tuple[list[Path], list
         missing=settings.allow_missing_tensors,
     )
     if settings.method != ARITHMETIC:
+        if settings.out is None or settings.save_vector is not None:
+            raise UsageError("A mergekit method needs --out, and makes no --save_vector.")
         method = Method(settings.method, settings.density, settings.parameters)
         notes = merge_with(
             method, recipe, settings.out, allowed=allowed, overwrite=settings.overwrite
@@ -79,20 +81,32 @@ def _with_arithmetic(
 ) -> tuple[list[Path], list[str]]:
     from envserver_factory.merging import merge
 
-    names = [f"alpha-{alpha!r}" for alpha in settings.alpha]
-    places = [settings.out / name for name in names] or [settings.out]
     with _bar(console) as bar:
         task = bar.add_task("merging", total=None)
         merged = merge(
             recipe,
-            places,
+            _places(settings),
+            vector=settings.save_vector,
             allowed=allowed,
             allow_not_finite=settings.allow_not_finite,
             overwrite=settings.overwrite,
             begin=lambda total: bar.update(task, total=total),
             report=lambda done: bar.advance(task, done),
         )
-    return merged.folders, merged.notes
+    return [
+        *merged.folders,
+        *([settings.save_vector] if settings.save_vector else []),
+    ], merged.notes
+
+
+def _places(settings: MergeSettings) -> list[Path]:
+    """Returns the folders to make: one for each alpha; none where only the vector is wanted."""
+    if settings.out is None:
+        if settings.save_vector is None or settings.alpha:
+            raise UsageError("--out DIR is needed.")
+        return []
+    out = settings.out
+    return [out / f"alpha-{alpha!r}" for alpha in settings.alpha] or [out]
 
 
 def _bar(console: Console) -> Progress:

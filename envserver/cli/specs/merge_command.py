@@ -28,12 +28,16 @@ class MergeSettings(Section):
     sft: Path | None = None
     """Folder of the model before reinforcement learning: a model or a LoRA adapter."""
     add: list[str] = Field(default=[])
-    """DIR=WEIGHT: add WEIGHT * (DIR - base). May be repeated; WEIGHT may be negative."""
+    """DIR=WEIGHT: add WEIGHT * (DIR - base); FILE=WEIGHT: add WEIGHT * a vector of --save_vector.
+    May be repeated; WEIGHT may be negative."""
     alpha: list[float] = Field(default=[])
     """Factors of the added difference: one model in OUT/alpha-A for each; unset: factor 1, in
     OUT itself."""
-    out: Path
+    out: Path | None = None
     """Output folder, written atomically."""
+    save_vector: Path | None = None
+    """File for what is added to the base, before alpha: a safetensors file that --add takes. With
+    this, --out may be missing."""
     method: str = ARITHMETIC
     """arithmetic, or a mergekit method: ties, dare_ties, dare_linear, della, slerp, linear, ..."""
     density: float | None = Field(default=None, gt=0, le=1)

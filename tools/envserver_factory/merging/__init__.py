@@ -10,6 +10,7 @@ nearest, ties to even.
     tensors.py   safetensors files, read in pieces
     writing.py   safetensors files, written in pieces; folders that appear when complete
     adapters.py  LoRA adapters as the models they make of their base
+    vectors.py   task vectors as files
     recipe.py    what is merged, and with which weights
     checks.py    do the models fit together: tensors, configs, tied output layers
     vocabulary.py  do their tokenizers

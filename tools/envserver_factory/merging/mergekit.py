@@ -104,6 +104,8 @@ def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
             f"--method {method.name} takes models with weights: --add DIR=0.5.",
             hint="--rl, --sft and --alpha are for --method arithmetic.",
         )
+    if any(one.plus.is_file() for one in recipe.vectors):
+        raise ConfigError(f"--method {method.name} takes models, not the file of a task vector.")
     adapters = [one.plus for one in recipe.vectors if is_adapter(one.plus)]
     if adapters:
         raise ConfigError(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from envserver_records.errors import InputError
+from numpy.typing import NDArray
 
 from .adapters import Adapted, is_adapter, read_adapter_config
 from .card import Made, facts_of, write_card
@@ -23,6 +24,7 @@ from .checks import Allowed, Names, check
 from .dtypes import Floats, all_finite, encoded
 from .recipe import Recipe
 from .tensors import File, Model, Tensor, Weights
+from .vectors import VectorWriter, combined, open_vector, vector_layout, vector_writer
 from .writing import Report, WeightsWriter, appearing, check_places, copy_rest, write_index
 
 PIECE: Final = 1 << 20
@@ -44,17 +46,21 @@ class Merged:
 
 @dataclass(frozen=True)
 class _Term:
-    """A vector of the recipe, opened; `minus` None stands for the base."""
+    """A vector of the recipe, opened; `minus` None stands for the base, and with `is_vector`
+    nothing is subtracted.
+    """
 
     plus: Model
     minus: Model | None
     weight: float
+    is_vector: bool
 
 
 def merge(
     recipe: Recipe,
     places: Sequence[Path],
     *,
+    vector: Path | None = None,
     allowed: Allowed | None = None,
     allow_not_finite: bool = False,
     overwrite: bool = False,
@@ -64,7 +70,9 @@ def merge(
     """Writes a model for each alpha.
 
     Args:
-        places: output folders, one for each of `recipe.alphas`; complete or absent.
+        places: output folders, one for each of `recipe.alphas`; complete or absent. Empty: only
+            `vector` is written.
+        vector: also write what is added, without alpha, to this safetensors file.
         allowed: differences between the inputs that are accepted.
         allow_not_finite: also write infinities and NaNs.
         overwrite: replace models of an earlier merge.
@@ -82,21 +90,36 @@ def merge(
         names, more = check(base, list(opened.values()), allowed or Allowed())
         notes += more
         size = sum(tensor.size for tensor in base.tensors.values())
-        check_places(places, size * len(places), overwrite=overwrite)
+        if places:
+            check_places(places, size * len(places), overwrite=overwrite)
+        writer = None
+        if vector is not None:
+            layout = vector_layout(recipe, base, list(opened.values()), vector)
+            writer = stack.enter_context(vector_writer(layout, overwrite=overwrite))
         begin(size)
-        terms = [
-            _Term(opened[one.plus], opened[one.minus] if one.minus else None, one.weight)
-            for one in recipe.vectors
-        ]
-        work = _Pass(base, terms, recipe.alphas, names, allow_not_finite, report)
-        with appearing(places) as folders:
+        alphas = recipe.alphas if places else ()
+        terms = _terms(recipe, opened)
+        work = _Pass(base, terms, alphas, names, allow_not_finite, report, writer)
+        with appearing(places) if places else nullcontext([]) as folders:
             digests = work.run(folders)
             facts = facts_of(recipe, {recipe.base: base, **opened}, notes)
-            for folder, alpha, files in zip(folders, recipe.alphas, digests, strict=True):
+            for folder, alpha, files in zip(folders, alphas, digests, strict=True):
                 write_index_if_several(folder, base.parts)
                 copied = copy_rest(base.folder, folder)
                 write_card(folder, facts, Made(recipe.formula(f"{alpha:g}"), alpha, files, copied))
     return Merged(list(places), notes)
+
+
+def _terms(recipe: Recipe, opened: Mapping[Path, Model]) -> list[_Term]:
+    return [
+        _Term(
+            opened[one.plus],
+            opened[one.minus] if one.minus else None,
+            one.weight,
+            one.plus.is_file(),
+        )
+        for one in recipe.vectors
+    ]
 
 
 def write_index_if_several(folder: Path, parts: Sequence[File]) -> None:
@@ -115,6 +138,7 @@ class _Pass:
         names: Mapping[Path, Names],
         allow_not_finite: bool,
         report: Report,
+        vector: VectorWriter | None,
     ) -> None:
         self._base = base
         self._terms = terms
@@ -122,6 +146,7 @@ class _Pass:
         self._names = names
         self._allow_not_finite = allow_not_finite
         self._report = report
+        self._vector_writer = vector
 
     def run(self, folders: Sequence[Path]) -> list[dict[str, str]]:
         """Writes the weights of each alpha; returns for each the sha256 of its files."""
@@ -135,6 +160,8 @@ class _Pass:
                     self._write(tensor, writers)
                 for writer, files in zip(writers, digests, strict=True):
                     files[part.path.name] = writer.close()
+        if self._vector_writer is not None:
+            self._vector_writer.close()
         return digests
 
     def _write(self, tensor: Tensor, writers: Sequence[WeightsWriter]) -> None:
@@ -153,22 +180,31 @@ class _Pass:
     ) -> None:
         base = self._base.values(tensor.name, begin, end)
         vectors = [self._vector(term, tensor, base, begin, end) for term in self._terms]
+        if self._vector_writer is not None:
+            dtype = self._vector_writer.dtypes[tensor.name]
+            total = combined([term.weight for term in self._terms], vectors, base, dtype)
+            self._check_finite(total, tensor.name, dtype, "the difference")
+            self._vector_writer.write(total)
         for alpha, writer in zip(self._alphas, writers, strict=True):
             stored = encoded(_sum(base, self._terms, vectors, alpha), tensor.dtype)
-            if not self._allow_not_finite and not all_finite(stored, tensor.dtype):
-                raise InputError(
-                    f"{tensor.name} has values that are not finite {tensor.dtype}, with alpha "
-                    f"{alpha:g}.",
-                    hint="Take a smaller alpha, or look for NaNs in the inputs; "
-                    "--allow_not_finite writes them.",
-                )
+            self._check_finite(stored, tensor.name, tensor.dtype, f"alpha {alpha:g}")
             writer.write(stored)
+
+    def _check_finite(self, stored: NDArray[Any], name: str, dtype: str, where: str) -> None:
+        if not self._allow_not_finite and not all_finite(stored, dtype):
+            raise InputError(
+                f"{name} has values that are not finite {dtype}, with {where}.",
+                hint="Take a smaller alpha, or look for NaNs in the inputs; "
+                "--allow_not_finite writes them.",
+            )
 
     def _vector(
         self, term: _Term, tensor: Tensor, base: Floats, begin: int, end: int
     ) -> Floats | None:
         """Returns `plus - minus`; None where one of them lacks the tensor."""
         plus = self._values(term.plus, tensor, begin, end)
+        if term.is_vector:
+            return plus
         minus = base if term.minus is None else self._values(term.minus, tensor, begin, end)
         if plus is None or minus is None:
             return None
@@ -183,7 +219,8 @@ class _Pass:
     def _common(self, tensor: Tensor, begin: int, end: int) -> bytes:
         """Returns a tensor that is not a float and must be equal in all models."""
         data = self._base.raw(tensor.name, begin, end)
-        for model in [one for term in self._terms for one in (term.plus, term.minus) if one]:
+        models = [(term.plus, term.minus) for term in self._terms if not term.is_vector]
+        for model in [one for pair in models for one in pair if one]:
             name = self._names[model.folder][tensor.name]
             if name is not None and model.raw(name, begin, end) != data:
                 raise InputError(
@@ -214,6 +251,8 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _opened_base(folder: Path) -> Weights:
+    if folder.is_file():
+        raise InputError(f"{folder} is a file: the base has to be a model's folder.")
     if is_adapter(folder):
         raise InputError(
             f"{folder} is an adapter: the base has to be a whole model.",
@@ -234,6 +273,9 @@ def _open_others(
     for folder in dict.fromkeys(
         folder for one in recipe.vectors for folder in (one.plus, one.minus) if folder
     ):
+        if folder.is_file():
+            opened[folder] = stack.enter_context(open_vector(folder))
+            continue
         if not is_adapter(folder):
             opened[folder] = open_weights(folder)
             continue

@@ -20,6 +20,7 @@ class Vector:
     """A difference of two models and its weight.
 
     Args:
+        plus: a model's folder; or the file of a task vector, which is the difference itself.
         minus: None stands for the base.
     """
 
@@ -33,7 +34,8 @@ class Recipe:
     """A base and what is added to it, once for each alpha.
 
     Raises:
-        ConfigError: nothing is added, or a number is invalid.
+        ConfigError: nothing is added, a difference of a task vector is asked for, or a number is
+            invalid.
     """
 
     base: Path
@@ -49,23 +51,37 @@ class Recipe:
             )
         if not self.alphas or len(set(self.alphas)) < len(self.alphas):
             raise ConfigError("--alpha needs numbers, each once.")
+        for vector in self.vectors:
+            if vector.minus is not None and (vector.plus.is_file() or vector.minus.is_file()):
+                raise ConfigError(
+                    "--rl and --sft take models; a task vector is a difference already.",
+                    hint="Add it with --add FILE.",
+                )
         for number in (*self.alphas, *(vector.weight for vector in self.vectors)):
             if not math.isfinite(number):
                 raise ConfigError(f"{number} is not a weight: it must be finite.")
 
     def formula(self, alpha: str = "alpha") -> str:
         """Returns the formula as text, with the folders' names."""
-        parts = [
-            f"{'' if one.weight == 1 else f'{one.weight:g} * '}"
-            f"({one.plus.name} - {(one.minus or self.base).name})"
+        inside = self.difference()
+        return f"{self.base.name} + {alpha} * {inside if len(self.vectors) == 1 else f'({inside})'}"
+
+    def difference(self) -> str:
+        """Returns what is added as text, without alpha."""
+        return " + ".join(
+            f"{'' if one.weight == 1 else f'{one.weight:g} * '}{self._difference(one)}"
             for one in self.vectors
-        ]
-        inside = parts[0] if len(parts) == 1 else f"({' + '.join(parts)})"
-        return f"{self.base.name} + {alpha} * {inside}"
+        )
+
+    def _difference(self, vector: Vector) -> str:
+        if vector.plus.is_file():
+            return vector.plus.name
+        return f"({vector.plus.name} - {(vector.minus or self.base).name})"
 
 
 def parse_parts(words: Sequence[str]) -> tuple[Vector, ...]:
-    """Parses `DIR=0.3` as a difference from the base; `DIR` alone has the weight 1.
+    """Parses `DIR=0.3` as a difference from the base, `FILE=0.3` as a task vector; without `=`
+    the weight is 1.
 
     Raises:
         ConfigError: the text after the last `=` is not a number.

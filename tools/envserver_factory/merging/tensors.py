@@ -102,7 +102,7 @@ class File:
 
 
 class Weights:
-    """The weights of a folder; a context manager that closes its files.
+    """The weights of a folder, or of a single file; a context manager that closes its files.
 
     Raises:
         NotFoundError: there is no such folder, or no safetensors file in it.
@@ -118,7 +118,8 @@ class Weights:
                 if tensor.name in self.tensors:
                     raise InputError(f"{part.path}: {tensor.name} is in another shard, too.")
                 self.tensors[tensor.name] = tensor
-        _check_index(folder, self.tensors)
+        if not folder.is_file():
+            _check_index(folder, self.tensors)
         self._stack = ExitStack()
         self._open: dict[Path, BinaryIO] = {}
 
@@ -208,6 +209,8 @@ def _weight_files(folder: Path) -> list[Path]:
         NotFoundError: there are none.
         InputError: the index names a file that is missing.
     """
+    if folder.is_file():
+        return [folder]
     if not folder.is_dir():
         raise NotFoundError(
             f"There is no folder {folder}.",
