@@ -24,6 +24,8 @@ class Websites:
         self.asked: Counter[str] = Counter()
         self.failing: list[int] = []
         self.keys: set[str] = set()
+        self.searches: list[dict[str, Any]] = []
+        """What was asked of the providers, without the query."""
         self.slowness = 0.0
 
     def results(self, query: str) -> list[dict[str, Any]]:
@@ -48,7 +50,10 @@ class Websites:
                 found = [{"url": urls[0], "raw_content": "text by extraction"}]
                 return web.json_response({"results": found, "failed_results": []})
             case "/html":
-                return self._browsable(str((await request.post())["q"]))
+                form = dict(await request.post())
+                query = str(form.pop("q"))
+                self.searches.append(form)
+                return self._browsable(query)
             case "/page":
                 return self._page()
             case "/hop" | "/out":
@@ -80,6 +85,7 @@ class Websites:
     async def _search(self, request: web.Request) -> web.Response:
         self.keys.add(request.headers.get("authorization", ""))
         body = await request.json()
+        self.searches.append({name: body[name] for name in body if name != "query"})
         found = self.results(body["query"])
         answer = {"query": body["query"], "results": found, "usage": {"credits": 2}}
         return web.json_response(answer)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_tools.documents import document_tools, preload
+from envserver_tools.folder import folder_tools
 from envserver_tools.web import WebSettings, remote_tools, services_of
 from pydantic import Field, field_validator, model_validator
 
@@ -42,7 +43,7 @@ from envserver import (
     Tool,
 )
 
-from .agents import AgentOptions, Kind, solve
+from .agents import AgentOptions, Kind, Prompts, solve
 from .agents.prompts import ANSWER_RULES, FINAL_ANSWER, question
 from .known import demonstrate, known_results
 from .loading import (
@@ -91,6 +92,9 @@ class Gaia(Environment):
         """Use GAIA's own tasks for the split train; its authors ask you not to."""
         agent: Kind = "code"
         """code: smolagents' CodeAgent; tools: its ToolCallingAgent; plain: a built-in loop."""
+        prompts: Prompts = "own"
+        """Prompts of the agents code and tools. own: short ones; smolagents: the templates of the
+        installed smolagents, for the system prompt and for plans."""
         max_steps: int = Field(default=12, ge=1)
         """Maximum number of agent steps; planning steps are not counted."""
         planning_interval: int | None = Field(default=None, ge=1)
@@ -99,6 +103,8 @@ class Gaia(Environment):
         """Modules imported before the first step."""
         documents: bool = True
         """Offer the tools read_document and find_in_document."""
+        files: bool = False
+        """Offer the tools read_file, write_file and append_to_file, in the agent's folder."""
         web: Literal["none", "live", "record", "replay"] = "none"
         """Offer web_search, visit_page and find_in_page. live: record nothing; record: fetch what
         web_folder lacks and keep it there; replay: serve only what web_folder holds."""
@@ -111,6 +117,8 @@ class Gaia(Environment):
         web_provider_url: str = ""
         """URL of your own gateway to the search provider; unset: the provider's. Put no keys here:
         agent processes can read it."""
+        web_depth: Literal["basic", "advanced"] = "basic"
+        """Depth of Tavily's searches. advanced: better excerpts, for twice the credits."""
         web_reader: Literal["own", "tavily"] = "own"
         """Page reader. own: the server itself; tavily: Tavily's extraction."""
         web_allow_private: bool = False
@@ -149,6 +157,12 @@ class Gaia(Environment):
             if not value or not set(value) <= set(LEVELS):
                 raise ValueError("must be of 1, 2 and 3")
             return value
+
+        @model_validator(mode="after")
+        def _templates(self) -> Gaia.Config:
+            if self.prompts == "smolagents" and self.agent == "plain":
+                raise ValueError("prompts smolagents: the agent must be code or tools, not plain")
+            return self
 
         @model_validator(mode="after")
         def _calls(self) -> Gaia.Config:
@@ -200,8 +214,10 @@ class Gaia(Environment):
             seconds=config.agent_seconds,
             step_seconds=config.step_seconds,
             verbosity=config.verbosity,
+            prompts=config.prompts,
         )
         tools = list(document_tools(folder).values()) if config.documents else []
+        tools += folder_tools().values() if config.files else []
         tools += self._web_tools(run)
         shown = PublicTask("task", {"question": task.public["question"], "files": names})
         return await solve(shown, run, rules, tools)
@@ -232,6 +248,7 @@ class Gaia(Environment):
             epoch=config.web_epoch,
             provider=config.web_provider,
             provider_url=config.web_provider_url,
+            depth=config.web_depth,
             reader=config.web_reader,
             allow_private=config.web_allow_private,
             leaks=config.web_leaks,
@@ -239,7 +256,7 @@ class Gaia(Environment):
         return services_of(settings)
 
     def demonstration(self, task: Task) -> list[Message]:
-        return demonstrate(task, self.config.agent)
+        return demonstrate(task, self.config.agent, self.config.planning_interval)
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         return known_results(task, self._terms())

@@ -16,8 +16,20 @@ from .scoring import MAX_ANSWER_CHARACTERS, question_scorer
 from .verdict import Terms
 
 
-def demonstrate(task: Task, agent: Kind) -> list[Message]:
+def demonstrate(task: Task, agent: Kind, planning_interval: int | None) -> list[Message]:
     """The assistant messages, one a turn: the solution is run where there is one, then answered."""
+    steps = _steps(task, agent)
+    if planning_interval is None or agent == "plain":
+        return steps
+    plan: Message = {"role": "assistant", "content": "Read the file, then answer.<end_plan>"}
+    return [
+        message
+        for number, step in enumerate(steps)
+        for message in ([plan, step] if number % planning_interval == 0 else [step])
+    ]
+
+
+def _steps(task: Task, agent: Kind) -> list[Message]:
     answer, solution = str(task.hidden["answer"]), task.hidden.get("solution")
     if agent == "code":
         last = _code("I know the answer.", f"final_answer({answer!r})")

@@ -16,7 +16,7 @@ from typing import Literal
 
 from envserver import Message
 
-from .agents.prompts import FAILED, NO_CALL, NO_CODE, PLAN, TOOL_FAILED
+from .agents.prompts import FAILED, NO_CALL, NO_CODE, PLAN, PLANNED, TOOL_FAILED
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,10 @@ def _turns(messages: Sequence[Message]) -> Iterator[tuple[bool, list[Message]]]:
     starts = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     ends = [*starts, len(messages)][1:]
     for at, end in zip(starts, ends, strict=True):
+        reply = list(messages[at + 1 : end])
         asked = _text(messages[at - 1]) if at else ""
-        yield asked.endswith(PLAN), list(messages[at + 1 : end])
+        planned = bool(reply) and _text(reply[0]).startswith(PLANNED)
+        yield planned or asked.endswith(PLAN), reply
 
 
 def _outcome(reply: list[str]) -> Literal["fine", "malformed", "failed"]:

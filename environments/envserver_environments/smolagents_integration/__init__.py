@@ -1,7 +1,7 @@
 """The earlier name of `envserver_environments.gaia`: its commands still work, and do what they did.
 
-GAIA is used where it was downloaded, with the split that has answers, and the web tools where
-`TAVILY_API_KEY` is set; flags and variables that say otherwise win.
+GAIA is used where it was downloaded, with the split that has answers, the web tools where
+`TAVILY_API_KEY` is set, and the tools for files; flags and variables that say otherwise win.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def set_earlier_defaults(
     """
     if not words or words[0] not in _MAKES_ROLLOUTS:
         return
+    environ.setdefault("ENVSERVER_ENV__FILES", "true")
     flags = {word.partition("=")[0] for word in words}
     if not flags & {*_NAMES_TASKS} and "ENVSERVER_ENV__DATA_SET" not in environ:
         if (folder / DEFAULT_COPY).is_dir():
@@ -49,6 +50,7 @@ def set_earlier_defaults(
             )
     if environ.get("TAVILY_API_KEY") and "ENVSERVER_ENV__WEB" not in environ:
         environ["ENVSERVER_ENV__WEB"] = "live"
+        environ.setdefault("ENVSERVER_ENV__WEB_DEPTH", "advanced")
         if "--env.web" not in flags:
             _say("TAVILY_API_KEY is set, so agents have web tools (--env.web none: not).")
 

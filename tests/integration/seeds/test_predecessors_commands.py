@@ -105,7 +105,7 @@ def test_the_earlier_defaults_of_the_smolagents_integration(
     words = ["process", "--env.total_steps", "2"]
     none: dict[str, str] = {}
     set_earlier_defaults(words, none, tmp_path)
-    assert not none
+    assert none == {"ENVSERVER_ENV__FILES": "true"}
     assert "GAIA is not in data/gaia" in capsys.readouterr().err
     (tmp_path / "data" / "gaia").mkdir(parents=True)
     made = {"TAVILY_API_KEY": "k"}
@@ -114,8 +114,11 @@ def test_the_earlier_defaults_of_the_smolagents_integration(
     assert made == {
         "ENVSERVER_ENV__DATA_SET": "gaia",
         "ENVSERVER_ENV__SPLIT": "validation",
+        "ENVSERVER_ENV__FILES": "true",
         "ENVSERVER_ENV__WEB": "live",
+        "ENVSERVER_ENV__WEB_DEPTH": "advanced",
     }
-    own = {"ENVSERVER_ENV__WEB": "none", "TAVILY_API_KEY": "k"}
+    chosen = {"ENVSERVER_ENV__WEB": "none", "ENVSERVER_ENV__FILES": "no", "TAVILY_API_KEY": "k"}
+    own = dict(chosen)
     set_earlier_defaults([*words, "--env.data_set=sample"], own, tmp_path)
-    assert own == {"ENVSERVER_ENV__WEB": "none", "TAVILY_API_KEY": "k"}
+    assert own == chosen

@@ -58,7 +58,7 @@ async def test_search_and_pages_with_tavily(sites: Websites) -> None:
         assert "go on with offset=60" in page.text
         found = await use_tool(tools, "find_in_page", {"url": f"{sites.url}/page", "text": "visit"})
         assert "1 times" in found.text
-        for bad in ({"query": " "}, {"query": "x" * 500}, {"query": "x", "max_results": 99}):
+        for bad in ({"query": " "}, {"query": "x" * 500}, {"query": "x", "num_results": 99}):
             assert not (await use_tool(tools, "web_search", bad)).ok
 
 
@@ -67,6 +67,29 @@ async def test_a_provider_without_a_key(sites: Websites) -> None:
     async with seen_at(sites, **options) as web:
         text = await web.search("herons", 5, Viewer(question=QUESTION))
     assert text == f"1. About herons !\n   {sites.url}/page\n   seen 1"
+
+
+@pytest.mark.parametrize("provider", ["tavily", "duckduckgo"])
+async def test_a_search_asks_for_a_number_of_results_of_a_year(
+    sites: Websites, provider: str
+) -> None:
+    place = {"tavily": sites.url, "duckduckgo": f"{sites.url}/html"}[provider]
+    async with seen_at(sites, provider=provider, provider_url=place, depth="advanced") as web:
+        tools = tools_of(web)
+        asked = {"query": "herons", "num_results": 1, "filter_year": 1987}
+        found = await use_tool(tools, "web_search", asked)
+        assert found.ok and "2. " not in found.text
+        assert not (await use_tool(tools, "web_search", {**asked, "filter_year": 87})).ok
+        await use_tool(tools, "web_search", {"query": "herons"})
+    if provider == "tavily":
+        basis = {"search_depth": "advanced", "include_usage": True}
+        year = {"start_date": "1987-01-01", "end_date": "1987-12-31"}
+        assert sites.searches == [
+            {"max_results": 1, **basis, **year},
+            {"max_results": 5, **basis},
+        ]
+    else:
+        assert sites.searches == [{"df": "1987-01-01..1987-12-31"}, {}]
 
 
 async def test_pages_by_extraction(sites: Websites) -> None:
@@ -342,7 +365,7 @@ async def test_the_same_run_offline_shows_the_same(sites: Websites, tmp_path: Pa
         ("visit_page", {"url": f"{sites.url}/none"}),
         ("visit_page", {"url": f"{sites.url}/page", "offset": 50, "limit": 30}),
         ("find_in_page", {"url": f"{sites.url}/page", "text": "visit"}),
-        ("web_search", {"query": " herons ", "max_results": 5}),
+        ("web_search", {"query": " herons ", "num_results": 5}),
     ]
 
     shown: list[dict[str, Any]] = []

@@ -33,9 +33,14 @@ TOOLS: dict[str, Callable[..., dict[str, Any]]] = {
 def main() -> None:
     """Answers the request on standard input."""
     request = json.loads(zlib.decompress(sys.stdin.buffer.read()))
-    arguments = request["arguments"]
+    answer = answer_to(request["tool"], request["arguments"])
+    sys.stdout.buffer.write(zlib.compress(json.dumps(answer).encode()))
+
+
+def answer_to(tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Runs a tool; the result, or `{"error"}`."""
     try:
-        answer = TOOLS[request["tool"]](**arguments)
+        answer = TOOLS[tool](**arguments)
     except Refused as refusal:
         answer = {"error": str(refusal)}
     except OSError as error:
@@ -46,4 +51,4 @@ def main() -> None:
     text = answer.get("text", "")
     if len(text) > MAX_CHARACTERS:
         answer["text"] = f"{text[:MAX_CHARACTERS]}\n[cut: the result is longer]"
-    sys.stdout.buffer.write(zlib.compress(json.dumps(answer).encode()))
+    return answer

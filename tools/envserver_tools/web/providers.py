@@ -41,8 +41,17 @@ class SearchProvider(Protocol):
 
     name: str
 
+    def known_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Selects the options that this provider has and that change the results."""
+
+    def of_year(self, year: int) -> dict[str, Any]:
+        """Returns the options for pages of one year only."""
+
     async def search(self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]) -> Raw:
         """Returns the raw answer.
+
+        Args:
+            options: known ones.
 
         Raises:
             ProviderFailed: there is no answer.
@@ -65,9 +74,14 @@ class Tavily:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._url = url.rstrip("/")
 
+    def known_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in options.items() if name in _OF_TAVILY}
+
+    def of_year(self, year: int) -> dict[str, Any]:
+        return {"start_date": f"{year:04}-01-01", "end_date": f"{year:04}-12-31"}
+
     async def search(self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]) -> Raw:
-        body = {"query": query, "max_results": most, **known_options(options)}
-        return await self._ask(fetcher, "search", body)
+        return await self._ask(fetcher, "search", {"query": query, "max_results": most, **options})
 
     async def extract(self, fetcher: Fetcher, url: str) -> Raw:
         """Returns the provider's reading of one page. Raises like `search`."""
@@ -103,11 +117,6 @@ _WORDS = {
 }
 
 
-def known_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Tavily's options that change the results."""
-    return {name: value for name, value in options.items() if name in _OF_TAVILY}
-
-
 def credits_of(raw: Raw) -> float:
     """Returns the cost that Tavily reports for an answer; 0 if it reports none."""
     usage = _object(raw).get("usage")
@@ -140,9 +149,15 @@ class DuckDuckGo:
     def __init__(self, url: str = DUCKDUCKGO_URL) -> None:
         self._url = url
 
+    def known_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"df": options["df"]} if "df" in options else {}
+
+    def of_year(self, year: int) -> dict[str, Any]:
+        return {"df": f"{year:04}-01-01..{year:04}-12-31"}
+
     async def search(self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]) -> Raw:
         raw = await fetcher.ask(
-            "POST", self._url, headers={"user-agent": "Mozilla/5.0"}, data={"q": query}
+            "POST", self._url, headers={"user-agent": "Mozilla/5.0"}, data={"q": query, **options}
         )
         if raw.status != 200:  # 202 is its riddle for robots
             raise ProviderFailed(

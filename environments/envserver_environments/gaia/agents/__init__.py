@@ -20,12 +20,12 @@ from envserver import ConfigError, PublicTask, Rollout
 
 from .plain import PlainRun
 from .prompts import question
-from .rules import AgentOptions, Ending, Kind, Solved
+from .rules import AgentOptions, Ending, Kind, Prompts, Solved
 
 if TYPE_CHECKING:
     from .smol_run import SmolRun
 
-__all__ = ["Ending", "Kind", "AgentOptions", "Solved", "solve"]
+__all__ = ["Ending", "Kind", "AgentOptions", "Prompts", "Solved", "solve"]
 
 LEAVE_SECONDS = 2.5
 """An agent ends by itself this long before the rollout's deadline, so that its steps are not lost.

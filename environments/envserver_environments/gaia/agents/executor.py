@@ -30,8 +30,9 @@ class ProcessExecutor(PythonExecutor):  # type: ignore[misc]  # a class of a lib
 
     def send_tools(self, tools: Mapping[str, Callable[..., Any]]) -> None:
         """Functions of the code, beside `final_answer`; to be sent before the first step."""
-        given = {name: tool for name, tool in tools.items() if name != ANSWER}
-        self._interpreter.tools.update(given)
+        for name, tool in tools.items():
+            if name != ANSWER:  # those that the interpreter has raise errors; smolagents' do not
+                self._interpreter.tools.setdefault(name, tool)
 
     def send_variables(self, variables: dict[str, Any]) -> None:
         """Variables of the code, of the kinds that have a literal."""

@@ -47,6 +47,8 @@ Before you go on, write a plan and nothing else: what is known, what has to be f
 next steps, at most ten lines. Do not call anything yet. End with <end_plan>."""
 GO_ON = "Now carry out this plan."
 OBSERVED = "Observation:\n"
+PLANNED = (GO_ON, "Now proceed and carry out this plan")
+"""How a message after a plan begins: of this package and of smolagents."""
 FAILED = "Observation, ended by an error:\n"
 """First line of an observation of failed code; no output of the code precedes it."""
 TOOL_FAILED = "Error: "
@@ -72,6 +74,13 @@ def system_prompt(kind: str, tools: Iterable[Tool], imports: tuple[str, ...] = (
     if functions:
         functions = f"\n\nThese functions are there, too; each returns a text:\n{functions}"
     return _CODE.format(**told, functions=functions)
+
+
+def instructions(tools: Iterable[Tool], imports: tuple[str, ...] = ()) -> str:
+    """Returns what a system prompt of smolagents' templates says besides: the instructions."""
+    files = "Files that the task names lie in the current directory"
+    known = f" Imported already: {', '.join(imports)}." if imports else ""
+    return f"{files}; {_internet(tool.name for tool in tools)}.{known}\n\n{ANSWER_RULES}"
 
 
 def question(public: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from envserver import ConfigError, LimitReached
 from .endpoint import CutOff
 
 Kind = Literal["code", "tools", "plain"]
+Prompts = Literal["own", "smolagents"]
 Ending = Literal[
     "answered", "max_steps", "turns", "tokens", "time", "context", "cut_off", "no_answer"
 ]
@@ -33,6 +34,7 @@ class AgentOptions:
         step_seconds: limit of one step's code, without the time in tools.
         observation_characters: maximum length of a step's output shown; the middle is left out.
         verbosity: smolagents' own log: -1 nothing, 0 errors, 1 steps, 2 all.
+        prompts: own: this package's; smolagents: the installed smolagents' templates.
     """
 
     agent: Kind = "code"
@@ -44,6 +46,7 @@ class AgentOptions:
     step_seconds: float = 60.0
     observation_characters: int = 10_000
     verbosity: int = -1
+    prompts: Prompts = "own"
 
     def check(self) -> None:
         """Raises ConfigError where a module of `extra_imports` is not installed."""

@@ -1,8 +1,9 @@
-"""smolagents' CodeAgent and ToolCallingAgent, with this package's prompts, executor and memory.
+"""smolagents' CodeAgent and ToolCallingAgent, with this package's executor and memory.
 
 Their loop, parsing and memory are smolagents' own. The differences: each turn of the model is sent
 back as it was sampled, plans are turns of the same conversation, tool calls are native, and a
-prompt is written once. So an ordinary run is one sequence of tokens.
+prompt is written once. So an ordinary run is one sequence of tokens. The prompts are this
+package's, or those of smolagents' templates, of which a plan's become turns of the conversation.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import smolagents
-from smolagents.agents import EMPTY_PROMPT_TEMPLATES, ToolOutput
+from smolagents.agents import EMPTY_PROMPT_TEMPLATES, ToolOutput, populate_template
 from smolagents.local_python_executor import fix_final_answer_code
 from smolagents.memory import ActionStep, PlanningStep, Timing, ToolCall
 from smolagents.models import ChatMessage, MessageRole
@@ -34,13 +35,24 @@ class _AsSampled:
 
     model: ProxyModel
     memory: Any
+    tools: dict[str, Any]
+    prompt_templates: Any
+    _prompt: str | None
+    """The system prompt; None: smolagents' templates are used."""
+
+    def initialize_system_prompt(self) -> str:
+        if self._prompt is not None:
+            return self._prompt
+        prompt: str = super().initialize_system_prompt()  # type: ignore[misc]  # of smolagents
+        return prompt
 
     def write_memory_to_messages(self, summary_mode: bool = False) -> list[ChatMessage]:
         """Returns the whole conversation so far."""
         messages: list[ChatMessage] = self.memory.system_prompt.to_messages()
         for step in self.memory.steps:
             if isinstance(step, PlanningStep):
-                messages += [_user(prompts.PLAN), step.model_output_message, _user(prompts.GO_ON)]
+                go_on = step.to_messages()[-1] if self._prompt is None else _user(prompts.GO_ON)
+                messages += [step.model_input_messages[-1], step.model_output_message, go_on]
             elif not isinstance(step, ActionStep):
                 messages += step.to_messages()
             elif step.model_output_message is not None:
@@ -55,7 +67,8 @@ class _AsSampled:
         self, task: str, is_first_step: bool, step: int
     ) -> Iterator[PlanningStep]:
         began = time.time()
-        messages = [*self.write_memory_to_messages(), _user(prompts.PLAN)]
+        request = self._plan_request(task, is_first_step)
+        messages = [*self.write_memory_to_messages(), _user(request)]
         answer = self.model.plan(messages)
         yield PlanningStep(
             model_input_messages=messages,
@@ -65,26 +78,42 @@ class _AsSampled:
             timing=Timing(start_time=began, end_time=time.time()),
         )
 
+    def _plan_request(self, task: str, is_first: bool) -> str:
+        if self._prompt is not None:
+            return prompts.PLAN
+        name = "initial_plan" if is_first else "update_plan_post_messages"
+        variables = {"task": task, "tools": self.tools, "managed_agents": {}}
+        request: str = populate_template(self.prompt_templates["planning"][name], variables)
+        return request
+
 
 class CodeAgent(_AsSampled, smolagents.CodeAgent):  # type: ignore[misc]  # no types there
-    """Acts by Python code."""
+    """Acts by Python code.
+
+    Args:
+        system_prompt: None: smolagents' templates are used, with `tools` and `instructions`.
+        characters: maximum length of an observation.
+    """
 
     def __init__(
         self,
+        tools: list[smolagents.Tool],
         model: ProxyModel,
         executor: ProcessExecutor,
-        system_prompt: str,
+        system_prompt: str | None,
         characters: int,
         **options: Any,
     ) -> None:
         self._prompt = system_prompt
         self._characters = characters
         super().__init__(
-            [], model, executor=executor, prompt_templates=EMPTY_PROMPT_TEMPLATES, **options
+            tools,
+            model,
+            executor=executor,
+            prompt_templates=_templates(system_prompt),
+            additional_authorized_imports=["*"],
+            **options,
         )
-
-    def initialize_system_prompt(self) -> str:
-        return self._prompt
 
     def observed(self, step: ActionStep) -> list[ChatMessage]:
         if isinstance(step.error, AgentParsingError):
@@ -104,17 +133,26 @@ class CodeAgent(_AsSampled, smolagents.CodeAgent):  # type: ignore[misc]  # no t
 
 
 class ToolCallingAgent(_AsSampled, smolagents.ToolCallingAgent):  # type: ignore[misc]
-    """Acts by native tool calls, whose results go back by their ids."""
+    """Acts by native tool calls, whose results go back by their ids.
 
-    def __init__(self, model: ProxyModel, tools: Tools, system_prompt: str, **options: Any) -> None:
+    Args:
+        system_prompt: None: smolagents' templates are used, with `tools` and `instructions`.
+        callable_tools: what the calls run.
+    """
+
+    def __init__(
+        self,
+        tools: list[smolagents.Tool],
+        model: ProxyModel,
+        callable_tools: Tools,
+        system_prompt: str | None,
+        **options: Any,
+    ) -> None:
         self._prompt = system_prompt
-        self._tools = tools
+        self._tools = callable_tools
         self.results: dict[int, list[tuple[str, str, bool]]] = {}
         """For each step: a call's id, its result, and whether it was valid."""
-        super().__init__([], model, prompt_templates=EMPTY_PROMPT_TEMPLATES, **options)
-
-    def initialize_system_prompt(self) -> str:
-        return self._prompt
+        super().__init__(tools, model, prompt_templates=_templates(system_prompt), **options)
 
     def observed(self, step: ActionStep) -> list[ChatMessage]:
         results = self.results.get(step.step_number)
@@ -149,6 +187,10 @@ class ToolCallingAgent(_AsSampled, smolagents.ToolCallingAgent):  # type: ignore
                     tool_call=made,
                 )
         memory_step.observations = "\n".join(text for _, text, _ in results)
+
+
+def _templates(system_prompt: str | None) -> Any:
+    return None if system_prompt is None else EMPTY_PROMPT_TEMPLATES  # None: smolagents' own
 
 
 def _user(text: str) -> ChatMessage:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envserver_tools.calling import Tool
+from envserver_tools.smolagents_adapter import as_smolagents
 from smolagents.agents import ActionOutput
 from smolagents.memory import ActionStep, PlanningStep
 from smolagents.monitoring import AgentLogger, LogLevel
@@ -17,9 +18,10 @@ from envserver import LimitReached, Rollout
 
 from .endpoint import CutOff, Endpoint
 from .executor import ProcessExecutor
+from .inside import ANSWER
 from .interpreter import Interpreter
 from .model import ProxyModel
-from .prompts import system_prompt
+from .prompts import instructions, system_prompt
 from .rules import AgentOptions, Ending, Solved, ending_of
 from .smol import CodeAgent, ToolCallingAgent
 from .tool_use import PYTHON, Tools, as_function
@@ -65,19 +67,30 @@ class SmolRun:
             stop_at=stop_at,
             extra=extra,
         )
-        self._agent = self._made(system_prompt(rules.agent, tools, rules.extra_imports))
+        self._agent = self._made(tools, loop)
 
-    def _made(self, prompt: str) -> CodeAgent | ToolCallingAgent:
+    def _made(
+        self, tools: Sequence[Tool], loop: asyncio.AbstractEventLoop
+    ) -> CodeAgent | ToolCallingAgent:
         rules = self._rules
         options: dict[str, Any] = {
             "planning_interval": rules.planning_interval,
             "logger": _QUIET if rules.verbosity < 0 else AgentLogger(LogLevel(rules.verbosity)),
         }
         model = ProxyModel(self._endpoint)
+        prompt: str | None = None
+        named: list[Any] = []
+        if rules.prompts == "own":
+            prompt = system_prompt(rules.agent, tools, rules.extra_imports)
+        else:
+            is_code = rules.agent == "code"
+            shown = tools if is_code else self._tools.tools.values()
+            named = [as_smolagents(tool, loop) for tool in shown if tool.name != ANSWER]
+            options["instructions"] = instructions(tools, rules.extra_imports)
         if rules.agent == "tools":
-            return ToolCallingAgent(model, self._tools, prompt, **options)
+            return ToolCallingAgent(named, model, self._tools, prompt, **options)
         executor = ProcessExecutor(self._interpreter)
-        return CodeAgent(model, executor, prompt, rules.observation_characters, **options)
+        return CodeAgent(named, model, executor, prompt, rules.observation_characters, **options)
 
     def run(self, question: str) -> Solved:
         """Runs to the end, whatever it is. Raises EngineError, and errors of this package."""
