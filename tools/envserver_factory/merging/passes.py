@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -90,8 +90,7 @@ def merge(
         names, more = check(base, list(opened.values()), allowed or Allowed())
         notes += more
         size = sum(tensor.size for tensor in base.tensors.values())
-        if places:
-            check_places(places, size * len(places), overwrite=overwrite)
+        check_places(places, size * len(places), overwrite=overwrite)
         writer = None
         if vector is not None:
             layout = vector_layout(recipe, base, list(opened.values()), vector)
@@ -100,7 +99,7 @@ def merge(
         alphas = recipe.alphas if places else ()
         terms = _terms(recipe, opened)
         work = _Pass(base, terms, alphas, names, allow_not_finite, report, writer)
-        with appearing(places) if places else nullcontext([]) as folders:
+        with appearing(places) as folders:
             digests = work.run(folders)
             facts = facts_of(recipe, {recipe.base: base, **opened}, notes)
             for folder, alpha, files in zip(folders, alphas, digests, strict=True):

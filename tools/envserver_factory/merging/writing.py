@@ -118,6 +118,8 @@ def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
                 "Replace it by --overwrite." if ours else "It is not a merged model: name another."
             )
             raise ConflictError(f"{place} exists.", hint=hint)
+    if not places:
+        return
     above = places[0].absolute().parent
     try:
         above.mkdir(parents=True, exist_ok=True)
@@ -134,12 +136,16 @@ def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
 
 @contextmanager
 def appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
-    """Yields folders that become `places` at the end; after an error nothing of them remains.
+    """Yields folders that become `places` (all of one parent) at the end; after an error nothing
+    of them remains.
 
     Raises:
         StoreFull: the disk became full.
         StoreError: it cannot be written.
     """
+    if not places:
+        yield []
+        return
     above = places[0].absolute().parent
     try:
         with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=above) as name, _held(Path(name)):
