@@ -122,6 +122,7 @@ class _Writer(HTMLParser):
             self._cells = 0
             self._break(blank=tag == "table")
         elif tag in ("ul", "ol"):
+            self._drop_mark()
             self._break(blank=len(self._lists) == 1)
             if self._lists:
                 self._lists.pop()
@@ -144,9 +145,11 @@ class _Writer(HTMLParser):
                 self._break(keep=True)
                 self._line.append(line)
         else:
-            self._line.append(_SPACES.sub(" ", data))
+            text = _SPACES.sub(" ", data)
+            self._line.append(text.replace("|", "\\|") if self._cells else text)
 
     def _item(self) -> None:
+        self._drop_mark()
         self._break()
         indent = "  " * min(10, max(0, len(self._lists) - 1))
         mark = "- "
@@ -154,6 +157,11 @@ class _Writer(HTMLParser):
             self._lists[-1] += 1
             mark = f"{self._lists[-1]}. "
         self._line.append(indent + mark)
+
+    def _drop_mark(self) -> None:
+        """Forgets the mark of an empty item."""
+        if _ITEM.fullmatch("".join(self._line)):
+            self._line.clear()
 
     def _open_link(self, address: str | None) -> None:
         self._close_link()
@@ -181,6 +189,8 @@ class _Writer(HTMLParser):
             self._line.append(" ")
             return
         line = "".join(self._line)
+        if _ITEM.fullmatch(line):  # the item's first paragraph stands beside its mark
+            return
         self._line.clear()
         if not (self._preformatted or keep):
             indent = len(line) - len(line.lstrip(" ")) if _ITEM.match(line) else 0

@@ -1,9 +1,12 @@
-"""Converts zipped markup to text: books (epub), OpenDocument texts and slides."""
+"""Converts zipped markup to text: Word documents, books (epub), OpenDocument texts and slides."""
 
 from __future__ import annotations
 
+import io
 import posixpath
+import re
 from collections.abc import Iterator
+from typing import Final
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
@@ -16,6 +19,33 @@ _TEXT = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}"
 _TABLE = "{urn:oasis:names:tc:opendocument:xmlns:table:1.0}"
 _DRAW = "{urn:oasis:names:tc:opendocument:xmlns:drawing:1.0}"
 _MOST_NESTING = 100
+_WORD: Final = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_MARGIN: Final = re.compile(r"word/(header|footer)\d*\.xml")
+
+
+def docx(data: bytes, limits: Limits) -> str:
+    """Returns headers, paragraphs, lists and tables in order, notes, and footers.
+
+    mammoth makes a page of everything between headers and footers, which it does not read.
+    """
+    import mammoth
+
+    page = mammoth.convert_to_html(
+        io.BytesIO(data), convert_image=mammoth.images.img_element(lambda image: {"src": ""})
+    )
+    margins: dict[str, list[str]] = {"header": [], "footer": []}
+    for name in sorted(archives.names(data)):
+        if match := _MARGIN.fullmatch(name):
+            margins[match[1]] += _margin(_parsed(data, name, limits), match[1])
+    parts = (*margins["header"], html_to_text(page.value)[1], *margins["footer"])
+    return joined(parts, limits.characters)
+
+
+def _margin(part: ElementTree.Element, where: str) -> Iterator[str]:
+    for paragraph in part.iter(f"{_WORD}p"):
+        text = "".join(piece.text or "" for piece in paragraph.iter(f"{_WORD}t")).strip()
+        if text:
+            yield f"({where}) {text}"
 
 
 def epub(data: bytes, limits: Limits) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Converts spreadsheets, text documents, slides and PDF to text.
+"""Converts spreadsheets, slides and PDF to text.
 
 Libraries are imported where they are used. Each reader stops soon after `most` characters; the
 process that runs it limits what the libraries do with hostile files.
@@ -110,43 +110,8 @@ def _fill(cell: Any) -> str:
     return f"theme {colour.theme}" + (f" tint {colour.tint:.2f}" if colour.tint else "")
 
 
-def docx(data: bytes, most: int) -> str:
-    """Returns paragraphs and tables in order; headings start with #."""
-    import docx
-
-    return joined(_docx_parts(docx.Document(io.BytesIO(data))), most)
-
-
-def _docx_parts(document: Any) -> Iterator[str]:
-    for section in document.sections:
-        yield from (f"(header) {part.text}" for part in section.header.paragraphs if part.text)
-    yield from _blocks(document.iter_inner_content(), 0)
-    for section in document.sections:
-        yield from (f"(footer) {part.text}" for part in section.footer.paragraphs if part.text)
-
-
-def _blocks(blocks: Iterable[Any], level: int) -> Iterator[str]:
-    for block in blocks:
-        if hasattr(block, "rows"):
-            for row in block.rows:
-                yield table_row(_inside(cell, level) for cell in row.cells)
-            yield ""
-        elif block.text.strip():
-            style = (block.style.name if block.style is not None else None) or ""
-            heading = style.removeprefix("Heading ")
-            mark = "#" * int(heading) + " " if heading in "123456789" and heading else ""
-            bullet = "- " if style.startswith("List") else ""
-            yield f"{mark}{bullet}{block.text}"
-
-
-def _inside(cell: Any, level: int) -> str:
-    if level >= _MOST_NESTING:
-        return "..."
-    return "\n".join(_blocks(cell.iter_inner_content(), level + 1))
-
-
 def pptx(data: bytes, most: int) -> str:
-    """Returns each slide's texts, tables, picture names and notes."""
+    """Returns each slide's texts, tables, charts, picture names and notes."""
     import pptx
 
     return joined(_slides(pptx.Presentation(io.BytesIO(data))), most)
@@ -171,11 +136,24 @@ def _shape(shape: Any, level: int) -> Iterator[str]:
     elif getattr(shape, "has_table", False):
         for row in shape.table.rows:
             yield table_row(cell.text for cell in row.cells)
+    elif getattr(shape, "has_chart", False):
+        yield from _chart(shape.chart)
     elif shape.has_text_frame:
         if shape.text_frame.text.strip():
             yield shape.text_frame.text
     elif hasattr(shape, "image"):
         yield f"(a picture: {shape.name})"
+
+
+def _chart(chart: Any) -> Iterator[str]:
+    title = chart.chart_title.text_frame.text if chart.has_title else ""
+    yield f"(a chart{f': {title}' if title else ''})"
+    for plot in chart.plots:
+        yield table_row(["", *(str(category) for category in plot.categories)])
+        for series in plot.series:
+            yield table_row(
+                [series.name, *("" if one is None else plain(one) for one in series.values)]
+            )
 
 
 def pdf(data: bytes, most: int) -> str:

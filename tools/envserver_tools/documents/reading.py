@@ -21,7 +21,7 @@ MEMBER_MARK = "!"
 MOST_NESTING = 3
 """Maximum nesting depth of archives."""
 
-_LIBRARIES = ("openpyxl", "docx", "pptx", "pypdf")
+_LIBRARIES = ("openpyxl", "mammoth", "pptx", "pypdf", "PIL.Image")
 _OFFICE = {
     "xl/workbook.xml": "xlsx",
     "word/document.xml": "docx",
@@ -204,7 +204,7 @@ def _old_kind(data: bytes) -> str:
 def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
     readers: dict[str, Callable[[], Text]] = {
         "xlsx": lambda: _office(office.xlsx, data, "xlsx", limits),
-        "docx": lambda: _office(office.docx, data, "docx", limits),
+        "docx": lambda: _word(data, limits),
         "pptx": lambda: _office(office.pptx, data, "pptx", limits),
         "pdf": lambda: Text("pdf", office.pdf(data, limits.characters)),
         "zip": lambda: Text("zip", archives.listing(data, limits)),
@@ -233,6 +233,11 @@ def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
 def _office(reader: Callable[[bytes, int], str], data: bytes, kind: str, limits: Limits) -> Text:
     archives.check(data, limits)
     return Text(kind, reader(data, limits.characters))
+
+
+def _word(data: bytes, limits: Limits) -> Text:
+    archives.check(data, limits)
+    return Text("docx", markup.docx(data, limits))
 
 
 def _book(data: bytes, limits: Limits) -> Text:
