@@ -55,6 +55,7 @@ def _other(module: str, summary: str, function: str = "run", spec: str = "COMMAN
 
 _EVALUATE = {
     "compare": _other("evaluate_compare", "compare two evaluations"),
+    "merge": _other("evaluate_merge", "make one evaluation of several shards"),
     "report": _other("evaluate_report", "write the report of an evaluation again"),
 }
 _SFT = {

@@ -1,7 +1,7 @@
 """`envserver evaluate`: prints an evaluation; the work is in `running.evaluating`.
 
-Its subcommands: `evaluate compare A B` compares two evaluations, `evaluate report DIR` writes a
-report again.
+Its subcommands: `evaluate compare A B` compares two evaluations, `evaluate merge` makes one of
+several shards, `evaluate report DIR` writes a report again.
 """
 
 from __future__ import annotations

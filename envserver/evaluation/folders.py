@@ -54,6 +54,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         env, sampling: the settings that decide results.
         agent: the program that played the agents (`--agent`); empty: the environment's own.
+        shard: "2/4" where only every fourth task was tried, from the second on; empty: all.
         baselines: names of the baselines that were run beside it.
         complete: whether all runs finished; `finished_at`: when (`time.time()`).
         simulated: whether the model was the simulated engine.
@@ -67,6 +68,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     simulated: bool
     agent: dict[str, str] = {}
+    shard: str = ""
     baselines: list[str] = []
     complete: bool = False
     finished_at: float = 0.0

@@ -95,3 +95,22 @@ def _totals(parts: Sequence[Report]) -> Totals:
         cost=sum(paid) if known else None,
         currency=next(iter(currencies)) if known else "",
     )
+
+
+def summary_scalars(report: Report | Suite) -> dict[str, float]:
+    """Returns the results of an evaluation as numbers by name, for trackers."""
+    found: dict[str, float] = {}
+    for part in report.parts if isinstance(report, Suite) else [report]:
+        measured = part.run.overall
+        if measured is None:
+            continue
+        of = f"evaluate/{part.name or part.env}"
+        estimates = {
+            "mean_reward": measured.mean_reward,
+            **{f"pass_at_{k}": one for k, one in measured.pass_at.items()},
+            **{f"pass_hat_{k}": one for k, one in measured.pass_hat.items()},
+        }
+        for name, one in estimates.items():
+            ends = {"": one.value, "_low": one.low, "_high": one.high}
+            found |= {f"{of}/{name}{end}": at for end, at in ends.items() if at is not None}
+    return found

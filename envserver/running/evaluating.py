@@ -32,7 +32,7 @@ from ..environment import Environment
 from ..evaluation.folders import Evaluated, RunFile, View, groups_path, read_folder, tasks_path
 from ..evaluation.report import Counted, Report
 from ..evaluation.results import TaskFacts, facts_of, read_tasks
-from ..evaluation.suite import Suite
+from ..evaluation.suite import Suite, summary_scalars
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed
 from ..rollouts.mixing import Share
 from ..rollouts.rewards import range_of
@@ -44,6 +44,7 @@ from .evaluation_folder import claim, write_report, write_run_file, write_tasks
 from .group_run import GroupRun, Part, Show, show_nothing
 from .harnesses import identity_of
 from .judging import judge_line
+from .shards import Shard, shard_of
 from .spec import RunSpec
 from .stopping import Stop
 from .tracking import Tracking, tracking
@@ -119,6 +120,7 @@ class Choice:
     overwrite: bool = False
     baselines: bool = True
     view: View = field(default_factory=View)
+    shard: str = ""
 
 
 @dataclass
@@ -128,6 +130,7 @@ class _Run:
     environment: Environment
     groups: Path
     tasks: Path
+    shard: Shard
     facts: dict[str, TaskFacts] = field(default_factory=dict)
     failed: dict[str, Counter[str]] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
@@ -135,7 +138,8 @@ class _Run:
     def stream(self) -> Iterator[GroupRequest]:
         """Yields each task once."""
         steps = self.environment.config.total_steps
-        for request in itertools.islice(group_requests(self.environment, repeat=False), steps):
+        whole = itertools.islice(group_requests(self.environment, repeat=False), steps)
+        for request in self.shard.taken(whole):
             self.facts[request.group_id] = facts_of(request.group_id, request.task)
             yield request
 
@@ -263,25 +267,6 @@ async def _make_parts(
     return failures
 
 
-def summary_scalars(report: Report | Suite) -> dict[str, float]:
-    """Returns the results of an evaluation as numbers by name, for trackers."""
-    found: dict[str, float] = {}
-    for part in report.parts if isinstance(report, Suite) else [report]:
-        measured = part.run.overall
-        if measured is None:
-            continue
-        of = f"evaluate/{part.name or part.env}"
-        estimates = {
-            "mean_reward": measured.mean_reward,
-            **{f"pass_at_{k}": one for k, one in measured.pass_at.items()},
-            **{f"pass_hat_{k}": one for k, one in measured.pass_hat.items()},
-        }
-        for name, one in estimates.items():
-            ends = {"": one.value, "_low": one.low, "_high": one.high}
-            found |= {f"{of}/{name}{end}": at for end, at in ends.items() if at is not None}
-    return found
-
-
 def _check_passable(part: _Part, choice: Choice) -> None:
     """Raises ConfigError if no attempt can reach the reward at which it passes."""
     environment = next(iter(part.runs.values())).environment
@@ -360,15 +345,18 @@ def _claimed(members: Sequence[Member[Any]], folder: Path, choice: Choice) -> li
 def _part(member: Member[Any], folder: Path, choice: Choice) -> _Part:
     environment = member.make_environment()
     baselines = baselines_of(environment) if choice.baselines else {}
+    shard = shard_of(choice.shard)
     runs = {
-        name: _Run(one, groups_path(folder, name), tasks_path(folder, name))
+        name: _Run(one, groups_path(folder, name), tasks_path(folder, name), shard)
         for name, one in {"": environment, **baselines}.items()
     }
-    evaluated = _evaluated(environment, member.settings, list(baselines))
+    evaluated = _evaluated(environment, member.settings, list(baselines), shard)
     return _Part(member, folder, evaluated, RunFile(name=member.name, evaluated=evaluated), runs)
 
 
-def _evaluated(environment: Environment, settings: MixSettings, baselines: list[str]) -> Evaluated:
+def _evaluated(
+    environment: Environment, settings: MixSettings, baselines: list[str], shard: Shard
+) -> Evaluated:
     """Returns the description of the run; its settings are without secrets."""
     config = environment.config
     return Evaluated(
@@ -380,6 +368,7 @@ def _evaluated(environment: Environment, settings: MixSettings, baselines: list[
         group_size=config.group_size,
         seed=config.seed,
         simulated=settings.model == SIMULATED,
+        shard=str(shard),
         baselines=baselines,
     )
 
@@ -458,7 +447,7 @@ async def _make(
         member.settings,
         resume=choice.resume,
         overwrite=choice.overwrite,
-        expected=environment.config.total_steps,
+        expected=run.shard.size(environment.config.total_steps),
         shared=shared,
         show=view.show,
         stop=stop,

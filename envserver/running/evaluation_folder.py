@@ -67,6 +67,8 @@ def _check_same(folder: Path, before: RunFile, wanted: RunFile) -> None:
             hint="Resume with the settings it was started with, or name another folder.",
         )
     differing = [] if old.environment == new.environment else [f"env {old.environment}"]
+    if old.shard != new.shard:
+        differing.append(f"shard {old.shard or 'of all'}")
     for section in _NAMES:
         ours, theirs = getattr(new, section), getattr(old, section)
         differing += [

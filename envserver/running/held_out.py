@@ -25,12 +25,13 @@ from envserver_records.packing import ready
 
 from ..config import MixSettings
 from ..evaluation.folders import View, groups_path
+from ..evaluation.suite import summary_scalars
 from ..evaluation_config import HeldOutConfig
 from ..export.stored_files import opened
 from ..proxy.endpoint import VERSION_PLACEHOLDER
 from ..store import GroupStore
 from .context import SharedEngine
-from .evaluating import Choice, Evaluation, Member, evaluate_on, summary_scalars
+from .evaluating import Choice, Evaluation, Member, evaluate_on
 from .judging import folder_of
 from .mix import Member as Served
 from .prices import pricing_of

@@ -272,6 +272,7 @@ def choice_of(settings: EvaluateSettings) -> Choice:
         resume=settings.resume,
         overwrite=settings.overwrite,
         baselines=not settings.no_baselines,
+        shard=settings.shard,
         view=View(
             pass_at=settings.pass_at,
             failures=settings.failures,

@@ -79,6 +79,9 @@ class EvaluateSettings(MixSettings):
     """
     no_baselines: bool = False
     """Do not run the environment's baselines."""
+    shard: str = ""
+    """2/4: only every fourth task, from the second on; `evaluate merge` makes one report of all
+    four."""
 
 
 class ScoreSettings(EnvironmentSettings):

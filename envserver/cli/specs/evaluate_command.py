@@ -12,6 +12,7 @@ the split `test` unless another is given: `--env.total_steps` of them or all, ea
 `--env.group_size` attempts each (unset: 1 if sampling.temperature is 0). No group is filtered.
 Groups and the report (report.json, report.md, report.html) are written to --out.
 To compare two evaluations: envserver evaluate compare DIR DIR
+To evaluate on several machines: --shard 1/4 and so on, then envserver evaluate merge DIR DIR ...
 To write the report again, without a model: envserver evaluate report DIR
 For tasks of lm-evaluation-harness: envserver lm-eval TASKS"""
 
