@@ -328,6 +328,15 @@ class Environment(abc.ABC, Generic[TaskT]):
         """
         return {}
 
+    @classmethod
+    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
+        """Writes sample files of the environment's inputs to `folder`, for `envserver sample`.
+
+        Returns:
+            The settings (`--env.*`) that read them; empty: its tasks come from no file.
+        """
+        return {}
+
     def task_from_row(self, row: dict[str, Any]) -> TaskT:
         """Returns the task of one data-set row, for `envserver score`.
 

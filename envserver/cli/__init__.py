@@ -95,6 +95,7 @@ _TOKEN = {
 
 COMMANDS = {
     "init": _other("init_command", "make the package of a new environment"),
+    "sample": _other("sample_command", "write sample files of an environment's inputs"),
     "process": Command("process", "make scored rollouts and write them to a JSONL file"),
     "evaluate": Command(
         "evaluate_command", "measure a model: pass@k, pass^k, next to baselines", words=_EVALUATE

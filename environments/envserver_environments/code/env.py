@@ -11,11 +11,12 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.rows import NumberedRow, file_rows, hub_rows, sample_rows
+from envserver_environments.sample_files import copied
 from pydantic import Field, field_validator
 
 from envserver import (
@@ -102,6 +103,10 @@ class Code(Environment):
         self.tests_left_out = 0
         """Number of tests left out because they can only be judged inside the program."""
         self._references = References()
+
+    @classmethod
+    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
+        return copied(Path(__file__).parent / "data", folder, {"data_path": "sample.jsonl"})
 
     def tasks(self, split: Split) -> Iterator[Task]:
         found = self._read_tasks(split)

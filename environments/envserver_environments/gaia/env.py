@@ -20,6 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal
 
+from envserver_environments.sample_files import copied
 from envserver_tools.documents import document_tools, preload
 from envserver_tools.folder import folder_tools
 from envserver_tools.web import WebSettings, remote_tools, services_of
@@ -183,6 +184,10 @@ class Gaia(Environment):
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
         """Number of rows that `tasks` dropped, by reason."""
+
+    @classmethod
+    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
+        return copied(Path(__file__).parent / "data", folder, {"data_path": ""})
 
     def tasks(self, split: Split) -> Iterator[Task]:
         items = list(self._items(split))

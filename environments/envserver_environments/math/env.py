@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
 from envserver_environments.rows import file_rows, hub_rows, sample_rows
+from envserver_environments.sample_files import copied
 from envserver_environments.usable import mixed, usable_tasks
 from envserver_tools.visible import visible_text
 from pydantic import Field, field_validator
@@ -87,6 +88,10 @@ class Math(Environment):
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
         """Number of rows that `tasks` dropped, by reason."""
+
+    @classmethod
+    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
+        return copied(Path(__file__).parent / "data", folder, {"data_path": "sample.jsonl"})
 
     def tasks(self, split: Split) -> Iterator[Task]:
         chosen = self.config.data_set

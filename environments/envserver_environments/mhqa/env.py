@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from envserver_environments.rows import NumberedRow, file_rows, hub_rows, sample_rows
+from envserver_environments.sample_files import copied
 from envserver_environments.usable import mixed, usable_tasks
 from envserver_tools.retrieval import Passage, RetrieverSettings
 from pydantic import Field, field_validator, model_validator
@@ -112,6 +113,11 @@ class Mhqa(Environment):
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
         """Number of rows that `tasks` dropped, by reason."""
+
+    @classmethod
+    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
+        files = {"data_path": "sample.jsonl", "corpus_path": "corpus.jsonl"}
+        return {**copied(Path(__file__).parent / "data", folder, files), "scope": "corpus"}
 
     def tasks(self, split: Split) -> Iterator[Task]:
         streams = [self._tasks_of(name, split) for name in self._data_sets]

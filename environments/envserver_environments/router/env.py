@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from envserver_environments.code.running import SPEC
 from envserver_environments.rows import NumberedRow, Row, file_rows, hub_rows, sample_rows
+from envserver_environments.sample_files import copied
 from envserver_environments.usable import usable_tasks
 
 from envserver import (
@@ -95,6 +96,10 @@ class Router(Environment):
 
     def agents(self) -> Mapping[str, AgentRole]:
         return {ROUTER: AgentRole(), **dict.fromkeys(SUBAGENTS, AgentRole(trained=False))}
+
+    @classmethod
+    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
+        return copied(Path(__file__).parent / "data", folder, {"data_path": "sample.jsonl"})
 
     def tasks(self, split: Split) -> Iterator[Task]:
         name = self.config.data_set

@@ -8,10 +8,11 @@ scenario has one. The reward is the share of the checks that pass; without check
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from envserver_environments.sample_files import copied
 from envserver_tools.protocol import Window
 from envserver_tools.trace import trace_path
 from pydantic import Field
@@ -62,6 +63,11 @@ class Scenarios(Environment):
         """Tokens of context_tokens reserved for the answer."""
         tokenizer: Path | None = None
         """tokenizer.json to count tokens with; unset: estimate 3.5 characters per token."""
+
+    @classmethod
+    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
+        files = copied(SAMPLE, folder, {"scenario": "mean_of_values.yaml"})
+        return {"scenario": [files["scenario"]]}
 
     def tasks(self, split: Split) -> Iterator[Task]:
         paths = self.config.scenario or sorted(SAMPLE.glob("*.yaml"))

@@ -55,7 +55,7 @@ from .local_tasks import folder_rows, task_folders
 from .prompts import task_prompt
 from .repositories import SPEC, base_tree, limits_of, workspace
 from .rules import AgentOptions
-from .sample import hidden_tests, sample_tasks
+from .sample import hidden_tests, sample_tasks, write_folder
 from .watching import CONFIRM
 
 DataSetName = Literal[
@@ -133,6 +133,11 @@ class Swe(Environment):
         rules = ImageRules(self.config.image_repository, self.config.image_path)
         self._images = Images(rules)
         self._tried: dict[tuple[str, str], dict[str, Any] | None] = {}
+
+    @classmethod
+    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
+        write_folder(next(iter(sample_tasks())), folder)
+        return {"data_path": folder}
 
     def tasks(self, split: Split) -> Iterator[Task]:
         if importlib.util.find_spec("pytest") is None:

@@ -15,7 +15,10 @@ A file is a series of sections; each begins with a line `=== kind argument`:
 from __future__ import annotations
 
 import ast
+import io
+import json
 import re
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -67,6 +70,30 @@ class SampleTask:
                 "hoisted": True,
             },
         )
+
+
+def write_folder(sample: SampleTask, folder: Path) -> None:
+    """Writes a task as a folder: task.json, repo.tar and hidden/ (see `local_tasks`)."""
+    hidden = sample.task().hidden
+    row = {
+        "instance_id": sample.name,
+        "problem_statement": sample.problem,
+        "patch": sample.gold_patch,
+        "FAIL_TO_PASS": hidden["fail_to_pass"],
+        "PASS_TO_PASS": hidden["pass_to_pass"],
+        "repo_archive": "repo.tar",
+        "hidden_tests": "hidden",
+    }
+    for path, text in sample.hidden.items():
+        place = folder / "hidden" / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text, encoding="utf-8")
+    (folder / "task.json").write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+    with tarfile.open(folder / "repo.tar", "w") as archive:
+        for path, text in sample.files.items():
+            entry = tarfile.TarInfo(path)
+            entry.size = len(text.encode())
+            archive.addfile(entry, io.BytesIO(text.encode()))
 
 
 def hidden_ids(files: dict[str, str]) -> list[str]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from envserver_environments.sample_files import copied
 from envserver_environments.usable import mixed, usable_tasks
 from pydantic import Field, field_validator, model_validator
 
@@ -96,6 +97,11 @@ class Tau(Environment):
         worker_timeout: float = Field(default=600.0, gt=0)
         """Wall-clock seconds per rollout, from start to result."""
 
+        @field_validator("tau2_data")
+        @classmethod
+        def _from_everywhere(cls, value: Path | None) -> Path | None:
+            return value and value.absolute()  # agents, which read it, work in other folders
+
         @field_validator("domain", mode="before")
         @classmethod
         def _several(cls, value: object) -> object:
@@ -138,6 +144,12 @@ class Tau(Environment):
     async def setup(self) -> None:
         for name in self._domains:
             find_domain(name, self.config.tau2_data, with_tasks=False)
+
+    @classmethod
+    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
+        data = Path(__file__).parent / "data"
+        copied(data / f"{MINI}mock", folder / "mock", {"files": ""})
+        return {"tau2_data": folder, "domain": "mock"}
 
     def tasks(self, split: Split) -> Iterator[Task]:
         hint = "See --env.task_split, --env.user and --env.nl_assertions."

@@ -18,6 +18,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from envserver_environments.sample_files import copied
+
 from envserver import (
     Caller,
     Environment,
@@ -54,6 +56,10 @@ class TwentyQuestions(Environment):
         """Questions and guess together."""
         things_path: Path | None = None
         """JSONL file of {"thing": "cat", "is": ["alive", ...]}; unset: 42 things."""
+
+    @classmethod
+    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
+        return copied(Path(__file__).parent / "data", folder, {"things_path": "sample.jsonl"})
 
     def tasks(self, split: Split) -> Iterator[Task]:
         known = read_things(self.config.things_path)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_environments.rows import Row
+from envserver_environments.sample_files import copied
 from envserver_environments.usable import usable_tasks
 from pydantic import Field
 
@@ -144,6 +145,14 @@ class Video(Environment):
             folder, limits, file_mb=config.max_video_mb, kept_mb=config.frame_cache_mb
         )
         return nullcontext(Services({FRAMES: store.answer}, counts=store.counts))
+
+    @classmethod
+    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
+        return copied(
+            Path(__file__).parent / "data",
+            folder,
+            {"data_path": "questions.jsonl", "captions_path": "videos"},
+        )
 
     def tasks(self, split: Split) -> Iterator[Task]:
         config = self.config
