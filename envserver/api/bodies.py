@@ -20,6 +20,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
+from .schemas import schema_later
+
 T = TypeVar("T")
 
 _MOST_ERRORS: Final = 100
@@ -89,7 +91,7 @@ def request_body(model: type[BaseModel], *, listed: bool = False) -> dict[str, A
     """Describes the request body in the OpenAPI document: bodies are read raw, so FastAPI cannot
     infer it.
     """
-    schema = model.model_json_schema()
+    schema = schema_later(model)
     if listed:
         schema = {"type": "array", "items": schema}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,14 +1,14 @@
 """The OpenAPI document, which `/docs` of the page shows.
 
 In: the routes as FastAPI describes them. Out: the document with what routes do not know: errors
-that the middleware and the connection answer, and nested schemas, which request bodies bring along.
+that the middleware and the connection answer, and the schemas of bodies.
 What holds: every reference in the document leads somewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from fastapi import FastAPI
 
@@ -16,13 +16,13 @@ from .access.rules import rules_of
 from .native.answers import MEANINGS
 from .native.models import Problem
 from .problems import PROBLEM, is_native
+from .schemas import Json, fill_schemas, schema_later
 
 _ALWAYS: Final = (400, 401, 403, 408, 413, 414, 421, 429, 431, 500, 503)
 """Answers of the middleware and of the connection, to any request: a GET may have a body, too."""
 _OF_BODIES: Final = (422, 507)
 _OF_CHANGES: Final = (507,)
-_PLACE: Final = "#/components/schemas/"
-_PROBLEM: Final = {"content": {PROBLEM: {"schema": Problem.model_json_schema()}}}
+_PROBLEM: Final = {"content": {PROBLEM: {"schema": schema_later(Problem)}}}
 _DETAIL: Final = {
     "content": {
         "application/json": {
@@ -31,8 +31,6 @@ _DETAIL: Final = {
     }
 }
 _PLAIN: Final = {"text/plain": {"schema": {"type": "string"}}}
-
-Json = dict[str, Any]
 
 
 def install(app: FastAPI) -> None:
@@ -49,7 +47,7 @@ def install(app: FastAPI) -> None:
 
 
 def completed(document: Json) -> Json:
-    """Adds to `document` the errors of every route, and moves nested schemas to its components."""
+    """Adds to `document` the errors of every route, and fills in the schemas of bodies."""
     for path, operations in document["paths"].items():
         error = _PROBLEM if is_native(path) else _DETAIL
         rules = rules_of(path)
@@ -71,21 +69,5 @@ def completed(document: Json) -> Json:
     components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{}, {"token": []}]  # where access tokens are required
     schemas = components.setdefault("schemas", {})
-    _lift(document["paths"], schemas)
+    fill_schemas(document["paths"], schemas)
     return document
-
-
-def _lift(part: Any, schemas: Json) -> None:
-    """Moves every `$defs` in `part` to `schemas`, and its references with it."""
-    if isinstance(part, list):
-        for each in part:
-            _lift(each, schemas)
-    elif isinstance(part, dict):
-        reference = part.get("$ref")
-        if isinstance(reference, str):
-            part["$ref"] = reference.replace("#/$defs/", _PLACE)
-        for name, schema in part.pop("$defs", {}).items():
-            schemas.setdefault(name, schema)
-            _lift(schemas[name], schemas)
-        for each in list(part.values()):
-            _lift(each, schemas)

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from ..problems import PROBLEM
+from ..schemas import schema_later
 from .models import Problem
 
 MEANINGS: Final = {
@@ -71,17 +72,16 @@ def answers(
     """
     success: dict[str, Any] = {"description": what}
     if model is not None:
-        success["model"] = model
-    if media_types:
-        success["content"] = {kind: {"schema": _BYTES} for kind in media_types}
+        success["content"] = {"application/json": {"schema": schema_later(model, is_answer=True)}}
+    for kind in media_types:
+        success.setdefault("content", {})[kind] = {"schema": _BYTES}
     found: Responses = {status: success}
     for problem in sorted({*errors, *_ALWAYS, *(_OF_BODIES if body else ())}):
         found[problem] = {
             "description": MEANINGS[problem],
-            "content": {PROBLEM: {"schema": _PROBLEM}},
+            "content": {PROBLEM: {"schema": schema_later(Problem)}},
         }
     return found
 
 
 _BYTES: Final = {"type": "string", "format": "binary"}
-_PROBLEM: Final = Problem.model_json_schema()

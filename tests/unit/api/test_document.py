@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import unquote
 
+import pytest
+from pydantic.json_schema import GenerateJsonSchema
 from support.api import running_api, wire_group
 
 from envserver.api.metrics import Metrics
@@ -36,6 +39,19 @@ async def test_every_reference_of_the_document_leads_somewhere(tmp_path: Path) -
         for name in reference[2:].split("/"):
             assert name in place, reference
             place = place[name]
+
+
+async def test_schemas_are_made_only_for_the_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making = Mock(wraps=GenerateJsonSchema.generate)
+    monkeypatch.setattr(
+        GenerateJsonSchema, "generate", lambda *given, **named: making(*given, **named)
+    )
+    async with running_api(tmp_path / "s.db", metrics=Metrics(), gate=Gate()) as api:
+        assert making.call_count == 0
+        await api.get("/openapi.json")
+    assert making.call_count > 20
 
 
 async def test_the_document_has_the_errors_of_every_route(tmp_path: Path) -> None:
