@@ -14,7 +14,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "Environment": "envserver.environment",
     "AgentRole": "envserver.environment",
-    "EnvironmentConfig": "envserver.config",
+    "EnvironmentConfig": "envserver.environment_config",
     "Hidden": "envserver.typed_tasks",
     "Reply": "envserver.rollout_interface",
     "Rollout": "envserver.rollout_interface",
@@ -158,7 +158,6 @@ if TYPE_CHECKING:
     from . import aio
     from .cli import main
     from .config import (
-        EnvironmentConfig,
         MixSettings,
         OpenAIConfig,
         RolloutsConfig,
@@ -178,6 +177,7 @@ if TYPE_CHECKING:
         Service,
         Services,
     )
+    from .environment_config import EnvironmentConfig
     from .evaluation import pass_at_k, pass_hat_k
     from .hook_interface import ModelCall
     from .integration_interface import Backend, Integration

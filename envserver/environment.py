@@ -47,7 +47,8 @@ from envserver_records.records import (
 )
 from typing_extensions import TypeVar
 
-from .config import EnvironmentConfig, Section
+from .described import Section
+from .environment_config import EnvironmentConfig
 from .harness_interface import HarnessTask
 from .hook_interface import ModelCall
 from .judge_interface import Judge

@@ -13,7 +13,8 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..config import EnvironmentConfig, Section
+from ..described import Section
+from ..environment_config import EnvironmentConfig
 from ..running.options import ANY_NAME, Option, options_of, sections_of
 from ..running.validation import with_environment
 

@@ -15,7 +15,8 @@ from pydantic import SecretStr
 from pydantic_core import to_jsonable_python
 from rich.table import Table
 
-from ..config import EnvironmentConfig, OpenAIConfig, Settings
+from ..config import OpenAIConfig, Settings
+from ..environment_config import EnvironmentConfig
 from ..running.engines import SIMULATED
 from ..running.group_run import GroupRun
 from ..running.judging import judge_line

@@ -18,7 +18,8 @@ from typing import Any, Literal, TypeVar
 from envserver_records.errors import ConfigError
 from pydantic import BaseModel
 
-from ..config import EnvironmentConfig, Section, Settings
+from ..config import Section, Settings
+from ..environment_config import EnvironmentConfig
 from ..running.options import (
     ANY_NAME,
     Option,

@@ -17,8 +17,8 @@ import msgspec
 import structlog
 from envserver_records.errors import ConfigError, InputError
 
-from ..config import check_url
 from ..engines_config import EnginesConfig
+from ..environment_config import check_url
 from .fleet import Fleet
 from .openai import root_of
 from .replicas import Origin, Registration

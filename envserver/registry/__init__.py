@@ -22,8 +22,8 @@ from typing import get_args
 
 from envserver_records.errors import ConfigError, NotFoundError
 
-from ..config import EnvironmentConfig
 from ..environment import Environment, Isolation
+from ..environment_config import EnvironmentConfig
 from ..folders import import_path, is_environment_folder, same_folder
 from ..rows.sources import is_data
 from ..typed_tasks import plain

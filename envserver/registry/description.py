@@ -20,9 +20,9 @@ from pydantic import BaseModel, Field, TypeAdapter, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from ..config import EnvironmentConfig
 from ..described import descriptions
 from ..environment import Environment
+from ..environment_config import EnvironmentConfig
 from ..tools.mcp_client import McpServer
 from ..tools.typed import TypedTool
 

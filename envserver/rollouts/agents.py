@@ -11,8 +11,9 @@ from typing import Any
 from envserver_records.errors import ConfigError
 from envserver_records.records import Message, Task
 
-from ..config import AgentConfig, SamplingConfig
+from ..config import SamplingConfig
 from ..environment import AgentRole, Environment
+from ..environment_config import AgentConfig
 from ..proxy.attempts import AgentRoute
 from ..proxy.endpoint import VERSION_PLACEHOLDER
 from ..rollouts.roles import roles_of

@@ -22,8 +22,9 @@ from envserver_records.records import Trajectory
 from envserver_records.seals import digest_of
 
 from .. import __version__
-from ..config import EnvironmentConfig, SamplingConfig
+from ..config import SamplingConfig
 from ..environment import Environment
+from ..environment_config import EnvironmentConfig
 from ..harness_interface import HarnessSpec
 from ..proxy.attempts import AgentRoute
 from ..proxy.server import Proxy

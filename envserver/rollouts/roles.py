@@ -10,8 +10,8 @@ import re
 
 from envserver_records.errors import ConfigError
 
-from ..config import AgentConfig
 from ..environment import AgentRole, Environment
+from ..environment_config import AgentConfig
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
 

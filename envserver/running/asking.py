@@ -17,8 +17,9 @@ from envserver_records.errors import ConfigError, EnvserverError, Failure
 from envserver_records.records import Result, Task, Trajectory
 from pydantic import ValidationError
 
-from ..config import EnvironmentConfig, Section
+from ..described import Section
 from ..environment import Environment
+from ..environment_config import EnvironmentConfig
 from ..export.unified import unified
 from ..models.measured import MeasuredEngine
 from ..proxy.endpoint import EngineEndpoint

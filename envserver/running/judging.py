@@ -10,7 +10,8 @@ import structlog
 from envserver_records.costs import Prices
 from prometheus_client.core import Metric
 
-from ..config import EnvironmentConfig, OpenAIConfig
+from ..config import OpenAIConfig
+from ..environment_config import EnvironmentConfig
 from ..judge_config import JudgeConfig
 from ..judges.server import JudgeServer
 from ..telemetry.families import by_key, counter

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from envserver_records.errors import ConfigError
 from pydantic import BaseModel, ValidationError, create_model
 
-from ..config import EngineConfig, EnvironmentConfig, Section
+from ..config import EngineConfig, Section
+from ..environment_config import EnvironmentConfig
 from .options import Option, flatten, is_section, nest
 
 S = TypeVar("S", bound=Section)

@@ -19,8 +19,8 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...config import check_url
 from ...described import Described
+from ...environment_config import check_url
 from ...models.replicas import Replica
 from ...proxy.gate import InFlight
 from ..bodies import read_body, request_body
