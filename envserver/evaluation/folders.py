@@ -19,8 +19,9 @@ from envserver_records.records import Split
 
 from ..evaluation_config import Failures, Truncated
 from .harness import HarnessRun, report_harness
-from .report import Counted, Report, difference, report_run
+from .report import Counted, Report, difference, report_run, stepped_of
 from .results import TaskResult, read_results, read_tasks, results_of_tasks
+from .steps import shortest
 from .suite import Suite, suite_of
 
 RUN_FILE = "run.json"
@@ -163,6 +164,7 @@ def _report(folder: Path, noted: RunFile, run: Evaluated, view: View) -> Report:
         for name, others in baselines.items()
         if (found := difference(results, others, rules)) is not None
     }
+    best = shortest(stepped_of(one, rules) for one in (results, *baselines.values()))
     return Report(
         env=run.environment,
         name=noted.name or run.environment,
@@ -179,8 +181,10 @@ def _report(folder: Path, noted: RunFile, run: Evaluated, view: View) -> Report:
             **({"agent": run.agent} if run.agent else {}),
         },
         prices=prices,
-        run=report_run(results, rules, prices),
-        baselines={name: report_run(others, rules, prices) for name, others in baselines.items()},
+        run=report_run(results, rules, prices, best),
+        baselines={
+            name: report_run(others, rules, prices, best) for name, others in baselines.items()
+        },
         differences=differences,
     )
 

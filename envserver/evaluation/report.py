@@ -17,6 +17,7 @@ from envserver_records.costs import Prices
 from ..evaluation_config import Failures, Truncated
 from .estimators import Estimate, estimate, pass_at_k, pass_hat_k
 from .results import AttemptResult, TaskResult
+from .steps import Stepped, shortest, step_measures
 
 SCHEMA_VERSION = 1
 CORRECT = "correct_"
@@ -157,6 +158,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
             own, by agent; under "correct", for metrics `correct_<type>`, by type: there the measure
             is that metric.
         components, metrics: means over the scored attempts that have them.
+        steps: measures of the logged steps, by name (`step_measures`); empty without any.
     """
 
     overall: Measures | None
@@ -166,6 +168,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     components: dict[str, float]
     metrics: dict[str, float]
     tasks: list[TaskRow]
+    steps: dict[str, Estimate] = {}
 
 
 class HarnessFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,9 +223,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_run(
-    results: Sequence[TaskResult], rules: Rules, prices: Prices | None = None
+    results: Sequence[TaskResult],
+    rules: Rules,
+    prices: Prices | None = None,
+    best: Mapping[str, int] | None = None,
 ) -> RunReport:
-    """Makes the report of one run from the results of its tasks."""
+    """Makes the report of one run from the results of its tasks.
+
+    Args:
+        best: fewest steps of a success, by task; unset: in this run.
+    """
+    stepped = stepped_of(results, rules)
     attempts = [attempt for result in results for attempt in result.attempts]
     return RunReport(
         overall=measured([rewards_of(result, rules) for result in results], rules),
@@ -242,7 +253,21 @@ def report_run(
             )
             for result in results
         ],
+        steps=step_measures(stepped, best or shortest([stepped]), seed=rules.seed),
     )
+
+
+def stepped_of(results: Sequence[TaskResult], rules: Rules) -> dict[str, list[Stepped]]:
+    """Returns the steps of scored attempts, by task."""
+    found = {
+        result.task_id: [
+            Stepped(one.steps, passes(one.reward, rules))
+            for one in result.attempts
+            if one.steps is not None
+        ]
+        for result in results
+    }
+    return {task_id: attempts for task_id, attempts in found.items() if attempts}
 
 
 def rewards_of(result: TaskResult, rules: Rules) -> list[float]:

@@ -17,6 +17,7 @@ from envserver_records.errors import InputError
 from envserver_records.records import Task
 
 from ..export.stored_files import opened
+from .steps import Action, Steps, steps_of
 
 LABELS = ("level", "type", "domain", "data_set")
 """Names in the public part of tasks by which reports group tasks."""
@@ -57,7 +58,11 @@ class AttemptUsage(msgspec.Struct, frozen=True):
 
 
 class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One scored rollout; fields as in `records.Trajectory` and its score."""
+    """One scored rollout; fields as in `records.Trajectory` and its score.
+
+    Args:
+        actions: only while a line is read; then `steps` has their counts (None: no actions).
+    """
 
     reward: float
     rewards: dict[str, float] = {}
@@ -67,6 +72,14 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     limit: str | None = None
     turns: int = 0
     usage: AttemptUsage = AttemptUsage()
+    actions: list[Action] = []
+    steps: Steps | None = None
+
+    def counted(self) -> AttemptResult:
+        """Returns the attempt with its actions counted: they refer to the whole line."""
+        if not self.actions:
+            return self
+        return msgspec.structs.replace(self, actions=[], steps=steps_of(self.actions))
 
 
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +160,7 @@ def read_facts(path: Path) -> Iterator[GroupFacts]:
     with opened(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield decoder.decode(line).envserver
+                facts = decoder.decode(line).envserver
             except msgspec.DecodeError as error:
                 if not line.endswith(b"\n"):
                     return  # its writer was killed, or is at it
@@ -155,6 +168,8 @@ def read_facts(path: Path) -> Iterator[GroupFacts]:
                     f"{path}, line {number} is not a group of this project: {error}.",
                     place=f"line {number}",
                 ) from error
+            facts.rollouts = [one.counted() for one in facts.rollouts]
+            yield facts
 
 
 class TaskFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -28,10 +28,11 @@ class TextTable(msgspec.Struct, frozen=True):
 
 
 def tables_of(report: Report) -> list[TextTable]:
-    """Returns the tables: results, results by number of attempts, counts, costs, means."""
+    """Returns the tables: results, by number of attempts, steps, counts, costs, means."""
     tables = [
         _results(report),
         _by_attempts(report),
+        _steps(report),
         _events(report),
         _took(report),
         _harness(report),
@@ -233,6 +234,15 @@ def _by_attempts(report: Report) -> TextTable:
             row.append(str(tasks))
         rows.append(row)
     return TextTable("By number of attempts", header, rows)
+
+
+def _steps(report: Report) -> TextTable:
+    runs = _runs(report)
+    names = dict.fromkeys(name for run in runs.values() for name in run.steps)
+    rows = [
+        [name, *(estimate_text(run.steps.get(name)) for run in runs.values())] for name in names
+    ]
+    return TextTable("Steps", ["", *runs], rows)
 
 
 def _events(report: Report) -> TextTable:

@@ -57,7 +57,10 @@ if not structlog.is_configured():  # a library logs where Python's logging says,
         logger_factory=structlog.stdlib.LoggerFactory(),
     )
 
-EVALUATION_DEFAULTS: dict[str, Any] = {"env": {"split": "test"}, "rollouts": {"min_group_size": 1}}
+EVALUATION_DEFAULTS: dict[str, Any] = {
+    "env": {"split": "test", "include_actions": True},
+    "rollouts": {"min_group_size": 1},
+}
 
 
 @dataclass(frozen=True)
