@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, cast
 
@@ -101,18 +101,25 @@ def _posted(group: ScoredData) -> PostedGroup:
         body = orjson.dumps(vars(group))
     except TypeError:  # a number of more than 64 bits
         body = _GROUP.dump_json(group)
-    return _described(PostedGroup(body, [len(row) for row in group.tokens], group.env_id), group)
+    return _made(group, body, [len(row) for row in group.tokens])
 
 
-def _described(posted: PostedGroup, group: ScoredData) -> PostedGroup:
-    """Adds what `group_overrides` says to the group."""
-    told = group.group_overrides or {}
-    task_id = told.get("task_id")
-    return replace(
-        posted,
-        policy_version=told.get(VERSION_KEY),
+def _made(
+    group: ScoredData,
+    body: bytes,
+    lengths: list[int],
+    encoded: tuple[int, bytes] | None = None,
+) -> PostedGroup:
+    overrides = group.group_overrides or {}
+    task_id = overrides.get("task_id")
+    return PostedGroup(
+        body=body,
+        lengths=lengths,
+        env_id=group.env_id,
         task_id=task_id if isinstance(task_id, str) else None,
+        policy_version=overrides.get(VERSION_KEY),
         scores=group.scores,
+        encoded=encoded,
     )
 
 
@@ -128,6 +135,8 @@ _DTYPES: Final[Mapping[str, type[np.generic]]] = {"i": np.int64, "d": np.float64
 _KEYS: Final = re.compile(rb'"(%s)"' % "|".join(_PER_TOKEN).encode())
 _ESCAPED_LETTER: Final = re.compile(rb"\\u00(?:5[fF]|[67])")
 """A letter or underscore that needs no escape: the key of a column may be written so."""
+_SEARCHED_BYTES: Final = 256
+_LONGEST_MATCH: Final = len('"inference_logprobs"')
 _LIST: Final = msgspec.json.Decoder(list[Raw])
 _KEPT_PARSER_BYTES: Final = 1024 * 1024
 """A parser keeps several times the memory of the largest text it read; larger ones get a new one.
@@ -182,10 +191,10 @@ def _group_quickly(raw: bytes, document: Any, gzipped: bytes | None) -> PostedGr
         raise _Unsure
     names = list(document.keys())
     values: dict[str, Any] = {name: document[name] for name in names}
-    if len(values) != len(names) or _ESCAPED_LETTER.search(raw):
+    if len(values) != len(names) or any(_found(_ESCAPED_LETTER, b"\\", raw)):
         raise _Unsure
     characters = np.frombuffer(raw, np.uint8)
-    places = [(key[1].decode(), key.end()) for key in _KEYS.finditer(raw)]
+    places = [(key[1].decode(), key.end()) for key in _found(_KEYS, b'"', raw)]
     columns = {
         name: _column(
             raw, characters, values[name], kind, [at for key, at in places if key == name]
@@ -199,14 +208,24 @@ def _group_quickly(raw: bytes, document: Any, gzipped: bytes | None) -> PostedGr
     known = {name: text for name, text in rest.items() if name in _NAMES}
     group = _GROUP.validate_json(_with_one_token(known, len(lengths)))
     check_groups([group], listed=False)
-    posted = PostedGroup(b"", lengths, group.env_id)
     if gzipped is not None and len(known) == len(rest) and _stays_the_same(group, known, raw):
         stored, body = compression.as_posted(gzipped, raw, _keys_it_lacks(values))
-        posted = replace(posted, body=body, encoded=stored)
-    else:
-        texts = {name: orjson.Fragment(column.text) for name, column in columns.items()}
-        posted = replace(posted, body=orjson.dumps(vars(group) | texts))
-    return _described(posted, group)
+        return _made(group, body, lengths, stored)
+    texts = {name: orjson.Fragment(column.text) for name, column in columns.items()}
+    return _made(group, orjson.dumps(vars(group) | texts), lengths)
+
+
+def _found(pattern: re.Pattern[bytes], first: bytes, raw: bytes) -> Iterator[re.Match[bytes]]:
+    """Yields the matches of a pattern that begins with the byte `first`, in a tenth of `finditer`'s
+    time: most of `raw` are numbers, which are jumped over.
+    """
+    at = raw.find(first)
+    while at >= 0:
+        end = at + _SEARCHED_BYTES
+        for match in pattern.finditer(raw, at, end + _LONGEST_MATCH):
+            if match.start() < end:
+                yield match
+        at = raw.find(first, end)
 
 
 def _json(value: Any) -> bytes:

@@ -1,4 +1,5 @@
-"""Bodies of the Atropos wire over real HTTP: what is accepted, what is refused and how, gzip."""
+"""Bodies of the Atropos wire over real HTTP: what is accepted, what is refused and how, gzip, and
+what is stored of a post that came twice or met a full disk."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from envserver_records.errors import StoreError, StoreFull
 from support.api import (
     ENVIRONMENT,
     KEYS,
@@ -328,3 +330,37 @@ async def test_nothing_crashes_the_server(api: Api) -> None:
         answer = await api.http.request("GET", "/status-env", content=raw)
         assert answer.status_code < 500, raw
     assert isinstance(await api.http.get("/healthz"), httpx.Response)
+
+
+async def test_a_key_stores_a_post_once(api: Api) -> None:
+    await api.register(batch_size=2)
+    key = {"idempotency-key": "rollout-1"}
+    for _ in range(3):
+        assert await api.post("/scored_data", wire_group(), headers=key) == {"status": "received"}
+    for _ in range(2):
+        await api.post("/scored_data", wire_group())
+    assert (await api.get("/status"))["queue_size"] == 3
+    lists = {"idempotency-key": "rollout-2"}
+    for _ in range(2):
+        answer = await api.post("/scored_data_list", [wire_group(), wire_group()], headers=lists)
+        assert answer["groups_processed"] == 2
+    assert (await api.get("/status"))["queue_size"] == 5
+
+
+@pytest.mark.parametrize(("error", "status"), [(StoreFull, 507), (StoreError, 503)])
+async def test_a_store_that_fails_accepts_nothing(
+    api: Api, monkeypatch: pytest.MonkeyPatch, error: type[StoreError], status: int
+) -> None:
+    await api.register(batch_size=2)
+
+    async def put(groups: object) -> list[bool]:
+        raise error("No.")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(api.store, "put_encoded", put)
+        answer = await api.http.post("/scored_data", json=wire_group())
+        assert answer.status_code == status
+        assert answer.json() == {"detail": "No."}
+    assert (await api.get("/status"))["queue_size"] == 0
+    await api.post("/scored_data", wire_group(mark=4))
+    assert await api.batch_marks() == [4]

@@ -195,6 +195,14 @@ def test_the_key_of_a_column_may_be_written_with_an_escape() -> None:
         assert_like_carefully(escaped.replace("{", before, 1).encode())
 
 
+@pytest.mark.parametrize("key", ["tokens", r"tok\u0065ns"])
+def test_a_key_that_is_there_twice_is_noticed_wherever_it_is(key: str) -> None:
+    right = json.dumps(group([[7, 8]])).replace("tokens", key)
+    for filling in range(200, 300):
+        before = r'{"x": "tokens", "y": [[9, 9]], "z": "\n' + "-" * filling + '", '
+        assert_like_carefully(right.replace("{", before, 1).encode())
+
+
 def test_damage_of_what_is_stored_as_it_came_is_noticed() -> None:
     raw = json.dumps(group([list(range(100))])).encode()
     found = read_group(raw, gzip.compress(raw))
