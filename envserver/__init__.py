@@ -19,6 +19,8 @@ _HOMES = {
     "Reply": "envserver.rollout_interface",
     "Rollout": "envserver.rollout_interface",
     "Isolation": "envserver.environment",
+    "Companion": "envserver.companions",
+    "take_companion": "envserver.companions",
     "KnownResult": "envserver.environment",
     "Sandbox": "envserver.sandbox_interface",
     "BlockingSandbox": "envserver.sandbox_interface",
@@ -157,6 +159,7 @@ if TYPE_CHECKING:
 
     from . import aio
     from .cli import main
+    from .companions import Companion, take_companion
     from .config import (
         MixSettings,
         OpenAIConfig,
@@ -222,6 +225,8 @@ __all__ = [
     "Reply",
     "Rollout",
     "Isolation",
+    "Companion",
+    "take_companion",
     "KnownResult",
     "Hidden",
     "Sandbox",

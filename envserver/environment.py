@@ -120,6 +120,9 @@ class Environment(abc.ABC, Generic[TaskT]):
     """Modules imported in the process that workers are forked from, unless workers are pooled.
     List what an agent uses and would otherwise import at each start. Unused modules slow each fork
     down a little."""
+    companion: ClassVar[str] = ""
+    """With isolation "sandboxed": a function ("module:name") that a small process runs in the same
+    sandbox as the agent; see `take_companion`. Its module should import little."""
     reward_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     """The lowest and highest reward of an agent, turn rewards included; ends may be infinite. A
     score outside of it is a bug of the environment: its rollout is dropped at once."""

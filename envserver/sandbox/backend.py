@@ -77,9 +77,7 @@ class NamespaceBackend:
         namespaces.mount_writable(disk_bytes, inodes)
 
     def enclose(self, processes: int) -> None:
-        _limit_processes(processes + 1)  # and the in-sandbox server
-        linux.drop_capabilities()
-        linux.install_filter(self._filter)
+        enclose(self._filter, processes)
 
     def programs(self) -> Iterator[int]:
         ours = os.getpid()
@@ -104,6 +102,13 @@ class NamespaceBackend:
 
     def kernel_bytes(self) -> int:
         return kernel_bytes()
+
+
+def enclose(filter_program: bytes, processes: int) -> None:
+    """Drops the rights of a process in namespaces of its own; see `Backend.enclose`."""
+    _limit_processes(processes + 1)  # and process 1
+    linux.drop_capabilities()
+    linux.install_filter(filter_program)
 
 
 def ignore_signals_from_inside() -> None:

@@ -181,7 +181,7 @@ def _child(run: Callable[[], int], parent_pid: int) -> int:
     if pid == 0:
         linux.die_with(parent_pid, signal.SIGKILL)
         os._exit(run())
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return linux.wait_for(pid)
 
 
 def _show(path: str) -> list[str]:

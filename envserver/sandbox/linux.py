@@ -102,6 +102,14 @@ def pivot_root(root: str) -> None:
     os.chdir("/")
 
 
+def wait_for(pid: int) -> int:
+    """Waits for a child, and reaps all others that end before it; returns its exit status."""
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == pid:
+            return os.waitstatus_to_exitcode(status)
+
+
 def prctl(option: int, value: int) -> None:
     """prctl(2) with one argument."""
     _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option})")

@@ -97,7 +97,7 @@ def enter_outer(
         then()
         os._exit(0)
     assert os.getpid() == parent
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return linux.wait_for(pid)
 
 
 def fork_inner(uid: int | None) -> int:
@@ -140,8 +140,14 @@ def settle_inner(user: int, group: int) -> None:
     """
     linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
     _map_ids({INNER_ID: user}, {INNER_ID: group})
+    become_inner()
+
+
+def become_inner() -> None:
+    """Makes this process, which has joined the namespaces of a sandbox, its only user, for good."""
     os.setresgid(INNER_ID, INNER_ID, INNER_ID)
     os.setresuid(INNER_ID, INNER_ID, INNER_ID)
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
 
 
 def _be_root() -> None:

@@ -40,6 +40,7 @@ from ..sandbox.backend import NamespaceBackend
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from . import linux
 from .boot import READ_BYTES, Boot
+from .lean import LeanParent
 from .output import OutputLimiter
 from .run import Job
 from .sandboxed import LOOK_SECONDS, Watch, WorkerSandbox, fork_sandboxed
@@ -61,24 +62,32 @@ class _Worker:
     oom_kills: int = field(default_factory=linux.out_of_memory_kills)
 
 
-def main(boot_json: str) -> None:
-    """Runs the forkserver."""
+def main(
+    boot_json: str, seen: dict[str, Any], lean: LeanParent | None, failure: OSError | None
+) -> None:
+    """Runs the forkserver.
+
+    Args:
+        seen: the file view of sandboxed workers; see `sandbox.layout`.
+        lean: forks the companions of workers.
+        failure: why sandboxes cannot be made.
+    """
     boot = msgspec.json.decode(boot_json, type=Boot)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    linux.die_with_parent(boot.server_pid, signal.SIGTERM)
-    linux.adopt_orphans()
     control = socket.socket(fileno=boot.control_fd)
     try:
-        sandbox = boot.sandbox
-        seen = outer.prepare(sandbox.backend, sandbox.private) if sandbox is not None else {}
+        if failure is not None:
+            raise failure
         ours = linux.open_descriptors()
-        _preload(boot.references)
+        companions = _preload(boot.references)
         users = _users(boot)
         opened = linux.open_descriptors() - ours
+        if lean is not None and len(companions) == 1:
+            _load(lean, *companions)
+        forkserver = Forkserver(boot, control, opened, users, seen, lean)
         if boot.sandbox is None:
-            Forkserver(boot, control, opened, users, seen).run()
+            forkserver.run()
         else:
-            _run_sandboxed(boot, boot.sandbox, Forkserver(boot, control, opened, users, seen))
+            _run_sandboxed(boot, boot.sandbox, forkserver)
     except EnvserverError as error:
         control.send(msgspec.msgpack.encode(["broken", error.kind, error.message, error.hint]))
     except OSError as error:
@@ -117,6 +126,7 @@ class Forkserver:
         opened_by_imports: set[int],
         users: list[int | None],
         seen: dict[str, Any],
+        lean: LeanParent | None,
     ) -> None:
         self._boot = boot
         self.seen = seen
@@ -124,6 +134,7 @@ class Forkserver:
         self._users = users
         """User ids that no worker uses now."""
         self._control = control
+        self._lean = lean if lean is not None and lean.function else None
         self._kept_descriptors = opened_by_imports
         self._workers: dict[int, _Worker] = {}
         self._others: set[int] = set()
@@ -140,6 +151,8 @@ class Forkserver:
         gc.enable()
         self._listen_to_signals()
         self._selector.register(self._control, selectors.EVENT_READ, self._obey)
+        if self._lean is not None:
+            self._selector.register(self._lean, selectors.EVENT_READ, self._lean.hear)
         if self._in_own_namespace:
             sys.path[:] = self.seen["search_path"]
         self._tell("up", os.getpid())
@@ -191,6 +204,7 @@ class Forkserver:
         directory = self._directory_for(worker_id, user)
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
+        companion, descriptors = self._lean.prepare() if self._lean is not None else (None, [])
         spec = WorkerSpec(
             control=control,
             output_fd=writing,
@@ -198,6 +212,7 @@ class Forkserver:
             parent_pid=OUTSIDE if self._in_own_namespace else os.getpid(),
             kept_descriptors=self._kept_descriptors,
             heartbeat_seconds=self._boot.heartbeat_seconds,
+            companion=companion,
         )
         try:
             pid = self._fork_one(spec, worker_id, user)
@@ -211,7 +226,12 @@ class Forkserver:
             self._selector.register(reading, selectors.EVENT_READ, lambda: self._read(worker))
             # A pid of this namespace means another process in the server's.
             self._tell("forked", worker_id, None if self._in_own_namespace else pid)
-        os.close(writing)
+            if self._lean is not None:
+                self._lean.fork(worker_id, pid, descriptors, writing)
+        if companion is not None:
+            companion.close()
+        for descriptor in (writing, *descriptors):
+            os.close(descriptor)
         control.close()
 
     def _directory_for(self, worker_id: str, user: int | None) -> Path:
@@ -319,6 +339,10 @@ class Forkserver:
             self._remove(worker.directory)
         self._users.append(worker.user)
         cpu_seconds, peak_memory_mb = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+        if self._lean is not None:
+            others_seconds, others_peak_mb = self._lean.used(worker.id)
+            cpu_seconds += others_seconds
+            peak_memory_mb = max(peak_memory_mb, others_peak_mb)
         tail = worker.lines.tail()
         self._tell("exit", worker.id, status, tail, starved, cpu_seconds, peak_memory_mb)
 
@@ -363,8 +387,17 @@ class Forkserver:
             self._stopping = True
 
 
-def _preload(references: list[str]) -> None:
+def _load(lean: LeanParent, function: str) -> None:
+    """Raises ConfigError if the module of companions cannot be imported."""
+    if error := lean.load(function):
+        raise ConfigError(f"The companion {function!r} cannot be imported: {error}")
+
+
+def _preload(references: list[str]) -> set[str]:
     """Imports what every worker needs, and builds what it would build when it first decodes.
+
+    Returns:
+        The functions of companions that sandboxed environments name.
 
     Raises:
         EnvserverError: an environment cannot be found or imported.
@@ -383,6 +416,7 @@ def _preload(references: list[str]) -> None:
             f"({', '.join(sorted(set(threads)))}), which do not exist in workers. Start threads in "
             "setup() instead.\n"
         )
+    return {one.companion for one in classes if one.companion and one.isolation == "sandboxed"}
 
 
 def _threads() -> list[str]:

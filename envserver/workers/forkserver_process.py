@@ -40,7 +40,7 @@ _INHERITED = {"PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", *PYTHON_VARIA
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _START = (
     "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[1]); "
-    "from envserver.workers.forkserver import main; main(sys.argv[2])"
+    "from envserver.workers.forkserver_start import main; main(sys.argv[2])"
 )
 
 _log = structlog.get_logger("envserver.workers")

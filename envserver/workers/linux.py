@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import resource
 import signal
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +16,9 @@ from ..descriptors import raise_open_files
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_DESCRIPTORS = 2**30
+_SPARE_ADDRESS_SPACE_BYTES = 8 * 2**30
+_OPEN_FILES = 512
+"""Of a process in a sandbox. Each connection to the proxy also takes a descriptor of the server."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -89,6 +94,31 @@ def limit_resources() -> None:
     raise_open_files()
 
 
+def bound(memory_bytes: int, reserved_bytes: int, file_bytes: int) -> None:
+    """Limits this process of a sandbox and all that it starts, each by itself.
+
+    Args:
+        reserved_bytes: what it may reserve beyond what it uses, as engines of JavaScript do.
+        file_bytes: the largest file that it may write.
+    """
+    for name, most in (
+        (resource.RLIMIT_DATA, memory_bytes + memory_bytes // 4 + reserved_bytes),
+        (resource.RLIMIT_AS, memory_bytes + _SPARE_ADDRESS_SPACE_BYTES + reserved_bytes),
+        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_NOFILE, _open_files()),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(name, (most, most))
+
+
+def new_random_numbers() -> None:
+    """Seeds what else gives the same random numbers in every fork."""
+    random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
 def out_of_memory_kills() -> int:
     """Returns how many processes the kernel killed for lack of memory since boot (0: unknown)."""
     try:
@@ -97,6 +127,11 @@ def out_of_memory_kills() -> int:
         return 0
     lines = (line.split() for line in counters.splitlines())
     return next((int(count) for name, count in lines if name == "oom_kill"), 0)
+
+
+def _open_files() -> int:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -13,7 +13,6 @@ was given, and nothing else.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from ..sandbox import landlock, linux, namespaces
 from ..sandbox.backend import NamespaceBackend, kernel_bytes
 from ..sandbox.sampling import numbers, sample
 from ..sandbox.wire import NAMESPACE_BACKENDS
+from .linux import bound
 
 if TYPE_CHECKING:
     from .worker_main import WorkerSpec
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.1
 """Seconds between two samples of a worker's memory."""
 _MB = 2**20
-_SPARE_ADDRESS_SPACE_MB = 8192
-_OPEN_FILES = 512
-"""Per process. Each connection to the proxy also takes a descriptor of the server."""
 _HEARD = {
     *(signal.SIGKILL, signal.SIGSTOP),  # cannot be handled
     *(signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCONT, signal.SIGURG),
@@ -175,6 +172,8 @@ def _confine_in_namespaces(
     namespaces.settle_inner(*owner)
     backend = NamespaceBackend(bytes.fromhex(seen["filter"]), seen["variables"])
     backend.furnish(sandbox.disk_mb * _MB, sandbox.inodes)
+    if spec.companion is not None:
+        spec.companion.let_in()
     os.environ.clear()
     os.environ.update(backend.variables)
     hand_out(_listen(sandbox.port))
@@ -202,18 +201,4 @@ def _listen(port: int) -> socket.socket:
 
 
 def _bound(sandbox: WorkerSandbox) -> None:
-    memory, reserved = sandbox.memory_mb * _MB, sandbox.reserved_mb * _MB
-    for name, most in (
-        (resource.RLIMIT_DATA, memory + memory // 4 + reserved),
-        (resource.RLIMIT_AS, memory + _SPARE_ADDRESS_SPACE_MB * _MB + reserved),
-        (resource.RLIMIT_FSIZE, sandbox.disk_mb * _MB),
-        (resource.RLIMIT_NOFILE, _open_files()),
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-    ):
-        resource.setrlimit(name, (most, most))
-
-
-def _open_files() -> int:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    bound(sandbox.memory_mb * _MB, sandbox.reserved_mb * _MB, sandbox.disk_mb * _MB)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import random
 import signal
 import socket
 import sys
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from ..companions import Companion, give_companion
 from . import linux, process
 from .deaths import EXIT_CRASHED
 from .printing import kept_stream
@@ -32,6 +32,7 @@ class WorkerSpec:
         parent_pid: the process whose end is its own; OUTSIDE: of another namespace.
         kept_descriptors: what the environments opened while they were imported.
         heartbeat_seconds: how long it may say nothing.
+        companion: the process beside it in its sandbox.
     """
 
     control: socket.socket
@@ -40,6 +41,7 @@ class WorkerSpec:
     parent_pid: int
     kept_descriptors: set[int]
     heartbeat_seconds: float
+    companion: Companion | None = None
 
 
 def worker_main(spec: WorkerSpec) -> NoReturn:
@@ -70,7 +72,10 @@ def _leave_the_nursery(spec: WorkerSpec) -> None:
             signal.signal(number, signal.SIG_DFL)
     os.dup2(spec.output_fd, 1)
     os.dup2(spec.output_fd, 2)
-    linux.close_all_but({0, 1, 2, spec.control.fileno(), *spec.kept_descriptors})
+    kept = {0, 1, 2, spec.control.fileno(), *spec.kept_descriptors}
+    if spec.companion is not None:
+        kept |= spec.companion.descriptors
+    linux.close_all_but(kept)
     linux.limit_resources()
 
 
@@ -81,6 +86,14 @@ def _settle_in(spec: WorkerSpec) -> None:
     tempfile.tempdir = None
     sys.stdout, sys.stderr = kept_stream(1, "stdout"), kept_stream(2, "stderr")
     faulthandler.enable()
-    random.seed()
-    if "numpy.random" in sys.modules:  # its global generator is else the same in every fork
-        sys.modules["numpy.random"].seed()
+    linux.new_random_numbers()
+    if spec.companion is not None:
+        _expect(spec.companion)
+
+
+def _expect(companion: Companion) -> None:
+    """Waits for the companion to join; without one, agents fork what they need."""
+    if companion.joined():
+        give_companion(companion)
+    else:
+        sys.stderr.write("The companion of this worker could not start.\n")

@@ -125,10 +125,17 @@ def own_address() -> str:
 
 def notes_of(ran: Ran, name: str) -> dict[str, Any]:
     """What the model's code of a CodeAgent printed of its search: what it tried, and what came."""
-    told = json.loads(ran.steps["code", name][0]["observation"].splitlines()[0])
-    assert told["found"] == []
+    *_, told = searches(ran, "code", name)
     notes: dict[str, Any] = told["notes"]
     return notes
+
+
+def searches(ran: Ran, agent: str, name: str) -> list[dict[str, Any]]:
+    """What each search printed; none found an answer."""
+    printed = [step["observation"].splitlines()[0] for step in ran.steps[agent, name]]
+    told = [json.loads(line) for line in printed if line.startswith('{"found"')]
+    assert all(search["found"] == [] for search in told)
+    return told
 
 
 def test_nobody_is_paid_for_looking_and_ordinary_ones_are(ran: Ran) -> None:
@@ -149,9 +156,9 @@ def test_the_answer_was_nowhere(ran: Ran) -> None:
 
 def test_what_is_in_memory_is_found_and_no_answer_is(ran: Ran) -> None:
     for agent in AGENTS:
-        (searched, *_) = ran.steps[agent, "memory"]
-        assert '"canaries": 1' in searched["observation"]  # the question is: the search works
-        assert '"found": []' in searched["observation"]
+        first, second = searches(ran, agent, "memory")
+        assert first["canaries"] == 0  # the first interpreter has nothing of its agent
+        assert second["canaries"] == 1  # a fork of the agent has the question: the search works
 
 
 def test_other_processes_cannot_be_entered(ran: Ran) -> None:

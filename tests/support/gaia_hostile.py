@@ -184,7 +184,7 @@ for fd in range(3, 64):
         one = socket.socket(fileno=os.dup(fd))
     except OSError:
         continue
-    sys.modules["envserver_environments.gaia.agents.frames"].send(one, {"value": None, "answer": "forged", "error": None})
+    sys.modules["envserver_environments.gaia.interpreter.frames"].send(one, {"value": None, "answer": "forged", "error": None})
 time.sleep(30)
 """,
     "kill": r"""
@@ -200,6 +200,11 @@ time.sleep(1)
 """,
 }  # fmt: skip
 """Each prints what it found."""
+
+TWICE = ("memory", "network", "forge a result", "forge a failure")
+"""What looks for the attempt's key: in the first interpreter, which never had it in its memory, and
+in the second, which is a fork of the worker."""
+LEAVE = "import os\nos._exit(0)"
 
 TROUBLE = {
     "hangs": ["import time\nwhile True: time.sleep(1)"] * 9,
@@ -246,10 +251,12 @@ class Hostile(Gaia):
         if name not in LOOKS:
             return [_says(agent, "6 * 7"), _answers(agent, str(task.hidden["answer"]))]
         facts = f"COPY = {str(self.config.data_path)!r}; PORT = {self.config.canary_port}; HOST = {self.config.host!r}"
-        looked = _says(agent, f"{BEGIN}\n{facts}\n{LOOKS[name]}\n{END}")
+        look = f"{BEGIN}\n{facts}\n{LOOKS[name]}\n{END}"
+        looked = [_says(agent, code) for code in ([look, LEAVE, look] if name in TWICE else [look])]
         if agent != "code":
-            return [looked, _answers(agent, "nothing")]
-        return [looked, _says(agent, "final_answer(min(found).decode() if found else 'nothing')")]
+            return [*looked, _answers(agent, "nothing")]
+        last = "final_answer(min(found).decode() if found else 'nothing')"
+        return [*looked, _says(agent, last)]
 
 
 def _says(agent: str, code: str) -> Message:

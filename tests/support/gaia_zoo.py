@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from envserver_environments.gaia.agents import AgentOptions, solve
+from envserver_environments.gaia.interpreter.process import COMPANION
 
 from envserver import Environment, Score, Task
 
@@ -10,6 +11,7 @@ from envserver import Environment, Score, Task
 class GaiaZoo(Environment):
     isolation = "sandboxed"
     preload = ()
+    companion = COMPANION
 
     class Config(Environment.Config):
         step_seconds: float = 3.0

@@ -46,6 +46,7 @@ from envserver import (
 
 from .agents import AgentOptions, Kind, Prompts, solve
 from .agents.prompts import ANSWER_RULES, FINAL_ANSWER, question
+from .interpreter.process import COMPANION
 from .known import demonstrate, known_results
 from .loading import (
     DEFAULT_COPY,
@@ -75,6 +76,7 @@ class Gaia(Environment):
     name = "gaia"
     isolation = "sandboxed"
     preload = ()  # its agents speak HTTP themselves
+    companion = COMPANION
 
     class Config(Environment.Config):
         """Selects the tasks, the agent, its tools, and the scoring."""

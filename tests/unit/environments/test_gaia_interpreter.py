@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.gaia.agents import interpreter as interpreters
-from envserver_environments.gaia.agents.inside import answer_text
-from envserver_environments.gaia.agents.interpreter import Interpreter, Outcome, observation
+from envserver_environments.gaia.interpreter import process as interpreters
+from envserver_environments.gaia.interpreter.inside import answer_text
+from envserver_environments.gaia.interpreter.process import Interpreter, Outcome, observation
 
 
 @pytest.fixture

@@ -253,13 +253,8 @@ async def test_the_end_of_a_sandbox_may_be_asked_for_twice(boxes: Sandboxes) -> 
     async with boxes.open(SandboxSpec()) as box:
         await box.close()
         await box.close()
-        for request in (
-            box.exec(["true"]),
-            box.run_python(""),
-            box.read("x"),
-            box.write("x", b""),
-            box.total(),
-        ):
+        asked = (box.exec(["true"]), box.run_python(""), box.read("x"), box.write("x", b""))
+        for request in (*asked, box.total()):
             with pytest.raises(SandboxError):
                 await request
 
@@ -297,10 +292,8 @@ async def test_more_sandboxes_than_there_is_room_for_wait() -> None:
 async def test_input_over_its_limit_is_refused(boxes: Sandboxes) -> None:
     async with boxes.open(SandboxSpec(limits=SandboxLimits(input_kb=4))) as box:
         assert (await box.exec(["wc", "-c"], stdin=bytes(4096))).stdout.split() == [b"4096"]
-        for request in (
-            box.exec(["cat"], stdin=bytes(4097)),
-            box.run_python("", stdin=bytes(4097)),
-        ):
+        long = bytes(4097)
+        for request in (box.exec(["cat"], stdin=long), box.run_python("", stdin=long)):
             with pytest.raises(InputError):
                 await request
         assert (await box.exec(["true"])).ok
@@ -437,21 +430,11 @@ async def test_files_are_read_and_written(box: Sandbox) -> None:
 
 async def test_what_cannot_be_read_is_told(box: Sandbox) -> None:
     await box.exec(["sh", "-c", "mkfifo pipe; ln -s loop loop; ln -s /dev/full full; mkdir folder"])
-    for path in (
-        "absent",
-        "pipe",
-        "loop",
-        "full",
-        "folder",
-        "",
-        ".",
-        "/dev/full",
-        "a\0b",
-        "x" * 5000,
-    ):
+    paths = ("absent", "pipe", "loop", "full", "folder", "", ".", "/dev/full", "a\0b", "x" * 5000)
+    for path in paths:
         with pytest.raises(InputError):
             await asyncio.wait_for(box.read(path), 60)
-        if path not in ("absent",):
+        if path != "absent":
             with pytest.raises(InputError):
                 await asyncio.wait_for(box.write(path, b"x"), 60)
     for path in ("/usr/file", "/etc/passwd", "/proc/self/comm", "folder/../pipe/x", "/file"):

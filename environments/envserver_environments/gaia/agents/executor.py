@@ -7,8 +7,8 @@ from typing import Any
 
 from smolagents.local_python_executor import CodeOutput, PythonExecutor
 
-from .inside import ANSWER
-from .interpreter import Interpreter, Outcome
+from ..interpreter.inside import ANSWER
+from ..interpreter.process import Interpreter, Outcome
 
 
 class StepFailed(Exception):

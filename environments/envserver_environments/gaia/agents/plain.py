@@ -13,9 +13,9 @@ from envserver_tools.visible import visible_text
 
 from envserver import LimitReached, Message, Rollout
 
+from ..interpreter.inside import ANSWER
+from ..interpreter.process import Interpreter
 from .endpoint import CutOff, Endpoint, Turn
-from .inside import ANSWER
-from .interpreter import Interpreter
 from .prompts import system_prompt
 from .rules import AgentOptions, Ending, Solved, ending_of
 from .tool_use import Tools

@@ -19,10 +19,10 @@ from smolagents.memory import ActionStep, PlanningStep, Timing, ToolCall
 from smolagents.models import ChatMessage, MessageRole
 from smolagents.utils import AgentParsingError, parse_code_blobs
 
+from ..interpreter.inside import ANSWER
+from ..interpreter.process import observation
 from . import prompts
 from .executor import ProcessExecutor
-from .inside import ANSWER
-from .interpreter import observation
 from .model import ProxyModel
 from .tool_use import Tools
 

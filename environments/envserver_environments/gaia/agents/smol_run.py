@@ -16,10 +16,10 @@ from smolagents.utils import AgentGenerationError, AgentParsingError
 
 from envserver import LimitReached, Rollout
 
+from ..interpreter.inside import ANSWER
+from ..interpreter.process import Interpreter
 from .endpoint import CutOff, Endpoint
 from .executor import ProcessExecutor
-from .inside import ANSWER
-from .interpreter import Interpreter
 from .model import ProxyModel
 from .prompts import instructions, system_prompt
 from .rules import AgentOptions, Ending, Solved, ending_of

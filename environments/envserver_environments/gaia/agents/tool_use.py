@@ -10,8 +10,8 @@ from typing import Any
 
 from envserver_tools.calling import Tool, ToolError, ToolResult, call_tool, run_tool_call, toolbox
 
-from .inside import ANSWER, answer_text
-from .interpreter import Interpreter, Outcome, observation, shortened
+from ..interpreter.inside import ANSWER, answer_text
+from ..interpreter.process import Interpreter, Outcome, observation, shortened
 from .prompts import TOOL_FAILED
 
 PYTHON = "python"

@@ -7,7 +7,7 @@ from typing import Any
 
 from envserver import Rollout
 
-from .interpreter import shortened
+from ..interpreter.process import shortened
 
 THOUGHT_CHARACTERS = 4000
 CODE_CHARACTERS = 8000

@@ -8,7 +8,9 @@ leaves by a pipe; tool calls go over the socket and run in the agent's process.
 from __future__ import annotations
 
 import ast
+import contextlib
 import faulthandler
+import importlib
 import linecache
 import os
 import resource
@@ -23,6 +25,15 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from . import frames
+
+USUAL = (
+    *("collections", "csv", "datetime", "fractions", "itertools", "json", "math", "random", "re"),
+    *("statistics", "string", "numpy"),
+)
+"""What models' code imports most: a companion is forked with it."""
+for _name in USUAL:
+    with contextlib.suppress(ImportError):  # numpy, which this needs not
+        importlib.import_module(_name)
 
 ANSWER = "final_answer"
 MAX_ANSWER_CHARACTERS = 20_000
@@ -50,10 +61,18 @@ class Setup:
     value_characters: int
 
 
-def live(channel: socket.socket, output: int, setup: Setup) -> NoReturn:
-    """Turns this process, just forked, into an interpreter; ends with it."""
+def accompany(channel: socket.socket) -> NoReturn:
+    """Runs the interpreter as a companion; see `envserver.take_companion`."""
+    _, (output,), _, _ = socket.recv_fds(channel, 1, 1)
+    live(channel, output)
+
+
+def live(channel: socket.socket, output: int) -> NoReturn:
+    """Turns this process into an interpreter, which first gets its `Setup`; ends with it."""
     try:
         _settle_in(channel, output)
+        setup = Setup(**frames.receive(channel))
+        frames.send(channel, {"pid": os.getpid()})
         _Interpreter(channel, setup).serve()
     except BaseException:  # noqa: BLE001 - the last frame: whatever it is, say it and end
         traceback.print_exc()
@@ -63,7 +82,8 @@ def live(channel: socket.socket, output: int, setup: Setup) -> NoReturn:
 
 def _settle_in(channel: socket.socket, output: int) -> None:
     """Own process group and output, nothing else that is open, less memory."""
-    os.setpgid(0, 0)
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
     faulthandler.disable()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD):

@@ -16,8 +16,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from envserver import take_companion
 
 from . import frames
 from .inside import Setup, live
@@ -26,8 +28,13 @@ INTERRUPT_SECONDS = 1.0
 """Seconds for interrupted code to end by itself."""
 DYING_SECONDS = 0.5
 """A process that ends closes its socket a moment before it is dead: how long that moment may be."""
+START_SECONDS = 60.0
+"""Seconds until an interpreter has started; an overloaded machine is slow."""
 FRAME_SECONDS = 2.0
 """Seconds for the rest of a frame to arrive."""
+
+COMPANION = "envserver_environments.gaia.interpreter.inside:accompany"
+"""Environments whose agents use `Interpreter` name it as their `companion`."""
 
 Trouble = Literal["exception", "timeout", "died"]
 
@@ -196,23 +203,31 @@ class _Process:
     """The interpreter's process, its socket and the pipe of its output."""
 
     def __init__(self, setup: Setup) -> None:
-        self.channel, theirs = socket.socketpair()
         self.output, output = os.pipe()
+        os.set_blocking(self.output, False)
         self._ended = False
         self._lock = threading.Lock()
-        self.pid = os.fork()
-        if self.pid == 0:
-            live(theirs, output, setup)
-        theirs.close()
+        companion = take_companion(COMPANION)
+        self._process = _Forked(output) if companion is None else companion
+        self.channel = self._process.channel
+        if companion is not None:
+            socket.send_fds(self.channel, [b"\0"], [output])
         os.close(output)
-        os.set_blocking(self.output, False)
-        with contextlib.suppress(OSError):  # it has done so itself, or is gone already
-            os.setpgid(self.pid, self.pid)
+        self.pid = self._set_up(setup)
+
+    def _set_up(self, setup: Setup) -> int | None:
+        """Returns its process id; None if it has ended, which the first step finds out."""
+        self.channel.settimeout(START_SECONDS)
+        try:
+            frames.send(self.channel, asdict(setup))
+            return int(frames.receive(self.channel)["pid"])
+        except (OSError, frames.BrokenFrame):
+            return None
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process and its children."""
         with self._lock:
-            if not self._ended:
+            if not self._ended and self.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, number)
 
@@ -222,7 +237,7 @@ class _Process:
     def end(self) -> str:
         """Kills the process and its children; returns in words how it had ended."""
         give_up_at = time.monotonic() + DYING_SECONDS
-        while not (had_ended := _has_ended(self.pid)) and time.monotonic() < give_up_at:
+        while not (had_ended := self._process.has_ended()) and time.monotonic() < give_up_at:
             time.sleep(0.01)
         self.kill()
         status = self.bury()
@@ -234,15 +249,30 @@ class _Process:
     def bury(self) -> int:
         """Waits for its end, which must be near; its status."""
         with self._lock:
-            _, status = os.waitpid(self.pid, 0)
+            status = self._process.wait()
             self._ended = True
-        self.channel.close()
         os.close(self.output)
         return status
 
 
-def _has_ended(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+class _Forked:
+    """A process that this one forked, as `Companion` shows one."""
+
+    def __init__(self, output: int) -> None:
+        self.channel, theirs = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            live(theirs, output)
+        theirs.close()
+
+    def has_ended(self) -> bool:
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._pid, flags) is not None
+
+    def wait(self) -> int:
+        _, status = os.waitpid(self._pid, 0)
+        self.channel.close()
+        return status
 
 
 class _Watched:

@@ -1,0 +1,104 @@
+"""A companion: a small process in the sandbox of a worker, beside the worker itself.
+
+`Environment.companion` names its function. The process is forked from a Python that has imported
+hardly more than that function's module (`workers.lean`), so it costs a fraction of a fork of the
+worker, and has none of the worker's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+
+_READY = b"\0"
+_STATUS = struct.Struct("i")
+
+
+class Companion:
+    """The worker's side.
+
+    Args:
+        function: its function, as the environment names it.
+        channel: the function's argument is the other end.
+        status: a pipe on which its parent tells how it ended.
+    """
+
+    def __init__(self, function: str, channel: socket.socket, status: int) -> None:
+        self.function = function
+        self.channel = channel
+        self._status = status
+
+    @property
+    def descriptors(self) -> set[int]:
+        """Returns what the worker has open for it."""
+        return {self.channel.fileno(), self._status}
+
+    def let_in(self) -> None:
+        """Tells it that the worker's namespaces are ready; the worker calls this once."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended; `joined` says so
+            self.channel.send(_READY)
+
+    def joined(self) -> bool:
+        """Waits until it is as confined as the worker, and returns whether it is."""
+        try:
+            return self.channel.recv(1) == _READY
+        except ConnectionResetError:  # it ended before it heard that it may come in
+            return False
+
+    def close(self) -> None:
+        """Closes this side."""
+        self.channel.close()
+        os.close(self._status)
+
+    def has_ended(self) -> bool:
+        """Returns whether it has ended, and its parent has told."""
+        poll = select.poll()
+        poll.register(self._status, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def wait(self) -> int:
+        """Waits for its end, then closes this side; returns its status, as waitpid(2) does."""
+        told = os.read(self._status, _STATUS.size)
+        self.close()
+        return int(_STATUS.unpack(told)[0]) if told else 1 << 8
+
+
+def wait_to_be_let_in(channel: socket.socket) -> bool:
+    """Waits for the worker's `let_in`; returns whether it came."""
+    return channel.recv(1) == _READY
+
+
+def tell_joined(channel: socket.socket) -> None:
+    """Tells the worker that it has joined."""
+    channel.send(_READY)
+
+
+def tell_status(descriptor: int, status: int) -> None:
+    """Tells how a companion ended.
+
+    Raises:
+        BrokenPipeError: its worker has ended, too.
+    """
+    os.write(descriptor, _STATUS.pack(status))
+
+
+_given: list[Companion] = []
+
+
+def give_companion(companion: Companion) -> None:
+    """Makes it this process's own."""
+    _given.append(companion)
+
+
+def take_companion(function: str) -> Companion | None:
+    """Returns the companion of this process, once; None if there is none, or another's.
+
+    Args:
+        function: "module:name", as `Environment.companion` has it.
+    """
+    if _given and _given[0].function == function:
+        return _given.pop()
+    return None

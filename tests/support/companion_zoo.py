@@ -1,0 +1,76 @@
+"""A worker and its companion that say what they may do, for test_companions.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
+RIGHTS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs")
+
+
+def facts() -> dict[str, object]:
+    """What the kernel and Python say of this process."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    lines = dict(line.split(":", 1) for line in status)
+    return {
+        "namespaces": [str(Path("/proc/self/ns", name).readlink()) for name in NAMESPACES],
+        "rights": {name: lines[name].split() for name in (*RIGHTS, "Seccomp", "Seccomp_filters")},
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
+        "environ": dict(os.environ),
+        "cwd": str(Path.cwd()),
+        "root": sorted(map(str, Path("/").iterdir())),
+        "path": sys.path,
+        "host": socket.gethostname(),
+    }
+
+
+def accompany(channel: socket.socket) -> None:
+    """Answers one request: facts of itself, or seconds of work, or its end by a signal."""
+    asked = json.loads(channel.recv(1 << 16))
+    if asked == "facts":
+        listed = list(Path("/proc/self/fd").iterdir())
+        opened = [path.name for path in listed if path.is_symlink()]
+        told = {**facts(), "open": opened, "modules": sorted(sys.modules)}
+        channel.sendall(json.dumps(told).encode())
+    elif asked == "work":
+        print("the companion works", flush=True)
+        until = time.process_time() + 0.5
+        while time.process_time() < until:
+            pass
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if "envserver.environment" in sys.modules:  # here it is a worker, which has imported much
+    from envserver import Environment, Score, Task, take_companion
+
+    class Accompanied(Environment):
+        isolation = "sandboxed"
+        companion = "support.companion_zoo:accompany"
+
+        def tasks(self, split):
+            yield Task("only", {"do": "facts"}, {})
+
+        def score(self, task, result):
+            return Score(reward=1.0)
+
+        async def rollout(self, task, run):
+            companion = take_companion(self.companion)
+            assert take_companion(self.companion) is None
+            if task.public["do"] == "nothing":
+                return None
+            companion.channel.sendall(json.dumps(task.public["do"]).encode())
+            told = companion.channel.recv(1 << 20)
+            status = companion.wait()
+            return {"own": facts(), "its": json.loads(told or "null"), "status": status}
+
+    class Lost(Accompanied):
+        companion = "no_such_module:accompany"
