@@ -19,8 +19,9 @@ from envserver_records.records import Split
 
 from ..evaluation_config import Failures, Truncated
 from .harness import HarnessRun, report_harness
-from .report import Counted, Report, difference, report_run, stepped_of
+from .report import Counted, Report, asked_of, difference, report_run, stepped_of
 from .results import TaskResult, read_results, read_tasks, results_of_tasks
+from .robustness import robustness
 from .steps import shortest
 from .suite import Suite, suite_of
 
@@ -56,7 +57,8 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
         env, sampling: the settings that decide results.
         agent: the program that played the agents (`--agent`); empty: the environment's own.
         shard: "2/4" where only every fourth task was tried, from the second on; empty: all.
-        baselines: names of the baselines that were run beside it.
+        baselines: names of the baselines and variants that were run beside it.
+        variants: those which asked the same tasks in other words, with paraphrases by task id.
         complete: whether all runs finished; `finished_at`: when (`time.time()`).
         simulated: whether the model was the simulated engine.
     """
@@ -71,6 +73,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     agent: dict[str, str] = {}
     shard: str = ""
     baselines: list[str] = []
+    variants: dict[str, dict[str, str]] = {}
     complete: bool = False
     finished_at: float = 0.0
 
@@ -186,6 +189,11 @@ def _report(folder: Path, noted: RunFile, run: Evaluated, view: View) -> Report:
             name: report_run(others, rules, prices, best) for name, others in baselines.items()
         },
         differences=differences,
+        robustness=robustness(
+            asked_of(results, rules),
+            {name: asked_of(baselines[name], rules) for name in run.variants if name in baselines},
+            seed=rules.seed,
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from envserver_records.costs import Prices
 from ..evaluation_config import Failures, Truncated
 from .estimators import Estimate, estimate, pass_at_k, pass_hat_k
 from .results import AttemptResult, TaskResult
+from .robustness import Asked, Robustness
 from .steps import Stepped, shortest, step_measures
 
 SCHEMA_VERSION = 1
@@ -203,6 +204,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         baselines: runs to compare `run` with, by name.
         differences: mean reward of `run` minus the baseline's, over the tasks of both.
         harness: what the harness measured; None for our own evaluations.
+        robustness: where tasks were asked in other words, too (`baselines` has these runs).
     """
 
     env: str
@@ -219,6 +221,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     prices: Prices | None = None
     harness: HarnessFacts | None = None
+    robustness: Robustness | None = None
     schema_version: int = SCHEMA_VERSION
 
 
@@ -255,6 +258,18 @@ def report_run(
         ],
         steps=step_measures(stepped, best or shortest([stepped]), seed=rules.seed),
     )
+
+
+def asked_of(results: Sequence[TaskResult], rules: Rules) -> dict[str, Asked]:
+    """Returns mean reward and share of passing attempts, by task that counts."""
+    counted = {result.task_id: rewards_of(result, rules) for result in results}
+    return {
+        task_id: Asked(
+            sum(rewards) / len(rewards), sum(passes(one, rules) for one in rewards) / len(rewards)
+        )
+        for task_id, rewards in counted.items()
+        if rewards
+    }
 
 
 def stepped_of(results: Sequence[TaskResult], rules: Rules) -> dict[str, list[Stepped]]:

@@ -31,6 +31,7 @@ def tables_of(report: Report) -> list[TextTable]:
     """Returns the tables: results, by number of attempts, steps, counts, costs, means."""
     tables = [
         _results(report),
+        _robustness(report),
         _by_attempts(report),
         _steps(report),
         _events(report),
@@ -185,8 +186,14 @@ def cell_text(text: str) -> str:
 
 def _runs(report: Report) -> dict[str, RunReport]:
     return {report.name or report.env: report.run} | {
-        f"baseline {name}": run for name, run in report.baselines.items()
+        _beside(report, name): run for name, run in report.baselines.items()
     }
+
+
+def _beside(report: Report, name: str) -> str:
+    """Returns how a baseline, or a run with other words, is called."""
+    variants = report.robustness.variants if report.robustness else []
+    return f"asked as {name}" if name in variants else f"baseline {name}"
 
 
 def _results(report: Report) -> TextTable:
@@ -197,7 +204,7 @@ def _results(report: Report) -> TextTable:
         rows.append([report.name or report.env, *_measures(report.run.overall, size)])
     for name, run in report.baselines.items():
         if run.overall is not None:
-            rows.append([f"baseline {name}", *_measures(run.overall, size)])
+            rows.append([_beside(report, name), *_measures(run.overall, size)])
         if (found := report.differences.get(name)) is not None:
             rows.append(
                 [f"above {name}", str(found.tasks), "", estimate_text(found, "+"), "", "", ""]
@@ -218,6 +225,21 @@ def _measures(found: Measures, size: int) -> list[str]:
         estimate_text(found.pass_at.get(size)),
         estimate_text(found.pass_hat.get(size)),
     ]
+
+
+def _robustness(report: Report) -> TextTable:
+    found = report.robustness
+    rows = (
+        []
+        if found is None
+        else [
+            ["both pass or both fail", estimate_text(found.consistency)],
+            ["reward of the worst way to ask", estimate_text(found.worst_reward)],
+            ["passes in the worst way to ask", estimate_text(found.worst_pass)],
+        ]
+    )
+    ways = 0 if found is None else len(found.variants) + 1
+    return TextTable("Robustness", ["", f"asked in {ways} ways"], rows)
 
 
 def _by_attempts(report: Report) -> TextTable:

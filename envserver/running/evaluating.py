@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from pydantic import ValidationError
 from ..config import MixSettings
 from ..environment import Environment
 from ..evaluation.folders import Evaluated, RunFile, View, groups_path, read_folder, tasks_path
+from ..evaluation.perturbations import Asking, settings_of
 from ..evaluation.report import Counted, Report
 from ..evaluation.results import TaskFacts, facts_of, read_tasks
 from ..evaluation.suite import Suite, summary_scalars
@@ -121,6 +122,7 @@ class Choice:
     baselines: bool = True
     view: View = field(default_factory=View)
     shard: str = ""
+    askings: Mapping[str, Asking] = field(default_factory=dict)
 
 
 @dataclass
@@ -131,6 +133,7 @@ class _Run:
     groups: Path
     tasks: Path
     shard: Shard
+    asking: Asking | None = None
     facts: dict[str, TaskFacts] = field(default_factory=dict)
     failed: dict[str, Counter[str]] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
@@ -140,6 +143,11 @@ class _Run:
         steps = self.environment.config.total_steps
         whole = itertools.islice(group_requests(self.environment, repeat=False), steps)
         for request in self.shard.taken(whole):
+            if self.asking is not None:
+                task = self.asking.asked(request.task)
+                if task is None:
+                    continue
+                request = msgspec.structs.replace(request, task=task)
             self.facts[request.group_id] = facts_of(request.group_id, request.task)
             yield request
 
@@ -350,12 +358,19 @@ def _part(member: Member[Any], folder: Path, choice: Choice) -> _Part:
         name: _Run(one, groups_path(folder, name), tasks_path(folder, name), shard)
         for name, one in {"": environment, **baselines}.items()
     }
-    evaluated = _evaluated(environment, member.settings, list(baselines), shard)
+    for name, asking in choice.askings.items():
+        place = groups_path(folder, name), tasks_path(folder, name)
+        runs[name] = _Run(member.make_environment(), *place, shard, asking)
+    evaluated = _evaluated(environment, member.settings, choice, list(baselines), shard)
     return _Part(member, folder, evaluated, RunFile(name=member.name, evaluated=evaluated), runs)
 
 
 def _evaluated(
-    environment: Environment, settings: MixSettings, baselines: list[str], shard: Shard
+    environment: Environment,
+    settings: MixSettings,
+    choice: Choice,
+    baselines: list[str],
+    shard: Shard,
 ) -> Evaluated:
     """Returns the description of the run; its settings are without secrets."""
     config = environment.config
@@ -369,7 +384,8 @@ def _evaluated(
         seed=config.seed,
         simulated=settings.model == SIMULATED,
         shard=str(shard),
-        baselines=baselines,
+        baselines=[*baselines, *choice.askings],
+        variants=settings_of(choice.askings),
     )
 
 
@@ -386,7 +402,7 @@ async def _make_part(
     failure = None
     for name, run in part.runs.items():
         if name:
-            view.say(f"Baseline {name}")
+            view.say(f"{'Asked as' if run.asking else 'Baseline'} {name}")
         try:
             watched = None if name else tracked  # not the baselines
             await _make(run, part, choice, view, shared, stop, watched, makers)

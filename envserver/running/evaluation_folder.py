@@ -69,6 +69,8 @@ def _check_same(folder: Path, before: RunFile, wanted: RunFile) -> None:
     differing = [] if old.environment == new.environment else [f"env {old.environment}"]
     if old.shard != new.shard:
         differing.append(f"shard {old.shard or 'of all'}")
+    if old.variants != new.variants:
+        differing.append(f"--perturb {','.join(old.variants) or 'unset'} and its paraphrases")
     for section in _NAMES:
         ours, theirs = getattr(new, section), getattr(old, section)
         differing += [

@@ -25,6 +25,7 @@ import structlog
 from envserver_records.records import Group
 
 from ..evaluation.folders import View
+from ..evaluation.perturbations import askings
 from ..telemetry.log_lines import text_processors
 from . import replaying, rescoring, scoring, verifying
 from .api_settings import AnyEnvironment, Mix, checked_settings, members_of, spec_of
@@ -276,6 +277,7 @@ def choice_of(settings: EvaluateSettings) -> Choice:
         overwrite=settings.overwrite,
         baselines=not settings.no_baselines,
         shard=settings.shard,
+        askings=askings(settings.perturb, settings.paraphrases),
         view=View(
             pass_at=settings.pass_at,
             failures=settings.failures,

@@ -79,6 +79,11 @@ class EvaluateSettings(MixSettings):
     """
     no_baselines: bool = False
     """Do not run the environment's baselines."""
+    perturb: list[str] = Field(default=[])
+    """Ask each task in other words, too: typos, lower_case, spaces (doubled), sentences (the last
+    one first). The report then says how steady the results are."""
+    paraphrases: Path | None = None
+    """JSONL of {"task_id", "question"}: further words for tasks, one or several for each."""
     shard: str = ""
     """2/4: only every fourth task, from the second on; `evaluate merge` makes one report of all
     four."""
