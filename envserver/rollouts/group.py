@@ -9,15 +9,11 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
-from envserver_records.errors import (
-    ConfigError,
-    RolloutError,
-)
-from envserver_records.records import Group, Message, Score, Task, Trajectory
+from envserver_records.errors import RolloutError
+from envserver_records.records import Group, Score, Task, Trajectory
 from envserver_records.seals import sealed
 from envserver_records.timings import FailedAttempt
 from structlog.contextvars import bind_contextvars
@@ -26,7 +22,7 @@ from ..config import RolloutsConfig, SamplingConfig
 from ..environment import Environment, Isolation
 from ..harness_interface import HarnessSpec
 from ..models.engine import Engine
-from ..proxy.attempts import AgentRoute, AttemptSpec, Limits, routing_key
+from ..proxy.attempts import AgentRoute, AttemptSpec, Limits
 from ..proxy.server import Proxy
 from ..telemetry.genai import evaluation
 from ..telemetry.tracing import NO_TRACER, Tracer, current, root, within
@@ -34,9 +30,9 @@ from ..tokens.builder import trained_ids
 from ..tokens.flags import Actions
 from ..tokens.images import shared
 from ..workers.pool import WorkerPool
-from .agents import demonstrated
 from .attempt import Finished, run_attempt
 from .costs import RolloutPrices, ScoringSpent, with_scoring
+from .demonstrating import Demonstrator, demonstrating
 from .estimates import scored_of
 from .events import Observer, RolloutScored
 from .failures import GroupFailures, rollout_id_of, straggler
@@ -65,16 +61,6 @@ from .untrained import Untrained, UntrainedCeiling, summed, untrained_of
 
 _LATE = ["call_after_seal"]
 """Flags of a rollout whose agent made calls after the rollout had ended."""
-
-
-class Demonstrator(Protocol):
-    """Gets the solution of each rollout's task; the simulated engine plays it."""
-
-    def assign(self, rollout_id: str, turns: list[Message], *, exact: bool) -> None:
-        """Sets the turns that solve the task of `rollout_id`. `exact`: play them word for word."""
-
-    def forget(self, rollout_id: str) -> None:
-        """Drops the solution: the rollout is over."""
 
 
 class RolloutContext(msgspec.Struct, kw_only=True):
@@ -318,7 +304,9 @@ async def run_once(
     context: RolloutContext, request: GroupRequest, rollout_id: str, attempt: int
 ) -> Finished:
     """Runs one attempt of a rollout, without scoring it."""
-    with _demonstrated(context, request.task, rollout_id):
+    with demonstrating(
+        context.demonstrator, context.environment, context.agents, request.task, rollout_id
+    ):
         finished = await run_attempt(
             attempt_spec(context, request.task, rollout_id, attempt),
             proxy=context.proxy,
@@ -331,37 +319,6 @@ async def run_once(
     if context.scorer.needs_token_ids:
         finished.result.completion_ids = trained_ids(finished.sequences)
     return finished
-
-
-@contextlib.contextmanager
-def _demonstrated(context: RolloutContext, task: Task, rollout_id: str) -> Iterator[None]:
-    """Within the block, the demonstrator (if any) knows the solution of `task`."""
-    demonstrator = context.demonstrator
-    solution = _solution(context.environment, context.agents, task) if demonstrator else {}
-    solutions = {routing_key(rollout_id, agent): turns for agent, turns in solution.items()}
-    try:
-        for key, turns in solutions.items():
-            assert demonstrator is not None
-            demonstrator.assign(key, turns, exact=context.environment.exact_demonstrations)
-        yield
-    finally:
-        for key in solutions:
-            assert demonstrator is not None
-            demonstrator.forget(key)
-
-
-def _solution(
-    environment: Environment, agents: dict[str, AgentRoute], task: Task
-) -> dict[str | None, list[Message]]:
-    trained = {name: route.trained for name, route in agents.items()}
-    try:
-        return demonstrated(environment, task, trained)
-    except Exception as error:
-        raise ConfigError(
-            f"Environment {environment.name!r} cannot demonstrate its task {task.id!r}: "
-            f"{type(error).__name__}: {error}.",
-            hint="--debug shows where.",
-        ) from error
 
 
 def attempt_spec(context: RolloutContext, task: Task, rollout_id: str, attempt: int) -> AttemptSpec:

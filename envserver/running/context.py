@@ -28,8 +28,9 @@ from ..proxy.hooks import hooks_of
 from ..proxy.server import Proxy
 from ..registry import absolute
 from ..rollouts.agents import seats_of
+from ..rollouts.demonstrating import Demonstrator
 from ..rollouts.events import Event, Observer
-from ..rollouts.group import Demonstrator, RolloutContext
+from ..rollouts.group import RolloutContext
 from ..rollouts.provenance import made_with
 from ..rollouts.roles import roles_of
 from ..rollouts.scorer_process import declared_by

@@ -17,7 +17,7 @@ from ..models.probe import probe
 from ..proxy.capabilities import Capabilities, capabilities_of, no_experts
 from ..proxy.endpoint import VERSION_PLACEHOLDER, EngineEndpoint
 from ..proxy.gate import Gate
-from ..rollouts.group import Demonstrator
+from ..rollouts.demonstrating import Demonstrator
 
 SIMULATED = "sim"
 
