@@ -288,8 +288,10 @@ class Interrupts:
 
         Call it before the end of the answer: servers report that end as one.
         """
-        if self._watcher is not None:
-            self._watcher.cancel()
+        # Its error would hold this object by its traceback, and both would be a cycle.
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.cancel()
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

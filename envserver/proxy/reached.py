@@ -37,8 +37,12 @@ class ReachedLimits:
         """The limit that was reached last; None: no limit holds an agent back."""
         return next((limit for limit, _ in reversed(self._refused)), None)
 
-    def watch(self, ends: asyncio.Timeout) -> None:
-        """From now on an agent that keeps asking lets `ends` expire."""
+    def watch(self, ends: asyncio.Timeout | None) -> None:
+        """From now on an agent that keeps asking lets `ends` expire; None: nothing any more.
+
+        A timeout holds its task, and that the rollout's record when it has ended: one that stayed
+        here would keep it until the next collection of old cycles, some 30,000 rollouts later.
+        """
         self._ends = ends
 
     def refused(self, limit: str, agent: str | None) -> None:

@@ -202,6 +202,8 @@ async def _ended_if_it_keeps_asking(attempt: ProxyAttempt) -> AsyncIterator[None
         if not ends.expired():
             raise
         attempt.limits.ended_agent = True
+    finally:
+        attempt.limits.watch(None)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""An engine for `compare.py`: prints its URL, answers each call after 20 ms with exact token ids.
+"""An engine for `compare.py`: prints its URL, answers each call after 20 ms (or the seconds of its
+argument) with exact token ids.
 
 Its tokens are bytes of the text, with one id each for the start and the end of a message, so that a
 conversation's prompt begins with what was sampled before.
@@ -10,12 +11,13 @@ import asyncio
 import json
 import logging
 import statistics
+import sys
 import time
 from typing import Any
 
 from aiohttp import web
 
-SECONDS = 0.02
+SECONDS = float(sys.argv[1]) if len(sys.argv) > 1 else 0.02
 START, END = 257, 256
 SAID = "Hello, here is an answer of some thirty tokens."
 _SAMPLED = [*SAID.encode(), END]

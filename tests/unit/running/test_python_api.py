@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from envserver_clients import SyncEnvClient
 
 import envserver
 from envserver import ConfigError, Environment, NotFoundError, Score, Task
+from envserver.proxy import ProxyAttempt
 
 SIM: dict[str, Any] = {"model": "sim", "env": {"total_steps": 2, "group_size": 2}}
 
@@ -39,6 +41,21 @@ def test_groups_are_made_and_returned() -> None:
     result = envserver.process("math", **SIM)
     assert (result.delivered, len(result.groups), result.files) == (2, 2, {})
     assert all(len(group.trajectories) == 2 for group in result.groups)
+
+
+async def test_the_record_of_a_rollout_that_has_ended_needs_no_garbage_collection() -> None:
+    def attempts() -> list[ProxyAttempt]:
+        return [one for one in gc.get_objects() if type(one) is ProxyAttempt]
+
+    gc.collect()
+    before = attempts()  # of other tests
+    gc.disable()  # as good as: of old objects it comes once in some 30,000 rollouts
+    try:
+        result = await envserver.aio.process(Echo, **SIM)
+        left = [one.spec.rollout_id for one in attempts() if one not in before]
+    finally:
+        gc.enable()
+    assert (result.delivered, left) == (2, [])
 
 
 def test_groups_can_be_taken_as_they_finish_and_left(tmp_path: Path) -> None:
