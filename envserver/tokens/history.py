@@ -10,6 +10,7 @@ wrong.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -238,18 +239,23 @@ class _Search:
             self._flag("reasoning_dropped_answer_lost")
         if at + 1 == len(request.messages):
             raise Refused("ends_with_assistant")
-        new = self._suffix(at, match)
-        differences = compare(
-            [before.segment for before in path], new.text, request.text, lambda: self._head(path[0])
-        )
+        segments = [before.segment for before in path]
+        context = "".join(segment.context + segment.sampled for segment in segments)
+        shown = request.text[len(context) :] if request.text.startswith(context) else None
+        new = self._suffix(at, match, shown)
+        if new.text == shown:
+            differences: list[set[Difference]] = [set()]
+        else:
+            head = partial(self._head, path[0])
+            differences = compare(segments, new.text, request.text, head)
         self._check(differences)
         call = match.parent.call
         edge = _edge(match, differences)
         added = np.asarray(new.ids, np.int32)
         tokens = np.concatenate([self._folded(call), call.completion_ids, added])
         if request.images:
-            shown = np.count_nonzero(tokens == self._format.image_token)
-            if shown != len(request.images):
+            placeholders = np.count_nonzero(tokens == self._format.image_token)
+            if placeholders != len(request.images):
                 raise Refused("image_count")
         return PromptPlan(
             ids=tokens.tolist(),
@@ -278,7 +284,7 @@ class _Search:
         ids = folded(call.prompt_ids.tolist(), ranges, self._format.image_token)
         return np.asarray(ids, np.int32)
 
-    def _suffix(self, at: int, match: Match) -> Suffix:
+    def _suffix(self, at: int, match: Match, shown: str | None) -> Suffix:
         request, call = self._request, match.parent.call
         return suffix(
             self._format,
@@ -291,6 +297,7 @@ class _Search:
                 call.completion_ids.tolist(), call.finish_reason, call.stop_reason
             ),
             extra=match.replay.extra,
+            shown=shown,
         )
 
     def _check(self, differences: list[set[Difference]]) -> None:

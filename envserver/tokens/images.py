@@ -141,6 +141,8 @@ async def facts_of_all(
     Args:
         reading: context of the work.
     """
+    if not urls:
+        return []
 
     def read() -> list[ImageFacts]:
         with reading():
@@ -267,10 +269,8 @@ def images_before(images: Iterable[ImageSpan], end: int) -> list[tuple[str, int,
 
 
 def _parts(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            yield from (part for part in content if is_image(part))
+    contents = [held for message in messages if isinstance(held := message.get("content"), list)]
+    yield from (part for content in contents for part in content if is_image(part))
 
 
 def _split(ids: Sequence[int], token: int) -> list[list[int]]:

@@ -101,6 +101,7 @@ def is_ambiguous(chosen: Match, accepted: Collection[Match]) -> bool:
     return any(
         _rank(match) == _rank(chosen) and not match.parent.same_tokens(chosen.parent)
         for match in accepted
+        if match is not chosen
     )
 
 
@@ -117,7 +118,7 @@ def segment_of(call: Call, context: str, vocabulary: Vocabulary) -> tuple[Segmen
         answer=answer,
         reasoning=reasoning_of(call.engine_message),
         specials=tuple(
-            {vocabulary.decode([id]) for id in inside.tolist() if vocabulary.is_special(id)}
+            {vocabulary.decode([id]) for id in {*inside.tolist()} if vocabulary.is_special(id)}
         ),
         tail="" if stopped_by is None else _tail(call, vocabulary, stopped_by, answer.content),
     )

@@ -25,6 +25,8 @@ _ANSWER = "zQ7answer4Kx"
 _LATER = "yQ7later"
 _EARLIER = "xQ7earlier"
 
+_ENDS = "\0"
+"""Marks the keys of `known_end`, and divides what is known."""
 _PUNCTUATION = " \t\r\n\"'`,:>)]}"
 """Text that may end a value or an argument list rather than a call."""
 
@@ -79,7 +81,18 @@ def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str:
         _check_order(format, turn)
         found = _check_end(format, turn, head, stop)
         format.remember(key, found)
+        format.remember(_key(turn, _ENDS + stop), f"{head.removesuffix(stop)}{_ENDS}{found}")
     return found
+
+
+def known_end(format: ChatFormat, turn: Turn, stop: str) -> tuple[str, str] | None:
+    """Returns what the template writes between an answer and `stop`, and the result of `check`,
+    if a conversation of this shape was checked; else None."""
+    known = format.shapes.get(_key(turn, _ENDS + stop))
+    if known is None:
+        return None
+    closers, _, call_end = known.partition(_ENDS)
+    return closers, call_end
 
 
 def call_opener(format: ChatFormat, turn: Turn) -> str:

@@ -20,7 +20,7 @@ from envserver_records.records import Message
 
 from .chat_format import ChatFormat
 from .refusal import Refused
-from .shape import Turn, call_opener, check, tail, without_space
+from .shape import Turn, call_opener, check, known_end, tail, without_space
 
 
 class Completion(NamedTuple):
@@ -56,6 +56,7 @@ def suffix(
     kwargs: Mapping[str, Any],
     completion: Completion,
     extra: str = "",
+    shown: str | None = None,
 ) -> Suffix:
     """Returns the suffix: parent.prompt + completion + suffix is the prompt of the next call.
 
@@ -67,6 +68,8 @@ def suffix(
         tools, kwargs: the same for the call and the next one.
         completion: what was sampled.
         extra: text that the agent appended to the answer.
+        shown: what the template renders after the completion, if its rendering of all messages
+            begins with the prompt and the completion word for word; None: it is found out.
 
     Raises:
         Refused: exactness cannot be shown; the reason is one word.
@@ -81,7 +84,7 @@ def suffix(
         return _after_cut(format, turn, completion.ids, extra)
     if extra:
         raise Refused("extra_after_end")
-    return _after_end(format, turn, completion.ids, stop)
+    return _after_end(format, turn, completion.ids, stop, shown)
 
 
 def _stop_token(format: ChatFormat, completion: Completion) -> int | None:
@@ -109,28 +112,33 @@ def _stop_token(format: ChatFormat, completion: Completion) -> int | None:
     return last if known or finish == "stop" else None
 
 
-def _after_end(format: ChatFormat, turn: Turn, ids: list[int], stop: int) -> Suffix:
+def _after_end(
+    format: ChatFormat, turn: Turn, ids: list[int], stop: int, shown: str | None
+) -> Suffix:
     """Returns the suffix of an answer that the model ended with `stop`."""
     vocabulary = format.vocabulary
     text = vocabulary.added_text(stop)
     if text is None or not vocabulary.stands_alone(stop):
         raise Refused("no_boundary")
-    behind = tail(format, turn)
-    at = behind.find(text)
-    if at < 0:
-        raise Refused("stop_not_rendered")
-    closers = behind[:at]
-    call_end = check(format, turn, closers + text, text)
+    known = None if shown is None else known_end(format, turn, text)
+    if known is None:
+        closers, found, shown = tail(format, turn).partition(text)
+        if not found:
+            raise Refused("stop_not_rendered")
+        call_end = check(format, turn, closers + text, text)
+    else:
+        closers, call_end = known
     if turn.calls:
         said = without_space(format.decode(ids[-len(closers.encode()) - 9 : -1]))
         if not said.endswith(without_space(call_end)):
             raise Refused("call_end")
     elif closers and not format.decode(ids[-len(closers.encode()) - 9 : -1]).endswith(closers):
         raise Refused("closer_not_sampled")
-    rest = format.encode(behind[at:])
+    following = shown or ""
+    rest = format.encode(text + following)
     if rest[:1] != [stop]:
         raise Refused("no_boundary")
-    return Suffix(behind[at + len(text) :], rest[1:], "")
+    return Suffix(following, rest[1:], "")
 
 
 def _after_cut(format: ChatFormat, turn: Turn, ids: list[int], extra: str) -> Suffix:
