@@ -48,9 +48,16 @@ class Command:
         return cast("CommandSpec[Any]", getattr(module, self.spec))
 
 
-def _other(module: str, summary: str, function: str = "run", spec: str = "COMMAND") -> Command:
-    """Creates a command that takes no environment."""
-    return Command(module, summary, False, function=function, spec=spec)
+def _other(
+    module: str, summary: str, function: str = "run", spec: str = "COMMAND", **words: Command
+) -> Command:
+    """Creates a command that takes no environment; `words` are its subcommands."""
+    return Command(module, summary, False, function=function, spec=spec, words=words)
+
+
+def _generate(name: str, summary: str) -> Command:
+    """Creates `sft NAME generate`."""
+    return _other("sft_generate_command", summary, f"run_{name}", name.upper())
 
 
 _EVALUATE = {
@@ -61,9 +68,27 @@ _EVALUATE = {
 _SFT = {
     "build": _other("sft_build_command", "make rows for each tool from unified trajectories"),
     "preview": _other("sft_preview_command", "show what `sft build` would write"),
-    "router": _other("sft_prepare_command", "prepare queries and plans", "run_router", "ROUTER"),
-    "math": _other("sft_prepare_command", "prepare problems with solutions", "run_math", "MATH"),
-    "code": _other("sft_prepare_command", "prepare programs", "run_code", "CODE"),
+    "router": _other(
+        "sft_prepare_command",
+        "prepare queries and plans",
+        "run_router",
+        "ROUTER",
+        generate=_generate("router", "let a teacher write plans for queries"),
+    ),
+    "math": _other(
+        "sft_prepare_command",
+        "prepare problems with solutions",
+        "run_math",
+        "MATH",
+        generate=_generate("math", "keep a teacher's right solutions of k tries"),
+    ),
+    "code": _other(
+        "sft_prepare_command",
+        "prepare programs",
+        "run_code",
+        "CODE",
+        generate=_generate("code", "keep a teacher's programs that pass their tests"),
+    ),
 }
 _MODELS = {
     "list": _other("models_list", "list the models that have names"),
@@ -182,7 +207,7 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
         if word != rest[0]:
             _complain(f"`{name} {rest[0]}` is now `{name} {word}`.")
         if word in command.words:
-            return _run(command.words[word], rest[1:], debug, environment)
+            return _run(*subcommand(command, [word, *rest[1:]]), debug, environment)
     if not command.module:
         return _group(name, command, rest)
     if environment is not None:
@@ -190,6 +215,13 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
     if debug and command.has_debugger:
         rest.append("--debug")
     return _run(command, rest, debug, environment)
+
+
+def subcommand(command: Command, rest: list[str]) -> tuple[Command, list[str]]:
+    """Returns the subcommand that the first words of `rest` name, and what is behind them."""
+    while rest and rest[0] in command.words:
+        command, rest = command.words[rest[0]], rest[1:]
+    return command, rest
 
 
 def _group(name: str, group: Command, rest: Sequence[str]) -> int:
@@ -293,12 +325,15 @@ def _help(commands: dict[str, Command], environment: str | None) -> str:
 
 
 def _help_of_group(name: str, group: Command) -> str:
-    width = max(map(len, group.words))
+    words = {word: command.summary for word, command in group.words.items()}
+    for word, command in group.words.items():
+        words |= {f"{word} {one}": below.summary for one, below in command.words.items()}
+    width = max(map(len, words))
     return "\n".join(
         [
             f"Usage: {_program(None)} {name} COMMAND [--name value ...]",
             "",
-            *(f"  {word:<{width}}  {command.summary}" for word, command in group.words.items()),
+            *(f"  {word:<{width}}  {summary}" for word, summary in words.items()),
             "",
             f"Settings of a command: {_program(None)} {name} COMMAND --help",
         ]

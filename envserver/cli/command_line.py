@@ -76,6 +76,7 @@ class CommandSpec(Generic[C]):
             takes all remaining arguments if it is a list.
         aliases: short flags -> dotted paths, in addition to `flags.ALIASES`.
         frequent: dotted paths of the settings that `--help` shows; none: all of them.
+        environment: the environment that the command always runs; None: the one of the sources.
         settings_for: returns the settings class with the fields that an environment adds; None: it
             adds only its `env` section.
         openai_variables: whether OPENAI_API_KEY and its like name the engine where nothing else
@@ -89,6 +90,7 @@ class CommandSpec(Generic[C]):
     arguments: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     frequent: tuple[str, ...] = ()
+    environment: str | None = None
     settings_for: Callable[[type[Environment]], type[C]] | None = None
     openai_variables: Literal["no", "engine", "openai"] = "no"
 
@@ -115,7 +117,7 @@ class CommandSpec(Generic[C]):
             argv,
             settings_class=self._settings_class(argv),
             defaults=defaults,
-            environment=environment,
+            environment=environment or self.environment,
             aliases=self.aliases,
             arguments=self.arguments,
             over_file=over_file,
@@ -129,7 +131,9 @@ class CommandSpec(Generic[C]):
         return read_flags(argv, options, aliases=self.aliases, arguments=self.arguments)
 
     def named_environment(self, argv: Sequence[str]) -> str | None:
-        """Returns the environment given in the sources, if any."""
+        """Returns the environment of the command or given in the sources, if any."""
+        if self.environment is not None:
+            return self.environment
         if "env" not in self.settings_class.model_fields:
             return None
         return named_environment(self.flags(argv))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from . import COMMANDS, Command
+from . import COMMANDS, Command, subcommand
 
 if TYPE_CHECKING:
     from ..running.options import Option
@@ -123,14 +123,12 @@ def _possible(before: Sequence[str], current: str) -> Iterator[tuple[str, str]]:
         return
     if before[0] not in COMMANDS:
         return
-    command, rest = COMMANDS[before[0]], before[1:]
+    command, rest = subcommand(COMMANDS[before[0]], list(before[1:]))
     if before[0] == "completion":
         yield from ((shell, "") for shell in SCRIPTS)
         return
     if not rest and not current.startswith("-"):
         yield from ((word, subcommand.summary) for word, subcommand in command.words.items())
-    if rest and rest[0] in command.words:
-        command, rest = command.words[rest[0]], rest[1:]
     if command.module and rest and rest[-1] == "--env":
         yield from _environments()
     elif command.module:

@@ -1,9 +1,9 @@
-"""The agent: one plan, at most one repair, and optionally the plan's execution.
+"""The agent: one plan, its repairs, and optionally the plan's execution.
 
 In: a task's public part, and `run`. Out: `{"plan", "repaired", "cut_off", "executed", "answer",
-"program"}`: the text of the last plan, and the result of its final step. The router calls the model
-as the agent `router`; each step is executed by a sub-agent under its own name, in the order of the
-dependencies, with the results of the steps that it depends on.
+"program"}`: the text of the last plan, how often it was repaired, and the result of its final step.
+The router calls the model as the agent `router`; each step is executed by a sub-agent under its own
+name, in the order of the dependencies, with the results of the steps that it depends on.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ READERS = {"graph": read_plan, "coursegpt": read_course}
 """Parsers of the plan in an answer, by profile."""
 
 
-async def solve(task: PublicTask, run: Rollout, *, repair: bool, execute: bool) -> dict[str, Any]:
+async def solve(
+    task: PublicTask, run: Rollout, *, repair: int, execute: bool, router: str = ROUTER
+) -> dict[str, Any]:
     """Runs one attempt at `task`.
 
     Args:
-        repair: an invalid plan may be rewritten once.
+        repair: number of times that an invalid plan may be rewritten.
         execute: execute a valid plan if its answer can be checked.
+        router: name of the agent that plans.
     """
     output: dict[str, Any] = {
         "plan": "",
-        "repaired": False,
+        "repaired": 0,
         "cut_off": False,
         "executed": False,
         "answer": None,
         "program": None,
     }
-    plan = await _plan(task, run, repair, output)
+    plan = await _plan(task, run, repair, output, router)
     if plan is None:
         return output
     for (before, after), payload in plan.payloads.items() if not execute else ():
@@ -59,7 +62,7 @@ def final_answer(output: Mapping[str, Any]) -> str:
 
 
 async def _plan(
-    task: PublicTask, run: Rollout, repair: bool, output: dict[str, Any]
+    task: PublicTask, run: Rollout, repair: int, output: dict[str, Any], router: str
 ) -> Plan | None:
     """Requests the plan and records it; None if no plan is valid."""
     profile = task.public["profile"]
@@ -68,7 +71,7 @@ async def _plan(
         {"role": "user", "content": task.public["query"]},
     ]
     while True:
-        reply = await run.chat(messages, agent=ROUTER)
+        reply = await run.chat(messages, agent=router)
         output["plan"] = reply.content
         output["cut_off"] = reply.finish_reason == "length"
         try:
@@ -80,9 +83,9 @@ async def _plan(
             return plan
         why = f"{problem.kind}: {problem}"
         run.log_action("plan", {"query": task.public["query"]}, reply.content, error=why)
-        if not repair or output["repaired"] or output["cut_off"]:
+        if output["repaired"] >= repair or output["cut_off"]:
             return None
-        output["repaired"] = True
+        output["repaired"] += 1
         messages += [reply.message, {"role": "user", "content": repair_request(problem)}]
 
 

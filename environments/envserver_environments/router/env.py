@@ -10,15 +10,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from envserver_environments.code.running import SPEC
 from envserver_environments.rows import NumberedRow, Row, file_rows, hub_rows, sample_rows
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import usable_tasks
+from pydantic import BeforeValidator, Field
 
 from envserver import (
     AgentRole,
@@ -50,10 +52,17 @@ from .loading import (
     read_documents,
     read_problem,
 )
+from .queries import query_tasks
 from .scoring import last_plan, score_rollout
 from .subagents import SUBAGENTS
 
-DataSetName = Literal["sample", "coursegpt"]
+DataSetName = Literal["sample", "coursegpt", "queries"]
+
+
+def _repairs(value: Any) -> Any:
+    """Reads the words of a switch as a number of repairs: true is 1, false is 0."""
+    words = {"true": 1, "yes": 1, "on": 1, "false": 0, "no": 0, "off": 0}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
 
 
 class Router(Environment):
@@ -65,13 +74,21 @@ class Router(Environment):
         """Selects the queries, the form of the plans, and whether plans are executed."""
 
         data_set: DataSetName = "sample"
-        """Data set. sample: 40 built-in tasks; coursegpt: CourseGPT's router data."""
+        """Data set. sample: 40 built-in tasks; coursegpt: CourseGPT's router data; queries: a file
+        of queries (`data_path`) for which a teacher writes plans: each valid one gets 1."""
         data_path: Path | None = None
         """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
         profile: Profile | None = None
-        """Plan format. graph: steps and handoffs; coursegpt: ten keys; unset: as the row says."""
-        repair: bool = True
-        """Allow one retry of an invalid plan, for 0.8 of the reward."""
+        """Plan format. graph: steps and handoffs; coursegpt: ten keys; unset: as the row says, and
+        coursegpt for queries."""
+        repair: Annotated[int, BeforeValidator(_repairs)] = Field(default=1, ge=0, le=7)
+        """Number of times that an invalid plan may be rewritten, each for 0.8 of the reward;
+        false: none."""
+        teachers: int = Field(default=1, ge=1, le=64)
+        """Number of models that write plans, each by chance an equal share: the agents
+        `teacher_1`, `teacher_2`, ... (`agents.teacher_2.model_name`); 1: the agent `router`."""
+        skip_bad: bool = False
+        """Leave out lines of the file of queries that are not queries."""
         execute: bool = False
         """Let sub-agents run plans whose answer can be checked, for 0.7 of the reward."""
 
@@ -95,7 +112,8 @@ class Router(Environment):
             self.sandbox = SPEC
 
     def agents(self) -> Mapping[str, AgentRole]:
-        return {ROUTER: AgentRole(), **dict.fromkeys(SUBAGENTS, AgentRole(trained=False))}
+        routers = dict.fromkeys(self._routers(), AgentRole())
+        return {**routers, **dict.fromkeys(SUBAGENTS, AgentRole(trained=False))}
 
     @classmethod
     def write_sample(cls, folder: Path) -> Mapping[str, Any]:
@@ -103,13 +121,20 @@ class Router(Environment):
 
     def tasks(self, split: Split) -> Iterator[Task]:
         name = self.config.data_set
+        if name == "queries":
+            profile: Profile = self.config.profile or "coursegpt"
+            path, skip_bad = self.config.data_path, self.config.skip_bad
+            return query_tasks(path, profile, self.dropped, skip_bad=skip_bad)
         shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" else []
         read = (self._task_or_reason(number, row, shared) for number, row in self._rows(split))
         hint = "Do data_set and data_path fit together?"
         return usable_tasks(name, read, self.dropped, hint=hint)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
-        return await solve(task, run, repair=self.config.repair, execute=self.config.execute)
+        routers = self._routers()
+        router = routers[zlib.crc32(run.rollout_id.encode()) % len(routers)]
+        repair, execute = self.config.repair, self.config.execute
+        return await solve(task, run, repair=repair, execute=execute, router=router)
 
     async def score(self, task: Task, result: Result) -> Score:
         sandboxes = getattr(self, "sandboxes", None)
@@ -144,6 +169,11 @@ class Router(Environment):
         )
         task = self._task("question", problem)
         return Task(task.id, {**task.public, "runs": True}, task.hidden)
+
+    def _routers(self) -> list[str]:
+        """Returns the names of the agents that plan."""
+        count = self.config.teachers
+        return [ROUTER] if count == 1 else [f"teacher_{number}" for number in range(1, count + 1)]
 
     def _task_or_reason(
         self, number: int, row: Row | None, shared: Sequence[dict[str, str]]

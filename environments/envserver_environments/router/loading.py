@@ -7,6 +7,7 @@ CourseGPT router data (`user_query`, `route_plan` and the other keys), its form 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,13 +97,20 @@ def read_problem(row: dict[str, Any]) -> Problem:
         plan = plan_of(gold)
     except PlanError as error:
         raise InputError(f"The row's plan is not valid: {error.kind}.") from error
+    return dataclasses.replace(read_query(row), plan=plan, results=row.get("results") or {})
+
+
+def read_query(row: dict[str, Any]) -> Problem:
+    """Reads the query in a row, with what running a plan for it needs; the plan is left out.
+
+    Raises:
+        InputError: its documents or its answer are of no known form.
+    """
     return Problem(
-        query,
+        _query(row),
         "graph",
-        plan,
         documents=checked_documents(row.get("documents") or [], "The row"),
         answer=_answer(row.get("answer")),
-        results=row.get("results") or {},
     )
 
 

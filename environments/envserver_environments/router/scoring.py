@@ -2,7 +2,8 @@
 
 A plan that is not valid scores 0: there is nothing for form alone. Otherwise the reward is the
 likeness of the plans; where plans are run, three tenths of that and seven tenths of the outcome. A
-plan that had to be repaired gets four fifths of it.
+plan that had to be repaired gets four fifths of it, for each repair. Where any plan will do (a
+teacher writes plans for queries), a valid one gets 1.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .plans import Plan, PlanError, plan_of
 
 PLAN_SHARE = 0.3
 REPAIR_FACTOR = 0.8
-"""Factor of the reward if the plan had to be repaired."""
+"""Factor of the reward for each repair of the plan."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class ModelPlan:
     """A rollout's final output; see `agent.solve`."""
 
     plan: str = ""
-    repaired: bool = False
+    repaired: int = 0
     cut_off: bool = False
     executed: bool = False
     answer: str | None = None
@@ -72,9 +73,11 @@ async def score_rollout(
     components = _components(alike, valid=1.0)
     if execute and task.hidden["answer"] is not None:
         components["outcome"] = await outcome(task, model_plan, sandboxes)
+    elif task.hidden.get("any_plan"):
+        components["plan"] = 1.0
     reward = _reward(components)
-    if reward is not None and model_plan.repaired:
-        reward *= REPAIR_FACTOR
+    if reward is not None:
+        reward *= REPAIR_FACTOR**model_plan.repaired
     return Score(reward=reward, components=components, metrics=metrics)
 
 
@@ -84,7 +87,7 @@ def read_plan(result: Result) -> ModelPlan:
     if isinstance(output, dict):
         return ModelPlan(
             plan=_text(output.get("plan")) or "",
-            repaired=output.get("repaired") is True,
+            repaired=int(output.get("repaired") or 0),
             cut_off=output.get("cut_off") is True,
             executed=output.get("executed") is True,
             answer=_text(output.get("answer")),
@@ -96,9 +99,9 @@ def read_plan(result: Result) -> ModelPlan:
 
 
 def last_plan(messages: list[dict[str, Any]]) -> ModelPlan:
-    """Reads the plan from the last assistant message; a second one is a repair."""
+    """Reads the plan from the last assistant message; those before it were repaired."""
     texts = [_text(m.get("content")) or "" for m in messages if m.get("role") == "assistant"]
-    return ModelPlan(plan=texts[-1], repaired=len(texts) > 1) if texts else ModelPlan()
+    return ModelPlan(plan=texts[-1], repaired=len(texts) - 1) if texts else ModelPlan()
 
 
 async def outcome(task: Task, model_plan: ModelPlan, sandboxes: Sandboxes | None) -> float:

@@ -61,6 +61,7 @@ class Played:
     """
 
     max_turns = 4
+    rollout_id = "a-rollout"
 
     def __init__(self, said: dict[str, list[Message]]) -> None:
         self.asked: list[tuple[str, list[Message]]] = []
@@ -257,6 +258,9 @@ async def test_a_broken_plan_may_be_repaired_once() -> None:
     assert (await env.score(task, await rolled(env, task, cut_off))).reward == 0.0
     never = Played({"router": [says("no"), right]})
     assert (await env.score(task, await rolled(router(repair=False), task, never))).reward == 0.0
+    thrice = Played({"router": [says("no"), says("no"), right]})
+    result = await rolled(router(repair="2"), task, thrice)
+    assert (await env.score(task, result)).reward == pytest.approx(0.8**2)
     assert (len(twice.asked), len(cut_off.asked), len(never.asked)) == (2, 1, 1)
 
 

@@ -5,6 +5,7 @@
     data_rows     a file or a data set of the hub -> rows
     router, math_rows, code_rows   a row -> an example, or why it is dropped
     prepare       rows -> train.jsonl, validation.jsonl, test.jsonl and summary.json
+    generated     groups of plans that a teacher wrote -> rows, each plan once, balanced
     splits        which rows are for training: pure, deterministic in the seed
     spool         rows that wait on disk: a few bytes of memory each
     folder        a folder that is complete or absent

@@ -1,0 +1,191 @@
+"""`envserver sft router|math|code generate`: a teacher's answers become rows for fine-tuning.
+
+A run of the environment of that name, as `process` makes it, is the whole generation: retries,
+resuming, prices, several engines. Then its groups become rows: plans by `envserver_factory`,
+solutions by `envserver export`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from envserver_records.errors import ConfigError, UsageError
+
+from ..environment_config import AgentConfig
+from ..registry import find
+from ..rollouts.mixing import Share
+from ..rollouts.stream import group_requests
+from ..running.group_run import GroupRun, Part
+from ..running.spec import RunSpec
+from .command_line import CommandSpec
+from .console import Console
+from .logs import configure_logs
+from .loop import run_loop
+from .process import show_result
+from .progress import ProgressView
+from .signals import SignalStop
+from .specs.sft_generate_command import (
+    CODE,
+    MATH,
+    ROUTER,
+    GenerateSettings,
+    RouterGenerateSettings,
+    SolutionSettings,
+)
+
+G = TypeVar("G", bound=GenerateSettings)
+Json = dict[str, Any]
+
+_PLANS: Json = {"data_set": "queries", "group_size": 1, "repair": 2}
+_TRIES: Json = {"group_size": 8, "mode": "single"}
+_LONG_ANSWERS: Json = {"max_tokens": 4096}
+_RIGHT = 0.999
+"""Minimum reward of a right solution, because rewards are floats."""
+
+
+def run_router(argv: list[str]) -> int:
+    """Runs `sft router generate`; returns 1 if there is no row, 130 if it was stopped early.
+
+    Raises:
+        EnvserverError: it cannot be run, or every group failed.
+    """
+    settings = _read(ROUTER, argv, _PLANS)
+    if settings.balance != "none" and settings.rows is None:
+        raise UsageError("--balance needs --rows N, the number of rows that are chosen.")
+    if _generate(_with_teachers(settings)).stopped:
+        return 130
+    return 0 if _write_plans(settings) else 1
+
+
+def run_math(argv: list[str]) -> int:
+    """Runs `sft math generate`; see `_solve`."""
+    return _solve(MATH, argv)
+
+
+def run_code(argv: list[str]) -> int:
+    """Runs `sft code generate`; see `_solve`."""
+    return _solve(CODE, argv)
+
+
+def _solve(command: CommandSpec[SolutionSettings], argv: list[str]) -> int:
+    """Samples solutions and exports the right ones; returns 130 if it was stopped early.
+
+    Raises:
+        EnvserverError: it cannot be run, or every group failed.
+    """
+    from . import export_command
+
+    settings = _read(command, argv, _TRIES)
+    if _generate(settings).stopped:
+        return 130
+    words = [str(_groups(settings)), "--to", "messages", "--out", str(settings.out / "rows.jsonl")]
+    words += ["--min_reward", str(_RIGHT), "--per_group", settings.per_group]
+    return export_command.run([*words, "--dedupe", "true", "--overwrite", "true"])
+
+
+def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, Any]) -> G:
+    """Reads the settings; those of `environment` are the command's defaults of `env`."""
+    defaults = {"env": environment, "sampling": _LONG_ANSWERS}
+    settings = command.read(argv, defaults=defaults)
+    configure_logs(settings.log_level, settings.log_format)
+    return settings
+
+
+def _with_teachers(settings: RouterGenerateSettings) -> RouterGenerateSettings:
+    """Makes each of several teachers, `A,B@http://host:8000/v1`, an agent; the first one has the
+    run's own engine.
+
+    Raises:
+        ConfigError: a teacher has no name.
+    """
+    found = [re.fullmatch(r"\s*(.+?)(?:@(https?://.+?))?\s*", part) for part in
+             settings.openai.model_name.split(",")]  # fmt: skip
+    teachers = [(one[1], one[2]) for one in found if one is not None]
+    if len(teachers) < len(found):
+        raise ConfigError("--teacher: a name is missing between two commas.")
+    first, url = teachers[0]
+    openai = {"model_name": first} | ({} if url is None else {"base_url": url})
+    env = settings.env
+    if len(teachers) > 1:
+        agents = {**env.agents}
+        for number, (model, url) in enumerate(teachers[1:], 2):
+            own = {"model_name": model}
+            if url is not None:
+                own |= {"base_url": url, "server_type": settings.openai.server_type}
+            known = agents.get(f"teacher_{number}", AgentConfig())
+            agents[f"teacher_{number}"] = known.model_copy(update=own)
+        env = env.model_copy(update={"teachers": len(teachers), "agents": agents})
+    return settings.model_copy(
+        update={"env": env, "openai": settings.openai.model_copy(update=openai)}
+    )
+
+
+def _generate(settings: GenerateSettings) -> GroupRun:
+    """Asks the teacher; returns the run, which has ended or was stopped.
+
+    Raises:
+        EnvserverError: it cannot be run, or every group failed.
+    """
+    name = str(settings.environment)
+    spec = RunSpec(settings, name, find(name))
+    environment = spec.make_environment()
+    part = Part(
+        spec=spec,
+        environment=environment,
+        share=Share(environment.name),
+        path=_groups(settings),
+        requests=group_requests(environment, repeat=False),
+        groups=environment.config.total_steps,
+    )
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    run = GroupRun(
+        [part],
+        settings,
+        resume=settings.resume,
+        overwrite=settings.overwrite,
+        expected=environment.config.total_steps,
+        show=partial(ProgressView, console),
+        stop=SignalStop(partial(console.print, markup=False)),
+    )
+    try:
+        run_loop(run.run())
+    finally:
+        if run.tally.rollouts or run.tally.failures:
+            show_result(console, run, settings)
+    if run.stopped:
+        console.print("Stopped early; run the same command with --resume to continue.")
+    elif lost := run.tally.drops.total():
+        console.print(f"{lost:,} without an answer: the same command with --resume asks again.")
+    return run
+
+
+def _write_plans(settings: RouterGenerateSettings) -> int:
+    """Writes rows.jsonl and summary.json, and prints what became rows; returns their number.
+
+    Raises:
+        StoreError: they cannot be written; earlier ones are unchanged.
+    """
+    from envserver_factory.sft_building.folder import write_summary
+    from envserver_factory.sft_building.generated import Selection, write_plans
+
+    path = settings.out / "rows.jsonl"
+    selection = Selection(settings.rows, settings.balance, settings.balance_seed)
+    summary = write_plans(_groups(settings), path, selection)
+    write_summary(settings.out / "summary.json", summary)
+    console = Console()
+    lines = [f"{summary['rows']:,} rows of {summary['groups']:,} queries"]
+    lines += [f"  {count:,} times: {reason}" for reason, count in summary["dropped"].items()]
+    for name in ("routes", "difficulties", "spent"):
+        counts = ", ".join(f"{key} {count:,}" for key, count in summary[name].items())
+        lines += [f"{name}: {counts}"] if counts else []
+    for text in [*lines, f"In {path}"]:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    return int(summary["rows"])
+
+
+def _groups(settings: GenerateSettings) -> Path:
+    return settings.out / "groups.jsonl"

@@ -1,0 +1,206 @@
+"""`envserver sft router|math|code generate`: a teacher over HTTP writes what becomes rows."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envserver_clients.finetuning.conversation import Conversation, read_row
+from envserver_clients.finetuning.data import parts_of, rows_of
+from support import check_plans
+from support.commands import envserver, read_jsonl, running, until
+from support.scripted_teacher import Teacher, kinds_of, plan, query_lines, serving
+
+IN_FLIGHT = 16
+
+
+def command(folder: Path, teacher: Teacher, *more: object, name: str = "teacher") -> list[object]:
+    """The words that have `teacher` write plans for queries.jsonl, which is made."""
+    lines = query_lines(teacher.kinds, len(teacher.kinds) * 25 // 24)
+    (folder / "queries.jsonl").write_text("\n".join(lines) + "\n")
+    return [
+        *("sft", "router", "generate", "--queries", "queries.jsonl", "--teacher", name),
+        *("--openai.base_url", teacher.url, "--openai.server_type", "openai", "--out", "made"),
+        *("--rollouts.max_concurrent", IN_FLIGHT, "--log_level", "warning", *more),
+    ]
+
+
+def made(folder: Path, *words: object, status: int = 0) -> tuple[str, str]:
+    """The output of a command that ends with `status`, on both streams."""
+    done = envserver(*words, folder=folder, seconds=3000)
+    assert done.returncode == status, done.stderr
+    return done.stdout, done.stderr
+
+
+def checked(rows: Path) -> int:
+    """The number of rows that a program which knows nothing of envserver found right."""
+    words = [sys.executable, "-I", str(check_plans.__file__), str(rows)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def plans_of(teacher: Teacher, *, is_graph: bool) -> list[Any]:
+    """The usable plans of a teacher, in the order of the queries."""
+    useless = ("broken", "cyclic", "wrong tool", "unknown step", "same")
+    first = teacher.kinds.index("same")
+    usable = [n for n, kind in enumerate(teacher.kinds) if kind not in useless or n == first]
+    plans = {n: plan(n, is_graph=is_graph) for n in usable}
+    plans[first] = plan(1, is_graph=is_graph)
+    plans[first]["rationale" if is_graph else "route_rationale"] = "It is always so."
+    return list(plans.values())
+
+
+@pytest.mark.parametrize(
+    ("lines", "kills", "split"),
+    [
+        (400, 3, (281, 32, 16)),
+        pytest.param(400, 20, (281, 32, 16), marks=pytest.mark.slow),
+        pytest.param(10_000, 3, (6_962, 818, 409), marks=pytest.mark.slow),
+    ],
+)
+def test_plans_of_a_killed_and_resumed_run_are_all_there_once(
+    tmp_path: Path, lines: int, kills: int, split: tuple[int, int, int]
+) -> None:
+    groups = tmp_path / "made" / "groups.jsonl"
+    teacher = Teacher(kinds_of(lines), busy_every=97)
+    with serving(teacher):
+        words = command(tmp_path, teacher, "--profile", "graph", "--resume")
+        for wanted in sorted(random.Random(kills).sample(range(lines * 9 // 10), kills)):
+            with running(*words, folder=tmp_path) as run:
+                until(
+                    lambda n=wanted: teacher.asked.total() > n, 3000, run.output, alive=run.process
+                )
+                run.kill()
+        before = _lines(groups)
+        said, _ = made(tmp_path, *words)
+    assert len(teacher.asked) == len(teacher.kinds) and teacher.refused
+    assert teacher.asked.total() - len(teacher.asked) <= kills * IN_FLIGHT
+    assert 0 < before < len(teacher.kinds)
+
+    rows = read_jsonl(tmp_path / "made" / "rows.jsonl")
+    assert checked(tmp_path / "made" / "rows.jsonl") == len(rows) == sum(split)
+    assert [row["plan"] for row in rows] == plans_of(teacher, is_graph=True)
+    summary = json.loads((tmp_path / "made" / "summary.json").read_text())
+    assert summary["rows"] + sum(summary["dropped"].values()) == summary["groups"]
+    kinds = Counter(teacher.kinds)
+    assert summary["dropped"] == {
+        "invalid plan: json": kinds["broken"],
+        "invalid plan: cycle": kinds["cyclic"],
+        "invalid plan: unknown_tool": kinds["wrong tool"],
+        "invalid plan: unknown_dependency": kinds["unknown step"],
+        "duplicate plan": kinds["same"] - 1,
+    }
+    assert f"{len(rows):,} rows of {len(teacher.kinds):,} queries" in said
+
+    made(tmp_path, "sft", "router", "made/rows.jsonl", "--out", "sft")
+    parts = [tmp_path / "sft" / f"{name}.jsonl" for name in ("train", "validation", "test")]
+    assert tuple(map(_lines, parts)) == split
+    (part,) = parts_of(tmp_path / "sft")
+    read = [read_row(row, place) for place, row in rows_of((*part.train, *part.validation))]
+    assert len(read) == split[0] + split[1] and isinstance(read[0], Conversation)
+
+
+def test_several_teachers_share_the_queries_and_rows_are_balanced(tmp_path: Path) -> None:
+    teacher = Teacher(kinds_of(240))
+    (tmp_path / "prices.yaml").write_text(
+        "alpha: {prompt: 1, completion: 2}\nbeta: {prompt: 10, completion: 20}\n"
+    )
+    with serving(teacher):
+        words = command(tmp_path, teacher, "--prices.file", "prices.yaml", name="alpha,beta")
+        made(tmp_path, *words, "--rows", 24, "--balance", "both")
+    rows = read_jsonl(tmp_path / "made" / "rows.jsonl")
+    assert checked(tmp_path / "made" / "rows.jsonl") == len(rows) == 24
+    shapes = Counter((len(row["route_plan"]), row["difficulty"]) for row in rows)
+    # Two of the four routes are one call long.
+    assert shapes == {
+        (n, level): 4 if n == 1 else 2
+        for n in (1, 2, 3)
+        for level in ("introductory", "intermediate", "advanced")
+    }
+    assert min(teacher.models.values()) > 0.25 * teacher.models.total()
+    assert {row["model"] for row in rows} == {"alpha", "beta"} == set(teacher.models)
+    spent = json.loads((tmp_path / "made" / "summary.json").read_text())["spent"]
+    requests = teacher.models["alpha"] + 10 * teacher.models["beta"]
+    assert spent["USD"] == pytest.approx(requests * (700 * 1 + 100 * 2) / 1e6)
+    assert spent["prompt_tokens"] == 700 * teacher.models.total()
+
+
+def test_bad_lines_are_named_before_anything_is_asked(tmp_path: Path) -> None:
+    teacher = Teacher(kinds_of(24))
+    with serving(teacher):
+        words = command(tmp_path, teacher)
+        queries = tmp_path / "queries.jsonl"
+        good = queries.read_text()
+        queries.write_text(f'{good}{{torn\n\n["a list"]\n{{"question": " "}}\n')
+        _, error = made(tmp_path, *words, status=2)
+        assert (
+            "has 3 bad lines: line 26: not JSON; line 28: not a JSON object; line 29: no query"
+        ) in error
+        assert not teacher.asked
+        made(tmp_path, *words, "--skip_bad")
+        assert teacher.asked.total() == len(teacher.kinds)
+        # More queries later: only those are asked.
+        queries.write_text(good.replace("query 3 ", "query 3 really "))
+        made(tmp_path, *words, "--resume")
+        assert teacher.asked.total() == len(teacher.kinds) + 1
+
+
+def test_a_refused_key_and_a_missing_engine_are_named_and_cost_nothing(tmp_path: Path) -> None:
+    teacher = Teacher(kinds_of(120), key="right")
+    with serving(teacher):
+        words = command(tmp_path, teacher)
+        _, error = made(tmp_path, *words, "--openai.api_key", "wrong", status=1)
+        assert "401" in error and "OPENAI_API_KEY" in error and "wrong" not in error
+        made(tmp_path, *words, "--openai.api_key", "right")
+        assert checked(tmp_path / "made" / "rows.jsonl") == len(plans_of(teacher, is_graph=False))
+    words[words.index("made")] = "other"
+    _, error = made(tmp_path, *words, status=1)
+    assert "accepts no connection" in error
+    assert not (tmp_path / "other" / "rows.jsonl").exists()
+
+
+def test_ctrl_c_keeps_what_was_answered(tmp_path: Path) -> None:
+    teacher, groups = Teacher(kinds_of(240)), tmp_path / "made" / "groups.jsonl"
+    with serving(teacher):
+        words = command(tmp_path, teacher, "--resume")
+        with running(*words, folder=tmp_path) as run:
+            until(lambda: _lines(groups) >= 20, 300, run.output, alive=run.process)
+            run.send(signal.SIGINT)
+            assert run.end() == 130
+        assert "--resume" in run.output()
+        assert not (tmp_path / "made" / "rows.jsonl").exists()
+        made(tmp_path, *words)
+    # Open groups were finished at Ctrl-C: nothing was asked twice.
+    assert set(teacher.asked.values()) == {1} and len(teacher.asked) == len(teacher.kinds)
+    assert checked(tmp_path / "made" / "rows.jsonl") == len(plans_of(teacher, is_graph=False))
+
+
+@pytest.mark.parametrize(("name", "problems"), [("math", 12), ("code", 8)])
+def test_right_solutions_of_several_tries_become_conversations(
+    tmp_path: Path, name: str, problems: int
+) -> None:
+    words = ["sft", name, "generate", "--model", "sim", "--sim.solve_probability", 0.5, "--k", 3]
+    made(tmp_path, *words, "--limit", problems, "--out", "made", "--log_level", "warning")
+    groups = read_jsonl(tmp_path / "made" / "groups.jsonl")
+    rows = read_jsonl(tmp_path / "made" / "rows.jsonl")
+    assert [len(group["envserver"]["rollouts"]) for group in groups] == [3] * problems
+    solved = {
+        group["envserver"]["task_id"]
+        for group in groups
+        if any(one["reward"] == 1 for one in group["envserver"]["rollouts"])
+    }
+    assert solved and {row["task_id"] for row in rows} == solved
+    assert len(rows) == len(solved) and all(row["reward"] == 1 for row in rows)
+    assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
