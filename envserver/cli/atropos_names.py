@@ -18,6 +18,7 @@ EQUIVALENTS: dict[str, str] = {
 }
 
 _METRICS = "metrics are served at /metrics and shown while a command runs"
+_WANDB = "`--track wandb` sends them to Weights & Biases"
 _PROMPTS = "prompts belong to the environment; see its own --env.* settings"
 _EVALUATION = "training and evaluation are separate commands"
 _ALONE = "one environment runs at a time"
@@ -25,8 +26,8 @@ _RUBRIC = "the environment decides what counts; see --env.rubric.*"
 _EXACT = "token ids come from the engine, so no tokenizer is needed"
 
 IGNORED: dict[str, str] = {
-    "env.use_wandb": _METRICS,
-    "env.wandb_name": _METRICS,
+    "env.use_wandb": _WANDB,
+    "env.wandb_name": _WANDB,
     "env.num_rollouts_to_keep": _METRICS,
     "env.num_rollouts_per_group_for_logging": _METRICS,
     "env.min_items_sent_before_logging": _METRICS,

@@ -107,7 +107,8 @@ def _flag(
     if equals:
         return Given(path, text, origin, "flag")
     option = options.get(path)
-    if option is not None and option.is_switch and words and _flag_name(words[0], names):
+    takes_no_value = option is None or option.is_switch  # None: perhaps of an environment's switch
+    if takes_no_value and words and _flag_name(words[0], names):
         return Given(path, None, origin, "flag")  # `--verbose -o FILE`
     if words and _is_value(words[0], option, has_arguments):
         return Given(path, words.popleft(), origin, "flag")

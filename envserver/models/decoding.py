@@ -18,6 +18,8 @@ from envserver_records.errors import EngineError, EngineGarbage, EngineRefused, 
 MAX_REFUSAL_BYTES = 64 * 1024
 _MAX_WORDS = 600
 _MAX_NAMES = 10
+_LEAST_SECRET = 4
+"""Characters of a key that is hidden in messages; a shorter one is a placeholder."""
 _MAX_NAME_CHARACTERS = 120
 _KEY = "Set the key: OPENAI_API_KEY, or ENVSERVER_OPENAI__API_KEY, or openai.api_key in a file."
 _HINTS = {
@@ -90,7 +92,8 @@ class Decoder:
         return f"The engine has {listed}{others}: set openai.model_name."
 
     def _without_key(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
+        is_secret = len(self._key or "") >= _LEAST_SECRET  # "x" would be found in many words
+        return text.replace(self._key, "***") if self._key and is_secret else text
 
 
 def is_refusal(status: int) -> bool:
