@@ -17,6 +17,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import bench_proxy
 import compare_runs as runs
 from api_peer import PEER_PYTHON, ours, theirs
 
@@ -76,7 +78,8 @@ def play_rollouts(rows: Rows, url: str) -> None:
     """Rollouts of one and of five turns, many at a time; then one at a time."""
     for turns, (few, many) in ROLLOUTS.items():
         found = []
-        for how in (runs.by_us, runs.by_verifiers):
+        sides: tuple[runs.Play, ...] = (runs.by_us, runs.by_verifiers)
+        for how in sides:
             short, long = (runs.play(how, url, count, turns, AT_A_TIME) for count in (few, many))
             each = 1000 / (many - few)
             lost = few + many - short.whole - long.whole
@@ -87,12 +90,17 @@ def play_rollouts(rows: Rows, url: str) -> None:
         for unit, mine, other in zip(("s of CPU", "s", "MB", "lost"), *found, strict=True):
             rows.add(case, unit, "verifiers", mine, other)
     few, many = ROLLOUTS[1]
-    short, long = (runs.play(runs.alone, url, count, 1, AT_A_TIME) for count in (few, many))
-    rows.hung += short.hung + long.hung
-    cpu = (long.cpu - short.cpu) * 1000 / (many - few)
-    case = "1,000 rollouts of 1 turn, a process for each agent (peer: none)"
     pooled = rows.of["1,000 rollouts of 1 turn with tokens s of CPU"]
-    rows.add(case, "s of CPU", "verifiers", cpu, pooled.theirs[-1])
+    for how, what in (
+        (runs.alone, "a process for each agent"),
+        (runs.walled, "a walled process for each agent"),
+    ):
+        short, long = (runs.play(how, url, count, 1, AT_A_TIME) for count in (few, many))
+        rows.hung += short.hung + long.hung
+        cpu = (long.cpu - short.cpu) * 1000 / (many - few)
+        case = f"1,000 rollouts of 1 turn, {what} (peer: none)"
+        if long.whole:  # else this machine can make no sandbox
+            rows.add(case, "s of CPU", "verifiers", cpu, pooled.theirs[-1])
     gaps = [runs.gap(how, url, SINGLE, 5) for how in (runs.by_us, runs.by_verifiers)]
     rows.add("from an answer to the agent's next call", "ms", "verifiers", *gaps)
 
@@ -107,6 +115,25 @@ def post_and_fetch(rows: Rows) -> None:
     rows.add(
         "memory of the server after these", "MB", "atroposlib", mine.megabytes, other.megabytes
     )
+
+
+def pass_calls(rows: Rows) -> None:
+    """An agent's call through our proxy, and through the least that FastAPI and httpx can do."""
+    with ExitStack() as stack:
+        house = bench_proxy.House(stack, bench_proxy.choose_cores())
+        url, _ = house.start_engine()
+        house.start(("chat", "httpx"), url)
+
+        def cost(server: str, at: int) -> bench_proxy.Cost:
+            return asyncio.run(bench_proxy.at_once(house, url, bench_proxy.Case("", server), at))
+
+        cpu = [cost(server, AT_A_TIME).cpu_ms for server in ("chat", "httpx")]
+        alone, *through = (
+            cost(server, 1).measured.milliseconds(0.5) for server in ("engine", "chat", "httpx")
+        )
+    case, peer = "a call through a proxy", "FastAPI and httpx"
+    rows.add(f"{case}, {AT_A_TIME} at a time", "ms of CPU", peer, *cpu)
+    rows.add(f"{case}, one at a time", "ms later", peer, *(each - alone for each in through))
 
 
 def kill(rows: Rows, url: str) -> None:
@@ -145,7 +172,7 @@ def plot(rows: Rows) -> str:
     parts.append('<rect width="100%" height="100%" fill="#fff"/>')
     for number, row in enumerate(cases):
         top = 10 + 44 * number
-        most = max(min(row.ours), min(row.theirs))
+        most = max(min(row.ours), min(row.theirs)) or 1.0  # nothing, in a very short round
         parts.append(f'<text x="390" y="{top + 22}" text-anchor="end">{row.case}</text>')
         for line, (who, values, color) in enumerate(
             (("envserver", row.ours, "#2b6cb0"), (row.peer, row.theirs, "#a0aec0"))
@@ -202,6 +229,7 @@ def main() -> int:
         with runs.engine() as url:
             play_rollouts(rows, url)
             post_and_fetch(rows)
+            pass_calls(rows)
             kill(rows, url)
         Console(width=130).print(table(rows))
         said = facts(number + 1, (began, os.getloadavg()[0]))

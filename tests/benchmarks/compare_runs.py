@@ -101,6 +101,8 @@ def by_us(
 
 alone: Play = partial(by_us, isolation="dedicated")
 """Each agent in a process of its own, eight at a time, by default."""
+walled: Play = partial(by_us, isolation="sandboxed")
+"""Each agent in a process of its own behind a wall, eight at a time, by default."""
 
 
 def by_verifiers(
