@@ -2,12 +2,12 @@
 
     python tests/benchmarks/bench_in_flight.py [--rollouts 10000] [--in_flight 1000] [--turns 1]
 
-`envserver serve` with an engine that takes seconds for each call, so that as many rollouts are in
-flight at any time; the engine and the workers are processes of their own. Memory is what the server
-alone holds (RssAnon), looked at when another 1,000 rollouts have ended: what it needs for
-those in flight is there after the first 1,000, and what comes later is growth. Lag is how late
-each of the loop's 50 ms ticks came; other programs add to it. Exits with 1 where memory
-still grows at the end, by more than a tenth over the last half of the run.
+`envserver serve` with an engine that takes 5 to 15 seconds for a call, so that as many rollouts are
+in flight at any time and do not end in waves; the engine and the workers are processes of their
+own. Memory is what the server alone holds (RssAnon), looked at when another 1,000 rollouts have
+ended: what it needs for those in flight is there after the first 1,000, and what comes later is
+growth. Lag is how late each of the loop's 50 ms ticks came; other programs add to it. Exits with 1
+where memory still grows at the end, by more than a tenth over the last half of the run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--call_seconds", type=float, default=10.0)
     words = parser.parse_args()
-    asked = [sys.executable, str(HERE / "compare_engine.py"), str(words.call_seconds)]
+    asked = [sys.executable, str(HERE / "compare_engine.py"), str(words.call_seconds), "0.5"]
     with (
         subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as engine,
         tempfile.TemporaryDirectory() as name,

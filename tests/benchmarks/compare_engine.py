@@ -1,5 +1,5 @@
 """An engine for `compare.py`: prints its URL, answers each call after 20 ms (or the seconds of its
-argument) with exact token ids.
+argument, up to as many more or less as a second one says, as a share) with exact token ids.
 
 Its tokens are bytes of the text, with one id each for the start and the end of a message, so that a
 conversation's prompt begins with what was sampled before.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import statistics
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any
 from aiohttp import web
 
 SECONDS = float(sys.argv[1]) if len(sys.argv) > 1 else 0.02
+SPREAD = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
 START, END = 257, 256
 SAID = "Hello, here is an answer of some thirty tokens."
 _SAMPLED = [*SAID.encode(), END]
@@ -40,7 +42,7 @@ async def chat(request: web.Request) -> web.Response:
     global _answered
     body = await request.json()
     _GAPS.append((time.perf_counter() - _answered) * 1000)
-    await asyncio.sleep(SECONDS)
+    await asyncio.sleep(SECONDS * random.uniform(1 - SPREAD, 1 + SPREAD))
     ids = prompt_ids(body["messages"])
     content = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
