@@ -53,6 +53,12 @@ class Companion:
         self.channel.close()
         os.close(self._status)
 
+    def is_alive(self) -> bool:
+        """Returns whether it has its side open."""
+        poll = select.poll()
+        poll.register(self.channel, 0)  # POLLHUP comes unasked
+        return not poll.poll(0)
+
     def has_ended(self) -> bool:
         """Returns whether it has ended, and its parent has told."""
         poll = select.poll()
@@ -94,11 +100,16 @@ def give_companion(companion: Companion) -> None:
 
 
 def take_companion(function: str) -> Companion | None:
-    """Returns the companion of this process, once; None if there is none, or another's.
+    """Returns the companion of this process, once; None if there is none, one that has died, or
+    another's.
 
     Args:
         function: "module:name", as `Environment.companion` has it.
     """
-    if _given and _given[0].function == function:
-        return _given.pop()
+    if not _given or _given[0].function != function:
+        return None
+    companion = _given.pop()
+    if companion.is_alive():
+        return companion
+    companion.close()
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -63,6 +64,11 @@ if "envserver.environment" in sys.modules:  # here it is a worker, which has imp
             return Score(reward=1.0)
 
         async def rollout(self, task, run):
+            if task.public["do"] == "be lost":
+                os.kill(-1, signal.SIGKILL)  # as process 1: all others of the sandbox
+                while len([one for one in Path("/proc").iterdir() if one.name.isdigit()]) > 1:
+                    await asyncio.sleep(0.01)
+                return take_companion(self.companion) is None
             companion = take_companion(self.companion)
             assert take_companion(self.companion) is None
             if task.public["do"] == "nothing":

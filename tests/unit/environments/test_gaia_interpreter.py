@@ -159,3 +159,12 @@ def test_an_observation_holds_output_value_and_error() -> None:
     assert observation(Outcome(), 100) == "(nothing was printed)"
     assert observation(Outcome(printed="a\n", value="b"), 100) == "a\nValue: b"
     assert len(observation(Outcome(printed="a" * 500), 100)) < 160
+
+
+def test_one_that_starts_too_late_is_no_outcome_and_is_replaced(
+    python: Interpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(interpreters, "START_SECONDS", 1e-9)
+        assert python.run("6 * 7").trouble == "died"
+    assert python.run("6 * 7").value == "42"

@@ -80,6 +80,11 @@ async def test_one_that_is_not_used_ends_with_its_worker(pool: LocalPool, proxy:
         assert told is None and spent is not None
 
 
+async def test_one_that_has_died_is_not_given(pool: LocalPool, proxy: StandIn) -> None:
+    told, _ = await played(pool, proxy, "be lost")
+    assert told is True
+
+
 async def test_one_that_cannot_be_imported_is_told_at_the_start() -> None:
     sandbox = WorkerSandbox(backend="namespace", port=1, memory_mb=400, disk_mb=32)
     with pytest.raises(ConfigError, match="no_such_module"):
@@ -92,4 +97,4 @@ async def test_all_of_this_holds_for_an_ordinary_user() -> None:
     command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = await asyncio.to_thread(run_as_ordinary_user, command)
     assert done.returncode == 0, done.stdout
-    assert "4 passed" in done.stdout
+    assert "5 passed" in done.stdout

@@ -211,17 +211,21 @@ class _Process:
         self._process = _Forked(output) if companion is None else companion
         self.channel = self._process.channel
         if companion is not None:
-            socket.send_fds(self.channel, [b"\0"], [output])
+            with contextlib.suppress(BrokenPipeError):  # it has died; `_set_up` finds out
+                socket.send_fds(self.channel, [b"\0"], [output])
         os.close(output)
         self.pid = self._set_up(setup)
 
     def _set_up(self, setup: Setup) -> int | None:
-        """Returns its process id; None if it has ended, which the first step finds out."""
+        """Returns its process id; None if it has ended or must end, which the first step finds
+        out."""
         self.channel.settimeout(START_SECONDS)
         try:
             frames.send(self.channel, asdict(setup))
             return int(frames.receive(self.channel)["pid"])
         except (OSError, frames.BrokenFrame):
+            with contextlib.suppress(OSError):  # its own end is closed
+                self.channel.shutdown(socket.SHUT_RDWR)  # an answer that is late is for no step
             return None
 
     def signal(self, number: int) -> None:
