@@ -74,8 +74,8 @@ if "envserver.environment" in sys.modules:  # here it is a worker, which has imp
             if task.public["do"] == "nothing":
                 return None
             companion.channel.sendall(json.dumps(task.public["do"]).encode())
-            told = companion.channel.recv(1 << 20)
-            status = companion.wait()
+            told = await asyncio.to_thread(companion.channel.recv, 1 << 20)
+            status = await asyncio.to_thread(companion.wait)
             return {"own": facts(), "its": json.loads(told or "null"), "status": status}
 
     class Lost(Accompanied):
