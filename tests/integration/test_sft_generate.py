@@ -139,10 +139,13 @@ def test_bad_lines_are_named_before_anything_is_asked(tmp_path: Path) -> None:
         words = command(tmp_path, teacher)
         queries = tmp_path / "queries.jsonl"
         good = queries.read_text()
-        queries.write_text(f'{good}{{torn\n\n["a list"]\n{{"question": " "}}\n')
+        queries.write_text(
+            f'{good}{{torn\n\n["a list"]\n{{"question": " "}}\n{{"query": "\\ud800"}}\n'
+        )
         _, error = made(tmp_path, *words, status=2)
         assert (
-            "has 3 bad lines: line 26: not JSON; line 28: not a JSON object; line 29: no query"
+            "has 4 bad lines: line 26: not JSON; line 28: not a JSON object; line 29: no query; "
+            "line 30: not UTF-8"
         ) in error
         assert not teacher.asked
         made(tmp_path, *words, "--skip_bad")

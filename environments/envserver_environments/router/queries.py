@@ -106,7 +106,8 @@ def _problem(line: bytes, *, is_text: bool) -> Problem | str:
     try:
         text = line.decode("utf-8-sig")
         row: Any = {"query": text} if is_text else json.loads(text)
-    except UnicodeDecodeError:
+        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair cannot be sent
+    except UnicodeError:
         return "not UTF-8"
     except (ValueError, RecursionError):
         return "not JSON"
@@ -122,4 +123,4 @@ def _problem(line: bytes, *, is_text: bool) -> Problem | str:
 def _key(problem: Problem) -> bytes:
     """Returns a digest that is equal for queries that differ in case and white space only."""
     words = " ".join(problem.query.casefold().split())
-    return hashlib.sha256(words.encode(errors="surrogatepass")).digest()[:16]
+    return hashlib.sha256(words.encode()).digest()[:16]
