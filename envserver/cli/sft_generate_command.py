@@ -19,6 +19,7 @@ from ..environment_config import AgentConfig
 from ..registry import find
 from ..rollouts.mixing import Share
 from ..rollouts.stream import group_requests
+from ..running.engines import SIMULATED
 from ..running.group_run import GroupRun, Part
 from ..running.spec import RunSpec
 from .command_line import CommandSpec
@@ -88,9 +89,14 @@ def _solve(command: CommandSpec[SolutionSettings], argv: list[str]) -> int:
 
 
 def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, Any]) -> G:
-    """Reads the settings; those of `environment` are the command's defaults of `env`."""
+    """Reads the settings; those of `environment` are the command's defaults of `env`.
+
+    A teacher called "sim" is the simulated engine, as everywhere.
+    """
     defaults = {"env": environment, "sampling": _LONG_ANSWERS}
     settings = command.read(argv, defaults=defaults)
+    if settings.openai.model_name == SIMULATED:
+        settings = settings.model_copy(update={"model": SIMULATED})
     configure_logs(settings.log_level, settings.log_format)
     return settings
 
