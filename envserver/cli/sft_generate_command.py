@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from envserver_records.errors import ConfigError, UsageError
 
 from ..environment_config import AgentConfig
+from ..export.stored import read_groups
 from ..registry import find
 from ..rollouts.mixing import Share
 from ..rollouts.stream import group_requests
@@ -41,7 +42,7 @@ from .specs.sft_generate_command import (
 G = TypeVar("G", bound=GenerateSettings)
 Json = dict[str, Any]
 
-_PLANS: Json = {"data_set": "queries", "group_size": 1, "repair": 2}
+_PLANS: Json = {"data_set": "queries", "profile": "coursegpt", "group_size": 1, "repair": 2}
 _TRIES: Json = {"group_size": 8, "mode": "single"}
 _LONG_ANSWERS: Json = {"max_tokens": 4096}
 _RIGHT = 0.999
@@ -57,9 +58,22 @@ def run_router(argv: list[str]) -> int:
     settings = _read(ROUTER, argv, _PLANS)
     if settings.balance != "none" and settings.rows is None:
         raise UsageError("--balance needs --rows N, the number of rows that are chosen.")
+    if settings.resume:
+        _check_profile(settings)
     if _generate(_with_teachers(settings)).stopped:
         return 130
     return 0 if _write_plans(settings) else 1
+
+
+def _check_profile(settings: RouterGenerateSettings) -> None:
+    """Raises ConfigError if the folder has plans of the other profile: rows are of one kind."""
+    path, profile = _groups(settings), dict(settings.env)["profile"]
+    first = next(read_groups([str(path)]), None) if path.exists() else None
+    if first is not None and first.public.get("profile") != profile:
+        raise ConfigError(
+            f"{path} has plans of another profile than {profile!r}.",
+            hint="Go on with the --profile of before, or choose another --out.",
+        )
 
 
 def run_math(argv: list[str]) -> int:

@@ -154,6 +154,9 @@ def test_bad_lines_are_named_before_anything_is_asked(tmp_path: Path) -> None:
         queries.write_text(good.replace("query 3 ", "query 3 really "))
         made(tmp_path, *words, "--resume")
         assert teacher.asked.total() == len(teacher.kinds) + 1
+        # Rows of two kinds would be no set: plans of another profile are not added.
+        _, error = made(tmp_path, *words, "--resume", "--profile", "graph", status=2)
+        assert "--profile" in error and teacher.asked.total() == len(teacher.kinds) + 1
 
 
 def test_a_refused_key_and_a_missing_engine_are_named_and_cost_nothing(tmp_path: Path) -> None:
