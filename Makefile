@@ -115,7 +115,7 @@ soak: .venv/.tests-installed
 bench: .venv/.tests-installed
 	@for name in tokens proxy store api joiners watchers workers memory sandbox agents tau; do $(BIN)/python tests/benchmarks/bench_$$name.py || exit 1; done
 
-compare: .venv/.tests-installed atropos-peer .venv-verifiers-classic/.installed
+compare: .venv/.tests-installed atropos-peer verifiers-peer
 	$(BIN)/python tests/benchmarks/compare.py $(if $(COMPARE_ROUNDS),--rounds $(COMPARE_ROUNDS)) --output docs/benchmarks.md
 
 lint: .venv/.tests-installed

@@ -1,4 +1,4 @@
-"""The same work by envserver, verifiers and atroposlib: `make compare`.
+"""The same work by envserver, two generations of verifiers and atroposlib: `make compare`.
 
     python tests/benchmarks/compare.py [--rounds 3] [--output docs/benchmarks.md]
 
@@ -17,6 +17,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,47 +63,73 @@ def _shown(values: list[float]) -> str:
 
 
 class Rows:
-    """All cases, by name, in the order in which they came."""
+    """All cases, by case, unit and peer, in the order in which they came."""
 
     def __init__(self) -> None:
-        self.of: dict[str, Row] = {}
+        self.of: dict[tuple[str, str, str], Row] = {}
         self.hung = 0
 
     def add(self, case: str, unit: str, peer: str, mine: float, other: float) -> None:
-        row = self.of.setdefault(f"{case} {unit}", Row(case, unit, peer))
+        row = self.of.setdefault((case, unit, peer), Row(case, unit, peer))
         row.ours.append(mine)
         row.theirs.append(other)
 
 
+def verifiers() -> dict[str, runs.Play]:
+    """Returns how each generation of verifiers plays, by the peer's name."""
+    return {"verifiers 0.3": runs.by_verifiers, "verifiers 0.4": runs.by_verifiers_v1}
+
+
+def beside_verifiers(
+    rows: Rows, case: str, unit: str, measure: Callable[[runs.Play], float]
+) -> None:
+    mine = measure(runs.by_us)
+    for peer, how in verifiers().items():
+        rows.add(case, unit, peer, mine, measure(how))
+
+
+POOLED = "1,000 rollouts of {} with tokens"
+UNITS = ("s of CPU", "s", "MB", "lost")
+
+
+def beyond_the_start(rows: Rows, how: runs.Play, url: str, turns: int) -> tuple[float, ...]:
+    """Returns what UNITS says of 1,000 rollouts."""
+    few, many = ROLLOUTS[turns]
+    short, long = (runs.play(how, url, count, turns, AT_A_TIME) for count in (few, many))
+    rows.hung += short.hung + long.hung
+    each = 1000 / (many - few)
+    lost = float(few + many - short.whole - long.whole)
+    cpu, wall = (long.cpu - short.cpu) * each, (long.wall - short.wall) * each
+    return cpu, wall, long.megabytes, lost
+
+
 def play_rollouts(rows: Rows, url: str) -> None:
     """Rollouts of one and of five turns, many at a time; then one at a time."""
-    for turns, (few, many) in ROLLOUTS.items():
-        found = []
-        sides: tuple[runs.Play, ...] = (runs.by_us, runs.by_verifiers)
-        for how in sides:
-            short, long = (runs.play(how, url, count, turns, AT_A_TIME) for count in (few, many))
-            each = 1000 / (many - few)
-            lost = few + many - short.whole - long.whole
-            rows.hung += short.hung + long.hung
-            cpu, wall = (long.cpu - short.cpu) * each, (long.wall - short.wall) * each
-            found.append((cpu, wall, long.megabytes, float(lost)))
-        case = f"1,000 rollouts of {turns} turn{'s' * (turns > 1)} with tokens"
-        for unit, mine, other in zip(("s of CPU", "s", "MB", "lost"), *found, strict=True):
-            rows.add(case, unit, "verifiers", mine, other)
-    few, many = ROLLOUTS[1]
-    pooled = rows.of["1,000 rollouts of 1 turn with tokens s of CPU"]
+    for turns in ROLLOUTS:
+        mine = beyond_the_start(rows, runs.by_us, url, turns)
+        peers = {peer: beyond_the_start(rows, how, url, turns) for peer, how in verifiers().items()}
+        case = POOLED.format(f"{turns} turn{'s' * (turns > 1)}")
+        for number, unit in enumerate(UNITS):
+            for peer, other in peers.items():
+                rows.add(case, unit, peer, mine[number], other[number])
+    play_isolated(rows, url)
+    case = "from an answer to the agent's next call"
+    beside_verifiers(rows, case, "ms", lambda how: runs.gap(how, url, SINGLE, 5))
+
+
+def play_isolated(rows: Rows, url: str) -> None:
+    """Rollouts of one turn, each agent in a process of its own."""
     for how, what in (
         (runs.alone, "a process for each agent"),
         (runs.walled, "a walled process for each agent"),
     ):
-        short, long = (runs.play(how, url, count, 1, AT_A_TIME) for count in (few, many))
-        rows.hung += short.hung + long.hung
-        cpu = (long.cpu - short.cpu) * 1000 / (many - few)
-        case = f"1,000 rollouts of 1 turn, {what} (peer: none)"
-        if long.whole:  # else this machine can make no sandbox
-            rows.add(case, "s of CPU", "verifiers", cpu, pooled.theirs[-1])
-    gaps = [runs.gap(how, url, SINGLE, 5) for how in (runs.by_us, runs.by_verifiers)]
-    rows.add("from an answer to the agent's next call", "ms", "verifiers", *gaps)
+        cpu, *_, lost = beyond_the_start(rows, how, url, 1)
+        if lost == sum(ROLLOUTS[1]):
+            continue  # this machine can make no sandbox
+        for peer in verifiers():
+            pooled = rows.of[POOLED.format("1 turn"), "s of CPU", peer]
+            case = f"1,000 rollouts of 1 turn, {what} (peer: none)"
+            rows.add(case, "s of CPU", peer, cpu, pooled.theirs[-1])
 
 
 def post_and_fetch(rows: Rows) -> None:
@@ -138,13 +165,14 @@ def pass_calls(rows: Rows) -> None:
 
 def kill(rows: Rows, url: str) -> None:
     """kill -9 of what plays, and of the server that holds groups."""
-    lost = []
-    for how in (runs.by_us, runs.by_verifiers):
+
+    def lost_by(how: runs.Play) -> float:
         killed = runs.play(how, url, KILLED_ROLLOUTS, 5, AT_A_TIME, kill=True)
         rows.hung += killed.hung
-        lost.append(float(KILLED_ROLLOUTS - killed.whole))
+        return float(KILLED_ROLLOUTS - killed.whole)
+
     case = f"a worker killed in the middle of {KILLED_ROLLOUTS} rollouts"
-    rows.add(case, "lost", "verifiers", *lost)
+    beside_verifiers(rows, case, "lost", lost_by)
     case = f"the server killed with {GROUPS} groups waiting"
     lost = [float(one(GROUPS)) for one in (runs.lost_by_us, runs.lost_by_atroposlib)]
     rows.add(case, "lost", "atroposlib", *lost)
@@ -193,7 +221,8 @@ def _version(python: Path | str, package: str) -> str:
 def facts(rounds: int, load: tuple[float, float]) -> list[str]:
     """Returns the machine, the versions, the date and the command, a line each."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    peers = [_version(runs.VERIFIERS, "verifiers"), _version(PEER_PYTHON, "atroposlib")]
+    installed = ((runs.VERIFIERS, "verifiers"), (runs.VERIFIERS_V1, "verifiers"))
+    peers = [_version(*each) for each in (*installed, (PEER_PYTHON, "atroposlib"))]
     return [
         f"{os.cpu_count()} cores, {pages * page / 2**30:.0f} GB, {platform.system()} on "
         f"{platform.machine()}; load {load[0]:.1f} at the start, {load[1]:.1f} at the end",
@@ -220,7 +249,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="writes this page, and the plot beside it")
     arguments = parser.parse_args()
-    for python, name in ((runs.VERIFIERS, "verifiers-peer"), (PEER_PYTHON, "atropos-peer")):
+    for python, name in (
+        (runs.VERIFIERS, "verifiers-peer"),
+        (runs.VERIFIERS_V1, "verifiers-peer"),
+        (PEER_PYTHON, "atropos-peer"),
+    ):
         if not python.exists():
             print(f"A peer is missing: make {name}", file=sys.stderr)
             return 2

@@ -38,16 +38,35 @@ def prompt_ids(messages: list[dict[str, Any]]) -> list[int]:
     return [*ids, START, *b"assistant\n"]
 
 
-async def chat(request: web.Request) -> web.Response:
-    global _answered
-    body = await request.json()
+async def sample() -> list[dict[str, Any]]:
+    """Returns the logprobs of the answer, after the time that it takes."""
     _GAPS.append((time.perf_counter() - _answered) * 1000)
     await asyncio.sleep(SECONDS * random.uniform(1 - SPREAD, 1 + SPREAD))
-    ids = prompt_ids(body["messages"])
-    content = [
+    return [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in zip(_SAMPLED, _LOGPROBS, strict=True)
     ]
+
+
+def answered(answer: dict[str, Any]) -> web.Response:
+    global _answered
+    body = json.dumps(answer)
+    _answered = time.perf_counter()
+    return web.Response(body=body, content_type="application/json")
+
+
+async def generate(request: web.Request) -> web.Response:
+    """vLLM's route for token ids."""
+    await request.json()
+    logprobs = {"content": await sample()}
+    choice = {"index": 0, "token_ids": _SAMPLED, "logprobs": logprobs, "finish_reason": "stop"}
+    return answered({"request_id": "1", "choices": [choice]})
+
+
+async def chat(request: web.Request) -> web.Response:
+    body = await request.json()
+    content = await sample()
+    ids = prompt_ids(body["messages"])
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": SAID},
@@ -65,9 +84,7 @@ async def chat(request: web.Request) -> web.Response:
         "prompt_token_ids": ids,
         "usage": usage | {"total_tokens": sum(usage.values())},
     }
-    body = json.dumps(answer)
-    _answered = time.perf_counter()
-    return web.Response(body=body, content_type="application/json")
+    return answered(answer)
 
 
 async def gap(request: web.Request) -> web.Response:
@@ -90,6 +107,7 @@ async def main() -> None:
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     app = web.Application(client_max_size=2**24)
     app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post("/inference/v1/generate", generate)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/health", health)
     app.router.add_get("/gap", gap)

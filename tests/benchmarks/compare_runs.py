@@ -33,6 +33,7 @@ from envserver import Isolation
 
 HERE = Path(__file__).parent
 VERIFIERS = ROOT / ".venv-verifiers-classic" / "bin" / "python"
+VERIFIERS_V1 = ROOT / ".venv-verifiers-v1" / "bin" / "python"
 GROUP_SIZE = 8
 _SECONDS = 300.0
 """After which a run counts as hung."""
@@ -60,9 +61,10 @@ def engine() -> Iterator[str]:
             process.kill()
 
 
-Play = Callable[[str, int, int, int, Path], tuple[list[str], Callable[[str], int]]]
-"""Takes the engine's URL, the numbers of rollouts, of turns, of rollouts at a time, and a folder.
-Returns the command, and a function that counts the whole rollouts in its output."""
+Command = tuple[list[str], Callable[[str], int]]
+"""The words of a command, and a function that counts the whole rollouts in its output."""
+Play = Callable[[str, int, int, int, Path], Command]
+"""Takes the engine's URL, the numbers of rollouts, turns and rollouts at a time, and a folder."""
 
 
 def by_us(
@@ -72,7 +74,7 @@ def by_us(
     at_a_time: int,
     folder: Path,
     isolation: Isolation = "pooled",
-) -> tuple[list[str], Callable[[str], int]]:
+) -> Command:
     out, environment = folder / "out.jsonl", folder / "talk.py"
     text = (HERE / "compare_talk.py").read_text()
     environment.write_text(f"{text}\n\nTalk.isolation = {isolation!r}\n")
@@ -105,20 +107,33 @@ walled: Play = partial(by_us, isolation="sandboxed")
 """Each agent in a process of its own behind a wall, eight at a time, by default."""
 
 
-def by_verifiers(
-    url: str, rollouts: int, turns: int, at_a_time: int, folder: Path
-) -> tuple[list[str], Callable[[str], int]]:
+def _by_verifiers(python: Path, program: str, kept: str, folder: Path, *words: object) -> Command:
+    """
+    Args:
+        kept: the file of the results folder with a line for each rollout that ended.
+    """
     saved = folder / "results"
-    numbers = map(str, (rollouts, turns, at_a_time))
-    words = [str(VERIFIERS), str(HERE / "compare_verifiers.py"), url, *numbers, str(saved)]
+    # It makes folders for its agents under the home folder, which a killed one leaves there.
+    command = ["env", f"HOME={folder}", python, HERE / program, *words, saved]
 
     def whole(output: str) -> int:
         if found := re.search(r"^whole (\d+)$", output, re.MULTILINE):
             return int(found[1])
-        lines = saved / "results.jsonl"
-        return len(lines.read_bytes().splitlines()) if lines.exists() else 0
+        lines = saved / kept
+        return lines.read_bytes().count(b"\n") if lines.exists() else 0
 
-    return words, whole
+    return [str(word) for word in command], whole
+
+
+def by_verifiers(url: str, rollouts: int, turns: int, at_a_time: int, folder: Path) -> Command:
+    numbers = (url, rollouts, turns, at_a_time)
+    return _by_verifiers(VERIFIERS, "compare_verifiers.py", "results.jsonl", folder, *numbers)
+
+
+def by_verifiers_v1(url: str, rollouts: int, turns: int, at_a_time: int, folder: Path) -> Command:
+    numbers = (url, rollouts, turns, at_a_time)
+    kept = "run/traces.jsonl"
+    return _by_verifiers(VERIFIERS_V1, "compare_verifiers_v1.py", kept, folder, *numbers)
 
 
 def play(

@@ -1,4 +1,4 @@
-"""`make compare` works: a small round in which the peer's part is played by us, too."""
+"""`make compare` works: a small round in which the peers' parts are played by us, too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_a_small_round_fills_the_table_the_page_and_the_plot(
         (compare, "PEER_PYTHON", Path(sys.executable)),
         (compare, "theirs", ours),
         (runs, "VERIFIERS", Path(sys.executable)),
+        (runs, "VERIFIERS_V1", Path(sys.executable)),
         (runs, "by_verifiers", runs.by_us),
+        (runs, "by_verifiers_v1", runs.by_us),
         (runs, "lost_by_atroposlib", runs.lost_by_us),
     ):
         monkeypatch.setattr(module, name, value)
@@ -40,8 +42,8 @@ def test_a_small_round_fills_the_table_the_page_and_the_plot(
 
     page = output.read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
-    lost = {row[0].removeprefix("| "): (row[2], row[4]) for row in rows if row[1] == "lost"}
-    assert len(lost) == 4
+    lost = {(row[0], row[3]): (row[2], row[4]) for row in rows if row[1] == "lost"}
+    assert len(lost) == 7
     assert set(lost.values()) == {("0", "0")}
     assert "0 runs hung" in page
     assert not re.search(r"\{\w+\}", page)
