@@ -54,3 +54,4 @@ def test_each_evaluated_version_is_a_point_and_a_row(tmp_path: Path, visitor: Vi
             assert point.startswith(text)
         expect(page.get_by_role("rowheader")).to_have_text(["1", "0"])
         axe(page)
+        page.close()  # before the server ends, which it would report
