@@ -207,8 +207,8 @@ def test_a_push_is_one_commit_of_the_folder(tmp_path: Path, hub: Hub) -> None:
         check=True,
         timeout=120,
     )
-    path, token, body = hub.asked[0]
-    assert (path, token) == ("/api/repos/create", "Bearer hf_of_a_stand_in")
+    [(token, body)] = [one[1:] for one in hub.asked if one[0] == "/api/repos/create"]
+    assert token == "Bearer hf_of_a_stand_in"
     assert json.loads(body)["type"] == "dataset"
     [commit] = [body for path, _, body in hub.asked if path == "/api/datasets/me/x/commit/main"]
     pushed = {
