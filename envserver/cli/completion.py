@@ -128,7 +128,7 @@ def _possible(before: Sequence[str], current: str) -> Iterator[tuple[str, str]]:
         yield from ((shell, "") for shell in SCRIPTS)
         return
     if not rest and not current.startswith("-"):
-        yield from ((word, subcommand.summary) for word, subcommand in command.words.items())
+        yield from ((word, below.summary) for word, below in command.words.items())
     if command.module and rest and rest[-1] == "--env":
         yield from _environments()
     elif command.module:

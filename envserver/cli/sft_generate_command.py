@@ -50,7 +50,7 @@ _RIGHT = 0.999
 
 
 def run_router(argv: list[str]) -> int:
-    """Runs `sft router generate`; returns 1 if there is no row, 130 if it was stopped early.
+    """Runs `sft router generate`; returns 1 if it made no rows, 130 if it was stopped early.
 
     Raises:
         EnvserverError: it cannot be run, or every group failed.
@@ -66,7 +66,8 @@ def run_router(argv: list[str]) -> int:
 
 
 def _check_profile(settings: RouterGenerateSettings) -> None:
-    """Raises ConfigError if the folder has plans of the other profile: rows are of one kind."""
+    """Raises ConfigError if the folder has plans of another profile: all rows have the same
+    keys."""
     path, profile = _groups(settings), dict(settings.env)["profile"]
     first = next(read_groups([str(path)]), None) if path.exists() else None
     if first is not None and first.public.get("profile") != profile:

@@ -227,7 +227,7 @@ def _write(out: Path, shards: Sequence[_Shard]) -> None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yields the lines of a file, without an unfinished last one; none where there is no file."""
+    """Yields the complete lines of a file; a missing file has none."""
     if path.exists():
         with path.open("rb") as lines:
             yield from (line for line in lines if line.endswith(b"\n"))

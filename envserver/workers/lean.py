@@ -51,7 +51,7 @@ class LeanParent:
 
     def __init__(self, sandbox: dict[str, Any], seen: dict[str, Any]) -> None:
         self.function = ""
-        """What companions run; "": there are none."""
+        """The function that companions run; "" until one is loaded."""
         self._ended: dict[str, tuple[float, float]] = {}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours = os.getpid()

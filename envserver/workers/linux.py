@@ -18,7 +18,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MOST_DESCRIPTORS = 2**30
 _SPARE_ADDRESS_SPACE_BYTES = 8 * 2**30
 _OPEN_FILES = 512
-"""Of a process in a sandbox. Each connection to the proxy also takes a descriptor of the server."""
+"""Maximum open files of a sandboxed process: each connection to the proxy also takes one of the
+server's."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

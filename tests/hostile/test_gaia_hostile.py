@@ -131,7 +131,7 @@ def notes_of(ran: Ran, name: str) -> dict[str, Any]:
 
 
 def searches(ran: Ran, agent: str, name: str) -> list[dict[str, Any]]:
-    """What each search printed; none found an answer."""
+    """Returns the lines that the searches printed; none found an answer."""
     printed = [step["observation"].splitlines()[0] for step in ran.steps[agent, name]]
     told = [json.loads(line) for line in printed if line.startswith('{"found"')]
     assert all(search["found"] == [] for search in told)

@@ -154,7 +154,7 @@ def test_bad_lines_are_named_before_anything_is_asked(tmp_path: Path) -> None:
         queries.write_text(good.replace("query 3 ", "query 3 really "))
         made(tmp_path, *words, "--resume")
         assert teacher.asked.total() == len(teacher.kinds) + 1
-        # Rows of two kinds would be no set: plans of another profile are not added.
+        # A file must not mix rows of two profiles, so plans of another one are refused.
         _, error = made(tmp_path, *words, "--resume", "--profile", "graph", status=2)
         assert "--profile" in error and teacher.asked.total() == len(teacher.kinds) + 1
 

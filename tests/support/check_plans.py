@@ -33,7 +33,7 @@ def fault_of_graph(plan: dict) -> str | None:
         if needed is None or not isinstance(step["args"].get(needed), str):
             return "tool"
         if any(name not in steps for name in step["depends_on"]):
-            return "dependency that is no step"
+            return "dependency on a missing step"
     edges = sorted((name, step["id"]) for step in steps.values() for name in step["depends_on"])
     if edges != sorted((one["from"], one["to"]) for one in plan["handoffs"]):
         return "handoffs"

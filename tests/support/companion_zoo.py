@@ -18,7 +18,7 @@ RIGHTS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAm
 
 
 def facts() -> dict[str, object]:
-    """What the kernel and Python say of this process."""
+    """Returns facts of this process: ids, limits, namespaces, open files."""
     status = Path("/proc/self/status").read_text().splitlines()
     lines = dict(line.split(":", 1) for line in status)
     return {

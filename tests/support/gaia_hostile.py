@@ -202,8 +202,8 @@ time.sleep(1)
 """Each prints what it found."""
 
 TWICE = ("memory", "network", "forge a result", "forge a failure")
-"""What looks for the attempt's key: in the first interpreter, which never had it in its memory, and
-in the second, which is a fork of the worker."""
+"""Programs that look for the attempt's key. Each runs twice: in the first interpreter, whose memory
+never held it, and in the second, which is a fork of the worker."""
 LEAVE = "import os\nos._exit(0)"
 
 TROUBLE = {

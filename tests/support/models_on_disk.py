@@ -103,3 +103,40 @@ def read_model(folder: Path) -> dict[str, Stored]:
             assert values.size == math.prod(said["shape"])
             found[name] = (said["dtype"], values.reshape(said["shape"]))
     return found
+
+
+# Small models with random weights ----------------------------------------------------------------
+
+ROWS, COLUMNS = 6, 4
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def numbers(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def weights(seed: int, dtype: str = "F32") -> dict[str, Stored]:
+    shapes = {
+        EMBEDDING: (ROWS, COLUMNS),
+        "model.layers.0.mlp.up_proj.weight": (5, COLUMNS),
+        "model.norm.weight": (COLUMNS,),
+        HEAD: (ROWS, COLUMNS),
+    }
+    return {
+        name: stored(numbers(seed * 10 + place, *shape), dtype)
+        for place, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def stored(values: np.ndarray, dtype: str) -> Stored:
+    if dtype == "BF16":
+        return dtype, bfloat16(values)
+    kind = {"F64": np.float64, "F32": np.float32, "F16": np.float16}[dtype]
+    with np.errstate(over="ignore"):
+        return dtype, values.astype(kind)
+
+
+def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    return (
+        one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    )

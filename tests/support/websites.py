@@ -25,7 +25,7 @@ class Websites:
         self.failing: list[int] = []
         self.keys: set[str] = set()
         self.searches: list[dict[str, Any]] = []
-        """What was asked of the providers, without the query."""
+        """Bodies of the requests to search providers, without the query."""
         self.slowness = 0.0
 
     def results(self, query: str) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ def query_tasks(
         skip_bad: leave out lines that are not queries.
 
     Raises:
-        ConfigError: there is no query.
+        ConfigError: no file is given, or it has no query.
         NotFoundError: there is no such file.
         InputError: a line is not a query, unless `skip_bad`; the first ones are named.
     """

@@ -87,7 +87,7 @@ def read_plan(result: Result) -> ModelPlan:
     if isinstance(output, dict):
         return ModelPlan(
             plan=_text(output.get("plan")) or "",
-            repaired=int(output.get("repaired") or 0),
+            repaired=_count(output.get("repaired")),
             cut_off=output.get("cut_off") is True,
             executed=output.get("executed") is True,
             answer=_text(output.get("answer")),
@@ -96,6 +96,11 @@ def read_plan(result: Result) -> ModelPlan:
     if isinstance(output, str):
         return ModelPlan(plan=output)
     return last_plan(result.messages)
+
+
+def _count(value: object) -> int:
+    """Returns a number of repairs; 0 for anything else. Rows of before have a boolean."""
+    return max(0, int(value)) if isinstance(value, int) else 0
 
 
 def last_plan(messages: list[dict[str, Any]]) -> ModelPlan:

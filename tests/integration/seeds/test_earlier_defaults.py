@@ -1,4 +1,4 @@
-"""What the smolagents integration did by itself, its module here does, too, and says so."""
+"""The alias of the smolagents integration has its defaults, and says which it used."""
 
 from __future__ import annotations
 

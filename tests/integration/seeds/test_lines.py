@@ -46,7 +46,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def typed(script: str, folder: Path, status: int = 0) -> str:
-    """What a shell with the commands of this installation prints."""
+    """Runs a line in a shell that has this installation's commands; returns its output."""
     variables = environment_variables() | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     }

@@ -1,4 +1,4 @@
-"""What settings of `gaia` give agents besides: file tools, smolagents' prompts, plans."""
+"""Settings of `gaia` that change the agent: file tools, smolagents' prompts, plans."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from envserver_environments.router.course import course_of
 from envserver_environments.router.env import Router
@@ -261,6 +262,10 @@ async def test_a_broken_plan_may_be_repaired_once() -> None:
     thrice = Played({"router": [says("no"), says("no"), right]})
     result = await rolled(router(repair="2"), task, thrice)
     assert (await env.score(task, result)).reward == pytest.approx(0.8**2)
+    for forged in (-3, "no", 0.5):  # a number that is none wins nothing
+        output = {**result.output, "repaired": forged}
+        counted = await env.score(task, msgspec.structs.replace(result, output=output))
+        assert counted.reward == pytest.approx(1.0)
     assert (len(twice.asked), len(cut_off.asked), len(never.asked)) == (2, 1, 1)
 
 

@@ -16,70 +16,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
-import safetensors.numpy
 from envserver_factory import Recipe, Vector, merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 from support.models_on_disk import (
+    COLUMNS,
     CONFIG,
+    EMBEDDING,
+    HEAD,
     Stored,
     bfloat16,
     floats,
+    numbers,
     read_model,
+    same_bits,
+    stored,
+    weights,
     write_file,
     write_model,
 )
 
 from envserver import main
 
-ROWS, COLUMNS = 6, 4
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-def numbers(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def weights(seed: int, dtype: str = "F32") -> dict[str, Stored]:
-    shapes = {
-        EMBEDDING: (ROWS, COLUMNS),
-        "model.layers.0.mlp.up_proj.weight": (5, COLUMNS),
-        "model.norm.weight": (COLUMNS,),
-        HEAD: (ROWS, COLUMNS),
-    }
-    return {
-        name: stored(numbers(seed * 10 + place, *shape), dtype)
-        for place, (name, shape) in enumerate(shapes.items())
-    }
-
-
-def stored(values: np.ndarray, dtype: str) -> Stored:
-    if dtype == "BF16":
-        return dtype, bfloat16(values)
-    kind = {"F64": np.float64, "F32": np.float32, "F16": np.float16}[dtype]
-    with np.errstate(over="ignore"):
-        return dtype, values.astype(kind)
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> dict[str, Path]:
-    return {
-        name: write_model(tmp_path / name, weights(seed))
-        for seed, name in enumerate(("base", "sft", "rl"))
-    }
-
 
 def words(folders: dict[str, Path], out: Path, *more: str) -> list[str]:
     flags = [word for name, folder in folders.items() for word in (f"--{name}", str(folder))]
     return ["merge", *flags, "--out", str(out), *more]
-
-
-def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
-    return (
-        one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    )
 
 
 # The formula --------------------------------------------------------------------------------------
@@ -151,64 +114,6 @@ def test_two_alphas_in_one_pass(three: dict[str, Path], tmp_path: Path, capsys: 
         "chat_template.jinja",
     ):
         assert (out / "alpha-0.5" / copied).read_bytes() == (three["base"] / copied).read_bytes()
-
-
-@pytest.mark.parametrize("dtype", ["F32", "BF16", "F64"])
-def test_a_saved_vector_merges_like_its_models(tmp_path: Path, dtype: str) -> None:
-    base, sft, rl = (
-        write_model(tmp_path / name, weights(seed, dtype), shards=[[EMBEDDING], rest])
-        for seed, name in enumerate(("base", "sft", "rl"))
-        for rest in [[name for name in weights(0) if name != EMBEDDING]]
-    )
-    out, again, file = tmp_path / "out", tmp_path / "again", tmp_path / "vectors" / "rl.safetensors"
-    models = ["merge", "--base", str(base), "--sft", str(sft), "--rl", str(rl)]
-    assert main([*models, "--alpha", "0.5", "--out", str(out), "--save_vector", str(file)]) == 0
-    vector = ["merge", "--base", str(base), "--add", str(file), "--alpha", "0.5"]
-    assert main([*vector, "--out", str(again)]) == 0
-    merged, other = read_model(out / "alpha-0.5"), read_model(again / "alpha-0.5")
-    assert merged.keys() == other.keys() == weights(0).keys()
-    assert all(same_bits(merged[name][1], other[name][1]) for name in merged)
-    with safetensors.safe_open(file, "numpy") as stored_vector:
-        for name, (_, values) in weights(2, dtype).items():
-            difference = floats((dtype, values)) - floats(weights(1, dtype)[name])
-            assert same_bits(stored_vector.get_tensor(name), difference)
-
-
-def test_a_vector_of_several_parts_is_their_sum(three: dict[str, Path], tmp_path: Path) -> None:
-    file, half = tmp_path / "sum.safetensors", tmp_path / "half.safetensors"
-    base, sft, rl = (str(three[name]) for name in ("base", "sft", "rl"))
-    assert main(["merge", "--base", base, "--add", f"{sft}=2", "--add", f"{rl}=-1",
-                 "--save_vector", str(file)]) == 0  # fmt: skip
-    assert main(["merge", "--base", base, "--add", f"{file}=0.5", "--save_vector", str(half)]) == 0
-    first, second = (safetensors.numpy.load_file(path) for path in (file, half))
-    for name, (_, start) in weights(0).items():
-        s, r = (floats(weights(seed)[name]) for seed in (1, 2))
-        np.testing.assert_allclose(first[name], 2 * (s - start) - (r - start), atol=1e-6)
-        assert same_bits(second[name], first[name] * np.float32(0.5))
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        (["--add", "{sft}/model.safetensors", "--out", "{out}"], "is not a task vector"),
-        (["--rl", "{vector}", "--sft", "{sft}", "--out", "{out}"], "is a difference already"),
-        (["--add", "{vector}", "--save_vector", "{vector}"], "Replace it by --overwrite"),
-        (["--add", "{sft}", "--save_vector", "{base}/config.json", "--overwrite"], "another file"),
-        (["--add", "{sft}", "--alpha", "0.5", "--save_vector", "{out}"], "--out DIR is needed"),
-        (["--add", "{sft}"], "--out DIR is needed"),
-        (["--add", "{vector}", "--method", "ties", "--out", "{out}"], "not the file of a task"),
-    ],
-)
-def test_vectors_that_are_refused(
-    more: list[str], why: str, three: dict[str, Path], tmp_path: Path, capsys: Any
-) -> None:
-    places = {**three, "vector": tmp_path / "v.safetensors", "out": tmp_path / "out"}
-    base = ["merge", "--base", str(three["base"])]
-    assert main([*base, "--add", str(three["rl"]), "--save_vector", str(places["vector"])]) == 0
-    before = sorted(tmp_path.rglob("*"))
-    assert main([*base, *(word.format(**places) for word in more)]) == 2
-    assert why in " ".join(capsys.readouterr().err.split())
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_shards_and_what_is_no_float_stay_as_in_the_base(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ USUAL = (
     *("collections", "csv", "datetime", "fractions", "itertools", "json", "math", "random", "re"),
     *("statistics", "string", "numpy"),
 )
-"""What models' code imports most: a companion is forked with it."""
+"""Modules that models' code imports most; they are imported before companions are forked."""
 for _name in USUAL:
     with contextlib.suppress(ImportError):  # numpy, which this needs not
         importlib.import_module(_name)
