@@ -52,8 +52,10 @@ def lower_case(text: str, rng: random.Random) -> str:
 
 
 def spaces(text: str, rng: random.Random) -> str:
-    """Doubles a fifth of the spaces."""
-    return _SPACE.sub(lambda _: "  " if rng.random() < _SPACE_SHARE else " ", text)
+    """Doubles a fifth of the spaces of a stretch of text, at least one."""
+    places = [match.start() for match in _SPACE.finditer(text)]
+    chosen = set(rng.sample(places, math.ceil(len(places) * _SPACE_SHARE)))
+    return _SPACE.sub(lambda match: "  " if match.start() in chosen else " ", text)
 
 
 def sentences(text: str, rng: random.Random) -> str:
