@@ -44,7 +44,7 @@ from .sse import SseParser
 
 Json = dict[str, Any]
 
-_GET_SECONDS = 30.0
+_GET_SECONDS = 120.0
 
 
 class OpenAIEngine:
@@ -236,7 +236,7 @@ class OpenAIEngine:
         try:
             await in_time(self._deadline(self._check_seconds), self._get(replica, "/v1/models"))
         except TimeoutError:
-            reason = late(replica).message
+            reason = late(replica, self._check_seconds).message
         except RetryableError as retryable:
             reason = retryable.error.message
         except EngineError as error:

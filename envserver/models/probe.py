@@ -95,7 +95,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeResult:
-    """Probes an engine with a dozen tiny requests of at most 30 seconds each.
+    """Probes an engine with a dozen tiny requests, each of at most 300 s and `--openai.timeout`.
 
     Args:
         wanted: the mode to use; auto: the best possible.

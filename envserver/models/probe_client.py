@@ -7,11 +7,15 @@ EngineUnavailable and EngineTimeout pass through. Fields are where vLLM has them
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
+import structlog
 from envserver_records.errors import (
     EngineError,
     EngineGarbage,
@@ -22,12 +26,16 @@ from envserver_records.errors import (
 
 from .engine import Engine
 
-_SECONDS = 30.0
+_SECONDS = 300.0
+"""An engine that compiles at its first call, or shares a busy machine, takes minutes for it."""
+_TELL_SECONDS = 10.0
 _SIMULATED_TRIES = 6
 _TIE = 0.05
 """Two tokens with logprobs this close may swap ranks between requests: a GPU sums in another order
 when other requests run in parallel. Neither can then have a probability above one half."""
 _HALF = math.log(0.5)
+
+_log = structlog.get_logger("envserver.engine")
 
 T = TypeVar("T")
 Token = tuple[str, tuple[int, ...]]
@@ -153,12 +161,13 @@ class ProbeClient:
         """
         for left in reversed(range(self._tries)):
             try:
-                return await self._engine.post(
-                    path,
-                    {"model": self.model, **body},
-                    rollout_id="probe",
-                    timeout_seconds=_SECONDS,
-                )
+                with _told_if_slow(path):
+                    return await self._engine.post(
+                        path,
+                        {"model": self.model, **body},
+                        rollout_id="probe",
+                        timeout_seconds=_SECONDS,
+                    )
             except (EngineUnavailable, EngineGarbage):
                 if not left:
                     raise
@@ -261,3 +270,16 @@ def same_tokens(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
         if our != their:
             return abs(one - other) < _TIE and min(one, other) <= _HALF
     return True
+
+
+@contextmanager
+def _told_if_slow(path: str) -> Iterator[None]:
+    """Logs once that an engine is waited for, as one that compiles or loads weights now."""
+    told = {"path": path, "seconds": _TELL_SECONDS, "at_most": _SECONDS}
+    timer = asyncio.get_running_loop().call_later(
+        _TELL_SECONDS, lambda: _log.warning("engine_is_waited_for", **told)
+    )
+    try:
+        yield
+    finally:
+        timer.cancel()

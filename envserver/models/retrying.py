@@ -114,13 +114,14 @@ def _overdue(request: ReplicaRequest) -> Exception:
         message = f"The engine at {replica.url} no longer responds: {replica.reason}."
         return RetryableError(EngineUnavailable(message, base_url=replica.url), "busy")
     request.timed_out()
-    return late(replica, has_room=request.sent_at is not None)
-
-
-def late(replica: Replica, *, has_room: bool = True) -> EngineTimeout:
-    """Returns the timeout error of `replica`; `has_room`: the call got a slot and was sent."""
-    if not has_room:
+    if request.sent_at is None and replica.slots.used >= replica.slots.limit:
         message = "The engine had no free slot for the call in time."
         hint = "Lower --rollouts.max_concurrent."
         return EngineTimeout(message, hint=hint, base_url=replica.url)
-    return EngineTimeout("The engine did not answer in time.", base_url=replica.url)
+    return late(replica, replica.clock() - (request.sent_at or request.begun_at))
+
+
+def late(replica: Replica, seconds: float) -> EngineTimeout:
+    """Returns the timeout error of `replica`, which was waited for so many seconds."""
+    message = f"The engine at {replica.url} did not answer within {round(seconds, 1):g} s."
+    return EngineTimeout(message, base_url=replica.url)

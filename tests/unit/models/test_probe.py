@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 from envserver_records.errors import ConfigError, EngineRefused, EngineTimeout, EngineUnavailable
+from structlog.testing import capture_logs
 from support.commands import ENVSERVER, environment_variables, free_port
 from support.fake_tokens import ALL, FakeEngine, fake_engine
+from support.fake_vllm import fake_vllm
 from support.serving import serving
 from support.vllm_server import VllmServer
+from support.waiting import until
 
 from envserver import OpenAIConfig, SimConfig
 from envserver.config import Mode
@@ -123,13 +126,28 @@ async def test_an_engine_that_does_not_answer_or_not_us_is_an_error() -> None:
         with pytest.raises(EngineUnavailable):
             await probe(engine, model="tiny")
     async with fake_engine(FakeEngine(slow=True)) as fake, connected(fake.url, timeout=0.2) as slow:
-        with pytest.raises(EngineTimeout):
+        with pytest.raises(
+            EngineTimeout, match=r"engine at http://\S+ did not answer within 0\.2 s"
+        ):
             await probe(slow, model="tiny")
     async with fake_engine(FakeEngine(key="right")) as fake, connected(fake.url) as unknown:
         with pytest.raises(EngineRefused, match="Unauthorized"):
             await probe(unknown, model="tiny")
     with pytest.raises(EngineRefused, match="`other` does not exist"):
         await probed(FakeEngine(), model="other")
+
+
+async def test_a_slow_first_answer_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envserver.models.probe_client._TELL_SECONDS", 0.1)
+    async with fake_vllm(held=asyncio.Event()) as fake, connected(fake.url, timeout=5) as slow:
+        asking = asyncio.create_task(probe(slow, model="tiny"))
+        with capture_logs() as logs:
+            await until(lambda: bool(logs))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    told = [line for line in logs if line["event"] == "engine_is_waited_for"]
+    assert [line["path"] for line in told] == ["/v1/chat/completions"]
 
 
 @pytest.mark.parametrize("rates", [{}, {"error_rate": 0.3, "truncate_rate": 0.5}])
