@@ -1,5 +1,6 @@
 """From nothing to a fine-tuned, merged and evaluated model: the commands that
-clients/envserver_clients/finetuning/README.md shows, as they stand there, with the tiny model.
+clients/envserver_clients/finetuning/README.md shows, with the tiny model. `make test-all` runs them
+with smaller numbers, `make test-slow` as they stand there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,8 @@ from support.learning import ROOT, tiny_model
 
 README = ROOT / "clients" / "envserver_clients" / "finetuning" / "README.md"
 _MOST_SECONDS = 1500
+_SMALLER = {"--steps": "4", "--batch-size": "8", "--env.total_steps": "8"}
+"""Values of flags with which the commands do all that they do, and teach nothing."""
 
 
 def commands(block: int) -> list[list[str]]:
@@ -42,18 +46,27 @@ def run(words: list[str], learn_python: Path, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def factory(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which all commands of the first block were run; the tiny model is made once."""
-    folder = tmp_path_factory.mktemp("factory")
+def built(learn_python: Path, folder: Path, values: dict[str, str]) -> Path:
+    """Runs the commands of the first block in a folder; the tiny model is made once for all tests.
+
+    Args:
+        values: by flag, instead of the README's.
+    """
     (folder / "clients").symlink_to(ROOT / "clients")
     (folder / "out").mkdir()
     first, *others = commands(0)
     assert first == ["envserver", "models", "tiny", "out/tiny"]
     (folder / "out" / "tiny").symlink_to(tiny_model(learn_python))
     for words in others:
-        run(words, learn_python, folder)
+        changed = [values.get(flag, word) for flag, word in pairwise(["", *words])]
+        run(changed, learn_python, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def factory(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which all commands of the first block were run."""
+    return built(learn_python, tmp_path_factory.mktemp("factory"), {})
 
 
 def mean_reward(folder: Path) -> float:
@@ -74,14 +87,28 @@ def judge_merged(folder: Path, out: str, base: str, sft: str, rl: str) -> None:
             np.testing.assert_allclose(value, wanted, rtol=2e-7, atol=1e-9)
 
 
-def test_from_nothing_to_a_fine_tuned_model(factory: Path, tell: Callable[[str], None]) -> None:
-    unified = list((factory / "data" / "unified").rglob("*.json"))
-    summary = json.loads((factory / "data" / "sft" / "SUMMARY.json").read_text())
-    done = json.loads((factory / "out" / "sft" / "training.json").read_text())
-    assert summary["reason"]["train"] == done["counts"]["examples"] == done["counts"]["rows"] > 40
+def judge(folder: Path, least_rows: int) -> tuple[float, float]:
+    """Every row was trained on, and merged is what was trained; the mean rewards before, after."""
+    unified = list((folder / "data" / "unified").rglob("*.json"))
+    summary = json.loads((folder / "data" / "sft" / "SUMMARY.json").read_text())
+    counts = json.loads((folder / "out" / "sft" / "training.json").read_text())["counts"]
+    assert summary["reason"]["train"] == counts["examples"] == counts["rows"] > least_rows
     assert len(unified) > sum(summary["reason"].values()) - 1  # a manifest may lie with them
-    judge_merged(factory, "out/merged", "out/tiny", "out/tiny", "out/sft")
-    before, after = (mean_reward(factory / "runs" / name) for name in ("base", "merged"))
+    judge_merged(folder, "out/merged", "out/tiny", "out/tiny", "out/sft")
+    before, after = (mean_reward(folder / "runs" / name) for name in ("base", "merged"))
+    return before, after
+
+
+def test_each_command_does_its_part(learn_python: Path, tmp_path: Path) -> None:
+    judge(built(learn_python, tmp_path, _SMALLER), 4)
+    lines = (tmp_path / "out" / "sft" / "metrics.jsonl").read_text().splitlines()
+    losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_from_nothing_to_a_fine_tuned_model(factory: Path, tell: Callable[[str], None]) -> None:
+    before, after = judge(factory, 40)
     tell(f"mean reward on what was taught: {before:.2f} -> {after:.2f}")
     assert after > before + 0.3
 

@@ -19,6 +19,7 @@ Tell = Callable[[str], None]
 
 FEW = ("--task", "arithmetic")
 """A task of few questions, for what is not about generalising."""
+SHORT = (*FEW, "--minutes", 30, "--steps")
 TEN_MINUTES = (*FEW, "--minutes", 10, "--until-reward", 0.88)
 PROOF = (
     "--groups",
@@ -66,18 +67,28 @@ def judge(run: Learning) -> None:
     assert acked == set(learned)
 
 
-def test_a_model_learns_and_goes_on_after_its_trainer_was_killed(
+def test_learning_goes_on_after_its_trainer_was_killed(
+    learn_python: Path, model: Path, tmp_path: Path
+) -> None:
+    with learning(learn_python, model, tmp_path / "run", *SHORT, 5) as run:
+        run.wait_for_step(2, 600)
+        run.kill("trainer")
+        assert run.process.end(1200) == 0, run.process.output()[-3000:]
+    assert (run.output / "curves.png").stat().st_size > 5000
+    judge(run)
+
+
+@pytest.mark.slow
+def test_a_model_learns_although_its_trainer_is_killed(
     learn_python: Path, model: Path, tmp_path: Path, tell: Tell
 ) -> None:
-    words = (*FEW, "--steps", 24, "--minutes", 30)
-    with learning(learn_python, model, tmp_path / "run", *words) as run:
+    with learning(learn_python, model, tmp_path / "run", *SHORT, 24) as run:
         run.wait_for_step(6, 600)
         run.kill("trainer")
         assert run.process.end(1200) == 0, run.process.output()[-3000:]
     rewards = run.rewards()
     tell(f"24 steps: reward {mean(rewards[:6]):.2f} -> {mean(rewards[-6:]):.2f}")
     assert mean(rewards[-6:]) > mean(rewards[:6]) + 0.1
-    assert (run.output / "curves.png").stat().st_size > 5000
     judge(run)
 
 
