@@ -61,7 +61,7 @@ def plans_of(teacher: Teacher, *, is_graph: bool) -> list[Any]:
 @pytest.mark.parametrize(
     ("lines", "kills", "split"),
     [
-        (400, 3, (281, 32, 16)),
+        (200, 2, (141, 16, 8)),
         pytest.param(400, 20, (281, 32, 16), marks=pytest.mark.slow),
         pytest.param(10_000, 3, (6_962, 818, 409), marks=pytest.mark.slow),
     ],
@@ -109,7 +109,7 @@ def test_plans_of_a_killed_and_resumed_run_are_all_there_once(
 
 
 def test_several_teachers_share_the_queries_and_rows_are_balanced(tmp_path: Path) -> None:
-    teacher = Teacher(kinds_of(240))
+    teacher = Teacher(kinds_of(120))
     (tmp_path / "prices.yaml").write_text(
         "alpha: {prompt: 1, completion: 2}\nbeta: {prompt: 10, completion: 20}\n"
     )
@@ -160,7 +160,7 @@ def test_bad_lines_are_named_before_anything_is_asked(tmp_path: Path) -> None:
 
 
 def test_a_refused_key_and_a_missing_engine_are_named_and_cost_nothing(tmp_path: Path) -> None:
-    teacher = Teacher(kinds_of(120), key="right")
+    teacher = Teacher(kinds_of(96), key="right")
     with serving(teacher):
         words = command(tmp_path, teacher)
         _, error = made(tmp_path, *words, "--openai.api_key", "wrong", status=1)
