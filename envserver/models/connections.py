@@ -1,24 +1,23 @@
 """HTTP requests to the replicas of an engine, and what their failures mean.
 
-aiohttp's errors leave this module as `RetryableError`. TCP keep-alive detects a peer whose machine
-has
-vanished, however long an answer may take.
+The HTTP client's errors leave this module as `RetryableError`. TCP keep-alive detects a peer whose
+machine has vanished, however long an answer may take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
-import aiohttp
 from envserver_records.errors import EngineError, EngineGarbage, EngineUnavailable
 
 from ..telemetry.tracing import current
 from .addresses import EngineAddresses
 from .decoding import MAX_REFUSAL_BYTES, Decoder, is_refusal, retry_after
+from .http_client import HttpError, HttpPool, NoConnection, NotHttp, Response, origin_of
 from .replicas import Replica
 from .resolving import CheckedResolver
 
@@ -28,10 +27,6 @@ Fault = Literal["refused", "failed", "busy"]
 """refused: no connection; failed: a bad answer or a broken connection; busy: the engine asks to
 wait."""
 
-_CONNECT_SECONDS = 10.0
-_IDLE_CONNECTION_SECONDS = 4.0
-"""Below the five seconds after which uvicorn, and so vLLM, closes an idle connection: otherwise a
-request would sometimes use a connection that is just being closed."""
 _PEER_SECONDS = 60
 """A peer that acknowledges nothing for so long counts as gone."""
 _MAX_ANSWER_BYTES = 512 * 1024 * 1024
@@ -62,7 +57,7 @@ class RetryableError(Exception):
 
 
 class Connections:
-    """An HTTP session for all replicas; use with `async with`.
+    """The connections to all replicas; use with `async with`.
 
     Args:
         key: sent to the replicas that may have it.
@@ -70,61 +65,38 @@ class Connections:
     """
 
     def __init__(self, key: str, decoder: Decoder, addresses: EngineAddresses) -> None:
-        self._key = key
+        self._headers = b"content-type: application/json\r\n"
+        authorization = _header("authorization", f"Bearer {key}") if key else b""
+        self._headers_with_key = self._headers + authorization
         self._addresses = addresses
         self._decoder = decoder
-        self._session: aiohttp.ClientSession | None = None
+        self._pool: HttpPool | None = None
 
     async def __aenter__(self) -> Connections:
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
-        connector = aiohttp.TCPConnector(
-            limit=0,
-            keepalive_timeout=_IDLE_CONNECTION_SECONDS,
-            socket_factory=watchful_socket,
-            resolver=CheckedResolver(self._addresses),
-        )
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self._pool = HttpPool(CheckedResolver(self._addresses).resolve, watchful_socket)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
-    @asynccontextmanager
-    async def open(
+    def open(
         self, replica: Replica, method: str, path: str, payload: bytes | None = None
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """Opens the answer to one request, whatever its status.
+    ) -> Exchange:
+        """Opens the answer to one request, whatever its status; use with `async with`.
 
         Raises:
-            RetryableError: there is none, or it breaks off while it is read.
             EngineUnavailable: the connections are closed.
         """
-        if self._session is None:
+        if self._pool is None:
             raise EngineUnavailable("The engine's connections are closed.")
-        with typed(replica):
-            headers = {}
-            if traceparent := current().traceparent:
-                headers["traceparent"] = traceparent
-            if self._key and replica.gets_key:
-                headers["authorization"] = f"Bearer {self._key}"
-            request = self._session.request(
-                method,
-                replica.url + path,
-                data=payload,
-                headers=headers,
-                allow_redirects=False,
-            )
-            async with request as response:
-                yield response
+        headers = self._headers_with_key if replica.gets_key else self._headers
+        if traceparent := current().traceparent:
+            headers += _header("traceparent", traceparent)
+        return Exchange(self._pool, replica, (method, path, headers, payload))
 
-    async def check(self, replica: Replica, response: aiohttp.ClientResponse) -> None:
+    async def check(self, replica: Replica, response: Response) -> None:
         """Returns if the status of `response` is 2xx.
 
         Raises:
@@ -146,7 +118,35 @@ class Connections:
         raise RetryableError(error, "busy" if busy else "failed", wait_seconds=seconds)
 
 
-async def whole(response: aiohttp.ClientResponse, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
+class Exchange:
+    """One request, and its answer while it is read.
+
+    Raises:
+        RetryableError: there is no answer, or it breaks off while it is read.
+    """
+
+    def __init__(
+        self, pool: HttpPool, replica: Replica, request: tuple[str, str, bytes, bytes | None]
+    ) -> None:
+        self._pool = pool
+        self._replica = replica
+        self._request = request
+        self._response: Response
+
+    async def __aenter__(self) -> Response:
+        try:
+            self._response = await self._pool.send(origin_of(self._replica.url), *self._request)
+        except HttpError as error:
+            raise _retryable(self._replica, error) from None
+        return self._response
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._response.release()
+        if isinstance(error, HttpError):
+            raise _retryable(self._replica, error) from None
+
+
+async def whole(response: Response, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
     """Reads the whole body.
 
     Raises:
@@ -154,28 +154,43 @@ async def whole(response: aiohttp.ClientResponse, max_bytes: int = _MAX_ANSWER_B
     """
     parts: list[bytes] = []
     size = 0
-    async for part in response.content.iter_any():
+    while part := await response.read():
         parts.append(part)
         size += len(part)
         if size > max_bytes:
             raise EngineGarbage(f"The engine's answer is over {max_bytes} bytes.")
-    return b"".join(parts)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 @contextmanager
 def typed(replica: Replica) -> Iterator[None]:
-    """Turns aiohttp's errors into `RetryableError`."""
+    """Turns the HTTP client's errors into `RetryableError`."""
     try:
         yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        message = f"The engine at {replica.url} accepts no connection: {_reason(error)}."
-        raise RetryableError(EngineUnavailable(message, base_url=replica.url), "refused") from None
-    except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, ConnectionError):
-        message = f"The engine at {replica.url} closed the connection before its answer."
-        raise RetryableError(EngineGarbage(message, base_url=replica.url)) from None
-    except aiohttp.ClientError as error:
-        message = f"The engine at {replica.url} does not speak HTTP: {type(error).__name__}."
-        raise RetryableError(EngineGarbage(message, base_url=replica.url), elsewhere=True) from None
+    except HttpError as error:
+        raise _retryable(replica, error) from None
+
+
+def _retryable(replica: Replica, error: HttpError) -> RetryableError:
+    at = f"The engine at {replica.url}"
+    if isinstance(error, NoConnection):
+        message = f"{at} accepts no connection: {error}."
+        return RetryableError(EngineUnavailable(message, base_url=replica.url), "refused")
+    if isinstance(error, NotHttp):
+        message = f"{at} does not speak HTTP: {error}."
+        return RetryableError(EngineGarbage(message, base_url=replica.url), elsewhere=True)
+    message = f"{at} closed the connection before its answer."
+    return RetryableError(EngineGarbage(message, base_url=replica.url))
+
+
+def _header(name: str, value: str) -> bytes:
+    """
+    Raises:
+        ValueError: the value is of several lines.
+    """
+    if "\r" in value or "\n" in value:
+        raise ValueError(f"The header {name} must be of one line.")
+    return f"{name}: {value}\r\n".encode()
 
 
 async def in_time(deadline: float, work: Awaitable[T]) -> T:
@@ -189,13 +204,13 @@ async def in_time(deadline: float, work: Awaitable[T]) -> T:
 
 
 @contextmanager
-def read_by(deadline: float, response: aiohttp.ClientResponse) -> Iterator[None]:
+def read_by(deadline: float, response: Response) -> Iterator[None]:
     """Makes reads of the body raise TimeoutError from the loop's time `deadline` on.
 
     This takes one timer for a whole stream, which may have thousands of reads.
     """
     loop = asyncio.get_running_loop()
-    timer = loop.call_at(deadline, response.content.set_exception, TimeoutError())
+    timer = loop.call_at(deadline, response.fail, TimeoutError())
     try:
         yield
     finally:
@@ -224,16 +239,10 @@ def watchful_socket(address: tuple[Any, ...]) -> socket.socket:
     return made
 
 
-def _reason(error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError) -> str:
-    if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return "no connection in time"
-    return error.os_error.strerror or type(error.os_error).__name__
-
-
-async def _beginning(response: aiohttp.ClientResponse) -> bytes:
+async def _beginning(response: Response) -> bytes:
     """Reads enough of an error's body."""
     data = b""
-    async for part in response.content.iter_any():
+    while part := await response.read():
         data += part
         if len(data) > MAX_REFUSAL_BYTES:
             break

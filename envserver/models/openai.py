@@ -19,7 +19,6 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any
 
-import aiohttp
 import orjson
 from envserver_records.errors import (
     ConfigError,
@@ -36,6 +35,7 @@ from .addresses import EngineAddresses
 from .connections import Connections, RetryableError, in_time, read_by, typed, whole
 from .decoding import Decoder, first_model
 from .engine import ReplicaHealth
+from .http_client import HttpError, Response
 from .monitor import ReplicaMonitor
 from .replicas import Origin, Replica, ReplicaRequest
 from .retrying import Retrying, late
@@ -260,7 +260,7 @@ class OpenAIEngine:
     @asynccontextmanager
     async def _sent(
         self, request: ReplicaRequest, path: str, payload: bytes
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+    ) -> AsyncGenerator[Response]:
         """Sends one call; yields its open answer with status 2xx while holding a slot."""
         replica = request.replica
         async with replica.slots:
@@ -293,7 +293,7 @@ class OpenAIEngine:
             return self._decoder.decode(await whole(response))
 
     async def _chunks(
-        self, replica: Replica, response: aiohttp.ClientResponse, deadline: float
+        self, replica: Replica, response: Response, deadline: float
     ) -> AsyncGenerator[Json]:
         """Reads the chunks of a stream to its end.
 
@@ -306,7 +306,7 @@ class OpenAIEngine:
         ended = False
         with read_by(deadline, response), typed(replica):
             while not ended:
-                data = await response.content.readany()
+                data = await response.read()
                 ended = not data
                 for text in parser.feed(data) if data else parser.close():
                     event = text.strip()
@@ -352,10 +352,11 @@ def _restarted(replica: Replica) -> EngineUnavailable:
     return EngineUnavailable(message, base_url=replica.url)
 
 
-async def _drain(response: aiohttp.ClientResponse) -> None:
-    """Reads the rest of the body after `[DONE]`, so that the connection can be reused."""
-    with suppress(TimeoutError, aiohttp.ClientError, ConnectionError):
-        await in_time(asyncio.get_running_loop().time() + 0.1, response.content.readany())
+async def _drain(response: Response) -> None:
+    """Waits for the end of the body after `[DONE]`, so that the connection can be reused."""
+    if not response.complete:
+        with suppress(TimeoutError, HttpError):
+            await in_time(asyncio.get_running_loop().time() + 0.1, response.read())
 
 
 def root_of(address: str) -> str:

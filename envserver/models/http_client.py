@@ -1,0 +1,438 @@
+"""An HTTP/1.1 client for engines: a request out, an answer in, connections kept between them.
+
+llhttp (by httptools) reads the answers; nothing else stands between it and the caller, which takes
+a third of aiohttp's CPU. What always holds: an answer that ended normally was complete; a
+connection whose answer was not read to its end is closed; only `HttpError` and its kinds are raised
+for what a peer does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import zlib
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
+
+import aiohappyeyeballs
+import httptools
+
+SocketFactory = Callable[[tuple[Any, ...]], Any]
+Resolve = Callable[[str, int], Awaitable[list[Any]]]
+
+_CONNECT_SECONDS = 10.0
+_IDLE_CONNECTION_SECONDS = 4.0
+"""Below the five seconds after which uvicorn, and so vLLM, closes an idle connection: otherwise a
+request would sometimes use a connection that is just being closed."""
+_NEXT_ADDRESS_SECONDS = 0.25
+"""Time for one address of a name before the next one is tried beside it."""
+_MAX_HEAD_BYTES = 64 * 1024
+_BUFFER_BYTES = 256 * 1024
+"""Bytes that wait for their reader before the peer has to wait; and most that is inflated at
+once."""
+_ZIPPED = ("gzip", "x-gzip", "deflate")
+_GZIP_OR_ZLIB = 47
+"""For zlib: the data says which of both it is."""
+
+
+class HttpError(Exception):
+    """The exchange failed; the text is a reason in a few words."""
+
+
+class NoConnection(HttpError):
+    """The peer accepts no connection."""
+
+
+class BrokenOff(HttpError):
+    """The connection ended before the answer did."""
+
+
+class NotHttp(HttpError):
+    """What the peer sends is not HTTP."""
+
+
+class Origin(NamedTuple):
+    """Where requests go. `prefix`: what their paths begin with; `head`: their first headers."""
+
+    host: str
+    port: int
+    is_tls: bool
+    prefix: bytes
+    head: bytes
+
+
+@lru_cache(maxsize=1024)
+def origin_of(url: str) -> Origin:
+    """Returns the origin at `url`, which has neither credentials nor a query."""
+    parts = urlsplit(url)
+    is_tls = parts.scheme == "https"
+    head = b" HTTP/1.1\r\nhost: %b\r\nuser-agent: envserver\r\naccept: */*\r\n"
+    head += b"accept-encoding: identity\r\n"
+    return Origin(
+        parts.hostname or "",
+        parts.port or (443 if is_tls else 80),
+        is_tls,
+        parts.path.encode(),
+        head % parts.netloc.encode(),
+    )
+
+
+class Response:
+    """The answer to one request, read with `read` while it arrives.
+
+    Args:
+        headers: names in lower case; of equal names the first.
+        complete: all of it has arrived.
+    """
+
+    def __init__(self, connection: _Connection) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.complete = False
+        self.has_head = False
+        self.has_bytes = False
+        self.connection = connection
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._inflater: Any = None
+
+    async def begun(self) -> Response:
+        """Waits for the head.
+
+        Raises:
+            HttpError: it does not come.
+        """
+        while not self.has_head:
+            if self._error is not None:
+                raise self._error
+            await self._news()
+        return self
+
+    async def read(self) -> bytes:
+        """Returns the bytes that have arrived since the last time; b"" at the end of the body.
+
+        Raises:
+            HttpError: the body breaks off. Else what `fail` was given.
+        """
+        while True:
+            if self._inflater is not None and (tail := self._inflater.unconsumed_tail):
+                return self._inflated(tail)
+            if self._parts:
+                data = self._taken()
+                if self._inflater is None:
+                    return data
+                if plain := self._inflated(data):
+                    return plain
+            elif self._error is not None:
+                raise self._error
+            elif self.complete:
+                if self._inflater is not None and not self._inflater.eof:
+                    raise BrokenOff("its compressed body is cut off")
+                return b""
+            else:
+                await self._news()
+
+    def fail(self, error: Exception) -> None:
+        """Makes reads raise `error` from now on."""
+        self._parts.clear()
+        self.ended(error)
+
+    def release(self) -> None:
+        """Gives the connection to the next request, or closes it if the answer is not complete."""
+        self.connection.release(self)
+
+    # From the connection
+
+    def head_came(self, status: int) -> None:
+        self.status = status
+        self.has_head = True
+        encoding = self.headers.get("content-encoding", "").strip().lower()
+        if encoding in _ZIPPED:
+            self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
+        elif encoding not in ("", "identity"):
+            self.ended(NotHttp(f"content-encoding {encoding[:40]!r}"))
+
+    @property
+    def lasts_until_close(self) -> bool:
+        """Whether the end of the connection is the end of the body."""
+        coding = self.headers.get("transfer-encoding", "").strip().lower()
+        return "content-length" not in self.headers and not coding.endswith("chunked")
+
+    def part_came(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > _BUFFER_BYTES:
+            self.connection.pause()
+
+    def ended(self, error: Exception | None) -> None:
+        """Ends it; None: it is complete."""
+        if error is None:
+            self.complete = True
+        else:
+            self._error = self._error or error
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _news(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _taken(self) -> bytes:
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        if self._size > _BUFFER_BYTES:
+            self.connection.resume()
+        self._size = 0
+        return data
+
+    def _inflated(self, data: bytes) -> bytes:
+        try:
+            plain: bytes = self._inflater.decompress(data, _BUFFER_BYTES)
+        except zlib.error:
+            raise BrokenOff("its compressed body is damaged") from None
+        return plain
+
+
+class _Connection(asyncio.Protocol):
+    """One connection of a pool; one request at a time."""
+
+    def __init__(self, pool: HttpPool, origin: Origin) -> None:
+        self.origin = origin
+        self.idle_since = 0.0
+        self._pool = pool
+        self._transport: asyncio.Transport
+        self._parser: Any = None
+        self._response: Response | None = None
+        self._head_bytes = 0
+        self._is_interim = False
+        self._is_reusable = False
+
+    def send(self, request: list[bytes]) -> Response:
+        """Sends a request, given in pieces."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._response = response = Response(self)
+        self._head_bytes = 0
+        self._is_interim = self._is_reusable = False
+        self._transport.writelines(request)
+        return response
+
+    def release(self, response: Response) -> None:
+        self._response = self._parser = None
+        if response.complete and self._is_reusable and not self._transport.is_closing():
+            self.resume()
+            self._pool.keep(self)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Ends it now; what was not sent yet is dropped."""
+        self._is_reusable = False
+        self._transport.abort()
+
+    def pause(self) -> None:
+        self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        self._pool.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        response = self._response
+        if response is None or response.complete:  # nothing was asked
+            self.close()
+            return
+        response.has_bytes = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._is_reusable = False
+            response.ended(None)
+        except httptools.HttpParserError as error:
+            self._is_reusable = False
+            kind = BrokenOff if response.has_head else NotHttp
+            response.ended(kind(type(error).__name__))
+        if not response.has_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                response.ended(NotHttp(f"a head of over {_MAX_HEAD_BYTES} bytes"))
+        response.wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_reusable = False
+        self._pool.closed(self)
+        response, self._response, self._parser = self._response, None, None
+        if response is None or response.complete:
+            return
+        whole = error is None and response.has_head and response.lasts_until_close
+        response.ended(None if whole else BrokenOff("the connection was closed"))
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        if self._response is None or self._response.complete:  # more than was asked for
+            self._is_reusable = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        response = self._response
+        if response is not None and not response.has_head:  # else it is a trailer
+            response.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+
+    def on_headers_complete(self) -> None:
+        response, status = self._response, self._parser.get_status_code()
+        if response is None or response.has_head:
+            return
+        self._is_interim = 100 <= status < 200 and status != 101
+        if self._is_interim:
+            response.headers.clear()
+        else:
+            response.head_came(status)
+
+    def on_body(self, data: bytes) -> None:
+        if self._response is not None and not self._response.complete:
+            self._response.part_came(data)
+
+    def on_message_complete(self) -> None:
+        if self._response is None or self._response.complete:
+            return
+        if self._is_interim:
+            self._is_interim = False
+            return
+        self._is_reusable = self._parser.should_keep_alive()
+        self._response.ended(None)
+
+
+class HttpPool:
+    """The connections to some origins, each kept for a few seconds after its last request.
+
+    Args:
+        resolve: returns the entries of getaddrinfo for a host and a port.
+        socket_factory: makes a socket for one of them.
+    """
+
+    def __init__(self, resolve: Resolve, socket_factory: SocketFactory) -> None:
+        self._resolve = resolve
+        self._socket_factory = socket_factory
+        self._idle: dict[Origin, deque[_Connection]] = {}
+        self._open: set[_Connection] = set()
+        self._tls: ssl.SSLContext | None = None
+        self._cleaning: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for connection in [*self._open]:
+            connection.close()
+        if self._cleaning is not None:
+            self._cleaning.cancel()
+
+    async def send(
+        self, origin: Origin, method: str, path: str, headers: bytes, payload: bytes | None
+    ) -> Response:
+        """Sends a request and returns its answer when the head is there; `release` it.
+
+        A GET is sent again where a kept connection proves to be closed.
+
+        Args:
+            headers: whole lines.
+
+        Raises:
+            HttpError: there is no answer.
+        """
+        first = b"%b %b%b" % (method.encode(), origin.prefix, path.encode())
+        length = b"\r\n" if payload is None else b"content-length: %d\r\n\r\n" % len(payload)
+        request = [first + origin.head + headers + length, *([payload] if payload else [])]
+        while True:
+            kept = self._kept(origin)
+            connection = kept or await self._connect(origin)
+            response = connection.send(request)
+            try:
+                return await response.begun()
+            except BrokenOff:
+                connection.close()
+                if kept is None or method != "GET" or response.has_bytes:
+                    raise
+            except BaseException:
+                connection.close()
+                raise
+
+    async def _connect(self, origin: Origin) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                if origin.is_tls and self._tls is None:
+                    self._tls = await asyncio.to_thread(ssl.create_default_context)
+                connected = await aiohappyeyeballs.start_connection(
+                    await self._resolve(origin.host, origin.port),
+                    happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS,
+                    interleave=1,
+                    socket_factory=self._socket_factory,
+                )
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self, origin),
+                    sock=connected,
+                    ssl=self._tls if origin.is_tls else None,
+                    server_hostname=origin.host if origin.is_tls else None,
+                )
+        except TimeoutError:
+            raise NoConnection("no connection in time") from None
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise NoConnection(reason) from None
+        return connection
+
+    # Connections that are kept
+
+    def opened(self, connection: _Connection) -> None:
+        self._open.add(connection)
+
+    def closed(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        idle = self._idle.get(connection.origin)
+        if idle is not None and connection in idle:
+            idle.remove(connection)
+
+    def keep(self, connection: _Connection) -> None:
+        connection.idle_since = asyncio.get_running_loop().time()
+        self._idle.setdefault(connection.origin, deque()).append(connection)
+        if self._cleaning is None:
+            self._clean()
+
+    def _kept(self, origin: Origin) -> _Connection | None:
+        """Returns the connection that was used last, if it is not too old."""
+        idle = self._idle.get(origin)
+        if not idle:
+            return None
+        connection = idle.pop()
+        age = asyncio.get_running_loop().time() - connection.idle_since
+        if age < _IDLE_CONNECTION_SECONDS:
+            return connection
+        connection.close()
+        return None
+
+    def _clean(self) -> None:
+        """Closes connections that were idle for too long, now and until none is left."""
+        loop = asyncio.get_running_loop()
+        before = loop.time() - _IDLE_CONNECTION_SECONDS
+        for origin, idle in [*self._idle.items()]:
+            while idle and idle[0].idle_since <= before:
+                idle.popleft().close()
+            if not idle:
+                del self._idle[origin]
+        again = bool(self._idle)
+        self._cleaning = loop.call_later(_IDLE_CONNECTION_SECONDS, self._clean) if again else None
