@@ -79,7 +79,7 @@ learn-proof: learner
 	@.venv-learn/bin/python -m envserver_clients.proof --output out/proof
 
 objectives: learner trainers
-	@$(BIN)/python tests/support/objectives_table.py
+	@PYTHONPATH=tests $(BIN)/python -m support.objectives_table
 
 # Tests wait a lot, for processes and for limits to pass: more of them than cores run side by side.
 test: .venv/.tests-installed
@@ -152,9 +152,9 @@ peers: $(PEERS)
 
 # A Chromium of the system, else Debian's where we are root, else the one that Playwright fetches.
 browser: .venv/.tests-installed dashboard
-	@$(BIN)/python tests/support/browsers.py || { test "$$(id -u)" = 0 && apt-get -qq update \
+	@PYTHONPATH=tests $(BIN)/python -m support.browsers || { test "$$(id -u)" = 0 && apt-get -qq update \
 	  && apt-get -qq install -y --no-install-recommends -o DPkg::Lock::Timeout=300 chromium >/dev/null \
-	  && $(BIN)/python tests/support/browsers.py; } || $(BIN)/playwright install chromium || { \
+	  && PYTHONPATH=tests $(BIN)/python -m support.browsers; } || $(BIN)/playwright install chromium || { \
 	  echo "No Chromium: apt-get install -y --no-install-recommends chromium" >&2; exit 1; }
 
 procedural: .venv/.procedural-installed

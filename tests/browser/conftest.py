@@ -8,8 +8,9 @@ import pytest
 from playwright.sync_api import Browser, expect
 from support.browsers import Visitor, missing, running_chromium
 from support.page_house import PageHouse, page_house
+from support.waiting import PATIENCE
 
-expect.set_options(timeout=60_000)  # the machine may be busy
+expect.set_options(timeout=1000 * PATIENCE)
 
 
 @pytest.fixture(scope="session")

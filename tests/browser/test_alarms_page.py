@@ -11,6 +11,7 @@ from playwright.sync_api import expect
 from support.alarm_server import serving
 from support.browsers import Visitor
 from support.page_servers import in_a_thread
+from support.waiting import PATIENCE
 
 SENTENCES = (
     r"reward of zero is always 0",
@@ -35,8 +36,10 @@ def test_ten_alarms_stand_above_every_page_and_lead_to_what_they_mean(
         shown = page.get_by_role("status", name="Alarms").get_by_role("listitem")
         for number, sentence in enumerate(SENTENCES):
             if number == len(SENTENCES) - 1:
-                httpx.post(f"{alarms.url}/v1/policy/pause", json={}).raise_for_status()
-            expect(shown.filter(has_text=re.compile(sentence)).first).to_be_visible(timeout=60_000)
+                httpx.post(
+                    f"{alarms.url}/v1/policy/pause", json={}, timeout=PATIENCE
+                ).raise_for_status()
+            expect(shown.filter(has_text=re.compile(sentence)).first).to_be_visible()
         visitor.shot(page, "alarms")
         shown.filter(has_text="say the same").get_by_role("link", name="show").click()
         expect(page).to_have_url(re.compile("environment=same"))

@@ -12,6 +12,7 @@ from playwright.sync_api import expect
 from support.browsers import Visitor, axe
 from support.commands import until
 from support.page_servers import in_a_thread
+from support.waiting import PATIENCE
 
 import envserver
 
@@ -32,7 +33,10 @@ async def evaluating(folder: Path) -> AsyncIterator[str]:
 
 
 def test_each_evaluated_version_is_a_point_and_a_row(tmp_path: Path, visitor: Visitor) -> None:
-    with in_a_thread(lambda: evaluating(tmp_path)) as url, httpx.Client(base_url=url) as http:
+    with (
+        in_a_thread(lambda: evaluating(tmp_path)) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE) as http,
+    ):
 
         def evaluations() -> list[dict[str, Any]]:
             return list(http.get("/v1/evaluations").json()["evaluations"])
@@ -44,7 +48,7 @@ def test_each_evaluated_version_is_a_point_and_a_row(tmp_path: Path, visitor: Vi
         for count in (1, 2):
             version = {"version": count - 1}
             http.post("/v1/policy-version", json=version).raise_for_status()
-            until(lambda n=count: states() == ["complete"] * n, 180, lambda: str(states()))
+            until(lambda n=count: states() == ["complete"] * n, lambda: str(states()))
         means = [one["results"]["evaluate/math/mean_reward"] for one in evaluations()]
         page = visitor.page(f"{url}/#/held_out")
         expect(page.get_by_label("Rewards of 2 evaluations over policy versions")).to_be_visible()

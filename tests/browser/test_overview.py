@@ -179,9 +179,9 @@ def test_a_page_that_stays_open_goes_on_when_the_server_was_killed(
         page.wait_for_timeout(200)  # the browser's events come in
         return measurements(page) == rows_of_the_server()
 
-    until(has_each_row_once, 60, lambda: f"{measurements(page)}, not {rows_of_the_server()} rows")
+    until(has_each_row_once, lambda: f"{measurements(page)}, not {rows_of_the_server()} rows")
     rows = measurements(page)
-    until(lambda: has_each_row_once() and measurements(page) > rows, 60, lambda: "a row more")
+    until(lambda: has_each_row_once() and measurements(page) > rows, lambda: "a row more")
 
 
 @pytest.mark.slow
@@ -217,6 +217,6 @@ def test_the_page_says_which_server_leads(tmp_path: Path, visitor: Visitor) -> N
         expect(servers).to_contain_text("http://10.0.0.1:8000 ● leads")
         expect(servers).to_contain_text("no other server would take over")
         followers.append("http://10.0.0.2:8000")
-        expect(servers).to_contain_text("http://10.0.0.2:8000 follows", timeout=20_000)
+        expect(servers).to_contain_text("http://10.0.0.2:8000 follows")
         axe(page)
         page.context.close()

@@ -11,6 +11,7 @@ from typing import Self
 import httpx
 from envserver_records.servers import ServersClient
 from envserver_records.urls import Urls
+from support.waiting import PATIENCE
 
 _PAUSE_SECONDS = 0.15
 
@@ -33,7 +34,7 @@ class Poster:
         """Ends after the group that is under way."""
         self._stopping.set()
         if self._thread.ident is not None:
-            self._thread.join(90)
+            self._thread.join(PATIENCE)
 
     def __enter__(self) -> Self:
         return self

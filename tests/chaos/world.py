@@ -22,6 +22,7 @@ from support.commands import ENVSERVER, environment_variables, free_port, until
 from support.postgres import Postgres
 from support.process_tree import command, descendants
 from support.relay import Relay, relay
+from support.waiting import PATIENCE
 
 from .poster import Poster
 from .relay import FaultyRelay, Told, faulty_relay
@@ -29,7 +30,6 @@ from .trainer import GO_BACK, read_journal
 
 TESTS: Final = Path(__file__).parent.parent
 FEW_WAIT: Final = "--rollouts.max_queued_groups=24"
-_UP_SECONDS: Final = 90.0
 
 TAKEOVER_SECONDS: Final = 2
 
@@ -131,7 +131,7 @@ class World:
         """kill -9 of the process alone: what it began has to notice by itself."""
         process = self.processes[name]
         process.kill()
-        process.wait(30)
+        process.wait(PATIENCE)
 
     def kill_child(self, of: Name, part: str, draw: random.Random) -> bool:
         """kill -9 of one of the processes below `of` with `part` in their words; False: none is."""
@@ -162,21 +162,21 @@ class World:
         def answers() -> bool:
             self.keep_up()
             try:
-                found = [httpx.get(f"{url}/healthz", timeout=2) for url in self._server_urls()]
+                found = [httpx.get(f"{url}/healthz", timeout=30) for url in self._server_urls()]
             except httpx.HTTPError:
                 return False
             return all(answer.status_code == 200 for answer in found)
 
-        until(answers, _UP_SECONDS, lambda: self.logs(*self.relays))
+        until(answers, lambda: self.logs(*self.relays))
 
     def _server_urls(self) -> list[str]:
         return [f"http://127.0.0.1:{self.ports[name]}" for name in self.relays]
 
-    def until_progress(self, seconds: float = 120.0) -> None:
+    def until_progress(self) -> None:
         """Returns when a trainer has acknowledged something more.
 
         Raises:
-            AssertionError: none has within `seconds`, although everything was kept up.
+            AssertionError: none has in time, although everything was kept up.
         """
         before = self._acks()
 
@@ -184,35 +184,35 @@ class World:
             self.keep_up()
             return self._acks() > before
 
-        until(has_more, seconds, lambda: f"no progress; {self.logs(*self.names)}")
+        until(has_more, lambda: f"no progress; {self.logs(*self.names)}")
 
-    def until_joined(self, seconds: float = 120.0) -> None:
+    def until_joined(self) -> None:
         """Returns when the joined environment has delivered a group."""
 
         def has_delivered() -> bool:
             self.keep_up()
             return bool(self.told.joined)
 
-        until(has_delivered, seconds, lambda: self.logs("joined"))
+        until(has_delivered, lambda: self.logs("joined"))
 
     def _acks(self) -> int:
         files = [self.folder / f"{name}.jsonl" for name in self.deliveries]
         return sum(path.read_bytes().count(b'"acked"') for path in files if path.exists())
 
-    def let_finish(self, seconds: float) -> None:
+    def let_finish(self) -> None:
         """No new groups; returns when the trainers have acknowledged all that there are.
 
         Raises:
-            AssertionError: they have not within `seconds`.
+            AssertionError: they have not in time.
         """
         self.poster.stop()
         joined = self.processes["joined"]
         joined.terminate()
-        joined.wait(60)
+        joined.wait(PATIENCE)
         self.alone = True
         if not self.is_shared:
             self.processes["server"].terminate()
-            self.processes["server"].wait(90)
+            self.processes["server"].wait(PATIENCE)
         self.until_up()
 
         def is_done() -> bool:
@@ -220,7 +220,7 @@ class World:
             return self._left() == 0 and all(map(_is_settled, self.journals().values()))
 
         logs = (*self.relays, "a")
-        until(is_done, seconds, lambda: f"{self._left()} groups left; {self.logs(*logs)}")
+        until(is_done, lambda: f"{self._left()} groups left; {self.logs(*logs)}")
 
     def longest_pauses(self) -> dict[str, float]:
         """The longest time of each trainer from one batch to the next, in seconds."""
@@ -239,7 +239,7 @@ class World:
 
     def _left_at(self, server_url: str) -> int:
         try:
-            metrics = httpx.get(f"{server_url}/metrics", timeout=5).raise_for_status().text
+            metrics = httpx.get(f"{server_url}/metrics", timeout=PATIENCE).raise_for_status().text
         except httpx.HTTPError:
             return -1
         depths = [
@@ -266,10 +266,10 @@ class World:
                 process.terminate()
         for process in self.processes.values():
             try:
-                process.wait(30)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(30)
+                process.wait(PATIENCE)
 
 
 def _is_settled(lines: list[dict[str, object]]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from support.commands import ENVSERVER, environment_variables, read_jsonl
 from support.gaia_hostile import IN_PROCESS, LOOKS, TROUBLE, Hostile
+from support.waiting import PATIENCE
 
 ZOO = Path(__file__).parents[1] / "support" / "gaia_hostile.py"
 AGENTS = ("code", "tools", "plain")
@@ -71,7 +72,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
             "--env.data_path_to_save_groups", "out.jsonl",
         ]  # fmt: skip
         done = subprocess.run(
-            list(map(str, command)), cwd=folder, capture_output=True, text=True, timeout=240,
+            list(map(str, command)), cwd=folder, capture_output=True, text=True, timeout=PATIENCE,
             env=environment_variables() | {"TAVILY_API_KEY": secret, "PLOVER": secret}, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import PATIENCE
 
 TESTS = Path(__file__).parents[1]
 IS_ROOT = os.geteuid() == 0
@@ -84,7 +85,7 @@ def report(command: tuple[str, ...], *words: str) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -24,7 +24,7 @@ import pytest
 import pytest_asyncio
 from support.commands import ENVSERVER, environment_variables, read_jsonl
 from support.serving import attempt_spec as small_spec
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import ServerConfig, Settings, SimConfig, Task, WorkersConfig
 from envserver.api.access.connections import HttpBounds
@@ -214,7 +214,7 @@ def test_a_server_with_few_descriptors_goes_on(
     ]  # fmt: skip
     done = subprocess.run(
         ["sh", "-c", 'ulimit -n 512; exec "$@"', "sh", *map(str, command)],
-        cwd=tmp_path, env=environment_variables(), capture_output=True, text=True, timeout=240,
+        cwd=tmp_path, env=environment_variables(), capture_output=True, text=True, timeout=PATIENCE,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

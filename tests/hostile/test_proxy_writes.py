@@ -17,6 +17,7 @@ import structlog
 from envserver_records.errors import WorkerGarbage
 from support.commands import ENVSERVER, environment_variables, envserver, read_jsonl
 from support.proxy_house import House, chat, house
+from support.waiting import PATIENCE
 
 from envserver.rollouts import ending_limit
 from envserver.telemetry.log_budget import BURST_BYTES, BYTES_PER_SECOND
@@ -206,5 +207,5 @@ def shown_on_a_terminal(folder: Path, *words: str) -> str:
         except OSError:  # Linux says so when the last program at the terminal has ended
             break
     os.close(ours)
-    assert process.wait(60) == 0, read.decode(errors="replace")
+    assert process.wait(PATIENCE) == 0, read.decode(errors="replace")
     return read.decode(errors="replace")

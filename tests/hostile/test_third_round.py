@@ -22,6 +22,7 @@ from envserver_records.records import SandboxSpec, Score, pack
 from support.api import REGISTRATION, Api, native_group, running_api, sequence
 from support.proxy_house import ASK, House, chat, house
 from support.sandboxes import sandboxes
+from support.waiting import PATIENCE
 
 import envserver
 from envserver import SandboxLimits
@@ -42,7 +43,7 @@ async def exchange(url: str, sent: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
     try:
         writer.write(sent)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             return await reader.read()
     finally:
         writer.close()

@@ -22,6 +22,7 @@ from support.api import (
     wire_group,
 )
 from support.commands import free_port
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.thorough
 
@@ -39,7 +40,7 @@ def test_accepted_groups_are_delivered_once_and_nobody_registers_again(tmp_path:
 
     def post_until_stopped() -> None:
         mark = 0
-        with httpx.Client(timeout=5) as client:
+        with httpx.Client(timeout=60) as client:
             while not stop.is_set():
                 mark += 1
                 key = {"idempotency-key": f"group-{mark}"}
@@ -57,9 +58,9 @@ def test_accepted_groups_are_delivered_once_and_nobody_registers_again(tmp_path:
     for life in range(KILLS):
         with api_process(tmp_path / "store.db", port) as server:
             if life == 0:
-                assert httpx.post(f"{url}/register", json=REGISTRATION).status_code == 200
-                assert httpx.get(f"{url}/batch").json() == {"batch": None}
-                assert httpx.post(f"{url}/register-env", json=ENVIRONMENT).json()["env_id"] == 0
+                assert ask("POST", f"{url}/register", json=REGISTRATION).status_code == 200
+                assert ask("GET", f"{url}/batch").json() == {"batch": None}
+                assert ask("POST", f"{url}/register-env", json=ENVIRONMENT).json()["env_id"] == 0
                 poster.start()
             until = len(accepted) + POSTS
             while len(accepted) < until:
@@ -68,12 +69,12 @@ def test_accepted_groups_are_delivered_once_and_nobody_registers_again(tmp_path:
             server.kill()
     stop.set()
     with api_process(tmp_path / "store.db", port):
-        poster.join(30)
-        status = httpx.request("GET", f"{url}/status-env", json={"env_id": 0})
+        poster.join(PATIENCE)
+        status = ask("GET", f"{url}/status-env", json={"env_id": 0})
         assert status.status_code == 200
         while batch := fetch(url):
             fetched += batch
-        left = httpx.get(f"{url}/status").json()["queue_size"]
+        left = ask("GET", f"{url}/status").json()["queue_size"]
     assert len(fetched) == len(set(fetched))
     assert fetched == sorted(fetched)
     # The last one may wait for a second to make a batch.
@@ -81,8 +82,12 @@ def test_accepted_groups_are_delivered_once_and_nobody_registers_again(tmp_path:
     assert set(accepted) - set(fetched) <= {max(accepted)}
 
 
+def ask(method: str, url: str, **more: Any) -> httpx.Response:
+    return httpx.request(method, url, timeout=PATIENCE, **more)
+
+
 def fetch(url: str) -> list[int]:
-    batch: list[dict[str, Any]] | None = httpx.get(f"{url}/batch", timeout=10).json()["batch"]
+    batch: list[dict[str, Any]] | None = ask("GET", f"{url}/batch").json()["batch"]
     return [mark_of(group) for group in batch or []]
 
 
@@ -90,7 +95,8 @@ def patiently(
     request: Callable[[], httpx.Response], stop: threading.Event
 ) -> httpx.Response | None:
     """The answer, asked for again while there is none; None when stopped meanwhile."""
-    for _ in range(600):
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
         try:
             answer = request()
             assert answer.status_code == 200, answer.text
@@ -106,23 +112,23 @@ def test_a_batch_that_was_formed_and_not_fetched_survives(tmp_path: Path) -> Non
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with api_process(tmp_path / "store.db", port) as server:
-        httpx.post(f"{url}/register", json=REGISTRATION)
+        ask("POST", f"{url}/register", json=REGISTRATION)
         for mark in range(7):
-            httpx.post(f"{url}/scored_data", json=wire_group(2, mark))
-        leased = httpx.get(f"{url}/batch", headers={"x-envserver-ack": "lease"})
+            ask("POST", f"{url}/scored_data", json=wire_group(2, mark))
+        leased = ask("GET", f"{url}/batch", headers={"x-envserver-ack": "lease"})
         assert [mark_of(group) for group in leased.json()["batch"]] == [0, 1]
-        before = httpx.get(f"{url}/status").json()
+        before = ask("GET", f"{url}/status").json()
         server.kill()
     with api_process(tmp_path / "store.db", port):
-        assert httpx.get(f"{url}/status").json() == before
+        assert ask("GET", f"{url}/status").json() == before
         assert before == {"current_step": 6, "queue_size": 1}
         assert fetch(url) == [2, 3]
-        assert httpx.get(f"{url}/status").json() == before
+        assert ask("GET", f"{url}/status").json() == before
         ack = {"lease_id": leased.headers["x-envserver-lease"]}
-        assert httpx.post(f"{url}/ack", json=ack).json() == {"status": "success"}
+        assert ask("POST", f"{url}/ack", json=ack).json() == {"status": "success"}
         assert fetch(url) == [4, 5]
         assert fetch(url) == []
-        assert mark_of(httpx.get(f"{url}/latest_example").json()) == 6
+        assert mark_of(ask("GET", f"{url}/latest_example").json()) == 6
 
 
 @pytest.mark.parametrize("broken", ["lease", "set_value", "ack"])

@@ -12,6 +12,7 @@ import pytest
 import trustme
 from structlog.testing import capture_logs
 from support.api import running_api
+from support.waiting import PATIENCE
 
 from envserver import ServerConfig
 from envserver.api import certificates, create_api, serve_api
@@ -100,7 +101,7 @@ async def server(
 
 async def accepted(server: RunningServer, authority: trustme.CA) -> Connection:
     """The first connection that the two agree on."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while True:
             try:
                 return await Connection.open(server, authority)
@@ -132,7 +133,7 @@ async def test_what_does_not_fit_changes_nothing_and_is_tried_again(
         for wrong in (chain[: len(chain) // 2], trustme.CA().cert_pem.bytes(), None):
             said = len(logs)
             files.chain.unlink() if wrong is None else files.chain.write_bytes(wrong)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 while len(logs) == said:
                     await asyncio.sleep(0.02)
             await asyncio.sleep(0.1)

@@ -48,14 +48,12 @@ def report(made: World, done: Counter[str], verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def torture(
-    made: World, faults: int, tell: Callable[[str], None], *, finish_seconds: float
-) -> None:
+def torture(made: World, faults: int, tell: Callable[[str], None]) -> None:
     done = torment(
         made, SEED, faults, rest_seconds=(0.1, 0.8), progress=0.5 if faults < 50 else 0.2
     )
     made.until_joined()
-    made.let_finish(finish_seconds)
+    made.let_finish()
     engine_said = [echo.completion_ids for echo in made.witness]
     verdict = judge(made.told, engine_said, made.journals(), made.deliveries)
     tell(report(made, done, verdict))
@@ -76,7 +74,7 @@ def test_on_sqlite_two_trainers_share_every_group_exactly_once(
     with small_disk(tmp_path / "disk") as disk:
         store = str(disk / "store.db")
         with world(tmp_path, store=store, postgres=None) as made:
-            torture(made, faults, tell, finish_seconds=60 + faults)
+            torture(made, faults, tell)
 
 
 @pytest.mark.slow
@@ -87,7 +85,7 @@ def test_on_postgresql_each_of_two_trainers_gets_every_group_exactly_once(
     deliveries = {"a": "shared", "b": "broadcast"}
     store = postgres.emptied()
     with world(tmp_path, store=store, postgres=postgres, deliveries=deliveries) as made:
-        torture(made, faults, tell, finish_seconds=60 + faults)
+        torture(made, faults, tell)
 
 
 @pytest.mark.parametrize(
@@ -103,4 +101,4 @@ def test_several_servers_on_one_postgresql_lose_nothing_and_repeat_nothing(
     """Kills and pauses of the servers and the database, and cut connections: clients go on."""
     store = postgres.emptied()
     with world(tmp_path, store=store, postgres=postgres, servers=servers) as made:
-        torture(made, faults, tell, finish_seconds=60 + faults)
+        torture(made, faults, tell)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from support.commands import environment_variables, free_port, running
+from support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 MOST_PACKAGES = 8
@@ -42,7 +43,7 @@ class Alone:
             env=environment_variables(),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
             check=False,
         )
         assert ended.returncode == 0, ended.stderr

@@ -13,6 +13,7 @@ import pytest
 from support.commands import free_port, until
 from support.docker_engine import Engine
 from support.our_images import Images
+from support.waiting import PATIENCE
 
 # Takes the place of vLLM: it answers with how it was started.
 SERVER = """
@@ -82,8 +83,8 @@ def test_vllm_is_started_with_what_envserver_uses(images: Images, tmp_path: Path
 def answer(url: str, engine: Engine, container: str) -> dict[str, object]:
     def asked() -> bytes:
         try:
-            return httpx.get(url).content
+            return httpx.get(url, timeout=PATIENCE).content
         except httpx.TransportError:
             return b""
 
-    return dict(orjson.loads(until(asked, 60, lambda: engine.output("logs", container))))
+    return dict(orjson.loads(until(asked, lambda: engine.output("logs", container))))

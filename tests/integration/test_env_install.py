@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.commands import envserver, read_jsonl
 from support.env_packages import home, refused, run, wheel
+from support.waiting import PATIENCE
 
 from envserver import ConfigError, registry
 from envserver.cli import main
@@ -212,7 +213,7 @@ def test_an_older_pydantic_runs_beside_math(
     monkeypatch.delenv("PIP_NO_INDEX")
     older = "pydantic==2.9.2"
     command = [sys.executable, "-m", "pip", "download", older, "--dest", str(tmp_path / "got")]
-    if subprocess.run(command, check=False, capture_output=True, timeout=300).returncode:
+    if subprocess.run(command, check=False, capture_output=True, timeout=PATIENCE).returncode:
         pytest.skip(f"pip cannot download {older} here")
     number = 'float(pydantic.VERSION.partition(".")[2])'
     code = CODE.format(imports="import pydantic", version="pydantic.VERSION", number=number)

@@ -69,7 +69,6 @@ def test_exports_of_a_killed_and_resumed_run_equal_those_of_an_undisturbed_one(
             wanted = moments.randint(*((groups - 8) * (number - back) // kills for back in (1, 0)))
             until(
                 lambda wanted=wanted: _groups_in(killed) >= wanted,
-                120,
                 process.output,
                 alive=process.process,
             )

@@ -161,7 +161,7 @@ def test_stopped_while_it_starts_it_leaves_nothing(
     words = ("serve", "--env", "math", "--model", "sim", "--port", 0)
     with running(*words, folder=tmp_path) as process:
         until(
-            lambda: any(temporary.iterdir()), 60, process.output, alive=process.process
+            lambda: any(temporary.iterdir()), process.output, alive=process.process
         )  # the workers' folder, before they are up
         process.send(number)
         assert process.end() in (0, 128 + number), process.output()

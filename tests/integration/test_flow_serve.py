@@ -12,6 +12,7 @@ import httpx
 import pytest
 from envserver_clients.http import SyncEnvClient
 from support.commands import Running, free_port, running, until
+from support.waiting import PATIENCE
 
 from envserver.store import open_store
 
@@ -30,7 +31,7 @@ def serving(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
 
 
 def status(url: str) -> dict[str, Any]:
-    answer = httpx.get(f"{url}/v1/status").json()
+    answer = httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()
     assert isinstance(answer, dict)
     return answer
 
@@ -66,7 +67,7 @@ def test_what_a_trainer_gets_is_never_older_than_it_may_be_and_what_is_is_counte
             assert all(0 <= one <= 1 for one in behind), behind
             got += len(behind)
             client.ack(batch)
-            until(lambda: at_rest(url), 150, server.output, alive=server.process)
+            until(lambda: at_rest(url), server.output, alive=server.process)
             assert status(url)["groups"]["queued"] <= 4  # two batches, one for each version
             published += 3  # what waits is too old now
             client.publish_policy_version(published)
@@ -86,7 +87,6 @@ def test_rollouts_in_flight_that_became_too_old_end_and_are_counted(tmp_path: Pa
         client.publish_policy_version(0)
         until(
             lambda: status(url)["server"]["open_groups"] > 1,
-            150,
             server.output,
             alive=server.process,
         )
@@ -95,7 +95,7 @@ def test_rollouts_in_flight_that_became_too_old_end_and_are_counted(tmp_path: Pa
             client.publish_policy_version(int(status(url)["policy_version"]) + 1)
             return int(status(url)["server"]["stale_rollouts"])
 
-        assert until(publish_and_look, 150, server.output, alive=server.process) > 0
+        assert until(publish_and_look, server.output, alive=server.process) > 0
         found = status(url)["server"]
         assert found["groups_dropped"].keys() <= {"stale"}
         assert found["rollouts_lost"] == found["stale_rollouts"]

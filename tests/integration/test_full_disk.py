@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE
 
 _DRAIN = textwrap.dedent(
     """
@@ -109,7 +110,7 @@ def test_a_full_disk_is_drained_and_says_so(tmp_path: Path) -> None:
         [*inside, f'{mount}; exec "$0" -c "$1" "$2"', sys.executable, _DRAIN, str(disk)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines()[-1].startswith("drained ")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.commands import environment_variables, envserver, free_port, read_jsonl, running
 from support.vllm_server import VllmServer
+from support.waiting import PATIENCE
 
 from envserver import SimConfig
 from envserver.models import ASSETS
@@ -60,7 +61,7 @@ async def test_process_as_it_was_typed(tmp_path: Path) -> None:
         ]  # fmt: skip
         ran = await asyncio.to_thread(
             subprocess.run, list(map(str, words)), cwd=tmp_path, capture_output=True, text=True,
-            timeout=120, env=environment_variables(), check=False,
+            timeout=PATIENCE, env=environment_variables(), check=False,
         )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     (group,) = read_jsonl(tmp_path / "out.jsonl")
@@ -103,7 +104,7 @@ def test_sft_rows_of_tokens(tmp_path: Path) -> None:
 def trained(python: Path, url: str, batch: int, steps: int) -> dict[str, int]:
     """What the loop of atroposlib's example trainer got."""
     words = [str(python), str(TRAINER), url, str(batch), str(steps)]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=500, check=False)
+    run = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     got: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
     return got
@@ -136,7 +137,7 @@ def test_process_and_serve_on_a_real_vllm(
     common = ["--env", "gaia", "--openai.base_url", url, "--env.group_size", 4]
     common += ["--env.max_steps", 2, "--sampling.max_tokens", 16]
     words = ["--env.total_steps", rollouts // 4, "--env.data_path_to_save_groups", "out.jsonl"]
-    ran = envserver("process", *common, *words, folder=tmp_path, seconds=580)
+    ran = envserver("process", *common, *words, folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     groups = read_jsonl(tmp_path / "out.jsonl")
     made = [rollout for group in groups for rollout in group["envserver"]["rollouts"]]

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from support.commands import envserver, running, until
 from support.scripted_vllm import scripted_vllm
+from support.waiting import PATIENCE
 
 from envserver import Settings
 from envserver.cli.settings import load_settings
@@ -46,23 +47,23 @@ def test_engine_is_started_again_when_it_dies_and_goes_with_us(tmp_path: Path, m
     words = ("models", "start", model, "--vllm_python", scripted_vllm(tmp_path), "--port", 0)
     with running(*words, "--vllm_args=--max-num-seqs", "--vllm_args=4", folder=tmp_path) as ours:
         url = ours.wait_for(r"at (http://\S+)/v1").group(1)
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
         asked = json.loads((tmp_path / "words").read_text())
         assert asked[asked.index("--served-model-name") + 1] == "model"
         assert asked[-2:] == ["--max-num-seqs", "4"]
         first = pids(tmp_path)
         os.kill(first[0], signal.SIGKILL)
         ours.wait_for(r"ended by itself \(status 137\); it is started again in 1 s")
-        until(lambda: len(pids(tmp_path)) == 4, 30, ours.output)
-        until(lambda: _answers(url), 30, ours.output)
+        until(lambda: len(pids(tmp_path)) == 4, ours.output)
+        until(lambda: _answers(url), ours.output)
         assert not any(map(alive, first))
         ours.kill()
-        until(lambda: not any(map(alive, pids(tmp_path))), 30, lambda: "an engine lives on")
+        until(lambda: not any(map(alive, pids(tmp_path))), lambda: "an engine lives on")
 
 
 def _answers(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health").status_code == 200
+        return httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
     return False
 
 

@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 from support.commands import ENVSERVER, environment_variables, read_jsonl
 from support.extent import first_of
+from support.waiting import PATIENCE
 
 BUILT_INS = [
     "code",
@@ -88,7 +89,7 @@ def run_in(folder: Path, *words: object, path: str = "") -> subprocess.Completed
     variables = environment_variables() | ({"PYTHONPATH": path} if path else {})
     return subprocess.run(
         [*map(str, words)],
-        cwd=folder, env=variables, capture_output=True, text=True, timeout=120, check=False,
+        cwd=folder, env=variables, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
 
 
@@ -137,7 +138,9 @@ def test_a_users_tests_import_both(folder: Path) -> None:
 @pytest.mark.thorough
 def test_a_notebook_imports_both(folder: Path) -> None:
     notebook = new_notebook(cells=[new_code_cell(IMPORTS + RUN)])
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(
+        notebook, timeout=PATIENCE, resources={"metadata": {"path": str(folder)}}
+    ).execute()
     (shown,) = notebook.cells[0].outputs
     assert shown["data"]["text/plain"] == "([1, 1], 'my tool, ')"
 

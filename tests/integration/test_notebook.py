@@ -8,6 +8,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from support.waiting import PATIENCE
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
 
@@ -16,7 +17,7 @@ NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=240, resources=resources).execute()
+    NotebookClient(notebook, timeout=PATIENCE, resources=resources).execute()
     shown = [_text(output) for cell in notebook.cells for output in cell.get("outputs", ())]
     assert "'exact'" in shown
     assert any(text.startswith("(6, ") for text in shown)

@@ -19,6 +19,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 from support.commands import Running, envserver, free_port, read_jsonl, running, until
 from support.otlp_receiver import receiver, values
+from support.waiting import PATIENCE
 
 DOCKER = Path(__file__).parents[2] / "docker"
 SECRET = "sk-operations-secret-0123456789"
@@ -38,7 +39,7 @@ def serving(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
 
 
 def families(url: str) -> dict[str, Any]:
-    text = httpx.get(f"{url}/metrics").text
+    text = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
@@ -63,7 +64,7 @@ def test_a_server_shows_its_numbers_its_traces_and_its_end(tmp_path: Path) -> No
         words = ("--telemetry.otlp_endpoint", traces.url, "--log_format", "json")
         words += ("--rollouts.max_queued_groups", 6)
         with serving(tmp_path, *words) as (server, url):
-            assert httpx.get(f"{url}/readyz").json()["parts"].keys() == {
+            assert httpx.get(f"{url}/readyz", timeout=PATIENCE).json()["parts"].keys() == {
                 "store", "disk", "engine", "workers:math", "scorers:math", "routes",
             }  # fmt: skip
             with SyncEnvClient(url, run="trainer", batch_size=2) as client:
@@ -144,18 +145,17 @@ def test_what_does_not_end_in_time_is_cancelled_and_counted(tmp_path: Path) -> N
     slow = ("--sim.seconds_per_token", 5, "--server.drain_seconds", 1)
     with serving(tmp_path, *slow) as (server, url):
         until(
-            lambda: httpx.get(f"{url}/v1/status").json()["server"]["open_groups"],
-            60,
+            lambda: httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["server"]["open_groups"],
             server.output,
             alive=server.process,
         )
         server.send(signal.SIGTERM)
         server.wait_for("Finishing")
-        answer = httpx.get(f"{url}/readyz")
+        answer = httpx.get(f"{url}/readyz", timeout=PATIENCE)
         assert answer.status_code == 503
         assert answer.headers["content-type"] == "application/problem+json"
         assert answer.json()["parts"]["server"]["state"] == "draining"
-        assert httpx.get(f"{url}/healthz").json()["status"] == "ok"
+        assert httpx.get(f"{url}/healthz", timeout=PATIENCE).json()["status"] == "ok"
         assert server.end() == 1
     assert re.search(r"Stopped after 1 s: [1-9]\d* groups? cancelled", server.output())
 

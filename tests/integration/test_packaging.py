@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 # The folder that each package lies in, by the project that ships it.
@@ -46,7 +47,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, zipfile.ZipFil
             cwd=ROOT / project,
             check=True,
             capture_output=True,
-            timeout=120,
+            timeout=PATIENCE,
         )
         (path,) = folder.glob("*.whl")
         built[project] = zipfile.ZipFile(path)

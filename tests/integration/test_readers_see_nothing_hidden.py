@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.commands import Running, free_port, running, until
+from support.waiting import PATIENCE
 
 from envserver.api import create_token
 from envserver.api.access.rules import RULES
@@ -104,7 +105,7 @@ class House:
 
     def client(self, role: Role) -> httpx.Client:
         headers = {"authorization": f"Bearer {self.tokens[role]}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE)
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_a_reader_finds_no_marker_in_any_route(house: House) -> None:
     def groups() -> list[dict[str, Any]]:
         return list(house.reader.get("/v1/groups").json()["groups"])
 
-    until(lambda: len(groups()) >= 7, 120, house.server.output, alive=house.server.process)
+    until(lambda: len(groups()) >= 7, house.server.output, alive=house.server.process)
     with house.client("trainer") as trainer:
         made = trainer.post("/v1/runs", json={"name": "run-1", "batch_size": 2})
         assert made.status_code == 201, made.text

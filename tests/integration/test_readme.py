@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.waiting import PATIENCE
+
 from envserver.cli.settings import load_settings
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -26,7 +28,12 @@ def test_the_first_environment_has_forty_lines_and_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "envserver", "process", "--env", "addition.py"]
     flags = ["--env.digits", "5", "--env.total_steps", "2", "--model", "sim"]
     done = subprocess.run(
-        [*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [*command, *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "data" / "addition.jsonl").read_text().splitlines()

@@ -15,6 +15,7 @@ import pytest
 from envserver_clients.http import SyncEnvClient
 from support.api import REGISTRATION, api_process
 from support.commands import Running, free_port, running, until
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.thorough
 
@@ -66,7 +67,7 @@ class House:
                 client.ack(batch)
 
     def environments(self) -> dict[str, dict[str, object]]:
-        shown = httpx.get(f"{self.url}/v1/environments").json()["environments"]
+        shown = httpx.get(f"{self.url}/v1/environments", timeout=PATIENCE).json()["environments"]
         return {one["name"]: one for one in shown}
 
 
@@ -148,12 +149,11 @@ def test_a_stopped_joiner_does_not_count_and_an_atropos_trainer_goes_on(tmp_path
         with house.joiner("--name", "second") as two:
             two.wait_for("Joined .* as second: math, seed 1")
             registration = REGISTRATION | {"batch_size": 4, "max_token_len": 4096}
-            httpx.post(f"{house.url}/register", json=registration)
+            httpx.post(f"{house.url}/register", json=registration, timeout=PATIENCE)
             one.send(signal.SIGSTOP)
             for _ in range(3):
                 batch = until(
-                    lambda: httpx.get(f"{house.url}/batch").json()["batch"],
-                    90,
+                    lambda: httpx.get(f"{house.url}/batch", timeout=PATIENCE).json()["batch"],
                     server.output,
                     alive=server.process,
                 )

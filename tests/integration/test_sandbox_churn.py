@@ -20,7 +20,7 @@ from hostile.host import alive_with
 from support.process_tree import command, descendants, mounts, open_files, own_megabytes, parents
 from support.sandbox_holder import STAY, STAYING
 from support.sandboxes import sandboxes
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
@@ -188,7 +188,7 @@ async def staying(boxes: Sandboxes, mark: str) -> AsyncIterator[list[asyncio.Tas
 
 async def next_result(boxes: Sandboxes) -> ExecResult:
     """Of a program in a new sandbox, as soon as one can be made."""
-    async with asyncio.timeout(180):
+    async with asyncio.timeout(PATIENCE):
         while True:
             try:
                 async with boxes.open(SandboxSpec()) as box:
@@ -203,7 +203,9 @@ async def test_the_end_of_a_process_loses_its_programs_and_nothing_else(victim: 
     async with sandboxes() as boxes:
         async with staying(boxes, mark) as running:
             os.kill(lasting()[victim], signal.SIGKILL)
-            ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 60)
+            ends = await asyncio.wait_for(
+                asyncio.gather(*running, return_exceptions=True), PATIENCE
+            )
             assert [type(end) for end in ends] == [SandboxLost] * len(running)
             await until(lambda: alive_with(mark) == [])
             result = await next_result(boxes)

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.commands import Running, envserver, read_jsonl, running, until
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.thorough
 
@@ -23,7 +24,7 @@ def machine(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
 
 
 def open_at(url: str) -> int:
-    return int(httpx.get(f"{url}/v1/sandboxes").json()["open"])
+    return int(httpx.get(f"{url}/v1/sandboxes", timeout=PATIENCE).json()["open"])
 
 
 def rewards(path: Path) -> dict[str, list[float]]:
@@ -37,7 +38,7 @@ def test_a_machine_that_is_killed_under_load_costs_no_rollout(tmp_path: Path) ->
         out = tmp_path / "elsewhere.jsonl"
         with running(*CODE, *steps, *remote, "--out", out, folder=tmp_path) as process:
             # Under load: sandboxes are open on both, and groups are still to come.
-            until(lambda: open_at(at_first) and open_at(at_second), 120, process.output)
+            until(lambda: open_at(at_first) and open_at(at_second), process.output)
             first.kill()
             assert process.end() == 0, process.output()
             told = process.output()
@@ -52,6 +53,6 @@ def test_a_machine_ends_what_a_killed_client_left(tmp_path: Path) -> None:
         steps = ("--env.total_steps", 1000)
         remote = ("--sandbox.remote", url, "--out", "lost.jsonl")
         with running(*CODE, *steps, *remote, folder=tmp_path) as process:
-            until(lambda: open_at(url), 120, process.output)
+            until(lambda: open_at(url), process.output)
             process.kill()
-        until(lambda: not open_at(url), 60, serving.output)
+        until(lambda: not open_at(url), serving.output)

@@ -14,6 +14,7 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 from support.api import REGISTRATION
 from support.commands import envserver, free_port, running, until
+from support.waiting import PATIENCE
 
 from envserver.api import create_token
 
@@ -139,13 +140,15 @@ def test_no_secret_is_in_anything_that_a_server_shows_writes_or_answers(
         locked, folder=work,
     ) as server:  # fmt: skip
         server.wait_for("Trainers: https")
-        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context) as http:
+        with httpx.Client(
+            base_url=f"https://127.0.0.1:{port}", verify=context, timeout=PATIENCE
+        ) as http:
 
             def status() -> dict[str, object]:
                 headers = {"authorization": f"Bearer {admin}"}
                 return dict(http.get("/v1/status", headers=headers).json())
 
-            until(lambda: status()["server"]["groups_delivered"] >= 3, 60, server.output)  # type: ignore[index]
+            until(lambda: status()["server"]["groups_delivered"] >= 3, server.output)  # type: ignore[index]
             said = list(answers(http, admin, reader))
             assert {text[:3] for text in said} >= {"200", "401", "403", "404", "405", "413", "422"}
         server.send(signal.SIGTERM)

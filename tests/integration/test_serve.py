@@ -16,6 +16,7 @@ from envserver_clients.http import SyncEnvClient
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from support.commands import Running, envserver, free_port, running, until
+from support.waiting import PATIENCE
 
 MATH = (
     "serve", "--env", "math", "--model", "sim", "--sim.latency_seconds", 0,
@@ -37,14 +38,12 @@ def serving(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
 
 
 def get(url: str) -> httpx.Response:
-    return httpx.get(url, timeout=60)
+    return httpx.get(url, timeout=PATIENCE)
 
 
 def next_batch(url: str, server: Running) -> list[dict[str, Any]]:
     """The next batch over the Atropos wire."""
-    answer = until(
-        lambda: get(f"{url}/batch").json()["batch"], 180, server.output, alive=server.process
-    )
+    answer = until(lambda: get(f"{url}/batch").json()["batch"], server.output, alive=server.process)
     return list(answer)
 
 
@@ -58,7 +57,10 @@ def test_killed_and_started_again_every_group_comes_once_to_an_unregistered_trai
     for time_around in range(kills):
         with serving(tmp_path, *total) as (server, url):
             if time_around == 0:
-                assert "uuid" in httpx.post(f"{url}/register", json=REGISTRATION, timeout=60).json()
+                assert (
+                    "uuid"
+                    in httpx.post(f"{url}/register", json=REGISTRATION, timeout=PATIENCE).json()
+                )
             for _ in range(3):
                 got += next_batch(url, server)
             server.kill()
@@ -119,7 +121,7 @@ def test_a_trainer_that_does_not_come_holds_the_rollouts_back(tmp_path: Path) ->
             status = get(f"{url}/v1/status").json()
             return status["server"]["open_groups"] == 0 and queued(status) >= 5
 
-        until(waiting, 180, server.output, alive=server.process)
+        until(waiting, server.output, alive=server.process)
         held = queued(get(f"{url}/v1/status").json())
         time.sleep(0.5)
         assert queued(get(f"{url}/v1/status").json()) == held
@@ -140,7 +142,7 @@ def test_sigterm_finishes_what_is_open_and_keeps_it(tmp_path: Path) -> None:
                 and playing(url)
             )
 
-        until(seen, 180, server.output, alive=server.process)
+        until(seen, server.output, alive=server.process)
         (engine,) = get(f"{url}/v1/engines").json()["engines"]
         assert (engine["name"], engine["breaker"], engine["ready"]) == ("", "closed", True)
         assert engine["calls_total"] > 0 < engine["errors"]
@@ -183,7 +185,7 @@ def test_what_is_counted_can_be_scraped(tmp_path: Path) -> None:
         def delivered() -> bool:
             return metrics()["envserver_groups_delivered"][0].value >= 2
 
-        until(delivered, 180, server.output, alive=server.process)
+        until(delivered, server.output, alive=server.process)
         (flag, *_) = metrics()["envserver_flags"]
         assert flag.labels == {"flag": "truncated_length"}
         assert flag.value >= 4

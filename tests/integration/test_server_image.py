@@ -15,6 +15,7 @@ from support.commands import free_port, until
 from support.docker_engine import Engine
 from support.docker_setup import find_promtool
 from support.our_images import DOCKER, Compose, Images
+from support.waiting import PATIENCE
 
 from envserver import SandboxConfig
 from envserver.sandbox.service import probe
@@ -65,13 +66,13 @@ def url_of(compose: Compose) -> str:
 def status(url: str, headers: dict[str, str] | None = None) -> int:
     """The status of an answer; 0 while nobody answers."""
     try:
-        return httpx.get(url, headers=headers).status_code
+        return httpx.get(url, headers=headers, timeout=PATIENCE).status_code
     except httpx.TransportError:
         return 0
 
 
 def wait_until_ready(url: str, compose: Compose) -> None:
-    until(lambda: status(f"{url}/readyz") == 200, 120, lambda: compose.output("logs"))
+    until(lambda: status(f"{url}/readyz") == 200, lambda: compose.output("logs"))
 
 
 def kill(engine: Engine, pid: int) -> None:
@@ -81,7 +82,7 @@ def kill(engine: Engine, pid: int) -> None:
 
 
 def stored(url: str) -> set[str]:
-    page = httpx.get(f"{url}/v1/groups", params={"limit": 1000})
+    page = httpx.get(f"{url}/v1/groups", params={"limit": 1000}, timeout=PATIENCE)
     assert page.status_code == 200, page.text
     return {group["group_id"] for group in page.json()["groups"]}
 
@@ -91,7 +92,7 @@ def test_a_trainer_gets_every_group_once_through_a_crash_and_a_restart(
 ) -> None:
     url = url_of(demo)
     wait_until_ready(url, demo)
-    until(lambda: len(stored(url)) == GROUPS, 120, lambda: demo.output("logs"))
+    until(lambda: len(stored(url)) == GROUPS, lambda: demo.output("logs"))
     made = stored(url)
     taken: list[str] = []
     with SyncEnvClient(url, run="trainer", batch_size=4) as trainer:
@@ -107,7 +108,7 @@ def test_a_trainer_gets_every_group_once_through_a_crash_and_a_restart(
         before = trainer.lease(wait_seconds=60)
         assert before is not None
         kill(docker_engine, demo.container("demo")["State"]["Pid"])
-        until(lambda: demo.container("demo")["RestartCount"] == 1, 60, str)
+        until(lambda: demo.container("demo")["RestartCount"] == 1, str)
         wait_until_ready(url, demo)
         assert stored(url) >= made
         trainer.ack(before)  # its lease outlived the crash
@@ -145,10 +146,10 @@ def test_a_published_port_asks_for_a_token(docker_engine: Engine, server_image: 
         if not places:
             pytest.skip("this engine publishes no ports")
         url = f"http://{places[0]}"
-        until(lambda: status(f"{url}/v1/groups") == 401, 120, str)  # 503 while it starts
+        until(lambda: status(f"{url}/v1/groups") == 401, str)  # 503 while it starts
         assert status(f"{url}/healthz") == 200
         token = {"Authorization": f"Bearer {made.split()[0]}"}
-        until(lambda: status(f"{url}/v1/status", token) == 200, 120, str)
+        until(lambda: status(f"{url}/v1/status", token) == 200, str)
     finally:
         docker_engine.output("rm", "--force", container)
         docker_engine.output("volume", "rm", "--force", "envserver-tokens")

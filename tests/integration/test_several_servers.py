@@ -16,6 +16,7 @@ import pytest
 from support.api import mark_of, wire_group
 from support.commands import Running, envserver, free_port, running, until
 from support.postgres import Postgres
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.thorough
 
@@ -28,7 +29,7 @@ class Server:
     def __init__(self, process: Running, url: str) -> None:
         self.process = process
         self.url = url
-        self.client = httpx.Client(base_url=url, timeout=30)
+        self.client = httpx.Client(base_url=url, timeout=PATIENCE)
 
     def ask(self, method: str, path: str, **more: Any) -> httpx.Response | None:
         """Its answer; None if it does not answer."""
@@ -43,7 +44,7 @@ class Server:
         return str(answer.json()["role"]) if answer is not None and answer.is_success else ""
 
     def until_ready(self, role: str = "") -> None:
-        until(lambda: self.role() == role if role else self.role(), 60, lambda: self.said())
+        until(lambda: self.role() == role if role else self.role(), lambda: self.said())
 
     def said(self) -> str:
         return self.process.output()[-3000:]
@@ -88,7 +89,7 @@ def post(server: Server, mark: int) -> None:
         answer = server.ask("POST", "/scored_data", json=wire_group(2, mark), headers=key)
         return answer is not None and answer.status_code == 200
 
-    until(posted, 60, server.said)
+    until(posted, server.said)
 
 
 def lease(server: Server, **more: Any) -> Any:
@@ -98,7 +99,7 @@ def lease(server: Server, **more: Any) -> Any:
         answer = server.ask("POST", "/v1/runs/trainer/lease", json={"max_groups": 1, **more})
         return answer.json() if answer is not None and answer.status_code == 200 else None
 
-    return until(leased, 60, server.said)
+    return until(leased, server.said)
 
 
 def ack(server: Server, leased: Any) -> None:
@@ -108,7 +109,7 @@ def ack(server: Server, leased: Any) -> None:
         answer = server.ask("POST", "/v1/runs/trainer/ack", json=wanted)
         return answer is not None and answer.is_success
 
-    until(acked, 60, server.said)
+    until(acked, server.said)
 
 
 def test_all_answer_and_another_leads_when_the_leader_is_killed(
@@ -123,7 +124,7 @@ def test_all_answer_and_another_leads_when_the_leader_is_killed(
             follow = {one.url, other.url}
             return status["url"] == leader.url and set(status["followers"]) == follow
 
-        until(known, 60, leader.said)
+        until(known, leader.said)
         assert leader.metric("envserver_followers") == 2
 
         assert one.client.post("/v1/runs", json=RUN).status_code == 201
@@ -175,11 +176,11 @@ def test_a_leader_that_is_stopped_loses_the_store_and_ends_when_it_wakes(
         with ThreadPoolExecutor() as threads:
             # These wait in its sockets, and are read when it wakes.
             late = threads.submit(
-                leader.ask, "POST", "/scored_data", json=wire_group(2, 9), timeout=60
+                leader.ask, "POST", "/scored_data", json=wire_group(2, 9), timeout=PATIENCE
             )
             stale = {"lease_id": leased["lease_id"]}
             acked = threads.submit(
-                leader.ask, "POST", "/v1/runs/trainer/nack", json=stale, timeout=60
+                leader.ask, "POST", "/v1/runs/trainer/nack", json=stale, timeout=PATIENCE
             )
             began = time.monotonic()
             post(other, 2)
@@ -204,13 +205,13 @@ def test_the_database_restarts(postgres: Postgres, postgres_url: str, tmp_path: 
         post(other, 1)
         postgres.kill()
         assert other.client.get("/healthz").status_code == 200
-        until(lambda: leader.role() == "", 60, leader.said)
+        until(lambda: leader.role() == "", leader.said)
         postgres.start()
         post(other, 2)
         ack(other, lease(other))
         assert mark_of(lease(other)["groups"][0]["group"]) == 2
         # As a rule the same one leads; it ends if the other was first.
-        until(lambda: "leader" in (leader.role(), other.role()), 60, other.said)
+        until(lambda: "leader" in (leader.role(), other.role()), other.said)
 
 
 @pytest.mark.slow

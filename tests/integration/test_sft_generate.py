@@ -34,7 +34,7 @@ def command(folder: Path, teacher: Teacher, *more: object, name: str = "teacher"
 
 def made(folder: Path, *words: object, status: int = 0) -> tuple[str, str]:
     """The output of a command that ends with `status`, on both streams."""
-    done = envserver(*words, folder=folder, seconds=3000)
+    done = envserver(*words, folder=folder)
     assert done.returncode == status, done.stderr
     return done.stdout, done.stderr
 
@@ -75,9 +75,7 @@ def test_plans_of_a_killed_and_resumed_run_are_all_there_once(
         words = command(tmp_path, teacher, "--profile", "graph", "--resume")
         for wanted in sorted(random.Random(kills).sample(range(lines * 9 // 10), kills)):
             with running(*words, folder=tmp_path) as run:
-                until(
-                    lambda n=wanted: teacher.asked.total() > n, 3000, run.output, alive=run.process
-                )
+                until(lambda n=wanted: teacher.asked.total() > n, run.output, alive=run.process)
                 run.kill()
         before = _lines(groups)
         said, _ = made(tmp_path, *words)
@@ -178,7 +176,7 @@ def test_ctrl_c_keeps_what_was_answered(tmp_path: Path) -> None:
     with serving(teacher):
         words = command(tmp_path, teacher, "--resume")
         with running(*words, folder=tmp_path) as run:
-            until(lambda: _lines(groups) >= 20, 300, run.output, alive=run.process)
+            until(lambda: _lines(groups) >= 20, run.output, alive=run.process)
             run.send(signal.SIGINT)
             assert run.end() == 130
         assert "--resume" in run.output()

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import ENVSERVER, environment_variables, envserver
 from support.fake_vllm import fake_vllm
+from support.waiting import PATIENCE
 
 from envserver import ConfigError, Environment, InputError, Result, Score, main
 from envserver.actions import CUT, MAX_FIELD_BYTES, MAX_STEPS, Steps, batch, encode
@@ -148,7 +149,7 @@ def _talk(words: list[str], folder: Path, answer: str) -> str:
             while seen.count(b"[a]ll: ") > answered:
                 os.write(ours, answer.encode())
                 answered += 1
-        assert process.wait(30) == 0, seen.decode()
+        assert process.wait(PATIENCE) == 0, seen.decode()
     finally:
         process.kill()
         process.wait()

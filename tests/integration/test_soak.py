@@ -18,6 +18,7 @@ from envserver_clients.http import EnvClient
 from prometheus_client.parser import text_string_to_metric_families
 from support.commands import Running, running
 from support.process_tree import descendants, open_files, own_megabytes
+from support.waiting import PATIENCE
 
 LOOK_SECONDS = 1.0
 LAG = "envserver_loop_lag_p99_seconds"
@@ -75,7 +76,7 @@ async def train(url: str, run: str, until: float) -> int:
 
 async def look(server: Running, url: str, until: float) -> list[Look]:
     looks = []
-    async with httpx.AsyncClient(timeout=30) as http:
+    async with httpx.AsyncClient(timeout=PATIENCE) as http:
         while time.monotonic() < until:
             metrics = (await http.get(f"{url}/metrics")).text
             looks.append(await asyncio.to_thread(Look.at, server, metrics))

@@ -22,6 +22,7 @@ from envserver_records.errors import StoreError, StoreLost
 from support.commands import free_port, running
 from support.postgres import Postgres
 from support.stores import group, ids, noise, patiently
+from support.waiting import PATIENCE
 
 from envserver.store import Store, database, open_store
 from envserver.store.retry import DatabaseUnreachable, RetryGate
@@ -103,7 +104,7 @@ async def under_load(store: Store) -> Any:
 
 async def has_grown(load: Load, by: int = 30) -> None:
     before = len(load.accepted), len(load.acked)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while len(load.accepted) < before[0] + by or len(load.acked) < before[1] + by:
             await asyncio.sleep(0.02)
 
@@ -115,7 +116,7 @@ async def kills(postgres: Postgres, store: Store, times: int) -> None:
             await has_grown(load)
             known = len(load.failures)
             await asyncio.to_thread(postgres.kill)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE):
                 while len(load.failures) < known + 10:
                     await asyncio.sleep(0.02)
             await asyncio.to_thread(postgres.start)
@@ -216,7 +217,7 @@ async def test_another_process_that_came_between_ends_this_one(
                 await asyncio.sleep(60)  # the body is cancelled
 
     with pytest.raises(StoreLost, match="Another process"):
-        await asyncio.wait_for(serve(), 50)
+        await asyncio.wait_for(serve(), PATIENCE)
     assert len(refused) == 1
     async with open_store(postgres_url) as third:
         assert ids(await third.pending()) == ["first's", "second's"]

@@ -21,6 +21,7 @@ from envserver_records.errors import ConfigError, ConflictError, StoreError, Sto
 from envserver_records.extras import install_command
 from sqlalchemy import Engine, event
 from support.stores import group, ids, noise
+from support.waiting import PATIENCE
 
 from envserver.store import open_store
 
@@ -238,7 +239,7 @@ def test_a_full_disk_refuses_and_goes_on_when_there_is_space(tmp_path: Path) -> 
         [*inside, f'{mount}; exec "$0" -c "$1" "$2"', sys.executable, _FILL, str(disk)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("whole ")

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from support.commands import envserver, free_port, read_jsonl, running, until
+from support.waiting import PATIENCE
 
 ENVIRONMENT = '''
 from envserver import Environment, Score, Task
@@ -66,20 +67,20 @@ def test_serve_stops_offering_them(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}"
 
         def status() -> dict[str, Any]:
-            return dict(httpx.get(f"{url}/v1/status", timeout=60).json()["server"])
+            return dict(httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["server"])
 
         def both() -> dict[str, Any] | None:
             """Groups were delivered, before the window was full, and dropped."""
             now = status()
             return now if now["groups_dropped"] and now["groups_delivered"] else None
 
-        told = until(both, 180, server.output, alive=server.process)
+        told = until(both, server.output, alive=server.process)
         assert told["groups_dropped"].keys() == {"untrained"}
         formal = told["untrained"]["formal"]
         assert (formal["over"], formal["ceiling"]) == (True, 0.1)
         assert formal["share"] > 0.1
         assert "--tokens.train structured_output_masked" in formal["message"]
-        metrics = httpx.get(f"{url}/metrics", timeout=60).text
+        metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
         assert 'envserver_untrained_tokens_total{environment="formal",flag="structured' in metrics
         assert 'envserver_untrained_share{environment="formal"} 0.' in metrics
         assert "untrained_over_ceiling" in server.output()

@@ -23,6 +23,7 @@ from envserver_clients.adapters.trl_weights import Versions
 from envserver_tools.calling import ToolError
 from support.foreign_trainers import SUPPORT, alone, house, trainer
 from support.learning import mean, tiny_model
+from support.waiting import PATIENCE
 
 from envserver import InputError
 
@@ -55,7 +56,7 @@ def test_the_grpo_trainer_takes_exact_rollouts_and_brings_its_weights_to_the_eng
         house(learn_python, babbler, tmp_path, *LETTER_WORDS) as urls,
         trainers(learn_python, babbler, tmp_path, urls, *asked) as process,
     ):
-        assert process.end(900) == 0, process.output()[-5000:]
+        assert process.end() == 0, process.output()[-5000:]
     made = lines(tmp_path / "out/grpo.jsonl")
     assert [line["step"] for line in made] == [0, 1]
     for line in made:
@@ -75,9 +76,11 @@ def test_the_asynchronous_trainer_leases_rollouts_and_brings_its_weights_to_the_
     asked = ("--environment", "letters", "--asynchronous", 3)
     with house(learn_python, babbler, tmp_path, *LETTER_WORDS) as urls:
         with trainers(learn_python, babbler, tmp_path, urls, *asked) as process:
-            assert process.end(900) == 0, process.output()[-5000:]
-        status = httpx.get(f"{urls[0]}/v1/status").json()
-        held = httpx.get(f"{urls[0]}/v1/runs/trl-async/checkpoints").json()["checkpoints"]
+            assert process.end() == 0, process.output()[-5000:]
+        status = httpx.get(f"{urls[0]}/v1/status", timeout=PATIENCE).json()
+        held = httpx.get(f"{urls[0]}/v1/runs/trl-async/checkpoints", timeout=PATIENCE).json()[
+            "checkpoints"
+        ]
     taken = lines(tmp_path / "out/async.jsonl")
     assert len(taken) >= 3 * 8
     assert all(0 <= line["trainer_version"] - line["version"] <= 4 for line in taken)
@@ -105,7 +108,7 @@ def test_the_asynchronous_trainer_learns_two_players_each_against_itself(
         house(learn_python, babbler, tmp_path, *words) as urls,
         trainers(learn_python, babbler, tmp_path, urls, *asked) as process,
     ):
-        assert process.end(900) == 0, process.output()[-5000:]
+        assert process.end() == 0, process.output()[-5000:]
     by_player: dict[tuple[int, str], dict[float, float]] = {}
     for line in lines(tmp_path / "out/async.jsonl"):
         player = line["prompt"][-1]["content"].partition("You are ")[2].partition(",")[0]
@@ -126,9 +129,9 @@ def recipe(
     with house(*(python, model, folder, *served, *more), engine_words=("--enable-lora",)) as urls:
         program = (*asked, "--cpu", "--rate", 1e-3, *words)
         with trainer("trl_recipe.py", python, model, folder, urls, *program) as process:
-            assert process.end(900) == 0, process.output()[-5000:]
-        models = httpx.get(f"{urls[1]}/v1/models").json()["data"]
-        return process.output(), httpx.get(f"{urls[0]}/v1/status").json(), models
+            assert process.end() == 0, process.output()[-5000:]
+        models = httpx.get(f"{urls[1]}/v1/models", timeout=PATIENCE).json()["data"]
+        return process.output(), httpx.get(f"{urls[0]}/v1/status", timeout=PATIENCE).json(), models
 
 
 @pytest.mark.slow
@@ -169,7 +172,7 @@ def test_the_reward_of_trls_grpo_trainer_rises_over_100_steps(
         house(learn_python, model, tmp_path, *words) as urls,
         trainers(learn_python, model, tmp_path, urls, *asked) as process,
     ):
-        assert process.end(3600) == 0, process.output()[-5000:]
+        assert process.end() == 0, process.output()[-5000:]
     made = lines(tmp_path / "out/grpo.jsonl")
     rewards = [mean(line["rewards"]) for line in made]
     tell(f"TRL GRPOTrainer: first ten {mean(rewards[:10]):.3f}, last ten {mean(rewards[-10:]):.3f}")
@@ -185,7 +188,7 @@ def test_trls_own_loop_plays_our_environment(
     nowhere = ("http://127.0.0.1:9", "http://127.0.0.1:9")
     asked = ("--environment", "math", "--seats", 1)
     with trainers(learn_python, babbler, tmp_path, nowhere, *asked) as process:
-        assert process.end(900) == 0, process.output()[-5000:]
+        assert process.end() == 0, process.output()[-5000:]
     assert "rewards/MathSeat/mean" in process.output()
 
 

@@ -15,6 +15,7 @@ from envserver_records.records import Score, Sequence, Trajectory, pack
 from msgspec.structs import replace
 from support.foreign_trainers import alone
 from support.trajectories import sequence, trajectory
+from support.waiting import PATIENCE
 
 from envserver.models import ASSETS
 
@@ -59,7 +60,7 @@ def told(trainers_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]

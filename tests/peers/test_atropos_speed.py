@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bench_api.py"
 
@@ -21,7 +22,7 @@ def test_batches_leases_status_calls_and_memory_keep_their_budgets(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=4 * PATIENCE,
         check=False,
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-3000:]

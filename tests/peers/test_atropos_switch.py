@@ -18,6 +18,7 @@ import pytest
 from support.answering import answering
 from support.api import api_process
 from support.commands import free_port, until
+from support.waiting import PATIENCE
 
 from envserver.models import ASSETS
 
@@ -25,7 +26,6 @@ PEER = Path(__file__).parents[1] / "support" / "atropos_peer"
 KINDS = ("single", "turns", "tools")
 ROWS = 24
 """Three environments, two groups of four rows each: one batch has all."""
-SECONDS = 240
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -48,16 +48,16 @@ def theirs(python: Path, port: int, folder: Path) -> Iterator[None]:
         command = [python.with_name("run-api"), "--port", str(port), "--host", "127.0.0.1"]
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         try:
-            until(lambda: _answers(port), SECONDS, lambda: "run-api", alive=process)
+            until(lambda: _answers(port), lambda: "run-api", alive=process)
             yield
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(PATIENCE)
 
 
 def _answers(port: int) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"http://127.0.0.1:{port}/", timeout=5).is_success
+        return httpx.get(f"http://127.0.0.1:{port}/", timeout=PATIENCE).is_success
     return False
 
 
@@ -81,7 +81,7 @@ def trained_on(python: Path, port: int, folder: Path) -> dict[str, Any]:
             stack.callback(process.wait)
             stack.callback(process.kill)
         trainer = [str(python), str(PEER / "trainer.py"), url, str(ROWS), "1", "--groups"]
-        run = subprocess.run(trainer, capture_output=True, text=True, timeout=SECONDS, check=False)
+        run = subprocess.run(trainer, capture_output=True, text=True, timeout=PATIENCE, check=False)
     logs = "".join(log.read_text()[-1500:] for log in folder.glob("*.log"))
     assert run.returncode == 0, run.stderr[-3000:] + logs
     told: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])

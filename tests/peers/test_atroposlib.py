@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from support.api import Api, api_process, running_api
 from support.commands import free_port, running, until
+from support.waiting import PATIENCE
 
 from envserver import SimConfig
 from envserver.models import ASSETS
@@ -27,7 +28,6 @@ from envserver.models.sim.server import serve_sim
 
 DUEL = Path(__file__).parents[1] / "support/duel.py"
 PEER = Path(__file__).parents[1] / "support" / "atropos_peer"
-SECONDS = 120
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -53,7 +53,7 @@ def test_its_own_http_tests(atropos_python: Path, tmp_path: Path, module: str) -
             env=os.environ | {"PYTHONPATH": str(PEER), "ENVSERVER_URL": f"http://127.0.0.1:{port}"},
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=PATIENCE,
             check=False,
         )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
@@ -77,10 +77,10 @@ def environment(
         finally:
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(10)
+                process.wait(PATIENCE)
 
 
 @asynccontextmanager
@@ -106,7 +106,7 @@ async def sim() -> AsyncIterator[str]:
 async def trainer_batches(api: Api, wanted: int) -> list[list[dict[str, Any]]]:
     """A loop like that of atroposlib's example trainer: batches until there is none, then sleep."""
     batches: list[list[dict[str, Any]]] = []
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(PATIENCE):
         while len(batches) < wanted:
             answer = await api.get("/batch")
             assert answer.get("status") != "error"
@@ -168,7 +168,7 @@ def test_its_trainer_is_fed_by_our_rollouts_and_by_its_own_environment(
     with running(*command, folder=tmp_path) as server:
         engine, key = server.wait_for(r"(http://\S+/r/(\S+)/v1)").groups()
         trainer = [str(atropos_python), str(PEER / "trainer.py"), url, "8", "2"]
-        run = subprocess.run(trainer, capture_output=True, text=True, timeout=SECONDS, check=False)
+        run = subprocess.run(trainer, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert run.returncode == 0, run.stderr[-3000:]
         trained = json.loads(run.stdout.splitlines()[-1])
         assert trained["rows"] == 8 * trained["batches"]
@@ -179,7 +179,6 @@ def test_its_trainer_is_fed_by_our_rollouts_and_by_its_own_environment(
             groups: list[dict[str, Any]] = []
             own = until(
                 lambda: next_of_an_environment(url, groups),
-                SECONDS,
                 lambda: (tmp_path / "managed.log").read_text()[-2000:],
                 alive=server.process,
             )
@@ -203,10 +202,10 @@ def test_its_trainer_trains_two_players_each_by_its_own_score(
     with running(*command, folder=tmp_path) as server:
         server.wait_for(r"Trainers: http://\S+")
         trainer = [str(atropos_python), str(PEER / "trainer.py"), url, "8", "2"]
-        run = subprocess.run(trainer, capture_output=True, text=True, timeout=SECONDS, check=False)
+        run = subprocess.run(trainer, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert run.returncode == 0, run.stderr[-3000:]
         trained = json.loads(run.stdout.splitlines()[-1])
-        group = httpx.get(f"{url}/latest_example", timeout=10).json()
+        group = httpx.get(f"{url}/latest_example", timeout=PATIENCE).json()
     assert trained["rows"] == 8 * trained["batches"]
     assert trained["spread"] == pytest.approx(1.0, abs=1e-3)  # of the scores, as it scaled them
     # A rollout has two rows for each player, whose turns do not continue each other.
@@ -230,7 +229,7 @@ def test_its_trainer_trains_two_players_each_by_its_own_score(
 
 def next_of_an_environment(url: str, groups: list[dict[str, Any]]) -> dict[str, Any] | None:
     """A group that a registered environment made, as soon as one comes; `groups` gets all."""
-    batch = httpx.get(f"{url}/batch", timeout=10).json()["batch"] or []
+    batch = httpx.get(f"{url}/batch", timeout=PATIENCE).json()["batch"] or []
     groups += batch
     return next((group for group in batch if group["env_id"] is not None), None)
 
@@ -266,7 +265,7 @@ async def test_its_data_tools_get_their_data(
             stderr=subprocess.STDOUT,
         )
         number = 0
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(PATIENCE):
             while process.returncode is None:
                 number += 1
                 await api.post("/scored_data", two_rows(number))

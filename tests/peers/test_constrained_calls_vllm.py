@@ -15,6 +15,7 @@ import pytest
 from envserver_records.records import Call
 from support.sdk_house import vllm_house
 from support.vllm_server import VllmServer
+from support.waiting import PATIENCE
 
 from envserver.tokens import build
 
@@ -42,7 +43,7 @@ def models_own(server: VllmServer, call: Call) -> np.ndarray:
     """The logprobs that the engine gives to the tokens of a call without its grammar."""
     ids = [*call.prompt_ids.tolist(), *call.completion_ids.tolist()]
     body = {"model": server.model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
-    with httpx.Client(base_url=server.base_url, timeout=120) as client:
+    with httpx.Client(base_url=server.base_url, timeout=PATIENCE) as client:
         scored = client.post("/completions", json=body).json()["choices"][0]["prompt_logprobs"]
     start = len(call.prompt_ids)
     return np.array([scored[at][str(ids[at])]["logprob"] for at in range(start, len(ids))])

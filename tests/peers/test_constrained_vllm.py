@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.sdk_house import vllm_house
 from support.vllm_server import VllmServer
+from support.waiting import PATIENCE
 
 from envserver.tokens import build
 
@@ -21,7 +22,7 @@ TOOL = {"type": "function", "function": {"name": "count", "strict": True, "param
 def differences(server: VllmServer, **more: Any) -> np.ndarray:
     """Recorded logprobs of an answer minus those that the engine gives to the same tokens."""
     asked = {"model": server.model, "temperature": 1.0, "seed": 3, "return_token_ids": True}
-    with httpx.Client(base_url=server.base_url, timeout=120) as client:
+    with httpx.Client(base_url=server.base_url, timeout=PATIENCE) as client:
         said = [{"role": "user", "content": "Count."}]
         body = {**asked, "messages": said, "max_tokens": 24, "logprobs": True, **more}
         answer = client.post("/chat/completions", json=body).json()

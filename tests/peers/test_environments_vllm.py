@@ -64,7 +64,7 @@ def test_what_a_trainer_gets_of_each_is_what_was_sampled(
                 report = client.status()["server"]["audit"]
                 return report if report["rollouts_waiting"] == 0 else None
 
-            report = until(audited, 60, server.output, alive=server.process)
+            report = until(audited, server.output, alive=server.process)
         assert report["rows"] > 0
         assert report["rows_over_tolerance"] == 0, report
         server.send(signal.SIGTERM)

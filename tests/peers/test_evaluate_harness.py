@@ -123,7 +123,7 @@ def test_what_is_asked_as_text_needs_no_tokenizer(learn_python: Path, tmp_path: 
     with_sums(learn_python, tmp_path)
     words = ["lm-eval", "sums", "--model", "sim", "--api", "completions", "--out", "run"]
     words += ["--include_path", "tasks", "--num_fewshot", "0", "--python", str(learn_python)]
-    ran = envserver(*words, folder=tmp_path, seconds=900)
+    ran = envserver(*words, folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())
     assert report["env"] == "sums" and report["run"]["overall"]["rollouts"] == DOCUMENTS
@@ -147,13 +147,17 @@ def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
         server.asked.clear()
         words = ["lm-eval", "sums", *engine, "--include_path", "tasks", "--num_fewshot", "0"]
         words += ["--python", str(learn_python)]
-        ran = envserver(*words, folder=tmp_path, seconds=900)
+        ran = envserver(*words, folder=tmp_path)
         assert ran.returncode == 0, ran.stderr
         assert len(server.asked) == DOCUMENTS and server.keys == {"Bearer sk-secret"}
         refused = envserver(*words, folder=tmp_path)
         assert refused.returncode == 2 and "run has sums" in refused.stderr
         again = envserver(
-            *words, "--resume", "--metric", "exact_match,whole", folder=tmp_path, seconds=900
+            *words,
+            "--resume",
+            "--metric",
+            "exact_match,whole",
+            folder=tmp_path,
         )
         assert again.returncode == 0, again.stderr
         assert len(server.asked) == DOCUMENTS  # every answer was there

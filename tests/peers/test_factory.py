@@ -18,9 +18,9 @@ import pytest
 from safetensors.numpy import load_file
 from support.commands import environment_variables
 from support.learning import ROOT, tiny_model
+from support.waiting import PATIENCE
 
 README = ROOT / "clients" / "envserver_clients" / "finetuning" / "README.md"
-_MOST_SECONDS = 1500
 _SMALLER = {"--steps": "4", "--batch-size": "8", "--env.total_steps": "8"}
 """Values of flags with which the commands do all that they do, and teach nothing."""
 
@@ -39,7 +39,7 @@ def run(words: list[str], learn_python: Path, folder: Path) -> str:
         env=environment_variables() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=_MOST_SECONDS,
+        timeout=4 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"

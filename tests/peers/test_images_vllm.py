@@ -16,6 +16,7 @@ import httpx
 import pytest
 from envserver_clients.records import ClientGroup
 from support.vllm_server import VllmServer, running_vllm
+from support.waiting import PATIENCE
 
 import envserver
 from envserver import Group, pack
@@ -110,7 +111,7 @@ def server(
         # Its first answer compiles what it needs, which outlasts our probe on a busy machine.
         hello = {"model": found.model, "messages": [{"role": "user", "content": "Hi"}]}
         httpx.post(
-            f"{found.base_url}/chat/completions", json=hello | {"max_tokens": 1}, timeout=300
+            f"{found.base_url}/chat/completions", json=hello | {"max_tokens": 1}, timeout=PATIENCE
         )
         yield found
 

@@ -17,7 +17,6 @@ TASKS = Path(__file__).parents[1] / "support" / "inspect_tasks" / "tasks.py"
 NAMES = ("questions", "tools", "files", "unscorable", "told")
 EVALUATION = "inspect:inspect_evals/agent_threat_bench_memory_poison"
 ONE_PROCESS = ("--workers.processes", 1, "--rollouts.scorer_processes", 1)
-SECONDS = 300.0
 ADD = {"name": "add", "arguments": '{"x": 1, "y": 1}'}
 WRITE = {"name": "bash", "arguments": '{"command": "cat state.txt; pwd; echo 42 > answer.txt"}'}
 
@@ -63,7 +62,6 @@ def process(folder: Path, task: str, *words: object) -> list[dict[str, Any]]:
         *("process", "--env", reference, "--model", "sim", "--out", "rows.jsonl"),
         *("--env.group_size", 2, "--env.total_steps", 1, *ONE_PROCESS, *words),
         folder=folder,
-        seconds=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return read_jsonl(folder / "rows.jsonl")
@@ -164,7 +162,6 @@ def refused(folder: Path, task: str, *words: object) -> str:
         *("--env.total_steps", 1, "--env.group_size", 2, "--rollouts.max_attempts", 1),
         *("--out", "none.jsonl", "--overwrite"),
         folder=folder,
-        seconds=SECONDS,
     )
     assert done.returncode != 0
     assert not (folder / "none.jsonl").exists() or not read_jsonl(folder / "none.jsonl")
@@ -194,13 +191,12 @@ def test_a_solver_may_have_the_target_where_the_rollout_scores(folder: Path) -> 
 def test_check_and_evaluate(folder: Path) -> None:
     reference = f"inspect:{TASKS}@tools"
     words = ("check", "--env", reference, "--plays", 1)
-    checked = envserver(*words, folder=folder, seconds=SECONDS)
+    checked = envserver(*words, folder=folder)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     done = envserver(
         *("evaluate", "--env", reference, "--model", "sim", "--env.group_size", 2),
         *("--out", "report", "--sim.solve_probability", 1),
         folder=folder,
-        seconds=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((folder / "report" / "report.json").read_text())

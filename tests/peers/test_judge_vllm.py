@@ -36,7 +36,6 @@ def judged(server: VllmServer, folder: Path, *, held: bool) -> subprocess.Comple
         *("--judge.base_url", server.base_url, "--judge.max_tokens", 100),
         *("--out", "out.jsonl"),
         folder=folder,
-        seconds=300,
     )
 
 

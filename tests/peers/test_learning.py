@@ -71,9 +71,9 @@ def test_learning_goes_on_after_its_trainer_was_killed(
     learn_python: Path, model: Path, tmp_path: Path
 ) -> None:
     with learning(learn_python, model, tmp_path / "run", *SHORT, 5) as run:
-        run.wait_for_step(2, 600)
+        run.wait_for_step(2)
         run.kill("trainer")
-        assert run.process.end(1200) == 0, run.process.output()[-3000:]
+        assert run.process.end() == 0, run.process.output()[-3000:]
     assert (run.output / "curves.png").stat().st_size > 5000
     judge(run)
 
@@ -83,9 +83,9 @@ def test_a_model_learns_although_its_trainer_is_killed(
     learn_python: Path, model: Path, tmp_path: Path, tell: Tell
 ) -> None:
     with learning(learn_python, model, tmp_path / "run", *SHORT, 24) as run:
-        run.wait_for_step(6, 600)
+        run.wait_for_step(6)
         run.kill("trainer")
-        assert run.process.end(1200) == 0, run.process.output()[-3000:]
+        assert run.process.end() == 0, run.process.output()[-3000:]
     rewards = run.rewards()
     tell(f"24 steps: reward {mean(rewards[:6]):.2f} -> {mean(rewards[-6:]):.2f}")
     assert mean(rewards[-6:]) > mean(rewards[:6]) + 0.1
@@ -99,7 +99,7 @@ def test_what_is_learned_generalises(
 ) -> None:
     words = ("--task", task, *PROOF)
     with learning(learn_python, model_of_many, tmp_path / "run", *words) as run:
-        assert run.process.end(2400) == 0, run.process.output()[-3000:]
+        assert run.process.end() == 0, run.process.output()[-3000:]
     start, *_, end = run.held_out()
     tell(f"{task}, held out: {start:.2f} -> {end:.2f}")
     assert start < 0.5
@@ -113,7 +113,7 @@ def test_the_wire_of_atropos_teaches_as_well(
 ) -> None:
     words = ("--wire", "atropos", *TEN_MINUTES)
     with learning(learn_python, model, tmp_path / "run", *words) as run:
-        assert run.process.end(1500) == 0, run.process.output()[-3000:]
+        assert run.process.end() == 0, run.process.output()[-3000:]
     _has_learned(run, tell, "arithmetic, atropos")
 
 
@@ -121,7 +121,7 @@ def test_the_wire_of_atropos_teaches_as_well(
 def test_a_lora_learns_as_well(learn_python: Path, model: Path, tmp_path: Path, tell: Tell) -> None:
     words = ("--lora-rank", 16, "--learning-rate", 2e-3, *TEN_MINUTES)
     with learning(learn_python, model, tmp_path / "run", *words) as run:
-        assert run.process.end(1500) == 0, run.process.output()[-3000:]
+        assert run.process.end() == 0, run.process.output()[-3000:]
     _has_learned(run, tell, "arithmetic, LoRA")
     judge(run)
 
@@ -132,7 +132,7 @@ def test_rewards_dealt_out_by_chance_teach_nothing(
 ) -> None:
     words = ("--task", "sort", "--shuffle-rewards", *PROOF)
     with learning(learn_python, model_of_many, tmp_path / "run", *words) as run:
-        assert run.process.end(2400) == 0, run.process.output()[-3000:]
+        assert run.process.end() == 0, run.process.output()[-3000:]
     start, *_, end = run.held_out()
     tell(f"by chance, held out: {start:.2f} -> {end:.2f}")
     assert end < start + 0.15
@@ -146,9 +146,9 @@ def test_whatever_is_killed_learning_goes_on_from_the_checkpoint(
     words = (*FEW, "--steps", 80, "--minutes", 30)
     with learning(learn_python, model, tmp_path / "run", *words) as run:
         for step, victim in zip(range(6, 80, 8), victims, strict=False):
-            run.wait_for_step(step, 600)
+            run.wait_for_step(step)
             run.kill(victim)
-        assert run.process.end(2400) == 0, run.process.output()[-3000:]
+        assert run.process.end() == 0, run.process.output()[-3000:]
     rewards = run.rewards()
     tell(f"seven kills: reward {mean(rewards[:10]):.2f} -> {mean(rewards[-10:]):.2f}")
     assert mean(rewards[-10:]) > mean(rewards[:10]) + 0.2

@@ -8,8 +8,9 @@ import os
 import subprocess
 from pathlib import Path
 
+from support.waiting import PATIENCE
+
 FOLDER = Path(__file__).parent / "learning"
-_MOST_SECONDS = 1500
 
 
 def test_computed_with_torch(learn_python: Path) -> None:
@@ -20,7 +21,7 @@ def test_computed_with_torch(learn_python: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=_MOST_SECONDS,
+        timeout=4 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -63,14 +63,14 @@ def test_a_killed_rank_loses_nothing_and_repeats_nothing(
     model = tiny_model(learn_python)
     with house(learn_python, model, tmp_path, *SERVED) as urls:
         with ranks(learn_python, model, tmp_path, urls, 1, 10) as run:
-            run.wait_for_step(3, 300)
+            run.wait_for_step(3)
             kill(run.process, 1)  # torchrun starts both again
-            run.wait_for_step(6, 300)
+            run.wait_for_step(6)
             kill(run.process, 0)  # once too often
-            assert run.process.end(120) != 0
+            assert run.process.end() != 0
         # Both ways of new weights: files so far, over the network from now on.
         with ranks(learn_python, model, tmp_path, urls, 0, 10, "--weights", "gloo") as run:
-            assert run.process.end(300) == 0, run.process.output()[-5000:]
+            assert run.process.end() == 0, run.process.output()[-5000:]
         with SyncEnvClient(urls[0], run="judge") as client:
             acked = {one.group_id for one in client.list_groups(limit=1024) if one.state == "acked"}
     lines = run.lines()

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 from support.commands import Running, envserver, running
+from support.waiting import PATIENCE
 
 from envserver import OpenAIConfig
 from envserver.config import Mode
@@ -57,23 +58,23 @@ def engine(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     command = ("-m", "envserver_local", "--model", model, "--served-model-name", "tiny")
     options = ("--port", 0, "--max-batch-size", 4, "--enable-lora", "--threads", 1)
     with running(*command, *options, folder=folder, program=learn_python) as process:
-        base_url = process.wait_for(r"http://127\.0\.0\.1:\d+/v1", 300).group()
+        base_url = process.wait_for(r"http://127\.0\.0\.1:\d+/v1").group()
         yield Local(process, base_url, model)
         with httpx.stream(
-            "POST", f"{base_url}/completions", json=endless(stream=True), timeout=60
+            "POST", f"{base_url}/completions", json=endless(stream=True), timeout=PATIENCE
         ) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send(signal.SIGTERM)
             *_, last, end = [line for line in lines if line]
             assert '"finish_reason":"abort"' in last and end == "data: [DONE]"
-        assert process.end(60) == 0, process.output()
+        assert process.end() == 0, process.output()
         assert "Traceback" not in process.output()
 
 
 @pytest.fixture
 async def http(engine: Local) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=engine.root_url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=engine.root_url, timeout=PATIENCE) as client:
         yield client
 
 
@@ -284,7 +285,7 @@ async def test_weights_are_named_and_replaced_while_it_runs(
 
 
 async def until_running(http: httpx.AsyncClient, count: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while True:
             found = re.search(
                 r"^vllm:num_requests_running\S* (\d+)", (await http.get("/metrics")).text, re.M

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import environment_variables, envserver, read_jsonl
+from support.waiting import PATIENCE
 
 ARITHMETIC = (
     *("--env", "math", "--env.data_set", "arithmetic", "--env.system_prompt", ""),
@@ -32,7 +33,7 @@ def test_made_in_short_it_is_served_and_answers_through_the_proxy(
             env=environment_variables() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=4 * PATIENCE,
             check=False,
         )
 

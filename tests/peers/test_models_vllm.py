@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.commands import environment_variables, running, until
+from support.waiting import PATIENCE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -35,9 +36,9 @@ def test_vllm_serves_the_tiny_model_and_goes_with_us(
     short = ("--vllm_args=--max-model-len", "--vllm_args=512")
     words = ("models", "start", tiny, "--vllm_python", vllm_python, "--port", 0, *short)
     with running(*words, folder=tmp_path) as ours:
-        url = ours.wait_for(r"(?m)^(http://\S+/v1)$", 900).group(1)
+        url = ours.wait_for(r"(?m)^(http://\S+/v1)$", 4 * PATIENCE).group(1)
         assert "vLLM serves" in ours.output()
-        with httpx.Client(base_url=url, timeout=300) as client:
+        with httpx.Client(base_url=url, timeout=PATIENCE) as client:
             answer = client.post(
                 "/chat/completions",
                 json={
@@ -50,7 +51,7 @@ def test_vllm_serves_the_tiny_model_and_goes_with_us(
         assert answer["usage"]["completion_tokens"] > 0
         assert answer["usage"]["prompt_tokens"] < 40
         ours.kill()
-        until(lambda: not _speaks_of(str(tiny)), 60, lambda: "vLLM lives on")
+        until(lambda: not _speaks_of(str(tiny)), lambda: "vLLM lives on")
 
 
 def _speaks_of(text: str) -> bool:

@@ -15,12 +15,12 @@ from support.commands import free_port, running, until
 from support.foreign_trainers import alone
 from support.openenv import action_of
 from support.openenv_server import OPENING, call, played, transcript
+from support.waiting import PATIENCE
 
 from envserver import Environment
 from envserver.registry import find
 
 PEER = Path(__file__).parents[1] / "support" / "openenv_peer"
-SECONDS = 600
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def games(openenv_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     ):
         url = f"http://127.0.0.1:{port}"
         try:
-            until(lambda: healthy(f"{url}/desk"), SECONDS, (folder / "log").read_text)
+            until(lambda: healthy(f"{url}/desk"), (folder / "log").read_text)
             yield url
         finally:
             server.terminate()
@@ -41,7 +41,7 @@ def games(openenv_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def healthy(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/health").status_code == 200
+        return httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
     return False
 
 
@@ -66,7 +66,7 @@ def output(*words: object) -> str:
     """What a program of `.venv-openenv` or `.venv-learn` prints."""
     command = list(map(str, words))
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=SECONDS, check=False, env=alone()
+        command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=alone()
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from support.commands import environment_variables, envserver, free_port, read_jsonl, until
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.peer
 PHOENIX = Path(__file__).parents[2] / ".venv-phoenix" / "bin" / "phoenix"
@@ -41,23 +42,25 @@ def phoenix(folder: Path) -> Iterator[str]:
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        until(lambda: _answers(url), 300, (folder / "log").read_text, alive=process)
+        until(lambda: _answers(url), (folder / "log").read_text, alive=process)
         yield url
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(PATIENCE)
 
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/v1/projects").is_success
+        return httpx.get(f"{url}/v1/projects", timeout=PATIENCE).is_success
     except httpx.TransportError:
         return False
 
 
 def spans(url: str, rollout_ids: set[str]) -> list[dict[str, Any]]:
     """Returns the spans of the traces of these rollouts."""
-    found = httpx.get(f"{url}/v1/projects/default/spans", params={"limit": 1000}).json()["data"]
+    found = httpx.get(
+        f"{url}/v1/projects/default/spans", params={"limit": 1000}, timeout=PATIENCE
+    ).json()["data"]
     of = {
         one["context"]["trace_id"]
         for one in found
@@ -106,7 +109,7 @@ def test_phoenix_shows_agents_calls_tools_and_rewards(tmp_path: Path) -> None:
         def shown() -> str:
             return str(Counter(one["name"] for one in spans(url, set(rewards))))
 
-        until(lambda: len(spans(url, set(rewards))) >= turns + len(calls) + 8, 120, shown)
+        until(lambda: len(spans(url, set(rewards))) >= turns + len(calls) + 8, shown)
         check(spans(url, set(rewards)), rewards, turns, len(calls))
 
         text = (tmp_path / "rows.jsonl").read_text()
@@ -118,5 +121,5 @@ def test_phoenix_shows_agents_calls_tools_and_rewards(tmp_path: Path) -> None:
         for _ in range(2):  # the second time changes nothing
             done = envserver("export", "stored.jsonl", *words, folder=tmp_path)
             assert done.returncode == 0, done.stderr
-        until(lambda: len(spans(url, set(rewards))) >= turns + len(calls) + 6, 120, shown)
+        until(lambda: len(spans(url, set(rewards))) >= turns + len(calls) + 6, shown)
         check(spans(url, set(rewards)), rewards, turns, len(calls))

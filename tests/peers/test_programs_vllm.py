@@ -101,7 +101,7 @@ def played(
             "--sampling.max_tokens", 200, "--env.group_size", rollouts, "--env.total_steps", 1,
             "--env.ensure_scores_are_not_same", "false", "--env.max_token_length", CONTEXT,
             "--workers.processes", 1, "--rollouts.max_attempts", 1,
-            "--out", "out.jsonl", *words, folder=folder, seconds=600,
+            "--out", "out.jsonl", *words, folder=folder,
         )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return list(read_jsonl(folder / "out.jsonl")), echoes
@@ -126,7 +126,7 @@ def assert_exact(
     ran = envserver(
         "verify", "out.jsonl", "--openai.base_url", engine.base_url,
         "--openai.model_name", engine.model, "--tolerance", WORST, "--json",
-        folder=folder, seconds=600,
+        folder=folder,
     )  # fmt: skip
     report = json.loads(ran.stdout)
     assert (ran.returncode, report["findings"]) == (0, []), ran.stdout + ran.stderr

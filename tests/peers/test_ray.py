@@ -14,8 +14,8 @@ from envserver_clients.http import SyncEnvClient
 from support.commands import Running, environment_variables, group_ids, running, until
 from support.process_tree import alive_with
 from support.ray_nodes import RayNodes, group_numbers, ray_nodes
+from support.waiting import PATIENCE
 
-SECONDS = 180.0
 OPEN = 5
 """Groups that a runner has open at most: those of 8 rollouts, and one."""
 SIM = (
@@ -65,13 +65,13 @@ def envserver_of(program: Path, *words: object, folder: Path) -> subprocess.Comp
         env=environment_variables(),
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=PATIENCE,
         check=False,
     )
 
 
 def served_at(server: Running) -> str:
-    return server.wait_for(r"Trainers: (http://\S+)", SECONDS)[1]
+    return server.wait_for(r"Trainers: (http://\S+)")[1]
 
 
 def test_a_node_is_killed_and_another_added(
@@ -107,7 +107,7 @@ def test_a_node_is_killed_and_another_added(
             # Both go on, past what was open when the node was killed.
             train_until([number + 3 * OPEN for number in at_kill])
         server.send(signal.SIGTERM)
-        assert server.end(SECONDS) == 0, server.output()
+        assert server.end() == 0, server.output()
         assert "runner_lost" in server.output()
     assert len(set(got)) == len(got)  # none twice
     for seed in (0, 1):  # none lost: the streams have no hole
@@ -157,7 +157,7 @@ def test_nothing_is_left_of_a_killed_server(
     words = ("--env", "math", *SIM, "--ray", cluster.address, "--ray.max", 2, "--port", 0)
     with running("serve", *words, folder=tmp_path, program=program) as server:
         url = served_at(server)
-        server.wait_for(r"(?s)(environment_registered.*){2}", SECONDS)
+        server.wait_for(r"(?s)(environment_registered.*){2}")
         assert alive_with(url)
         server.kill()
-        until(lambda: not alive_with(url), SECONDS, lambda: str(alive_with(url)))
+        until(lambda: not alive_with(url), lambda: str(alive_with(url)))

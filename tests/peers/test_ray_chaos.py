@@ -19,7 +19,6 @@ from support.process_tree import alive_with, cpu_seconds, descendants
 from support.ray_nodes import RayNodes, group_numbers, ray_nodes
 
 pytestmark = pytest.mark.slow
-SECONDS = 300.0
 KILLS = 10
 GROUPS = 400
 """Over which CPU time is measured."""
@@ -60,7 +59,7 @@ def trainer(url: str) -> Iterator[Trainer]:
 
 
 def served_at(server: Running) -> str:
-    return server.wait_for(r"Trainers: (http://\S+)", SECONDS)[1]
+    return server.wait_for(r"Trainers: (http://\S+)")[1]
 
 
 def registrations(server: Running) -> int:
@@ -95,7 +94,7 @@ def test_ten_nodes_are_killed_at_random(
             enough = len(one.got) + 200
             one.train(lambda: len(one.got) >= enough)
         server.send(signal.SIGTERM)
-        assert server.end(SECONDS) == 0, server.output()
+        assert server.end() == 0, server.output()
     assert len(set(one.got)) == len(one.got)
     for seed in range(3):
         prefix = f"math-train-{seed}-"

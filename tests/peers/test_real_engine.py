@@ -14,6 +14,7 @@ from envserver_clients.records import Row
 from support.commands import envserver, free_port, read_jsonl, running
 from support.relay import Echo, relay
 from support.vllm_server import VllmServer
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.vllm
 
@@ -101,7 +102,7 @@ def assert_scores_again(server: VllmServer, groups: list[dict[str, Any]]) -> int
     """
     compared = 0
     asked = {"model": server.model, "max_tokens": 1, "prompt_logprobs": 0}
-    with httpx.Client(base_url=server.root_url, timeout=120) as client:
+    with httpx.Client(base_url=server.root_url, timeout=PATIENCE) as client:
         for group in groups:
             for tokens, masks, logprobs in zip(
                 group["tokens"], group["masks"], group["inference_logprobs"], strict=True

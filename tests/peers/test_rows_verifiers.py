@@ -7,6 +7,8 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
+from support.waiting import PATIENCE
+
 SCRIPT = Path(__file__).parents[1] / "support" / "verifiers_rubrics.py"
 
 
@@ -18,7 +20,7 @@ def test_each_function_pays_what_it_pays_there(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "side-by-side.md").read_text()
 CHECKS = {
@@ -70,7 +71,7 @@ def test_the_block_does_what_it_says(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from support.sim import TOOLS, ask, engine
 from support.vllm_server import VllmServer
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.vllm
 
@@ -84,7 +85,7 @@ def compare(ours: Shape, theirs: Shape) -> None:
 async def test_answers_have_vllms_places(
     vllm_server: VllmServer, path: str, body: dict[str, Any]
 ) -> None:
-    async with httpx.AsyncClient(base_url=vllm_server.root_url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=vllm_server.root_url, timeout=PATIENCE) as client:
         response = await client.post(path, json={**body, "model": vllm_server.model})
     assert response.status_code == 200, response.text
     ours = await engine().post(path, {**body, "model": "sim"}, rollout_id="", timeout_seconds=10)
@@ -96,7 +97,7 @@ async def test_chunks_have_vllms_places(
     vllm_server: VllmServer, path: str, body: dict[str, Any]
 ) -> None:
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    async with httpx.AsyncClient(base_url=vllm_server.root_url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=vllm_server.root_url, timeout=PATIENCE) as client:
         response = await client.post(path, json={**body, "model": vllm_server.model})
     assert response.status_code == 200, response.text
     theirs = events(response.text)

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from support.foreign_trainers import SUPPORT
 from support.trainers_loops import ROOT, Loop, loop, trains
+from support.waiting import PATIENCE
 
 Tell = Callable[[str], None]
 STEPS = 2
@@ -25,12 +26,12 @@ def task_rows(python: Path, made: Loop) -> None:
     module = "envserver_clients.adapters.task_rows"
     words = ("-m", module, made.server, "letters", "rows.jsonl", "--split", "train", "--limit", 4)
     with trains(python, made, *words) as process:
-        assert process.end(120) == 0, process.output()
+        assert process.end() == 0, process.output()
 
 
 def asked(made: Loop) -> dict[str, Any]:
     """The only engine, as the server knows it."""
-    (row,) = httpx.get(f"{made.server}/v1/engines").json()["engines"]
+    (row,) = httpx.get(f"{made.server}/v1/engines", timeout=PATIENCE).json()["engines"]
     assert (row["url"], row["origin"]) == (made.engine.root_url, "registered")
     return dict(row)
 
@@ -87,7 +88,7 @@ def test_verl_takes_two_steps_with_its_engine_asked_by_our_agents(
         command += ("--config-dir", str(ROOT / "configs/verl"), "--config-name", "math")
         words = [f"{name}={value}" for name, value in settings.items()]
         with trains(trainers_python, made, *command, *words, **environ) as process:
-            assert process.end(900) == 0, process.output()[-5000:]
+            assert process.end() == 0, process.output()[-5000:]
         engine = asked(made)
     steps = [
         dict(pair.split(":", 1) for pair in line.split(" - "))
@@ -172,7 +173,7 @@ def test_skyrl_takes_two_steps_with_its_engine_asked_by_our_agents(
             RAY_OVERRIDE_RESOURCES=resources,
             SKYRL_DUMP_INFRA_LOG_TO_STDOUT="1",
         ) as process:
-            assert process.end(900) == 0, process.output()[-5000:]
+            assert process.end() == 0, process.output()[-5000:]
         engine = asked(made)
     found = {
         name: [float(value) for value in re.findall(rf"'{name}': '([-\d.]+)'", process.output())]

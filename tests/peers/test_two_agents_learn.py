@@ -18,6 +18,7 @@ import httpx
 import pytest
 from support.foreign_trainers import SUPPORT, alone, house, trainer
 from support.learning import mean
+from support.waiting import PATIENCE
 
 from envserver.export.stored import read_groups
 
@@ -53,7 +54,7 @@ def test_trls_asynchronous_trainer_teaches_both(
         house(learn_python, coin_tosser, tmp_path, *words) as urls,
         trainer("trl_trainers.py", learn_python, coin_tosser, tmp_path, urls, *asked) as process,
     ):
-        assert process.end(900) == 0, process.output()[-5000:]
+        assert process.end() == 0, process.output()[-5000:]
     both_have_learned(tmp_path / "groups.db", tell, f"TRL AsyncGRPOTrainer, seed {seed}")
 
 
@@ -63,7 +64,7 @@ def test_atroposlibs_example_trainer_takes_steps_with_both(
 ) -> None:
     training = example_training(learn_python, example_trainer, coin_tosser, tmp_path, 0, 2)
     with training as (url, said):
-        assert httpx.get(f"{url}/v1/status").json()["policy_version"] == 2
+        assert httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["policy_version"] == 2
     better, worse = re.findall(r"Advantages: \+(\d+) / -(\d+)", said)[0]
     assert int(better) > 0 < int(worse)
     # The engine's logprobs are its own, but for 16 bits.
@@ -106,7 +107,7 @@ def example_training(
     script = "atropos_peer/learner.py"
     with house(python, model, folder, *words) as urls:
         with trainer(script, python, model, folder, urls, *asked, packages=(package,)) as process:
-            assert process.end(900) == 0, process.output()[-5000:]
+            assert process.end() == 0, process.output()[-5000:]
         yield urls[0], process.output()
 
 

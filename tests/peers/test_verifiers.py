@@ -62,7 +62,7 @@ def played(name: str, folder: Path, *words: object, limit: int = 2) -> list[dict
     """The groups that `process` makes of one environment."""
     out = folder / "rows.jsonl"
     asked = ("process", "--env", f"verifiers:{name}", "--model", "sim", "--limit", limit)
-    done = envserver(*asked, *ONE_PROCESS, "--out", out, *words, folder=folder, seconds=300)
+    done = envserver(*asked, *ONE_PROCESS, "--out", out, *words, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return list(read_jsonl(out))
 
@@ -76,7 +76,7 @@ def test_both_generations_beside_math(home: Path, tmp_path: Path) -> None:
     mix = "math=1,verifiers:classic_sums=1,verifiers:taskset_duel=1"
     out = tmp_path / "mix.jsonl"
     words = ("process", "--env", mix, "--model", "sim", "--limit", 6, "--env.group_size", 4)
-    done = envserver(*words, *ONE_PROCESS, "--out", out, folder=tmp_path, seconds=300)
+    done = envserver(*words, *ONE_PROCESS, "--out", out, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     groups = list(read_jsonl(out))
     assert {group["envserver"]["env"] for group in groups} == {
@@ -146,7 +146,7 @@ def test_a_reward_function_that_raises_is_no_reward_of_0(home: Path, tmp_path: P
     args = json.dumps({"scored_by": "raises"})
     words = ("process", "--env", "verifiers:classic_sums", "--model", "sim", "--limit", 1)
     words += ("--env.args", args, "--rollouts.max_attempts", 1)  # type: ignore[assignment]
-    done = envserver(*words, *ONE_PROCESS, "--out", out, folder=tmp_path, seconds=300)
+    done = envserver(*words, *ONE_PROCESS, "--out", out, folder=tmp_path)
     assert done.returncode != 0
     assert "the judge is gone" in (tmp_path / "rows.failures.jsonl").read_text()
     assert not out.exists() or not list(read_jsonl(out))
@@ -218,7 +218,7 @@ def test_a_trainer_learns_on_it(
     settings.write_text(SERVED)
     words = ("--serve", settings, "--minutes", 30, "--until-reward", 0.35)
     with learning(learn_python, tiny_model(learn_python), tmp_path / "run", *words) as run:
-        assert run.process.end(3600) == 0, run.process.output()[-3000:]
+        assert run.process.end() == 0, run.process.output()[-3000:]
     rewards = run.rewards()
     first, last = mean(rewards[:6]), mean(rewards[-6:])
     tell(f"verifiers, {len(rewards)} steps: reward {first:.2f} -> {last:.2f} of 0.5")
@@ -229,8 +229,8 @@ def test_a_trainer_learns_on_it(
 def test_evaluate_and_check(home: Path, tmp_path: Path) -> None:
     words = ("--env", "verifiers:classic_sums", "--workers.processes", 1)
     asked = ("evaluate", *words, "--model", "sim", "--env.total_steps", 3, "--out", tmp_path / "e")
-    done = envserver(*asked, folder=tmp_path, seconds=300)
+    done = envserver(*asked, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "classic_sums" in (tmp_path / "e" / "report.json").read_text()
-    done = envserver("check", *words, folder=tmp_path, seconds=300)
+    done = envserver("check", *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 from support.films import film
 from support.vllm_server import VllmServer, running_vllm
+from support.waiting import PATIENCE
 
 import envserver
 from envserver import Group
@@ -64,7 +65,7 @@ def server(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         # Its first answer compiles what it needs, which outlasts our probe on a busy machine.
         hello = {"model": found.model, "messages": [{"role": "user", "content": "Hi"}]}
         url = f"{found.base_url}/chat/completions"
-        httpx.post(url, json=hello | {"max_tokens": 1}, timeout=300)
+        httpx.post(url, json=hello | {"max_tokens": 1}, timeout=PATIENCE)
         yield found
 
 

@@ -13,6 +13,7 @@ from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import LocalFull, Lora, WeightPush
 from support.local_server import Local, local_engine
 from support.versions import ROUNDING, VersionMaker, version_maker
+from support.waiting import PATIENCE
 from support.weights_house import prove
 
 from envserver import EngineUnavailable
@@ -110,7 +111,12 @@ def test_an_engine_that_is_killed_and_started_again_gets_its_weights_anew(
         engine.start()
         # Before anything else is published: the last version, and every adapter that is kept.
         assert weights.restore() == adapters.restore() == [engine.url]
-        assert httpx.get(f"{engine.url}/weight_info").json() == {"weight_version": "version-2"}
+        assert httpx.get(f"{engine.url}/weight_info", timeout=PATIENCE).json() == {
+            "weight_version": "version-2"
+        }
         weights.publish(3, full.saver(3), full.check(3))
-        served = {card["id"] for card in httpx.get(f"{engine.url}/v1/models").json()["data"]}
+        served = {
+            card["id"]
+            for card in httpx.get(f"{engine.url}/v1/models", timeout=PATIENCE).json()["data"]
+        }
         assert served == {"tiny", "policy@1"}

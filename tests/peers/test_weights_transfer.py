@@ -17,6 +17,7 @@ from support.commands import free_port, running
 from support.local_server import Local, local_engine
 from support.transfers import SendingTrainer, sending_trainer
 from support.vllm_server import VllmServer, running_vllm
+from support.waiting import PATIENCE
 
 BUCKET = 500_000
 """Bytes: the tiny model takes several."""
@@ -26,11 +27,11 @@ Tell = Callable[[str], None]
 
 
 def name(url: str) -> str:
-    return str(httpx.get(f"{url}/weight_info").json()["weight_version"])
+    return str(httpx.get(f"{url}/weight_info", timeout=PATIENCE).json()["weight_version"])
 
 
 def is_paused(url: str) -> bool:
-    return bool(httpx.get(f"{url}/is_paused").json()["is_paused"])
+    return bool(httpx.get(f"{url}/is_paused", timeout=PATIENCE).json()["is_paused"])
 
 
 def good(answer: dict[str, Any], version: int, urls: list[str]) -> None:
@@ -74,7 +75,7 @@ def test_an_engine_that_dies_during_an_update_is_named_and_the_others_go_on(
     )
     with ExitStack() as stack:
         server = stack.enter_context(running(*words, folder=tmp_path))
-        server.wait_for("Trainers: ", 300)
+        server.wait_for("Trainers: ")
         address = f"http://127.0.0.1:{port}"
         client = stack.enter_context(SyncEnvClient(address, run=None))
 
@@ -104,7 +105,9 @@ def test_an_engine_that_dies_during_an_update_is_named_and_the_others_go_on(
         # It comes back with the weights of the beginning, and a third one joins.
         second.start()
         third = stack.enter_context(local_engine(learn_python, model))
-        registered = httpx.post(f"{address}/v1/engines", json={"url": third.url}).json()
+        registered = httpx.post(
+            f"{address}/v1/engines", json={"url": third.url}, timeout=PATIENCE
+        ).json()
         assert registered["engine"]["standing"] == "old"
         restored = trainer.ask(restore=True)["restored"]
         assert sorted(restored) == sorted([second.url, third.url])
@@ -128,7 +131,7 @@ def test_a_trainer_that_dies_during_an_update_leaves_engines_that_do_not_sample(
         assert trainer.end() == {"halted": 2}
     assert [name(url) for url in urls] == ["changing"] * 2
     assert all(is_paused(url) for url in urls)
-    assert [httpx.post(f"{url}/resume").status_code for url in urls] == [409] * 2
+    assert [httpx.post(f"{url}/resume", timeout=PATIENCE).status_code for url in urls] == [409] * 2
     with sending_trainer(learn_python, model, engines=urls, bucket_bytes=BUCKET) as trainer:
         wrong = trainer.ask(publish=2, checked_as=3)
         assert (wrong["error"], wrong["engines"]) == ("weights_mismatch", urls)
@@ -143,7 +146,10 @@ def test_an_engine_that_samples_takes_no_weights_and_nothing_gets_a_new_name(
     bucket = {"update_info": {"names": [], "dtype_names": [], "shapes": [], "sha256": ""}}
     joined: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1}
     joined |= {"world_size": 2, "timeout_seconds": 1e300}
-    with local_engine(learn_python, model) as engine, httpx.Client(base_url=engine.url) as http:
+    with (
+        local_engine(learn_python, model) as engine,
+        httpx.Client(base_url=engine.url, timeout=PATIENCE) as http,
+    ):
         before = name(engine.url), http.post("/weight_checker", json={}).json()
         steps: list[tuple[str, dict[str, Any], int, str]] = [
             ("/init_weight_transfer_engine", {"init_info": joined}, 400, "init_info"),
@@ -199,6 +205,7 @@ def test_two_vllms_have_each_version_also_after_a_failure_and_by_another_trainer
     answer = httpx.post(
         f"{urls[0]}/inference/v1/generate",
         json={"token_ids": [300, 301], "sampling_params": {"max_tokens": 2}},
+        timeout=PATIENCE,
     ).json()
     versions = {one["version"] for one in answer["choices"][0]["weight_versions"]}
     assert versions == {"version-5"}

@@ -14,6 +14,7 @@ import pytest
 from envserver_clients.weights import LocalFull, Lora, VllmFull, WeightsMismatch
 from support.versions import ROUNDING, version_maker
 from support.vllm_server import VllmServer, running_vllm
+from support.waiting import PATIENCE
 from support.weights_house import Proof, prove
 
 pytestmark = pytest.mark.vllm
@@ -76,7 +77,7 @@ def test_each_token_is_of_the_adapter_that_it_names(
     tell(proof.table(f"vLLM, LoRA, {count} versions"))
     held(proof, versions)
     assert proof.mixed == 0
-    served = httpx.get(f"{tied.base_url}/models").json()["data"]
+    served = httpx.get(f"{tied.base_url}/models", timeout=PATIENCE).json()["data"]
     names = {card["id"] for card in served} - {tied.model}
     assert {f"policy@{version}" for version in versions[-3:]} <= names
     assert len(names) <= 5
@@ -144,10 +145,14 @@ def test_what_would_go_wrong_unseen_is_seen(
         plain = LocalFull(tied.base_url, tmp_path / "plain")
         with pytest.raises(WeightsMismatch, match="version 2"):
             plain.publish(2, maker.saver(2), maker.check(2))  # vLLM's own reload
-        assert httpx.get(f"{tied.root_url}/is_paused").json()["is_paused"]
+        assert httpx.get(f"{tied.root_url}/is_paused", timeout=PATIENCE).json()["is_paused"]
         right.publish(2, maker.saver(2), maker.check(2))
         # As after a restart: it names other weights than were published.
-        httpx.post(f"{tied.root_url}/update_weight_version", json={"new_version": "default"})
+        httpx.post(
+            f"{tied.root_url}/update_weight_version",
+            json={"new_version": "default"},
+            timeout=PATIENCE,
+        )
         assert right.restore() == [tied.root_url]
         assert right.restore() == []
 
@@ -161,6 +166,8 @@ def test_an_adapter_that_is_not_the_trainers_is_not_published(
         push.publish(1, maker.saver(1), maker.check(1))
         with pytest.raises(WeightsMismatch, match="other@1 is served as before"):
             push.publish(2, maker.saver(3), maker.check(2))
-    served = {card["id"] for card in httpx.get(f"{tied.base_url}/models").json()["data"]}
+    served = {
+        card["id"] for card in httpx.get(f"{tied.base_url}/models", timeout=PATIENCE).json()["data"]
+    }
     assert "other@1" in served
     assert "other@2" not in served

@@ -14,7 +14,7 @@ import pytest
 
 import envserver
 
-from .waiting import until
+from .waiting import PATIENCE, until
 
 ZOO = Path(__file__).with_name("alarm_zoo.py")
 AT_ONCE = {
@@ -89,6 +89,6 @@ async def serving(
             store=str(folder / "groups.db"),
             server={"port": 0, "drain_seconds": 0},
         ) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
     ):
         yield Alarms(http, server.url)

@@ -19,6 +19,8 @@ from envserver.api import create_api, serve_api
 from envserver.store import Store, open_store
 from envserver.store.sink import put_of
 
+from .waiting import PATIENCE
+
 REGISTRATION = {
     "wandb_group": "group",
     "wandb_project": "project",
@@ -115,7 +117,7 @@ async def running_api(
         app = create_api(store, settings=settings, **more)
         async with (
             await serve_api(app, "127.0.0.1", settings.port, settings) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=60) as http,
+            httpx.AsyncClient(base_url=running.url, timeout=PATIENCE) as http,
         ):
             yield Api(http, store, running.url)
 
@@ -132,7 +134,7 @@ def api_process(place: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(30)
+        process.wait(PATIENCE)
         if process.stdout is not None:
             process.stdout.close()
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+from .waiting import PATIENCE
+
 Serve = Callable[[threading.Event, asyncio.Event], Coroutine[Any, Any, None]]
 
 
@@ -26,9 +28,9 @@ def beside(serve: Serve) -> Iterator[None]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    started.wait(60)
+    started.wait(PATIENCE)
     try:
         yield
     finally:
         loop.call_soon_threadsafe(ended.set)
-        thread.join(60)
+        thread.join(PATIENCE)

@@ -17,7 +17,9 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
 
-expect.set_options(timeout=60_000)  # the machine may be busy
+from .waiting import PATIENCE
+
+expect.set_options(timeout=1000 * PATIENCE)
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "envserver" / "dashboard"
@@ -88,7 +90,7 @@ class Visitor:
             options: of Playwright's `new_context`: color_scheme="dark", viewport=SMALL ...
         """
         context = self._browser.new_context(**({"viewport": _SIZE} | options))
-        context.set_default_timeout(60_000)  # the machine may be busy
+        context.set_default_timeout(1000 * PATIENCE)
         context.add_init_script(
             "addEventListener('securitypolicyviolation', (e) => console.error("
             "`CSP: ${e.violatedDirective} ${e.blockedURI} ${e.sourceFile}:${e.lineNumber}`))"

@@ -13,6 +13,8 @@ import pytest
 from support.sdk_house import Seat
 from support.sim import call
 
+from .waiting import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 TASK = "Write hello into done.txt, five times over."
 CODEX = """
@@ -64,7 +66,7 @@ def play(name: str, seat: Seat, folder: Path) -> subprocess.CompletedProcess[str
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
 

@@ -19,15 +19,14 @@ import orjson
 
 from . import warm_commands
 from .extent import WHOLE
+from .waiting import PATIENCE
 
 ENVSERVER = Path(sys.executable).with_name("envserver")
 Process = subprocess.Popen[bytes] | warm_commands.WarmProcess
 _AT_START = dict(os.environ)
 
 
-def envserver(
-    *words: object, folder: Path, seconds: float = 120.0, **popen: Any
-) -> subprocess.CompletedProcess[str]:
+def envserver(*words: object, folder: Path, **popen: Any) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end; the output of both streams is text.
 
     Args:
@@ -36,14 +35,14 @@ def envserver(
     argv = [str(ENVSERVER), *map(str, words)]
     variables = environment_variables()
     if not popen and _can_be_warm(variables):
-        return _run_warm(argv, folder, variables, seconds)
+        return _run_warm(argv, folder, variables)
     return subprocess.run(
         argv,
         cwd=folder,
         env=variables,
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=4 * PATIENCE,
         check=False,
         **popen,
     )
@@ -63,12 +62,12 @@ def _can_be_warm(variables: dict[str, str]) -> bool:
 
 
 def _run_warm(
-    argv: list[str], folder: Path, variables: dict[str, str], seconds: float
+    argv: list[str], folder: Path, variables: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         process = warm_commands.start(argv, folder, variables, stdout, stderr)
         try:
-            status = process.wait(seconds)
+            status = process.wait(4 * PATIENCE)
         except BaseException:
             process.kill()
             raise
@@ -96,13 +95,13 @@ class Running:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, pattern: str, seconds: float = 180.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, seconds: float = PATIENCE) -> re.Match[str]:
         """The first match of `pattern` in its output."""
         return until(
             lambda: re.search(pattern, self.output()),
-            seconds,
             lambda: f"{pattern!r} in {self.output()[-3000:]!r}",
             alive=self.process,
+            seconds=seconds,
         )
 
     def send(self, number: signal.Signals) -> None:
@@ -111,11 +110,11 @@ class Running:
     def kill(self) -> None:
         """kill -9."""
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(PATIENCE)
 
-    def end(self, seconds: float = 180.0) -> int:
+    def end(self) -> int:
         """Waits for its end; the exit status."""
-        return self.process.wait(seconds)
+        return self.process.wait(4 * PATIENCE)
 
 
 @contextlib.contextmanager
@@ -123,7 +122,7 @@ def running(
     *words: object,
     folder: Path,
     program: Path = ENVSERVER,
-    finish_seconds: float = 20,
+    finish_seconds: float = 60,
     **popen: Any,
 ) -> Iterator[Running]:
     """A command in the background; ended by its id on the way out.
@@ -149,21 +148,21 @@ def running(
 
 
 def _end(process: Process, finish_seconds: float) -> None:
-    for seconds in (finish_seconds, 10):
+    for seconds in (finish_seconds, 60):
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
             return
     process.kill()
-    process.wait(10)
+    process.wait(PATIENCE)
 
 
 def until(
     condition: Callable[[], Any],
-    seconds: float,
     what: Callable[[], str],
     *,
     alive: Process | None = None,
+    seconds: float = PATIENCE,
 ) -> Any:
     """The first true value of `condition`, asked every 20 ms."""
     end = time.monotonic() + seconds

@@ -28,9 +28,9 @@ from typing import Final
 from envserver.sandbox import find_engine, linux
 
 from .docker_setup import BASE, CONFIG, OWN_IMAGE
+from .waiting import PATIENCE
 
 _IMAGE: Final = "envserver-test-base"
-_START_SECONDS: Final = 60.0
 _DOCKERD: Final = ("dockerd", "--iptables=false", "--ip6tables=false", "--ip-forward=false")
 _CHANGES: Final = ("--change", "ENV LANG=C.UTF-8", "--change", 'CMD ["python3"]')
 
@@ -85,7 +85,7 @@ def end() -> None:
     with contextlib.suppress(OSError, ValueError):
         keeper = os.pidfd_open(int((folder / "keeper").read_text()))
         signal.pidfd_send_signal(keeper, signal.SIGTERM)
-        select.select([keeper], [], [], _START_SECONDS)
+        select.select([keeper], [], [], PATIENCE)
 
 
 def _running_already() -> Engine | None:
@@ -128,7 +128,7 @@ def _start_keeper(folder: Path, run: int) -> None:
             stderr=log,
             start_new_session=True,
         )
-    deadline = time.monotonic() + 2 * _START_SECONDS
+    deadline = time.monotonic() + PATIENCE
     while not (folder / "result").exists():
         assert keeper.poll() is None, (folder / "log").read_text()
         assert time.monotonic() < deadline, (folder / "log").read_text()
@@ -182,7 +182,7 @@ def _ip(*words: str) -> bool:
 def _prepare(folder: Path, daemon: subprocess.Popen[bytes]) -> str:
     """Returns why the engine cannot be used, or "" once it has its image."""
     own = Engine(host=f"unix://{folder}/socket")
-    deadline = time.monotonic() + _START_SECONDS
+    deadline = time.monotonic() + PATIENCE
     while own.run("version").returncode:
         if daemon.poll() is not None or time.monotonic() > deadline:
             return f"dockerd does not start: {(folder / 'log').read_text()[-600:]}"
@@ -202,7 +202,7 @@ def _end(folder: Path, daemon: subprocess.Popen[bytes]) -> None:
             own.run("rm", "--force", "--volumes", *left)
         daemon.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            daemon.wait(20)
+            daemon.wait(60)
         daemon.kill()
         daemon.wait()
     for place in _mounts_below(folder):

@@ -12,6 +12,8 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Literal
 
+from .waiting import PATIENCE
+
 State = Literal["open", "closed", "loses answers", "frozen"] | int
 """A number: answers with this status, without asking the server."""
 
@@ -45,7 +47,7 @@ class Door:
         else:
             cut = threading.Event()
             self._loop.call_soon_threadsafe(lambda: (self._cut(), cut.set()))
-            assert cut.wait(60)
+            assert cut.wait(PATIENCE)
 
     def _cut(self) -> None:
         for writer in self._writers:

@@ -51,13 +51,13 @@ def wheel(
 
 def run(*words: object, folder: Path) -> str:
     """The standard output of a command that must succeed."""
-    ended = envserver(*words, folder=folder, seconds=600)
+    ended = envserver(*words, folder=folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
 
 def refused(*words: object, folder: Path) -> str:
     """What a command says that must refuse."""
-    ended = envserver(*words, folder=folder, seconds=600)
+    ended = envserver(*words, folder=folder)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     return " ".join(ended.stderr.split())

@@ -27,6 +27,8 @@ from support.api import Api, running_api
 from support.fake_vllm import FakeVllm, fake_vllm
 from support.serving import attempt_spec, serving
 
+from .waiting import PATIENCE
+
 CHAT = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -64,7 +66,7 @@ class FleetHouse:
         return sorted(row["standing"] for row in await self.rows())
 
     async def until(self, url: str, standing: str) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while (await self.row(url))["standing"] != standing:
                 await asyncio.sleep(0.01)
 

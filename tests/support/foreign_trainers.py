@@ -27,11 +27,11 @@ def house(
     command = ("-m", "envserver_local", "--model", model, "--port", 0, "--threads", 1)
     command += engine_words
     with running(*command, folder=folder, program=python) as engine:
-        base_url = engine.wait_for(r"http://127\.0\.0\.1:\d+/v1", 300).group()
+        base_url = engine.wait_for(r"http://127\.0\.0\.1:\d+/v1").group()
         serve = ("serve", "--openai.base_url", base_url, "--port", 0, "--store", "groups.db")
         serve += ("--rollouts.max_queued_groups", 0, "--workers.processes", 1, *words)
         with running(*serve, folder=folder) as server:
-            url = server.wait_for(r"Trainers: (http://\S+)", 300)[1]
+            url = server.wait_for(r"Trainers: (http://\S+)")[1]
             yield url, base_url.removesuffix("/v1")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .commands import environment_variables
+from .waiting import PATIENCE
 
 _COMMAND = """
 import json, sys
@@ -105,12 +106,12 @@ def inspect_view(python: Path, logs: Path) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(PATIENCE)
 
 
 def _answers(url: str) -> bool:
     try:
-        urllib.request.urlopen(url, timeout=60).close()
+        urllib.request.urlopen(url, timeout=PATIENCE).close()
     except (urllib.error.URLError, ConnectionError):
         return False
     return True
@@ -126,6 +127,6 @@ def _run(
         capture_output=True,
         text=True,
         input=input,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import orjson
 
+from .waiting import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 LIBRARIES = Path(orjson.__file__).parents[1]
 """What envserver needs, as installed for these tests."""
@@ -86,7 +88,7 @@ def run(*words: object, env: dict[str, str] | None = None, cwd: Path | None = No
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

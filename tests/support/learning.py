@@ -67,11 +67,10 @@ class Learning:
         text = (self.output / "held_out.jsonl").read_text()
         return [json.loads(line)["reward_mean"] for line in text.splitlines()]
 
-    def wait_for_step(self, step: int, seconds: float) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Until so many steps are written down."""
         until(
             lambda: any(line["step"] >= step for line in self.lines()),
-            seconds,
             lambda: f"step {step}: {self.process.output()[-3000:]}",
             alive=self.process.process,
         )

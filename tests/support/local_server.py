@@ -11,6 +11,8 @@ from pathlib import Path
 
 from support.commands import free_port
 
+from .waiting import PATIENCE
+
 
 @dataclass
 class Local:
@@ -43,7 +45,7 @@ class Local:
         """kill -9."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait(30)
+            self.process.wait(PATIENCE)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from .waiting import PATIENCE
+
 ROOT: Final = Path(__file__).parents[2]
 README: Final = ROOT / "clients/envserver_clients/training/README.md"
 MARKS: Final = ("<!-- objectives -->\n", "<!-- /objectives -->")
@@ -28,7 +30,7 @@ def against_verl(python: Path) -> Differences:
         check=True,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE,
     )
     found: Differences = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -43,7 +45,7 @@ def against_trl(python: Path) -> Differences:
             env=_environment() | {"PARITY_TABLE": str(path)},
             cwd=ROOT,
             check=True,
-            timeout=1800,
+            timeout=4 * PATIENCE,
         )
         found: Differences = json.loads(path.read_text())
     return found

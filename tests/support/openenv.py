@@ -11,6 +11,8 @@ from envserver_records.records import Message, Task
 
 from envserver import Environment
 
+from .waiting import PATIENCE
+
 
 class Socket:
     """One session."""
@@ -21,7 +23,7 @@ class Socket:
     async def ask(self, kind: str, data: Any = None) -> dict[str, Any]:
         """The whole answer to a message."""
         await self.connection.send_json({"type": kind, **({} if data is None else {"data": data})})
-        answer = await self.connection.receive_json(timeout=60)
+        answer = await self.connection.receive_json(timeout=PATIENCE)
         assert isinstance(answer, dict)
         return answer
 

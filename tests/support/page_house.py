@@ -11,6 +11,7 @@ import httpx
 from envserver_clients.http import SyncEnvClient
 
 from .commands import Running, free_port, running, until
+from .waiting import PATIENCE
 
 _SERVE = (
     "serve", "--env", "math=2,code,video", "--model", "sim", "--sim.latency_seconds", 0,
@@ -46,7 +47,7 @@ class PageHouse:
 
     def get(self, path: str, **parameters: Any) -> Any:
         """JSON of a route: get("v1/status")."""
-        answer = httpx.get(self.url + path, params=parameters, timeout=60)
+        answer = httpx.get(self.url + path, params=parameters, timeout=PATIENCE)
         answer.raise_for_status()
         return answer.json()
 
@@ -56,7 +57,7 @@ class PageHouse:
 
     def wait_for(self, groups: int) -> None:
         """Waits until so many groups were made."""
-        until(lambda: self.made() >= groups, 120, self.server.output, alive=self.server.process)
+        until(lambda: self.made() >= groups, self.server.output, alive=self.server.process)
 
     def consume(self, groups: int, run: str = "trainer") -> None:
         """Is a trainer that takes so many groups, and publishes a version."""

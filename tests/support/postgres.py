@@ -26,13 +26,14 @@ import asyncpg
 from envserver.sandbox import linux
 from support import process_tree
 from support.commands import free_port
+from support.waiting import PATIENCE
 
 _USER: Final = "envserver"
 _CUT_OFF: Final = (
     "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity"
     " WHERE datname = current_database() AND pid <> pg_backend_pid()"
 )
-_START_SECONDS: Final = 60.0
+
 _STOP_SECONDS: Final = 30.0
 _SETTINGS: Final = ("fsync=on", "synchronous_commit=on", "max_connections=60")
 
@@ -123,7 +124,7 @@ class Postgres:
                 )
 
         self._process = self._thread.submit(begin).result()
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while not self._answers():
             assert self._process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()

@@ -12,6 +12,8 @@ from typing import Any
 
 from support.commands import environment_variables
 
+from .waiting import PATIENCE
+
 PROGRAM = Path(__file__).parent / "ray_peer" / "cluster.py"
 
 
@@ -69,7 +71,7 @@ def ray_nodes(python: Path, folder: Path, *, nodes: int) -> Iterator[RayNodes]:
         finally:
             assert process.stdin is not None
             process.stdin.close()
-            process.wait(60)
+            process.wait(PATIENCE)
 
 
 def group_numbers(store: Path, prefix: str) -> list[int]:

@@ -18,6 +18,8 @@ from typing import Any
 
 from aiohttp import web
 
+from .waiting import PATIENCE
+
 Json = dict[str, Any]
 
 USELESS = {"broken": 500, "cyclic": 300, "wrong tool": 300, "unknown step": 200, "same": 112}
@@ -195,5 +197,5 @@ def serving(teacher: Teacher) -> Iterator[Teacher]:
     finally:
         asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
+        thread.join(PATIENCE)
         loop.close()

@@ -28,6 +28,8 @@ from envserver.tokens import build
 from envserver.tokens.flags import Actions
 from support.serving import attempt_spec, serving
 
+from .waiting import PATIENCE
+
 if TYPE_CHECKING:  # seconds each
     from langchain_openai import ChatOpenAI
     from smolagents import OpenAIModel
@@ -259,7 +261,7 @@ def _loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
         yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(PATIENCE)
         loop.close()
 
 

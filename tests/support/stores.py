@@ -11,6 +11,8 @@ from envserver_records.errors import StoreError, StoreLost
 
 from envserver.store import GroupPut, GroupRow
 
+from .waiting import PATIENCE
+
 
 def group(group_id: str, body: bytes = b"body", **fields: Any) -> GroupPut:
     facts = {"env": "math", "format": "group", "size": 4, "tokens": 100, "max_length": 50}
@@ -28,7 +30,7 @@ def ids(groups: Iterable[GroupRow]) -> list[str]:
 
 async def patiently(ask: Callable[[], Awaitable[Any]]) -> Any:
     """What it answers once the database is there again."""
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(PATIENCE):
         while True:
             try:
                 return await ask()

@@ -34,6 +34,8 @@ from support.speaking import Message, text_of
 from support.token_agents import CHANGED, OWN, Agent, Boundary, Given
 from support.vllm_server import VllmServer
 
+from .waiting import PATIENCE
+
 _RENDERED_SHARE = 10
 """One in so many of our renderings is compared with the engine's own."""
 
@@ -181,7 +183,7 @@ class Bench:
 
     async def _all_is_recorded(self) -> None:
         """Waits for answers whose agent is gone."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await asyncio.sleep(0.3)
             while self.proxy.gate.in_flight:
                 await asyncio.sleep(0.05)

@@ -34,7 +34,7 @@ def loop(vllm_python: Path, folder: Path, *words: object) -> Iterator[Loop]:
         serve += ("--port", 0, "--store", "groups.db", "--rollouts.max_queued_groups", 0)
         serve += ("--workers.processes", 1, *words)
         with running(*serve, folder=folder) as server:
-            url = server.wait_for(r"Trainers: (http://\S+)", 300)[1]
+            url = server.wait_for(r"Trainers: (http://\S+)")[1]
             yield Loop(engine, url, folder)
 
 

@@ -17,11 +17,12 @@ import httpx
 from envserver.models import vllm_extension
 from support.commands import free_port
 
+from .waiting import PATIENCE
+
 MODEL = "tiny"
 _PROBES = 3
 _PROBED_TOKENS = 500
-_START_SECONDS = 300.0
-_STOP_SECONDS = 20.0
+_STOP_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class VllmServer:
         Beyond, vLLM on a CPU adds up a prompt and an answer in different orders; where that begins
         depends on the machine's caches (224 and 480 were seen). Measured without us in between.
         """
-        with httpx.Client(base_url=self.base_url, timeout=120) as client:
+        with httpx.Client(base_url=self.base_url, timeout=PATIENCE) as client:
             return min(_first_difference(client, self.model, seed) for seed in range(_PROBES))
 
 
@@ -127,10 +128,10 @@ def running_vllm(
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url, timeout=5).status_code == 200:
+            if httpx.get(url, timeout=PATIENCE).status_code == 200:
                 return
         time.sleep(0.25)
     tail = log.read_text(errors="replace")[-4000:]

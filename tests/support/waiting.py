@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+# Seconds until a test gives up on a command, an answer or an event that must come: it only guards
+# against hanging, so it is long enough for a machine ten times slower than a good one.
+PATIENCE: Final = 900.0
 
 
 async def settled() -> None:
@@ -16,13 +20,13 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 180.0) -> None:
+async def until(condition: Callable[[], Any]) -> None:
     """Returns as soon as `condition()`, which may be a coroutine, is true.
 
     Raises:
-        TimeoutError: it is not true after `seconds`.
+        TimeoutError: it is not true in time.
     """
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(PATIENCE):
         while True:
             holds = condition()
             if inspect.isawaitable(holds):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import httpx
 import orjson
 
+from .waiting import PATIENCE
+
 
 class Event(NamedTuple):
     """A server-sent event."""
@@ -82,7 +84,7 @@ class Connection:
             EOFError: the server ended the stream.
         """
         block = ""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             async for line in self._lines:
                 block += f"{line}\n"
                 if not line:

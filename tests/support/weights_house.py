@@ -103,7 +103,7 @@ def prove(
     proof, port, made = Proof(), free_port(), set(versions)
     engine = ("--openai.base_url", base_url, "--port", port)
     with running(*_SERVE, *engine, *words, folder=folder) as server:
-        server.wait_for("Trainers: ", 300)
+        server.wait_for("Trainers: ")
         with SyncEnvClient(f"http://127.0.0.1:{port}", run="trainer", batch_size=1) as client:
             push = make_push(client)
             for version in versions:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from support.commands import environment_variables, running
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[3]
@@ -56,7 +57,7 @@ def typed(script: str, folder: Path, status: int = 0) -> str:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE,
         check=False,
     )
     said = done.stdout + done.stderr

@@ -17,6 +17,7 @@ from envserver_records.errors import ConfigError, ConflictError, NotFoundError
 from envserver_records.records import Group
 from support.api import Api, head_or_answer, native_group, put_native, running_api
 from support.proxy_house import house
+from support.waiting import PATIENCE
 
 from envserver import OpenAIConfig, ServerConfig, main
 from envserver.api import create_api, create_token, serve_api
@@ -371,14 +372,14 @@ async def test_streams_have_a_number_and_end_with_their_token(
             assert first.status_code == 200
             second = await ask(api, tokens["trainer"], "GET", place, headers=sse)
             assert second.status_code == 429
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while (answer := await _opened(api, headers, place)) == 429:
                 await asyncio.sleep(0.02)
         assert answer == 200
         async with api.http.stream("GET", place, headers=headers) as stream:
             revoke_token(path, "trainer")
             await put_native(api.store, native_group("late"))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE):
                 told = b"".join([part async for part in stream.aiter_bytes()])
         assert b"late" not in told
 

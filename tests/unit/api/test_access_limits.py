@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives import serialization
 from envserver_records.errors import ConfigError
 from envserver_records.zstd import zstd
 from support.api import Api, native_group, put_native, running_api
+from support.waiting import PATIENCE
 
 from envserver import ServerConfig
 from envserver.api import create_api, create_token, serve_api
@@ -55,7 +56,7 @@ async def say(api: Api, *parts: bytes, pause: float = 0.0) -> bytes:
 
 async def _all_of(reader: asyncio.StreamReader) -> bytes:
     parts = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         with contextlib.suppress(ConnectionError):
             while part := await reader.read(65536):
                 parts.append(part)
@@ -126,7 +127,7 @@ async def test_connections_have_a_number(tmp_path: Path) -> None:
         for _, writer in held:
             writer.close()
             await writer.wait_closed()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while b"200 OK" not in await say(api, GET + b"connection: close\r\n\r\n"):
                 await asyncio.sleep(0.02)
 
@@ -225,7 +226,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 async def status_of(url: str, context: ssl.SSLContext) -> int:
-    async with httpx.AsyncClient(verify=context, timeout=60) as http:
+    async with httpx.AsyncClient(verify=context, timeout=PATIENCE) as http:
         return (await http.get(f"{url}/healthz")).status_code
 
 

@@ -42,6 +42,7 @@ from support.api import (
     wire_group,
 )
 from support.joined import join, registration
+from support.waiting import PATIENCE
 
 from envserver.proxy import Gate
 
@@ -120,7 +121,7 @@ def _judge(operation: Any, mode: GenerationMode, examples: int) -> None:
             case.body["wait_seconds"] = 0
         if isinstance(case.body, dict) and "timeout_seconds" in case.body:
             case.body["timeout_seconds"] = 0.01
-        answer = case.call(timeout=60)
+        answer = case.call(timeout=PATIENCE)
         check(answer, case.as_curl_command())
         if operation.path.startswith("/v1/"):  # of the Atropos wire the document says less
             case.validate_response(answer, checks=CONFORMANCE)
@@ -375,7 +376,7 @@ def spoiled(draw: Callable[[Any], Any]) -> tuple[str, bytes]:
 
 
 def spoil(url: str, examples: int) -> None:
-    with httpx.Client(base_url=url, timeout=60) as http:
+    with httpx.Client(base_url=url, timeout=PATIENCE) as http:
 
         @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
         @given(spoiled())
@@ -456,7 +457,7 @@ async def _answers(url: str, raw: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     try:
         writer.write(raw)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             with contextlib.suppress(ConnectionError):
                 return await reader.read()
         return b""

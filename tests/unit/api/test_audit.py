@@ -14,6 +14,7 @@ from envserver_records.records import Trajectory
 from structlog.testing import capture_logs
 from support.commands import free_port, running, until
 from support.sampled import PROMPT, SAMPLED, Engine, group
+from support.waiting import PATIENCE
 
 from envserver.proxy import Gate
 from envserver.proxy.gate import InFlight
@@ -109,10 +110,10 @@ def test_serve_reports_its_audit(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}/v1/status"
 
         def audited() -> dict[str, Any] | None:
-            status = httpx.get(url, timeout=60).json()["server"]["audit"]
+            status = httpx.get(url, timeout=PATIENCE).json()["server"]["audit"]
             return status if status["rollouts"] == 8 else None
 
-        report = until(audited, 180, server.output, alive=server.process)
+        report = until(audited, server.output, alive=server.process)
         assert report["tokens"] == report["tokens_exactly_equal"] > 0
         server.send(signal.SIGTERM)
         server.wait_for(f"Audit: 0 of {report['rows']} rows differ")

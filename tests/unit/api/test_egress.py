@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 from support.serving import attempt_spec
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import ConfigError, OpenAIConfig
 from envserver.api.proxy_server import ProxyServer, serve_proxy
@@ -73,7 +73,7 @@ class House:
 
     async def fetch(self, key: str, url: str, **more: Any) -> httpx.Response:
         proxy = f"http://envserver:{key}@127.0.0.1:{self.server.port}"
-        async with httpx.AsyncClient(proxy=proxy) as client:
+        async with httpx.AsyncClient(proxy=proxy, timeout=PATIENCE) as client:
             return await client.request("GET" if "content" not in more else "POST", url, **more)
 
     async def connect(self, first: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -11,7 +11,7 @@ from envserver_records.errors import InputError
 from support.fake_vllm import fake_vllm
 from support.fleets import attributed, fleet_house, sampled_by, says, versioned_vllm
 from support.joined import join, registration
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver.models.addresses import EngineAddresses
 from envserver.models.discovery import read_list
@@ -47,7 +47,7 @@ async def test_a_call_waits_for_the_first_engine_and_a_restart_keeps_it(tmp_path
 async def test_an_engine_without_heartbeats_is_removed(tmp_path: Path) -> None:
     async with fake_vllm() as fake, fleet_house(tmp_path / "s.db") as house:
         await house.register(fake.url, ttl_seconds=1)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while await house.rows():
                 await asyncio.sleep(0.05)
 
@@ -301,7 +301,7 @@ async def test_a_runner_calls_the_engines_of_its_server_with_their_versions(tmp_
             call = await runner.ask(runner.open("t"))
             assert attributed(call) == [sampled_by(call)] == [4]
             await house.api.http.delete(f"/v1/engines/{(await house.row(fake.url))['id']}")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE):
                 while await runner.rows():
                     await asyncio.sleep(0.01)
             living.cancel()
@@ -364,7 +364,7 @@ async def test_a_file_lists_engines_and_their_versions(tmp_path: Path) -> None:
             assert (await house.row(one.url))["origin"] == "file"
             await house.ask(house.open("r"))
             listed.write_text(json.dumps({"url": two.url, "version": 5}))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE):
                 while [row["url"] for row in await house.rows()] != [two.url]:
                     await asyncio.sleep(0.01)
             assert (await house.row(two.url))["weights_version"] == 5

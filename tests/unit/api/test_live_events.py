@@ -17,7 +17,7 @@ from starlette.types import Message
 from support.api import Api, api_process, native_group, put_native, running_api
 from support.commands import free_port
 from support.extent import examples
-from support.waiting import settled, until
+from support.waiting import PATIENCE, settled, until
 from support.watching import Page, events_in, watching
 
 from envserver.alarms_config import AlarmsConfig
@@ -115,7 +115,7 @@ async def test_a_killed_server_leaves_nothing_out(tmp_path: Path) -> None:
         body = {"tokens": [[mark, 5]], "masks": [[-100, 5]], "scores": [0.5]}
         assert (await http.post("/scored_data", json=body)).status_code == 200
 
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
         with api_process(place, port) as first:
             async with watching(http, page) as connection:
                 await post(http, 1)
@@ -176,7 +176,7 @@ async def test_who_reads_nothing_is_disconnected(
 async def test_a_server_that_stops_ends_the_streams(tmp_path: Path) -> None:
     place = {"server": {"port": 0}, "store": str(tmp_path / "s.db")}
     page = Page()
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(timeout=PATIENCE) as http:
         async with api_serving(RunApiSettings.model_validate(place)) as url:
             http.base_url = httpx.URL(url)
             context = watching(http, page)

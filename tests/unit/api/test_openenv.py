@@ -16,6 +16,7 @@ import pytest
 from support.commands import Running, free_port, running, until
 from support.openenv import demonstrated, socket
 from support.openenv_server import call, played, transcript
+from support.waiting import PATIENCE
 
 from envserver import Environment, NotFoundError
 from envserver.api import create_token
@@ -146,10 +147,10 @@ async def test_episodes_are_bounded_and_closed_sessions_free_them(url: str) -> N
             full = (await three.ask("reset"))["data"]
             assert (full["code"], full["max_sessions"]) == ("CAPACITY_REACHED", 2)
             await one.connection.close()  # in the middle of its episode
-            until(lambda: open_episodes(url) == 1, 60, str)
+            until(lambda: open_episodes(url) == 1, str)
             await three.seen("reset")
         await two.ask("step", {"message": "3"})
-    until(lambda: open_episodes(url) == 0, 60, str)
+    until(lambda: open_episodes(url) == 0, str)
 
 
 async def test_an_episode_whose_task_is_being_read_has_its_place() -> None:
@@ -171,11 +172,11 @@ async def test_an_episode_whose_task_is_being_read_has_its_place() -> None:
 
 
 def open_episodes(url: str) -> int:
-    return int(httpx.get(f"{url}/v1/status").json()["server"]["open_episodes"])
+    return int(httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["server"]["open_episodes"])
 
 
 def test_over_http_each_request_is_an_episode(url: str) -> None:
-    with httpx.Client(base_url=f"{url}/openenv/lengths", timeout=60) as http:
+    with httpx.Client(base_url=f"{url}/openenv/lengths", timeout=PATIENCE) as http:
         assert http.post("/reset").json()["observation"]["messages"]
         wanted = {"task_id": "to", "action": {"message": "2"}}
         answer = http.post("/step", json=wanted).json()
@@ -215,9 +216,9 @@ async def guarded(url: str, trainer: str, reader: str) -> None:
         assert refused.value.status == status
     async with socket(url, "lengths", **bearer(trainer)) as session:
         assert not (await session.seen("reset"))["done"]
-        last = await session.connection.receive_json(timeout=60)
+        last = await session.connection.receive_json(timeout=PATIENCE)
         assert last["data"]["code"] == "SESSION_ERROR"
-        assert (await session.connection.receive(timeout=60)).type is aiohttp.WSMsgType.CLOSE
+        assert (await session.connection.receive(timeout=PATIENCE)).type is aiohttp.WSMsgType.CLOSE
 
 
 @pytest.mark.thorough

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 from support.commands import free_port
+from support.waiting import PATIENCE
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
@@ -62,7 +63,7 @@ async def following(settings: ServerConfig) -> AsyncIterator[Follower]:
         app = follower_app(leads, link, settings, lag)
         async with (
             await serve_api(app, "127.0.0.1", 0, settings) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=20) as http,
+            httpx.AsyncClient(base_url=running.url, timeout=PATIENCE) as http,
         ):
             yield Follower(leads, running.url, http)
 
@@ -145,7 +146,7 @@ async def test_streams_and_websockets_are_passed_on_as_they_come(follower: Follo
     address = follower.url.replace("http", "ws") + "/openenv/math/ws"
     with pytest.raises(InvalidStatus, match="503"):  # nobody leads
         await connect(address)
-    async with leading(*routes) as url, asyncio.timeout(30):
+    async with leading(*routes) as url, asyncio.timeout(PATIENCE):
         follower.follow(url)
         with pytest.raises(InvalidStatus, match="403"):  # the leader has no such route
             await connect(address.replace("math", "other/ws"))
@@ -237,7 +238,7 @@ async def test_a_leader_that_is_replaced_is_waited_for_no_longer(follower: Follo
         await reader.read(-1)
         writer.close()
 
-    async with raw(silent) as url, asyncio.timeout(20):
+    async with raw(silent) as url, asyncio.timeout(PATIENCE):
         follower.follow(url)
         asking = asyncio.create_task(follower.http.get("/v1/status"))
         await came.wait()
@@ -247,7 +248,7 @@ async def test_a_leader_that_is_replaced_is_waited_for_no_longer(follower: Follo
 
 
 async def test_only_followers_say_who_asks(follower: Follower) -> None:
-    async with leading(Route("/v1/who", echo)) as url, httpx.AsyncClient() as http:
+    async with leading(Route("/v1/who", echo)) as url, httpx.AsyncClient(timeout=PATIENCE) as http:
         named = {PASSED.decode(): f"{OWNER};http;1;10.1.2.3"}
         asked = (await http.get(f"{url}/v1/who", headers=named)).json()
         assert asked["client"] == "10.1.2.3"

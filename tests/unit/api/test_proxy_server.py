@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.serving import attempt_spec
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig, ServerConfig
 from envserver.api.access.connections import HttpBounds
@@ -68,7 +68,7 @@ class Client:
 
     async def answer(self) -> tuple[int, Any]:
         """Status and JSON of the next answer."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             start = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
             length = int(start.partition("content-length: ")[2].partition("\r\n")[0])
             body = await self.reader.readexactly(length)
@@ -77,7 +77,7 @@ class Client:
 
     async def is_closed(self) -> bool:
         """Whether the server closes it without another word."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             with contextlib.suppress(ConnectionError):
                 return await self.reader.read() == b""
         return True

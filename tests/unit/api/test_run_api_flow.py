@@ -9,6 +9,7 @@ from envserver_clients.http import SyncEnvClient
 from envserver_records.records import pack
 from support.commands import free_port, running, until
 from support.joined import GROUP, registration, stream_group
+from support.waiting import PATIENCE
 
 
 def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -17,7 +18,7 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path: Path) -> None
     words = ("--rollouts.max_staleness_at_delivery", 1, "--rollouts.max_queued_groups", 5)
     with (
         running("run-api", "--port", port, "--store", "g.db", *words, folder=tmp_path) as server,
-        httpx.Client(base_url=url, timeout=60) as http,
+        httpx.Client(base_url=url, timeout=PATIENCE) as http,
     ):
         server.wait_for("Trainers and environments")
         welcome = http.post("/v1/environments", json=registration()).json()
@@ -45,5 +46,5 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path: Path) -> None
                 status = client.status()
                 return status["server"]["stale_groups"] == 1 == status["groups"]["dropped"]
 
-            until(counted, 180, server.output, alive=server.process)
+            until(counted, server.output, alive=server.process)
             assert beat(0) == 2  # no more than are still fresh when they are delivered

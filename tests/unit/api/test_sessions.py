@@ -13,6 +13,7 @@ import pytest
 import yaml
 from envserver_records.errors import ConfigError
 from support.api import Api, head_or_answer, native_group, put_native, running_api
+from support.waiting import PATIENCE
 
 from envserver.api import create_token
 from envserver.api.access import sessions as module
@@ -203,7 +204,10 @@ async def test_the_stream_of_a_login_ends_with_its_token(
 ) -> None:
     async with guarded(path) as api:
         headers = OWN | {"cookie": cookie_of(await log_in(api, tokens["reader"]))}
-        async with asyncio.timeout(60), api.http.stream("GET", "/v1/events", headers=headers) as it:
+        async with (
+            asyncio.timeout(PATIENCE),
+            api.http.stream("GET", "/v1/events", headers=headers) as it,
+        ):
             parts = it.aiter_bytes()
             assert b"hello" in await anext(parts)
             revoke_token(path, "reader")

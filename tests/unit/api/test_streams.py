@@ -20,7 +20,7 @@ from support.api import Api, api_process, native_group, put_native, running_api,
 from support.commands import free_port
 from support.extent import examples
 from support.stores import group, noise
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import ConflictError, NotFoundError
 from envserver.api.native.waiting import Leasing
@@ -64,7 +64,7 @@ class Listener:
     async def next(self) -> tuple[str, list[str]]:
         """The id of the next lease and its groups."""
         event: dict[str, str] = {}
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             async for line in self._lines:
                 name, _, value = line.partition(": ")
                 event[name] = value
@@ -229,8 +229,7 @@ async def test_what_was_not_read_is_given_back(api: Api) -> None:
     async with EnvClient(api.url, run="run", batch_size=1) as client:
         batches = client.stream(window=3)
         assert [g.group_id for g in (await anext(batches)).groups] == ["a"]
-        await until(lambda: leased(api, 3))
-        await asyncio.sleep(0.1)
+        await until(lambda: batches.ag_frame.f_locals["arrived"].qsize() == 2)  # b and c
         await batches.aclose()
     assert await lease(api, max_groups=9, wait_seconds=20) == ["b", "c"]
 

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from support.commands import ENVSERVER
+from support.waiting import PATIENCE
 
 import envserver
 from envserver import main, registry
@@ -40,7 +41,7 @@ class Adder(Environment):
 
 def python(code: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE
     ).stdout
 
 

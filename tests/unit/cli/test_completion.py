@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE
 
 from envserver import main
 from envserver.cli import COMMANDS
@@ -73,7 +74,7 @@ def asked(shell: str, script: str, folder: Path, environment: dict[str, str]) ->
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import environment_variables, envserver
+from support.waiting import PATIENCE
 
 from envserver.cli import main
 
@@ -192,7 +193,7 @@ def test_a_person_plays_the_model_at_a_terminal(place: Path) -> None:
         terminal.type("4")
         terminal.type("")
         terminal.until("Reward: 1")
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(PATIENCE) == 0
     finally:
         terminal.close()
     document = json.loads((place / "t3.json").read_text())
@@ -222,6 +223,6 @@ def test_a_changed_file_runs_the_task_again(place: Path) -> None:
         terminal.until("Reward: 0.5")
         terminal.until("Waiting for a change")
         os.killpg(terminal.process.pid, signal.SIGINT)
-        assert terminal.process.wait(60) == 130
+        assert terminal.process.wait(PATIENCE) == 130
     finally:
         terminal.close()

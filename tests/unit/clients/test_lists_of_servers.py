@@ -17,7 +17,7 @@ from envserver_records.urls import server_urls
 from support.api import Api, native_group, put_native, running_api, wire_group
 from support.commands import free_port
 from support.doors import Door, State, doors
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import ConfigError
 from envserver.export.stored_sources import open_source
@@ -258,7 +258,10 @@ async def test_the_error_names_every_server_and_why(two: list[Door]) -> None:
 
 async def test_one_server_is_asked_as_ever() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    async with httpx.AsyncClient(base_url=url) as plain, AsyncServersClient([url]) as ours:
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE) as plain,
+        AsyncServersClient([url]) as ours,
+    ):
         with pytest.raises(httpx.ConnectError) as expected:
             await plain.get("/v1/status")
         with pytest.raises(httpx.ConnectError) as caught:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from envserver_clients.http import SyncEnvClient
 from support.commands import Running, free_port, running, until
+from support.waiting import PATIENCE
 
 from envserver import NotFoundError, Trajectory
 
@@ -23,7 +24,7 @@ MATH = (
 def serving(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
     port = free_port()
     with running(*MATH, "--port", port, *words, folder=folder) as server:
-        server.wait_for("Trainers: ", 150)
+        server.wait_for("Trainers: ")
         yield server, f"http://127.0.0.1:{port}"
 
 
@@ -33,7 +34,7 @@ def ids(groups: list[list[Trajectory | None]]) -> list[list[str]]:
 
 def made_of(url: str) -> int:
     """Ordered groups that are finished: no run ever leases them."""
-    return int(httpx.get(f"{url}/v1/status").json()["groups"]["dropped"])
+    return int(httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["groups"]["dropped"])
 
 
 @pytest.mark.thorough
@@ -63,9 +64,11 @@ def test_named_tasks_get_their_rollouts_in_order_once_also_over_a_kill(tmp_path:
         before = made_of(url)
         slow = [task.task_id for task in known]
         body = {"environment": "math", "task_ids": slow, "group_size": 2, "wait_seconds": 0.1}
-        answer = httpx.post(f"{url}/v1/rollouts", json=body, headers={"idempotency-key": "slow"})
+        answer = httpx.post(
+            f"{url}/v1/rollouts", json=body, headers={"idempotency-key": "slow"}, timeout=PATIENCE
+        )
         assert answer.status_code == 202 and answer.json()["groups"] == 20
-        until(lambda: made_of(url) >= before + 2, 150, server.output, alive=server.process)
+        until(lambda: made_of(url) >= before + 2, server.output, alive=server.process)
         server.kill()
     with serving(tmp_path) as (_, url), SyncEnvClient(url, run=None) as client:
         assert ids(client.rollouts("math", named, group_size=2, key="step-1")) == ids(made)

@@ -23,6 +23,7 @@ from envserver_clients.weights import (
 from support.api import running_api
 from support.beside import beside
 from support.commands import free_port
+from support.waiting import PATIENCE
 from support.weights_engine import ScriptedEngine, check, saver, scripted_engine
 
 from envserver import (
@@ -179,7 +180,7 @@ def test_an_engine_that_is_started_again_later_gets_them_anew(
     mended = threading.Event()
     engine.on["/resume"] = mended.set
     with push.watched(0.02):
-        assert mended.wait(10)
+        assert mended.wait(PATIENCE)
     assert (engine.weights, engine.name, engine.paused) == (5, "version-5", False)
     engine.start_again()
     engine.stubborn = True
@@ -258,7 +259,7 @@ def test_each_phase_has_its_own_time(engine: ScriptedEngine, tmp_path: Path) -> 
     free = threading.Event()
 
     def hang() -> None:
-        free.wait(10)
+        free.wait(PATIENCE)
 
     engine.on["/collective_rpc"] = hang
     push = LocalFull(engine.url, tmp_path, timeouts=Timeouts(load=0.05))

@@ -21,6 +21,7 @@ from envserver_environments.code.prompts import question
 from envserver_environments.code.running import SPEC
 from support.code_house import code
 from support.commands import envserver, read_jsonl
+from support.waiting import PATIENCE
 
 from envserver import ConfigError, InputError, Result, Sandboxes
 
@@ -240,7 +241,7 @@ async def test_slow_programs_take_bounded_time(rooms: Sandboxes) -> None:
     tests = [{"input": str(n), "output": str(n)} for n in range(30)]
     env = code(rooms)
     task = env.task_from_row({**TESTS, "tests": tests, "time_limit": 1})
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         endless = Result(output=fenced("while True: pass"))
         assert (await env.score(task, endless)).reward == 0.0
 

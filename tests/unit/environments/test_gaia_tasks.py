@@ -30,6 +30,7 @@ from envserver_environments.gaia.loading import (
 from envserver_environments.gaia.scoring import is_usable_truth, question_scorer
 from support.commands import envserver, read_jsonl
 from support.extent import first_of
+from support.waiting import PATIENCE
 
 from envserver import Caller, ConfigError, NotFoundError, PublicTask
 
@@ -61,7 +62,7 @@ def test_every_own_answer_follows_from_its_file_alone(task: GaiaQuestion, tmp_pa
     (tmp_path / f"attachment{task.attachment.suffix}").write_bytes(task.attachment.read_bytes())
     ran = subprocess.run(
         [sys.executable, "-I", "-X", "utf8", "-c", task.solution + SOLVED],
-        cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=60,
+        cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=PATIENCE,
     )  # fmt: skip
     assert question_scorer(ran.stdout, task.answer), (ran.stdout, ran.stderr[-500:])
 
@@ -422,13 +423,13 @@ def test_the_earlier_names_still_work(tmp_path: Path) -> None:
             "--env.process_timeout", "200", "--openai.model_name", "m", "--model", "sim",
             "--env.agent", "plain",
         ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     (group,) = read_jsonl(tmp_path / "out.jsonl")
     assert len(group["scores"]) == 2
     helped = subprocess.run(
         [sys.executable, "-m", "environments.smolagents_integration.download_gaia", "--help"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert "--use-raw" in helped.stdout

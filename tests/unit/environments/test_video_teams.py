@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from envserver_environments.video.env import Video
 from support.commands import envserver, read_jsonl
+from support.waiting import PATIENCE
 
 from envserver import LimitReached, Reply, Result
 
@@ -339,7 +340,7 @@ def test_one_question_about_a_file_is_written_down(tmp_path: Path) -> None:
         [sys.executable, "-m", "environments.video", "run", "--video_ctx", "talk.txt",
          "--question", "What is cut?", "--answer", "bread", "--model", "sim", "--env.mode", "star",
          "--sim.solve_probability", "1", "-o", "runs/video.traj.json"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     told = json.loads((tmp_path / "runs/video.traj.json").read_text())

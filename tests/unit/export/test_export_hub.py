@@ -16,6 +16,7 @@ import orjson
 import pytest
 import yaml
 from support.hub import Hub, running_hub
+from support.waiting import PATIENCE
 
 from envserver import main
 
@@ -205,7 +206,7 @@ def test_a_push_is_one_commit_of_the_folder(tmp_path: Path, hub: Hub) -> None:
         [sys.executable, "-m", "envserver", "export", str(source), *words],
         env={**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_of_a_stand_in"},
         check=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     [(token, body)] = [one[1:] for one in hub.asked if one[0] == "/api/repos/create"]
     assert token == "Bearer hf_of_a_stand_in"

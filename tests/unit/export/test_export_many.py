@@ -17,6 +17,7 @@ import orjson
 import pytest
 from support.commands import ENVSERVER, environment_variables
 from support.delivered import line, write_lines
+from support.waiting import PATIENCE
 
 MOST_MB = 160
 """Of memory, whatever the number: an interpreter with our imports takes some 60."""
@@ -90,7 +91,7 @@ def _ran(*words: object, folder: Path) -> str:
     reader = threading.Thread(target=_read, args=(master, shown))
     reader.start()
     process.wait()
-    reader.join(30)
+    reader.join(PATIENCE)
     text = shown.decode(errors="replace")
     assert process.returncode == 0, text[-3000:]
     assert int(told.read_text()) / 1024 < MOST_MB

@@ -16,6 +16,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 from support.api import native_group, sequence
 from support.delivered import line
+from support.waiting import PATIENCE
 
 from envserver.export import group_line
 from envserver.export.stored import group_of
@@ -107,6 +108,6 @@ def test_threads_may_read_the_first_groups_of_a_process_at_once(attempt: int) ->
         [sys.executable, "-c", _AT_ONCE],
         input=orjson.dumps(line(attempt)),
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert (read.returncode, read.stderr) == (0, b"")

@@ -15,6 +15,7 @@ import yaml
 from envserver_factory.publishing.model_card import Result, split_card, with_results
 from support.hub import running_hub
 from support.models_on_disk import write_model
+from support.waiting import PATIENCE
 
 from envserver import main
 
@@ -69,7 +70,7 @@ def test_a_publication_is_one_commit_of_what_the_dry_run_shows(tmp_path: Path) -
             check=True,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
         )
         path, token, body = next(one for one in hub.asked if "/repos/" in one[0])
         assert (path, token) == ("/api/repos/create", "Bearer hf_of_a_stand_in")

@@ -20,6 +20,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CollectorRegistry
 from support.commands import envserver, free_port, read_jsonl, running, until
 from support.judging import JudgeEngine, judge_engine
+from support.waiting import PATIENCE
 
 from envserver import ConfigError, JudgeError, Result, ScorerError, Task
 from envserver.judge_config import JudgeConfig
@@ -230,7 +231,7 @@ async def test_a_scorer_that_is_killed_ends_its_call(judged: str, tmp_path: Path
 
     def slow(messages: list[dict[str, Any]]) -> str:
         waiting.set()
-        go_on.wait(60)
+        go_on.wait(PATIENCE)
         return "1"
 
     with judge_engine(slow) as engine:
@@ -353,7 +354,7 @@ def test_a_server_shows_what_its_judge_costs(tmp_path: Path) -> None:
                     return str(answer.read().decode())
 
             none = 'envserver_groups_delivered_total{environment="judged"} 0.0'
-            until(lambda: none not in shown(), 60, server.output, alive=server.process)
+            until(lambda: none not in shown(), server.output, alive=server.process)
             assert 'envserver_judge_calls_total{end="cache"}' in shown()
             server.send(signal.SIGINT)
             assert server.end() == 0

@@ -12,6 +12,7 @@ from envserver_records.errors import ConfigError, TemplateRefused
 from envserver_records.records import Message
 from support.templates import CASES, OWN, answer, call, chat_format, result, tokenizer, tool, user
 from support.vllm_server import VllmServer
+from support.waiting import PATIENCE
 from tokenizers.processors import TemplateProcessing
 
 from envserver.tokens import ChatFormat, Refused
@@ -236,5 +237,5 @@ def test_prompts_are_those_of_vllm(vllm_server: VllmServer) -> None:
             **({"tools": tools} if tools else {}),
         }
         url = f"{vllm_server.base_url}/chat/completions/render"
-        theirs = httpx.post(url, json=body, timeout=60).json()
+        theirs = httpx.post(url, json=body, timeout=PATIENCE).json()
         assert format.prompt_ids(messages, tools, {}) == theirs["token_ids"]

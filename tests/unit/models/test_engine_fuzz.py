@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 from support.raw_server import End, RawServer, chunked, cut, head, raw_server
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
@@ -82,7 +82,7 @@ class Bench:
     async def _call(self, pieces: list[bytes], end: End, work: Any) -> Any:
         self.raw.pieces, self.raw.end = pieces, end
         seconds = HANG_SECONDS if end == "hang" else SECONDS
-        async with asyncio.timeout(STUCK_SECONDS):
+        async with asyncio.timeout(PATIENCE):
             try:
                 result = await work(seconds)
             except EngineError as error:

@@ -18,7 +18,7 @@ from support.fake_tokens import ALL, FakeEngine, fake_engine
 from support.fake_vllm import fake_vllm
 from support.serving import serving
 from support.vllm_server import VllmServer
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig, SimConfig
 from envserver.config import Mode
@@ -208,7 +208,7 @@ async def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]
         env=environment_variables() | {"COLUMNS": "80", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
 

@@ -14,7 +14,7 @@ import pytest
 from envserver_records.errors import EngineError, EngineGarbage, EngineTimeout, EngineUnavailable
 from structlog.testing import capture_logs
 from support.fake_vllm import FakeVllm, fake_vllm
-from support.waiting import settled, until
+from support.waiting import PATIENCE, settled, until
 
 from envserver import OpenAIConfig
 from envserver.models import FLOOR, OpenAIEngine, ReplicaHealth
@@ -73,7 +73,7 @@ async def crowd(opened: OpenAIEngine, size: int, turns: int = 1) -> None:
 
 async def homed(opened: OpenAIEngine, fake: FakeVllm) -> str:
     """A rollout whose calls go to `fake`."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         for number in itertools.count():
             before = len(fake.requests)
             await ask(opened, f"homed-{number}")
@@ -238,7 +238,7 @@ async def test_a_replica_that_keeps_failing_is_set_aside_until_a_call_succeeds_t
         assert len(one.requests) - before < 30
         one.faults.clear()
         before = len(one.requests)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while (await health_of(opened, one)).state != "closed":
                 await ask(opened, home)
                 await asyncio.sleep(0.02)
@@ -261,7 +261,7 @@ async def test_an_engine_that_asks_for_patience_is_left_alone() -> None:
         fake.faults = deque([503])
         fake.retry_after = "3600"
         before = len(fake.requests)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             with pytest.raises(EngineUnavailable):
                 await ask(opened, "r")
         assert len(fake.requests) == before + 1

@@ -18,6 +18,7 @@ import pytest
 from envserver_records.errors import ConfigError, EngineGarbage, EngineRefused
 from envserver_records.records import Task
 from support.beside import beside
+from support.waiting import PATIENCE
 
 from envserver import OpenAIConfig, SimConfig
 from envserver.cli import main
@@ -66,7 +67,7 @@ async def served(solver: Solver | None = None, **config: Any) -> AsyncIterator[s
         yield await url
     finally:
         stop.set()
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, PATIENCE)
 
 
 @asynccontextmanager
@@ -109,7 +110,7 @@ async def test_the_openai_sdk_plain_and_streamed() -> None:
 async def test_it_never_pretends_to_be_a_model() -> None:
     async with (
         served() as url,
-        httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=60) as client,
+        httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=PATIENCE) as client,
     ):
         models = await client.get("/v1/models")
         card = models.json()["data"][0]
@@ -125,7 +126,7 @@ async def test_it_never_pretends_to_be_a_model() -> None:
 async def test_tokenize_detokenize_and_generate() -> None:
     async with (
         served() as url,
-        httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=60) as client,
+        httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=PATIENCE) as client,
     ):
 
         async def post(path: str, **body: Any) -> dict[str, Any]:
@@ -151,7 +152,7 @@ async def test_tokenize_detokenize_and_generate() -> None:
 
 
 async def test_bodies_that_are_no_request_get_openais_errors() -> None:
-    async with served() as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with served() as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
         for payload in (b"{", b"[]", b"\xff", b'{"messages": 3}', b""):
             response = await client.post("/chat/completions", content=payload)
             assert response.status_code == 400
@@ -162,7 +163,10 @@ async def test_bodies_that_are_no_request_get_openais_errors() -> None:
 
 
 async def test_simulated_errors_are_http_500() -> None:
-    async with served(error_rate=0.5) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with (
+        served(error_rate=0.5) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+    ):
         statuses = [
             (await client.post("/chat/completions", json={"messages": MESSAGES})).status_code
             for _ in range(60)
@@ -175,7 +179,7 @@ async def test_simulated_errors_are_http_500() -> None:
 async def test_a_simulated_disconnect_breaks_the_body(stream: bool) -> None:
     async with (
         served(disconnect_rate=1.0) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
     ):
         body = {"messages": MESSAGES, "stream": stream}
         with pytest.raises(httpx.RemoteProtocolError):
@@ -228,12 +232,12 @@ async def test_a_signal_ends_the_command_cleanly(number: signal.Signals) -> None
     )
     try:
         assert process.stdout is not None
-        line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+        line = (await asyncio.wait_for(process.stdout.readline(), PATIENCE)).decode()
         assert "no language model" in line
-        async with httpx.AsyncClient(base_url=line.split()[-1], timeout=60) as client:
+        async with httpx.AsyncClient(base_url=line.split()[-1], timeout=PATIENCE) as client:
             assert (await client.get("/models")).status_code == 200
         process.send_signal(number)
-        assert await asyncio.wait_for(process.wait(), 60) == 0
+        assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
     finally:
         if process.returncode is None:
             process.kill()
@@ -310,7 +314,7 @@ def test_a_command_with_a_wrong_model_name_says_which_there_are(
 
 async def test_no_page_in_a_browser_asks_an_engine() -> None:
     body = json.dumps({"model": "any", "messages": MESSAGES})
-    async with served() as url, httpx.AsyncClient() as http:
+    async with served() as url, httpx.AsyncClient(timeout=PATIENCE) as http:
         for told in ({"origin": url}, {"origin": "null"}, {"sec-fetch-site": "same-origin"}):
             foreign = told | {"content-type": "text/plain"}
             asked = await http.post(f"{url}/chat/completions", content=body, headers=foreign)

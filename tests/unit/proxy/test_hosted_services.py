@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.waiting import until
+from support.waiting import PATIENCE, until
 from test_services import Desk, desk
 
 import envserver.api.bodies  # noqa: F401 - as in a server: it has another error of a kind of ours
@@ -230,6 +230,6 @@ async def test_a_state_whose_answer_crosses_its_cancel_is_left() -> None:
     while not sent:
         await asyncio.sleep(0)
     send(asked, Request(1, "cancel"))
-    await asyncio.wait_for(left.wait(), 60)
+    await asyncio.wait_for(left.wait(), PATIENCE)
     reader.feed_eof()
     await running

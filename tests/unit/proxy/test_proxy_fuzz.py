@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support.extent import examples
 from support.fake_vllm import FakeVllm
 from support.serving import attempt_spec
+from support.waiting import PATIENCE
 
 from envserver.proxy import Proxy, ProxyAttempt
 from envserver.tokens.invariants import check_calls
@@ -276,7 +277,7 @@ def ask(engine: Scripted, path: str, request: Json) -> tuple[Heard, ProxyAttempt
             "path": f"/r/{attempt.key}/{path}",
             "headers": [],
         }
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await proxy.asgi()(scope, receive, heard.send)
         return heard, attempt
 

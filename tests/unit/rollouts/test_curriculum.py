@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import envserver, free_port, read_jsonl, running, until
 from support.extent import examples
+from support.waiting import PATIENCE
 
 from envserver import CurriculumConfig
 from envserver.rollouts import Scored, group_id
@@ -432,9 +433,9 @@ def test_serve_counts_what_it_drops_and_brings_unsolved_tasks_back_also_after_a_
                 found = list(client.task_estimates(environment="thirds"))
             return [one for one in found if one.attempts > 8 and one.mean_reward == 0]
 
-        tried = until(lambda: len(unsolved()) > 2 and unsolved(), 120, server.output)
+        tried = until(lambda: len(unsolved()) > 2 and unsolved(), server.output)
         assert {int(one.task_id.partition("-")[2]) % 3 for one in tried} == {0}
-        metrics = httpx.get(f"{url}/metrics").text
+        metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
         assert 'envserver_groups_again_total{environment="thirds"}' in metrics
         assert "envserver_tasks_solved_share" in metrics
         server.kill()
@@ -448,4 +449,4 @@ def test_serve_counts_what_it_drops_and_brings_unsolved_tasks_back_also_after_a_
                 now[task_id] > tries for task_id, tries in before.items()
             )
 
-        assert until(went_on, 120, server.output)
+        assert until(went_on, server.output)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver.rollouts import Bounds
 from envserver.store import Store, open_store
@@ -89,7 +89,7 @@ async def test_whoever_waits_for_room_is_woken_by_what_makes_some(store: Store) 
         await asyncio.sleep(0.02)
         assert not waiting.done()
         await make_capacity()
-        await asyncio.wait_for(waiting, 60)
+        await asyncio.wait_for(waiting, PATIENCE)
         await put(store, *(str(next(numbers)) for _ in range(demand.free_capacity("a"))))
         assert demand.free_capacity("a") == 0
 
@@ -114,7 +114,7 @@ async def test_what_is_being_made_counts_where_it_would_grow_too_old(store: Stor
     await asyncio.sleep(0.02)
     assert not waiting.done()
     demand.opened("a", -1)
-    await asyncio.wait_for(waiting, 60)
+    await asyncio.wait_for(waiting, PATIENCE)
 
 
 async def test_who_asks_for_more_than_it_said_gets_it_and_nobody_waits_for_ever(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import ConfigError, NotFoundError, Result, Score, ScorerError, StoreError, Task
 from envserver.cli import main
@@ -273,7 +273,11 @@ async def test_scorers_end_with_their_server(moody: str, tmp_path: Path) -> None
     import sys
 
     done = await asyncio.to_thread(
-        subprocess.run, [sys.executable, str(script)], capture_output=True, text=True, timeout=60
+        subprocess.run,
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     pid = int(done.stdout)
     await until(lambda: not Path(f"/proc/{pid}").exists())

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from envserver_records.errors import ConfigError
 from support.commands import envserver as command
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 import envserver
 from envserver.running.held_out import is_due
@@ -119,7 +119,7 @@ async def serving(
             tracking={"folder": folder, "name": "track", "seconds": 0.1},
             evaluate={"total_steps": 3, "max_concurrent": 4, **evaluate},
         ) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
     ):
         yield Served(http, folder)
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import envserver, free_port, group_ids, read_jsonl, running, until
 from support.extent import examples
+from support.waiting import PATIENCE
 
 from envserver import ConfigError, MixSettings, main
 from envserver.cli.command_line import CommandSpec
@@ -129,7 +130,7 @@ async def _run(
         delivered += how == "delivered"
         lane.ended(size, how)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         await asyncio.gather(*(environment(number, one) for number, one in enumerate(mix)))
     assert done == len(mix)
     assert most <= max(room, *sizes)
@@ -150,7 +151,7 @@ async def test_a_turn_that_is_given_up_is_another_s() -> None:
     a.ended(2, "delivered")
     again.cancel()  # its turn was given, but it has not heard of it
     await asyncio.gather(again, return_exceptions=True)
-    assert await asyncio.wait_for(a.take(2), 60)
+    assert await asyncio.wait_for(a.take(2), PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -258,11 +259,13 @@ def test_a_server_offers_all_of_them_to_one_trainer(folder: Path) -> None:
         url = f"http://127.0.0.1:{port}"
 
         def made() -> Any:
-            found = httpx.get(f"{url}/v1/groups?after=0&limit=100").json()["groups"]
+            found = httpx.get(f"{url}/v1/groups?after=0&limit=100", timeout=PATIENCE).json()[
+                "groups"
+            ]
             return found if len(found) >= 12 else None
 
-        groups = until(made, 60, server.output, alive=server.process)
-        status = httpx.get(f"{url}/v1/status").json()["server"]
+        groups = until(made, server.output, alive=server.process)
+        status = httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["server"]
     assert len(groups) == 12
     by_name = Counter(group["env"] for group in groups)
     assert abs(by_name["right"] - 9) <= 1, by_name
@@ -287,7 +290,7 @@ def test_one_whose_groups_are_all_filtered_keeps_no_trainer_waiting(folder: Path
                 assert {group.env for group in batch.groups} == {"right"}
                 client.ack(batch)
                 client.publish_policy_version(version)
-        status = httpx.get(f"{url}/v1/status").json()["server"]
+        status = httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["server"]
     assert status["groups_dropped"]["zero_variance"] > 0
     assert status["environments"]["left"] == 0
 

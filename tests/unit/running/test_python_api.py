@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from envserver_clients import SyncEnvClient
+from support.waiting import PATIENCE
 
 import envserver
 from envserver import ConfigError, Environment, NotFoundError, Score, Task
@@ -162,6 +163,6 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
         "print(r.delivered)\n"
     )
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=120
+        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE
     )
     assert done.stdout.split() == ["begin", "1"], done.stderr

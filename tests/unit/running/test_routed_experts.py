@@ -22,6 +22,7 @@ from openai import InternalServerError
 from support.proxy_house import chat, house
 from support.routing_sim import EACH, LAYERS, routing_sim
 from support.trajectories import sequence, trajectory
+from support.waiting import PATIENCE
 
 import envserver
 from envserver import Environment, Score, Settings, SimConfig, Task, TokensConfig
@@ -64,7 +65,7 @@ def test_experts_of_each_turn_reach_trainers_and_files(tmp_path: Path) -> None:
                 batch = client.lease(wait_seconds=60)
             assert batch is not None
             (group,) = batch.groups
-            shown = httpx.get(f"{server.url}/v1/groups/{group.group_id}").json()
+            shown = httpx.get(f"{server.url}/v1/groups/{group.group_id}", timeout=PATIENCE).json()
     assert len(group.rows) == 2
     for row in group.rows:
         assert row.experts is not None and row.experts.shape == (len(row.tokens) - 1, LAYERS, EACH)

@@ -14,7 +14,7 @@ import structlog
 from envserver_records.records import Score, Usage
 from envserver_records.tracking import JsonLinesTracker, Row, Tracker
 from support.api import native_group
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 import envserver
 from envserver import ConfigError
@@ -151,7 +151,7 @@ async def test_a_server_goes_on_where_it_was_and_an_evaluation_ends_with_its_res
         before = len(lines_of(path)) if path.exists() else 0
         async with (
             envserver.aio.serve("math", **settings, **track) as server,
-            httpx.AsyncClient(base_url=server.url) as http,
+            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
         ):
             await until(lambda: path.exists() and len(lines_of(path)) > before + 3)  # noqa: B023
             assert (await http.get("/v1/groups")).is_success

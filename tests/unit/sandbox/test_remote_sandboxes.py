@@ -25,7 +25,7 @@ from pydantic import SecretStr
 from support.extent import examples
 from support.process_tree import alive_with
 from support.sandboxes import sandbox_machine
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import (
     ExecResult,
@@ -285,7 +285,7 @@ def sleeping(seconds: str, stdin: bytes = b"") -> Exec:
 @pytest.mark.thorough
 @of_module
 async def test_a_request_that_is_given_up_at_once_is_answered(served: ServedSandboxes) -> None:
-    async with opened(served, SandboxSpec()) as (websocket, answers), asyncio.timeout(60):
+    async with opened(served, SandboxSpec()) as (websocket, answers), asyncio.timeout(PATIENCE):
         both = asked(1, "exec", sleeping(marked())) + asked(2, "cancel", 1)
         await websocket.send_bytes(both)
         number, word, value = await anext(answers)

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from support.process_tree import alive_with
 from support.sandboxes import archive, sandboxes, sandboxes_elsewhere
-from support.waiting import settled, until
+from support.waiting import PATIENCE, settled, until
 
 from envserver import (
     ExecResult,
@@ -433,10 +433,10 @@ async def test_what_cannot_be_read_is_told(box: Sandbox) -> None:
     paths = ("absent", "pipe", "loop", "full", "folder", "", ".", "/dev/full", "a\0b", "x" * 5000)
     for path in paths:
         with pytest.raises(InputError):
-            await asyncio.wait_for(box.read(path), 60)
+            await asyncio.wait_for(box.read(path), PATIENCE)
         if path != "absent":
             with pytest.raises(InputError):
-                await asyncio.wait_for(box.write(path, b"x"), 60)
+                await asyncio.wait_for(box.write(path, b"x"), PATIENCE)
     for path in ("/usr/file", "/etc/passwd", "/proc/self/comm", "folder/../pipe/x", "/file"):
         with pytest.raises(InputError):
             await box.write(path, b"x")

@@ -25,6 +25,7 @@ from envserver_records.errors import ConfigError
 from structlog.testing import capture_logs
 from support.forked import forked, words
 from support.sandboxes import sandboxes
+from support.waiting import PATIENCE
 
 from envserver import SandboxConfig, SandboxSpec, main
 from envserver.cli import doctor_command
@@ -224,7 +225,7 @@ def test_ordinary_programs_work_under_the_filter() -> None:
         [sys.executable, "-c", f"{enclose}\n{ORDINARY_WORK}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert result.stdout.endswith("done\n"), result.stderr
@@ -290,7 +291,9 @@ def test_no_file_of_the_project_is_visible() -> None:
 
 def test_packages_that_bring_environments_are_hidden_wherever_they_are(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=PATIENCE
+    )
     site = next(venv.glob("lib/python*/site-packages"))
     for name, points in (("graders", "[envserver.environments]\nx = graders:X\n"), ("fine", "")):
         info = site / f"{name}-1.0.dist-info"
@@ -304,7 +307,11 @@ def test_packages_that_bring_environments_are_hidden_wherever_they_are(tmp_path:
     (site / "linked").symlink_to(PROJECT / "tools" / "envserver_tools")
     code = "from envserver.sandbox import system; print(*system.visible_paths(), sep='\\n')"
     shown = subprocess.run(
-        [venv / "bin/python", "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [venv / "bin/python", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE,
     )
     seen = {Path(path).name for path in shown.stdout.split() if path.startswith(str(site))}
     assert seen == {"fine", "fine-1.0.dist-info"}
@@ -426,7 +433,11 @@ def test_where_namespaces_are_forbidden_landlock_is_taken() -> None:
         "os.execv(sys.executable, [sys.executable, '-m', 'envserver', 'doctor', '--json'])"
     )
     told = subprocess.run(
-        [sys.executable, "-c", forbid], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", forbid],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     found = orjson.loads(told.stdout)
     assert found["backend"] == "landlock"

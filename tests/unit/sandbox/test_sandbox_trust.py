@@ -20,7 +20,7 @@ import pytest
 from envserver_records.errors import SandboxLost
 from support.process_tree import descendants
 from support.sandboxes import sandboxes
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import InputError, SandboxSpec
 from envserver.sandbox import SandboxClient, inside
@@ -72,7 +72,7 @@ async def test_a_client_that_does_not_listen_holds_up_nobody() -> None:
                 for _ in range(360):
                     await asyncio.get_running_loop().sock_sendall(deaf, asked)
             await until(lambda: hung_up(deaf) or len(descendants(os.getpid())) > 360)
-            async with asyncio.timeout(120), boxes.open(SandboxSpec()) as box:
+            async with asyncio.timeout(PATIENCE), boxes.open(SandboxSpec()) as box:
                 assert (await box.run_python("print('alive')")).ok
 
 
@@ -162,7 +162,7 @@ async def test_a_hostile_inside_loses_its_sandbox_and_nothing_else(answer: bytes
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with hostile(answer) as box:
         with pytest.raises(SandboxLost):
-            await asyncio.wait_for(box.run_python("print(1)"), 60)
+            await asyncio.wait_for(box.run_python("print(1)"), PATIENCE)
         await box.close()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200 * 1024

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import envserver
+from support.waiting import PATIENCE
 
 from envserver import ConfigError, ConflictError
 from envserver.registry import find
@@ -87,7 +88,7 @@ def test_every_kind_is_installed_listed_checked_run_and_tested(
             env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=PATIENCE,
             check=False,
         )
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -23,7 +23,7 @@ from sqlalchemy import Engine, event
 from support.commands import free_port
 from support.postgres import Postgres
 from support.stores import group, ids, noise, patiently
-from support.waiting import settled, until
+from support.waiting import PATIENCE, settled, until
 
 from envserver.store import Store, database, open_store
 from envserver.store.clock import ForwardClock, SteadyClock
@@ -72,7 +72,7 @@ async def serve_until_lost(path: Path, harm: Callable[[], object], harmed: Path,
             await lost(store, harmed, what)
 
     with pytest.raises(StoreLost, match=what):
-        await asyncio.wait_for(serve(), 120)
+        await asyncio.wait_for(serve(), PATIENCE)
 
 
 async def test_a_file_that_is_removed_ends_the_store(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_server_whose_file_is_removed_ends_and_says_why(tmp_path: Path) -> Non
         try:
             assert "Trainers" in server.stderr.readline()
             path.unlink()
-            _, said = server.communicate(timeout=60)  # it looks for overdue leases by itself
+            _, said = server.communicate(timeout=PATIENCE)  # it looks for overdue leases by itself
         finally:
             server.kill()
     assert server.returncode == 1
@@ -233,7 +233,7 @@ def held_commits() -> Iterator[tuple[threading.Event, threading.Event]]:
     def hold(statement: str) -> None:
         if statement == "COMMIT":
             reached.set()
-            released.wait(60)
+            released.wait(PATIENCE)
 
     def set_up(connection: Any, record: object) -> None:
         if isinstance(connection, sqlite3.Connection):  # only what writes is a plain one
@@ -291,7 +291,7 @@ async def test_a_database_that_stands_still_does_not_keep_the_store_open(
         store = await stack.enter_async_context(open_store(postgres_url))
         await store.put([group("before")])
         with postgres.paused():
-            await asyncio.wait_for(stack.aclose(), 180)
+            await asyncio.wait_for(stack.aclose(), PATIENCE)
     async with open_store(postgres_url) as store:
         assert ids(await store.pending()) == ["before"]
 
@@ -309,7 +309,7 @@ async def test_more_readers_than_connections_wait_and_none_is_lost(where: str) -
             reader.cancel()  # callers that give up give their connections back
         results = await asyncio.gather(*readers[1::2])
         assert all(len(result) == 20 for result in results)
-        async with asyncio.timeout(180):
+        async with asyncio.timeout(PATIENCE):
             assert all(await asyncio.gather(*[store.pending() for _ in range(20)]))
 
 

@@ -14,6 +14,7 @@ import pytest
 from envserver_records.errors import ConflictError, InputError, NotFoundError
 from sqlalchemy import Engine, event
 from support.stores import group, ids
+from support.waiting import PATIENCE
 
 from envserver.store import Lease, Store, deliveries, open_store
 from envserver.store.listing import GroupQuery
@@ -285,7 +286,7 @@ async def test_who_waits_is_woken(store: Store, clock: Clock) -> None:
         await asyncio.sleep(0)
         before = store.changes
         await act
-        return await asyncio.wait_for(waiting, 20) == store.changes > before
+        return await asyncio.wait_for(waiting, PATIENCE) == store.changes > before
 
     assert await woken(store.put([group("a"), group("b", state="buffered")]))
     assert await woken(store.move(["b"], "queued"))

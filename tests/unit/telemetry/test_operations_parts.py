@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from support.api import native_group, put_native
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig, ServerConfig
 from envserver.api import Metrics, create_api, serve_api
@@ -54,7 +54,7 @@ async def test_ready_means_that_every_part_is(tmp_path: Path) -> None:
         api = create_api(store, settings=ServerConfig(), health=health)
         async with (
             await serve_api(api, "127.0.0.1", 0) as server,
-            httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
         ):
 
             async def parts(status: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ async def at_the_door(health: Health) -> AsyncIterator[tuple[BootstrapApp, httpx
     door = BootstrapApp(health)
     async with (
         await serve_api(door, "127.0.0.1", 0) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=120) as http,
+        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
     ):
         yield door, http
 
@@ -125,7 +125,7 @@ async def test_a_server_is_ready_when_its_routes_serve(tmp_path: Path) -> None:
     config = ServerConfig(port=0)
     async with (
         bootstrap_server(config, TelemetryConfig(), tmp_path / "s.db", ()) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
     ):
         early = await http.get("/readyz")
         assert (early.status_code, (await http.get("/v1/status")).status_code) == (503, 503)
@@ -143,7 +143,7 @@ async def test_it_is_not_ready_when_its_port_opens(
 
     async def asked_at_once(*words: Any) -> Any:
         server = await serve_api(*words)
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(timeout=PATIENCE) as http:
             heard.append(await http.get(f"{server.url}/readyz"))
         return server
 
@@ -197,7 +197,7 @@ async def test_requests_are_counted_by_the_template_of_their_route(tmp_path: Pat
         api = create_api(store, settings=ServerConfig(), metrics=metrics)
         async with (
             await serve_api(api, "127.0.0.1", 0) as server,
-            httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
         ):
             for name in ("a-secret-id", "another"):
                 assert (await http.get(f"/v1/groups/{name}")).status_code == 404
@@ -224,7 +224,7 @@ async def test_the_lag_of_the_loop_counts_what_a_block_swallowed() -> None:
         return any("test_the_lag_of_the_loop" in place for one in lines for place in one["stack"])
 
     with structlog.testing.capture_logs() as lines:
-        async with LoopLag(slow_seconds=0.1) as lag, asyncio.timeout(60):
+        async with LoopLag(slow_seconds=0.1) as lag, asyncio.timeout(PATIENCE):
             while not is_seen():
                 await asyncio.sleep(0.1)
                 time.sleep(0.5)  # the block

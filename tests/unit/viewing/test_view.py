@@ -20,6 +20,7 @@ from support.api import native_group, put_native, running_api
 from support.commands import envserver, running
 from support.delivered import line, write_lines
 from support.views import looking_at, write_evaluation
+from support.waiting import PATIENCE
 
 from envserver.api import create_token
 from envserver.export.jsonl import FailuresFile
@@ -39,7 +40,7 @@ async def got(http: httpx.AsyncClient, path: str, **parameters: Any) -> Any:
 async def told_of(http: httpx.AsyncClient, change: Callable[[], Awaitable[None]]) -> Any:
     """The events `hello` and `group`, the second of which `change` causes."""
     found: dict[str, Any] = {}
-    async with asyncio.timeout(60), http.stream("GET", "/v1/events") as stream:
+    async with asyncio.timeout(PATIENCE), http.stream("GET", "/v1/events") as stream:
         name = ""
         async for text in stream.aiter_lines():
             name = text.removeprefix("event: ") if text.startswith("event: ") else name
@@ -56,7 +57,7 @@ def test_a_file_is_shown_and_followed_until_ctrl_c(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "run.jsonl", [line(n) for n in range(3)])
 
     async def look(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
             rows = (await got(http, "/v1/groups", order="newest"))["groups"]
             assert [row["task_id"] for row in rows] == [f"math-{n:06d}" for n in (2, 1, 0)]
             rollout = await got(http, f"/v1/groups/{rows[0]['group_id']}/rollouts/1")
@@ -85,7 +86,7 @@ def test_a_file_is_shown_and_followed_until_ctrl_c(tmp_path: Path) -> None:
     with running("view", file, folder=tmp_path) as view:
         asyncio.run(look(view.wait_for(r"http://[\d.]+:\d+/")[0]))
         view.send(signal.SIGINT)
-        assert view.end(30) == 0
+        assert view.end() == 0
     assert file.with_name("run.jsonl.index").exists()
 
 
@@ -94,7 +95,7 @@ def test_two_look_at_the_same_file_and_the_second_goes_on_alone(tmp_path: Path) 
     file = write_lines(tmp_path / "run.jsonl", [line(1)])
 
     async def ids_at(url: str) -> list[str]:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
             return [one["task_id"] for one in (await got(http, "/v1/groups"))["groups"]]
 
     async def grow() -> None:
@@ -106,7 +107,7 @@ def test_two_look_at_the_same_file_and_the_second_goes_on_alone(tmp_path: Path) 
             second = viewing([str(file)])
             server = await second.__aenter__()
             assert await ids_at(first.url) == await ids_at(server.url) == ["math-000001"]
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http:
             assert (await told_of(http, grow))[1]["task_id"] == "math-000002"
         assert await ids_at(server.url) == ["math-000001", "math-000002"]
         await second.__aexit__(None, None, None)
@@ -301,7 +302,7 @@ def test_a_store_is_looked_at_while_a_server_has_it(where: str) -> None:
             await put_native(store, native_group("g1"))
             async with (
                 viewing([where]) as server,
-                httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+                httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
             ):
                 (row,) = (await got(http, "/v1/groups"))["groups"]
                 assert (row["group_id"], row["state"]) == ("g1", "queued")
@@ -360,7 +361,7 @@ def test_a_server_elsewhere_is_read_with_a_token_that_the_browser_never_sees(
             monkeypatch.setenv("ENVSERVER_TOKEN", token)
             async with (
                 viewing([api.url]) as server,
-                httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+                httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
             ):
                 assert (await got(http, "/v1/source"))["kind"] == "server"
                 (row,) = (await got(http, "/v1/groups", order="newest"))["groups"]
