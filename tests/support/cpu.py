@@ -1,0 +1,21 @@
+"""Limits of CPU time, for machines of any speed."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+_GOOD_SECONDS: Final = 0.0025
+"""What `_work` costs on a good machine."""
+
+
+def cpu_limit(seconds: float) -> float:
+    """CPU seconds on this machine, as it is now, for what `seconds` suffice for on a good one."""
+    return seconds * max(1.0, min(_work() for _ in range(3)) / _GOOD_SECONDS)
+
+
+def _work() -> float:
+    """CPU seconds of a small piece of ordinary Python."""
+    began = time.thread_time()
+    sum(n * n % 7 for n in range(50_000))
+    return time.thread_time() - began
