@@ -8,13 +8,15 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
 from support.waiting import PATIENCE
 
 FOLDER = Path(__file__).parent / "learning"
 
 
-def test_computed_with_torch(learn_python: Path) -> None:
-    command = [learn_python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_computed_with_torch(learn_python: Path, which: str) -> None:
+    command = [learn_python, "-m", "pytest", "-q", "-m", which, "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, FOLDER],
         cwd=FOLDER.parents[2],

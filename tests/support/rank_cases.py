@@ -1,6 +1,6 @@
 """Steps of the learner that one process and several ranks make alike.
 
-    torchrun --nproc-per-node 2 -m support.rank_cases MODEL FOLDER [DEVICE]
+    torchrun --nproc-per-node 2 -m support.rank_cases MODEL FOLDER DEVICE CASE ...
 
 writes each case's gradient into FOLDER, goes on from the checkpoint in FOLDER/one, leaves one of
 its own in FOLDER/two, and saves the model and a LoRA. Runs in .venv-learn.
@@ -223,7 +223,7 @@ def trained(model: Path, folder: Path, steps: int) -> dict[str, Any]:
     return run.weights
 
 
-def main(model: Path, folder: Path, device: str = "cpu") -> None:
+def main(model: Path, folder: Path, device: str, *cases: str) -> None:
     with Ranks.joined(device) as ranks:
         policies = {
             "whole": Policy(str(model), ranks=ranks, dtype=torch.bfloat16),
@@ -252,7 +252,7 @@ def main(model: Path, folder: Path, device: str = "cpu") -> None:
                     }
                 )
             return
-        for name in CASES:
+        for name in cases:
             with ranks.together("case", name):
                 case(name)
         for name in ("one", "two"):

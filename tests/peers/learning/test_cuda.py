@@ -72,7 +72,7 @@ def test_a_rank_over_nccl_has_the_gradient_of_a_cpu_and_continues_its_checkpoint
     """With FSDP2, as on several GPUs, each of which needs a rank of its own."""
     trained(model, tmp_path / "one", STEPS)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    words += ["-m", "support.rank_cases", model, tmp_path, "cuda"]
+    words += ["-m", "support.rank_cases", model, tmp_path, "cuda", *CASES]
     subprocess.run(words, cwd=TESTS, timeout=600, check=True)
     for name in CASES:
         expected, _ = stepped(CASES[name], model, Ranks())
