@@ -244,7 +244,21 @@ def vllm_server(
     vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
     """A real vLLM with a tiny random model; one for all tests, up in about half a minute."""
-    with running_vllm(vllm_python, tmp_path_factory.mktemp("vllm")) as server:
+    with running_vllm(vllm_python, tmp_path_factory.mktemp("vllm"), long=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def learning_vllm(
+    vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
+    """Another, which takes new weights. Its output layer is its embedding: what vLLM's own reload
+    gets wrong on a CPU. Its logprobs are those after the temperature, and it does not think.
+    """
+    more = ("--logprobs-mode", "processed_logprobs", "--reasoning-parser", "qwen3")
+    more += ("--default-chat-template-kwargs", '{"enable_thinking": false}')
+    folder = tmp_path_factory.mktemp("learning")
+    with running_vllm(vllm_python, folder, learning=True, tied=True, more=more) as server:
         yield server
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.commands import free_port, running
-from support.vllm_server import VllmServer, running_vllm
+from support.vllm_server import VllmServer
 
 import envserver
 from envserver import Group, pack
@@ -65,17 +65,8 @@ print(json.dumps({"batch": made.numbers, "warm": steps[0], "plain": steps[1]}))
 """
 
 
-@pytest.fixture(scope="module")
-def processed_server(
-    vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmServer]:
-    more = ("--logprobs-mode", "processed_logprobs")
-    with running_vllm(vllm_python, tmp_path_factory.mktemp("vllm"), more=more) as server:
-        yield server
-
-
 def test_rows_say_how_they_were_sampled_and_the_trainer_computes_the_same(
-    processed_server: VllmServer,
+    learning_vllm: VllmServer,
     learn_python: Path,
     tmp_path: Path,
     tell: Callable[[str], None],
@@ -85,7 +76,7 @@ def test_rows_say_how_they_were_sampled_and_the_trainer_computes_the_same(
     groups: list[Group] = list(
         envserver.groups(
             str(environment),
-            openai={"base_url": processed_server.base_url, "model_name": processed_server.model},
+            openai={"base_url": learning_vllm.base_url, "model_name": learning_vllm.model},
             sampling={"temperature": TEMPERATURE, "top_p": 1.0},
             env={"group_size": 2, "total_steps": 2},
         )
@@ -102,7 +93,7 @@ def test_rows_say_how_they_were_sampled_and_the_trainer_computes_the_same(
     for path, group in zip(files, groups, strict=True):
         path.write_bytes(pack(group))
     done = subprocess.run(
-        [learn_python, "-c", TRAINER, processed_server.model_folder, *files],
+        [learn_python, "-c", TRAINER, learning_vllm.model_folder, *files],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

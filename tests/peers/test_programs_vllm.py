@@ -19,21 +19,13 @@ import pytest
 from support.commands import envserver, read_jsonl
 from support.relay import Held, Relay, relay
 from support.verifiers_peer import install
-from support.vllm_server import VllmServer, running_vllm
+from support.vllm_server import CONTEXT, VllmServer
 
 from envserver.harnesses.installing import version_in
 
 pytestmark = pytest.mark.vllm
 
-TESTS = Path(__file__).parents[1]
-AGENTS = TESTS.parent / ".agents"
-CONTEXT = 65_536
-LONG = (
-    *("--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(CONTEXT)),
-    *("--hf-overrides", json.dumps({"max_position_embeddings": CONTEXT})),
-    *("--logits-processors", "support.forced_text:ForcedText"),
-)
-"""A program's first prompt has up to 20,000 of the tiny model's tokens."""
+AGENTS = Path(__file__).parents[2] / ".agents"
 WORDS = "~~~ ~~~~"
 """Of the model's own choice, see support/forced_text.py."""
 START_OF_TURN = 1
@@ -81,14 +73,6 @@ def earlier_turns(ids: list[int]) -> int:
     starts = [at for at, token in enumerate(ids) if token == START_OF_TURN]
     header = ids[starts[-1] :]
     return sum(ids[at : at + len(header)] == header for at in starts[:-1])
-
-
-@pytest.fixture(scope="module")
-def engine(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", str(TESTS))
-        with running_vllm(vllm_python, tmp_path_factory.mktemp("long"), more=LONG) as server:
-            yield server
 
 
 def played(
@@ -166,23 +150,23 @@ def program(name: str) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_plays_in_one_exact_row(
-    engine: VllmServer, tmp_path: Path, name: str, tell: Callable[[str], None]
+    vllm_server: VllmServer, tmp_path: Path, name: str, tell: Callable[[str], None]
 ) -> None:
     rollouts = 2 if name == "mini-swe-agent" else 1  # the others cost more
-    groups, echoes = played(engine, tmp_path, PROGRAMS[name], rollouts, *program(name))
+    groups, echoes = played(vllm_server, tmp_path, PROGRAMS[name], rollouts, *program(name))
     assert ends(groups) == [(1, len(PROGRAMS[name]), None)] * rollouts
-    tell(f"{name}: {assert_exact(engine, tmp_path, groups, echoes)}")
+    tell(f"{name}: {assert_exact(vllm_server, tmp_path, groups, echoes)}")
 
 
 def test_an_answer_that_a_program_forgets_is_a_row_of_its_own(
-    engine: VllmServer, tmp_path: Path, tell: Callable[[str], None]
+    vllm_server: VllmServer, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
     """mini-swe-agent complains of an answer without a call, but keeps only its complaint; after the
     third it gives up."""
     name = "mini-swe-agent"
-    groups, echoes = played(engine, tmp_path, [BASH, WORDS], 1, *program(name))
+    groups, echoes = played(vllm_server, tmp_path, [BASH, WORDS], 1, *program(name))
     assert ends(groups) == [(3, 4, None)]
-    tell(f"{name}, malformed: {assert_exact(engine, tmp_path, groups, echoes)}")
+    tell(f"{name}, malformed: {assert_exact(vllm_server, tmp_path, groups, echoes)}")
 
 
 @pytest.fixture(scope="module")
@@ -206,9 +190,9 @@ VERIFIERS = {
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_an_environment_of_verifiers_is_one_exact_row(
-    engine: VllmServer, tmp_path: Path, name: str, tell: Callable[[str], None]
+    vllm_server: VllmServer, tmp_path: Path, name: str, tell: Callable[[str], None]
 ) -> None:
     texts = VERIFIERS[name]
-    groups, echoes = played(engine, tmp_path, texts, 2, "--env", f"verifiers:{name}")
+    groups, echoes = played(vllm_server, tmp_path, texts, 2, "--env", f"verifiers:{name}")
     assert ends(groups) == [(1, len(texts), None)] * 2
-    tell(f"verifiers, {name}: {assert_exact(engine, tmp_path, groups, echoes)}")
+    tell(f"verifiers, {name}: {assert_exact(vllm_server, tmp_path, groups, echoes)}")

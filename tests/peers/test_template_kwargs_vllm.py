@@ -1,15 +1,15 @@
-"""A real vLLM that gives every chat template a variable is continued token by token."""
+"""A real vLLM that gives every chat template a variable is continued token by token.
+
+`learning_vllm` has one that switches thinking off.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.sdk_house import vllm_house
-from support.vllm_server import VllmServer, running_vllm
+from support.vllm_server import VllmServer
 
 from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
@@ -21,33 +21,26 @@ pytestmark = pytest.mark.vllm
 OFF = {"enable_thinking": False}
 
 
-@pytest.fixture(scope="module")
-def server(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    more = ("--default-chat-template-kwargs", json.dumps(OFF), "--reasoning-parser", "qwen3")
-    with running_vllm(vllm_python, tmp_path_factory.mktemp("off"), more=more) as server:
-        yield server
-
-
 async def capabilities(server: VllmServer, told: dict[str, Any] | None) -> Capabilities:
     async with OpenAIEngine(OpenAIConfig(base_url=server.base_url)) as engine:
         found = await probe(engine, model=server.model)
     return capabilities_of(found, TokensConfig(), told)
 
 
-async def test_the_probe_finds_the_variable_or_names_the_setting(server: VllmServer) -> None:
+async def test_the_probe_finds_the_variable_or_names_the_setting(learning_vllm: VllmServer) -> None:
     for told in (None, OFF):
-        found = await capabilities(server, told)
+        found = await capabilities(learning_vllm, told)
         assert found.format is not None, found.why_not
         assert found.format.defaults == OFF
         assert found.probe_result.reasoning_parser
-    wrong = await capabilities(server, {})
+    wrong = await capabilities(learning_vllm, {})
     assert wrong.format is None
     assert "--openai.default_template_kwargs '{\"enable_thinking\":false}'" in wrong.why_not
 
 
-def test_a_conversation_is_one_row_and_a_request_may_switch_back(server: VllmServer) -> None:
+def test_a_conversation_is_one_row_and_a_request_may_switch_back(learning_vllm: VllmServer) -> None:
     with (
-        vllm_house(server.base_url, server.model, think="keep") as house,
+        vllm_house(learning_vllm.base_url, learning_vllm.model, think="keep") as house,
         house.seat(max_turns=9) as seat,
     ):
         said: list[Any] = []

@@ -28,15 +28,6 @@ Tell = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
-def tied(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """Its output layer is its embedding: what vLLM's own reload gets wrong on a CPU."""
-    with running_vllm(
-        vllm_python, tmp_path_factory.mktemp("tied"), learning=True, tied=True
-    ) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def untied(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     with running_vllm(vllm_python, tmp_path_factory.mktemp("untied"), learning=True) as server:
         yield server
@@ -60,38 +51,40 @@ def begin_anew(engine: VllmServer, folder: Path) -> None:
 
 @pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_each_token_is_of_the_adapter_that_it_names(
-    tied: VllmServer, vllm_python: Path, tmp_path: Path, count: int, tell: Tell
+    learning_vllm: VllmServer, vllm_python: Path, tmp_path: Path, count: int, tell: Tell
 ) -> None:
     """Published while calls are in flight: they end with the adapter that they began with."""
-    begin_anew(tied, tmp_path)
+    begin_anew(learning_vllm, tmp_path)
     versions = range(1, count + 1)
-    with version_maker(vllm_python, tied.model_folder, "lora") as maker:
+    with version_maker(vllm_python, learning_vllm.model_folder, "lora") as maker:
         proof = prove(
             tmp_path,
-            tied.base_url,
+            learning_vllm.base_url,
             maker,
-            lambda client: Lora(tied.base_url, tmp_path / "weights", keep=3, server=client),
+            lambda client: Lora(
+                learning_vllm.base_url, tmp_path / "weights", keep=3, server=client
+            ),
             versions,
             ("--openai.model_name", "policy@{version}", *ONE_AT_A_TIME, 32),
         )
     tell(proof.table(f"vLLM, LoRA, {count} versions"))
     held(proof, versions)
     assert proof.mixed == 0
-    served = httpx.get(f"{tied.base_url}/models", timeout=PATIENCE).json()["data"]
-    names = {card["id"] for card in served} - {tied.model}
+    served = httpx.get(f"{learning_vllm.base_url}/models", timeout=PATIENCE).json()["data"]
+    names = {card["id"] for card in served} - {learning_vllm.model}
     assert {f"policy@{version}" for version in versions[-3:]} <= names
     assert len(names) <= 5
 
 
 @pytest.mark.parametrize("in_flight", [pytest.param("drain", marks=pytest.mark.slow), "keep"])
 def test_each_token_is_of_the_weights_that_it_names(
-    tied: VllmServer,
+    learning_vllm: VllmServer,
     vllm_python: Path,
     tmp_path: Path,
     in_flight: Literal["drain", "keep"],
     tell: Tell,
 ) -> None:
-    proof = full_weights(tied, vllm_python, tmp_path, in_flight, tell)
+    proof = full_weights(learning_vllm, vllm_python, tmp_path, in_flight, tell)
     assert (proof.mixed > 0) == (in_flight == "keep")
 
 
@@ -137,37 +130,40 @@ def full_weights(
 
 
 def test_what_would_go_wrong_unseen_is_seen(
-    tied: VllmServer, vllm_python: Path, tmp_path: Path
+    learning_vllm: VllmServer, vllm_python: Path, tmp_path: Path
 ) -> None:
-    with version_maker(vllm_python, tied.model_folder, "full") as maker:
-        right = VllmFull(tied.base_url, tmp_path / "right")
+    with version_maker(vllm_python, learning_vllm.model_folder, "full") as maker:
+        right = VllmFull(learning_vllm.base_url, tmp_path / "right")
         right.publish(1, maker.saver(1), maker.check(1))
-        plain = LocalFull(tied.base_url, tmp_path / "plain")
+        plain = LocalFull(learning_vllm.base_url, tmp_path / "plain")
         with pytest.raises(WeightsMismatch, match="version 2"):
             plain.publish(2, maker.saver(2), maker.check(2))  # vLLM's own reload
-        assert httpx.get(f"{tied.root_url}/is_paused", timeout=PATIENCE).json()["is_paused"]
+        assert httpx.get(f"{learning_vllm.root_url}/is_paused", timeout=PATIENCE).json()[
+            "is_paused"
+        ]
         right.publish(2, maker.saver(2), maker.check(2))
         # As after a restart: it names other weights than were published.
         httpx.post(
-            f"{tied.root_url}/update_weight_version",
+            f"{learning_vllm.root_url}/update_weight_version",
             json={"new_version": "default"},
             timeout=PATIENCE,
         )
-        assert right.restore() == [tied.root_url]
+        assert right.restore() == [learning_vllm.root_url]
         assert right.restore() == []
 
 
 def test_an_adapter_that_is_not_the_trainers_is_not_published(
-    tied: VllmServer, vllm_python: Path, tmp_path: Path
+    learning_vllm: VllmServer, vllm_python: Path, tmp_path: Path
 ) -> None:
-    begin_anew(tied, tmp_path)
-    with version_maker(vllm_python, tied.model_folder, "lora") as maker:
-        push = Lora(tied.base_url, tmp_path / "weights", name="other")
+    begin_anew(learning_vllm, tmp_path)
+    with version_maker(vllm_python, learning_vllm.model_folder, "lora") as maker:
+        push = Lora(learning_vllm.base_url, tmp_path / "weights", name="other")
         push.publish(1, maker.saver(1), maker.check(1))
         with pytest.raises(WeightsMismatch, match="other@1 is served as before"):
             push.publish(2, maker.saver(3), maker.check(2))
     served = {
-        card["id"] for card in httpx.get(f"{tied.base_url}/models", timeout=PATIENCE).json()["data"]
+        card["id"]
+        for card in httpx.get(f"{learning_vllm.base_url}/models", timeout=PATIENCE).json()["data"]
     }
     assert "other@1" in served
     assert "other@2" not in served

@@ -20,6 +20,8 @@ from support.commands import free_port
 from .waiting import PATIENCE
 
 MODEL = "tiny"
+CONTEXT = 65_536
+"""Tokens of a long context: a coding program's first prompt has up to 20,000."""
 _PROBES = 3
 _PROBED_TOKENS = 500
 _STOP_SECONDS = 60.0
@@ -63,6 +65,7 @@ def running_vllm(
     *,
     developing: bool = False,
     learning: bool = False,
+    long: bool = False,
     tied: bool = False,
     sees: str = "",
     model: Path | None = None,
@@ -73,6 +76,7 @@ def running_vllm(
     Args:
         developing: sampling can be paused, and the version of the weights be named.
         learning: that, and it takes new weights and LoRA adapters.
+        long: it has room for `CONTEXT` tokens, and a request can set its text (forced_text.py).
         tied: the model's output layer is its embedding.
         sees: it takes images too, as `tiny_vlm.py` makes a model of this kind.
         model: this model instead.
@@ -93,6 +97,8 @@ def running_vllm(
         "OMP_NUM_THREADS": "1",
         **({"VLLM_SERVER_DEV_MODE": "1"} if developing else {}),
     }
+    if long:
+        environ["PYTHONPATH"] = str(script.parents[1])
     if learning:
         environ = vllm_extension.extended(environ)
     made: list[str | Path] = [python, script, model_folder, *(["0", "tied"] if tied else [])]
@@ -106,12 +112,16 @@ def running_vllm(
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model_folder, "--served-model-name", MODEL),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"),
+        *("--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", str(CONTEXT if long else 2048)),
         # A prompt that is worked on in parts ends vLLM on a CPU if its request has a seed.
-        *("--max-num-batched-tokens", "32768"),
+        *("--max-num-batched-tokens", str(CONTEXT if long else 32768)),
         *("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *more,
     ]
+    if long:
+        command += ["--hf-overrides", f'{{"max_position_embeddings": {CONTEXT}}}']
+        command += ["--logits-processors", "support.forced_text:ForcedText"]
     if learning:
         command += [*vllm_extension.ARGUMENTS, "--enable-lora", "--max-lora-rank", "16"]
         command += vllm_extension.GLOO_ARGUMENTS
