@@ -169,8 +169,8 @@ def test_several_turns_streamed_or_not_are_exact(vllm_server: VllmServer, tmp_pa
         ("code", ("--env.mode", "single")),
         ("code", ("--env.mode", "tools")),
         ("swe", ("--env.agent", "bash")),
-        ("swe", ("--env.agent", "tools")),
-        ("swe", ("--env.agent", "text")),
+        pytest.param("swe", ("--env.agent", "tools"), marks=pytest.mark.slow),
+        pytest.param("swe", ("--env.agent", "text"), marks=pytest.mark.slow),
     ],
 )
 def test_programs_run_in_sandboxes_and_tokens_stay_exact(

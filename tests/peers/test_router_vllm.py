@@ -71,7 +71,7 @@ class HeldRouter(Router):
 CALLS = {"router": 2, "search": 2, "math": 2, "code": 1}
 
 
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("trained", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_each_agent_of_a_plan_is_one_exact_sequence(
     vllm_server: VllmServer, tmp_path: Path, trained: bool
 ) -> None:

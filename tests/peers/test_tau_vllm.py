@@ -87,7 +87,7 @@ def data(tmp_path: Path) -> Path:
     return folder.parent
 
 
-@pytest.mark.parametrize("user_trained", [False, True])
+@pytest.mark.parametrize("user_trained", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_side_is_one_exact_sequence(
     vllm_server: VllmServer, tmp_path: Path, data: Path, user_trained: bool
 ) -> None:
