@@ -10,8 +10,10 @@ import difflib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 import orjson
 from envserver_records.errors import EngineError, EngineGarbage, EngineRefused, EngineUnavailable
 
@@ -35,15 +37,20 @@ class Decoder:
     def __init__(self, key: str) -> None:
         self._key = key
 
-    def decode(self, data: bytes) -> dict[str, Any]:
+    def decode(self, data: bytes, form: type | None = None) -> dict[str, Any]:
         """Decodes `data` as a JSON object that is not an error.
+
+        Args:
+            form: a TypedDict of the fields that are read, with `error` and `object`; if the data
+                has this form, other fields are skipped, at half the cost. Else all are decoded.
 
         Raises:
             EngineGarbage: it is not a JSON object.
             EngineRefused, EngineError: it is an error, despite its HTTP status.
         """
         try:
-            answer = orjson.loads(data)
+            answer = None if form is None else _of_form(data, form)
+            answer = orjson.loads(data) if answer is None else answer
         except orjson.JSONDecodeError:
             words = self.words(data[:MAX_REFUSAL_BYTES])
             raise EngineGarbage(f"The engine's answer is not JSON: {words}") from None
@@ -94,6 +101,20 @@ class Decoder:
     def _without_key(self, text: str) -> str:
         is_secret = len(self._key or "") >= _LEAST_SECRET  # "x" would be found in many words
         return text.replace(self._key, "***") if self._key and is_secret else text
+
+
+@lru_cache(maxsize=16)
+def _decoder_of(form: type) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(form)
+
+
+def _of_form(data: bytes, form: type) -> dict[str, Any] | None:
+    """Returns the fields of `form` in `data`; None: it has another form."""
+    try:
+        found: dict[str, Any] = _decoder_of(form).decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return found
 
 
 def is_refusal(status: int) -> bool:

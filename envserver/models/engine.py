@@ -74,11 +74,21 @@ class Engine(Protocol):
         """Returns the name under which the engine serves the model (asked once)."""
 
     async def post(
-        self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
     ) -> dict[str, Any]:
         """Returns the answer to one request that does not stream.
 
         Requests of one `rollout_id` go to the same replica while it is healthy and has slots.
+
+        Args:
+            form: a TypedDict of the fields that are read; see `Decoder.decode`. An engine may
+                ignore it.
         """
 
     def stream(

@@ -120,11 +120,19 @@ class MeasuredEngine:
             seconds_p95=together.quantile(0.95),
         )
 
-    async def post(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
+    async def post(
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
+    ) -> Json:
         """See Engine."""
         with self._counted(path):
             return await self._engine.post(
-                path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+                path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
             )
 
     @asynccontextmanager

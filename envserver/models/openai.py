@@ -124,14 +124,22 @@ class OpenAIEngine:
 
         return await self._calls.until_answered(once, "", self._deadline(_GET_SECONDS))
 
-    async def post(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
+    async def post(
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
+    ) -> Json:
         """See Engine."""
         payload = orjson.dumps(body)
 
         async def once(request: ReplicaRequest) -> Json:
             try:
                 async with self._sent(request, path, payload) as response:
-                    answer = self._decoder.decode(await whole(response))
+                    answer = self._decoder.decode(await whole(response), form)
             except EngineRefused as error:
                 await self._name_models(request.replica, body, error)
                 raise

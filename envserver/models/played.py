@@ -87,7 +87,13 @@ class PlayedEngine:
         return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
     async def post(
-        self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
     ) -> dict[str, Any]:
         """See Engine. Chat, and text completions of one prompt."""
         message = await self._answer(path, body, rollout_id)

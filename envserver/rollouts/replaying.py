@@ -170,7 +170,15 @@ class Player:
         """See Engine: /v1/models."""
         return {"object": "list", "data": [{"id": self._model, "object": "model"}]}
 
-    async def post(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
+    async def post(
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
+    ) -> Json:
         """See Engine.
 
         Raises:

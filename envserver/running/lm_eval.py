@@ -100,11 +100,19 @@ class CountingEngine(MeasuredEngine):
         super().__init__(engine)
         self.spent = Spent()
 
-    async def post(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
+    async def post(
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
+    ) -> Json:
         """See Engine."""
         began = time.perf_counter()
         answer = await super().post(
-            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
         )
         usage = answer.get("usage") or {}
         self.spent.requests += 1

@@ -59,12 +59,18 @@ class PersonEngine(SimEngine):
         return Said(self._said[wish.rollout_id])
 
     async def post(
-        self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
     ) -> dict[str, Any]:
         """See Engine; the time in which the person thinks does not count."""
         await self._ask(body, rollout_id)
         return await super().post(
-            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
         )
 
     @asynccontextmanager

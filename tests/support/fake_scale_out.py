@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import orjson
 from envserver_records.errors import EngineRefused
 
 from envserver.models import ReplicaHealth
+from envserver.models.decoding import Decoder
 from envserver.tokens import ChatFormat
 
 Json = dict[str, Any]
@@ -83,23 +85,34 @@ class ScaleOut:
     def replicas(self) -> list[ReplicaHealth]:
         return []
 
-    async def post(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
-        self._note(path, body, rollout_id, timeout_seconds)
+    async def post(
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
+    ) -> Json:
+        body = self._noted(path, body, rollout_id, timeout_seconds)
         answer = json.loads(json.dumps(self._answers[path](body)))
         self.spoil(path, answer)
-        return answer
+        return Decoder("").decode(orjson.dumps(answer), form)
 
     @asynccontextmanager
     async def stream(
         self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float
     ) -> AsyncIterator[AsyncIterator[Json]]:
-        self._note(path, body, rollout_id, timeout_seconds)
+        body = self._noted(path, body, rollout_id, timeout_seconds)
         yield self._chunks(path, self._answers[path](body))
 
-    def _note(self, path: str, body: Json, rollout_id: str, timeout_seconds: float) -> None:
-        self.requests.append((path, body))
+    def _noted(self, path: str, body: Json, rollout_id: str, timeout_seconds: float) -> Json:
+        """Returns `body` as it comes over the wire."""
+        sent: Json = orjson.loads(orjson.dumps(body))
+        self.requests.append((path, sent))
         self.rollouts.add(rollout_id)
         self.seconds.append(timeout_seconds)
+        return sent
 
     async def _chunks(self, path: str, answer: Json) -> AsyncIterator[Json]:
         """An answer token by token; all its text comes with the last one."""

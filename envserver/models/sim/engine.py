@@ -86,7 +86,15 @@ class SimEngine:
             return {}
         raise refusal(f"There is no {path}.", status=404)
 
-    async def post(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
+    async def post(
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
+    ) -> Json:
         """See Engine. `stream` in the body is ignored."""
         deadline = _now() + timeout_seconds
         plan = self.plan(path, {**body, "stream": False, "stream_options": None}, rollout_id)

@@ -53,9 +53,19 @@ class EngineClient(Protocol):
         """Returns whether `stream` is possible and equals `whole`."""
 
     async def whole(
-        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+        self,
+        body: ChatBody,
+        prompt: Prompt,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        bare: bool = False,
     ) -> ChatAnswer:
-        """Returns the whole answer."""
+        """Returns the whole answer.
+
+        Args:
+            bare: tokens' texts and alternatives may be left out: only their logprobs are read.
+        """
 
     def stream(
         self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
@@ -76,14 +86,18 @@ class EngineSession:
         self._now = asyncio.get_running_loop().time
         self._deadline = self._now() + timeout_seconds
 
-    async def post(self, path: str, body: ChatBody) -> ChatAnswer:
-        """Sends one request and returns its answer.
+    async def post(self, path: str, body: ChatBody, form: type | None = None) -> ChatAnswer:
+        """Sends one request and returns its answer; `form`: see the engine's `post`.
 
         Raises:
             EngineError: as the engine's `post`.
         """
         return await self._engine.post(
-            path, body, rollout_id=self._rollout_id, timeout_seconds=self._seconds_left()
+            path,
+            body,
+            rollout_id=self._rollout_id,
+            timeout_seconds=self._seconds_left(),
+            form=form,
         )
 
     def stream(

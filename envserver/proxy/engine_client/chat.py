@@ -30,7 +30,13 @@ class ChatClient:
         return not has_tools(body)
 
     async def whole(
-        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+        self,
+        body: ChatBody,
+        prompt: Prompt,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        bare: bool = False,
     ) -> ChatAnswer:
         """See EngineClient."""
         session = EngineSession(self._engine, rollout_id, timeout_seconds)

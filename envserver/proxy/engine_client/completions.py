@@ -121,7 +121,13 @@ class CompletionsClient:
         return not (has_tools(body) or self._reasons)
 
     async def whole(
-        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+        self,
+        body: ChatBody,
+        prompt: Prompt,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        bare: bool = False,
     ) -> ChatAnswer:
         """See EngineClient."""
         if prompt.ids is None:

@@ -7,8 +7,10 @@ begin with the first token instead of a chunk for the role.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
+import msgspec
+import orjson
 from envserver_records.errors import EngineGarbage
 from envserver_records.records import Message
 
@@ -34,13 +36,58 @@ _WHERE = "The engine's generated answer"
 _CHUNK = "A chunk of the engine's generated stream"
 
 
+class _Score(TypedDict):
+    logprob: float | None
+
+
+class _Scores(TypedDict):
+    content: list[_Score] | None
+
+
+class _Choice(TypedDict, total=False):
+    index: int
+    text: str
+    token_ids: list[Any]
+    logprobs: Any
+    finish_reason: Any
+    stop_reason: Any
+    weight_versions: Any
+    routed_experts: Any
+
+
+class _BareChoice(_Choice, total=False):
+    logprobs: _Scores | None
+
+
+class Generated(TypedDict, total=False):
+    """A whole answer; its prompt is kept as JSON, and mostly compared as such."""
+
+    request_id: Any
+    created: Any
+    model: Any
+    choices: list[_Choice]
+    usage: Any
+    prompt_token_ids: msgspec.Raw
+    prompt_logprobs: Any
+    mm_placeholders: Any
+    error: Any
+    object: Any
+
+
+class BareGenerated(Generated, total=False):
+    """The same without texts and alternatives of tokens, for agents that do not ask for them."""
+
+    choices: list[_BareChoice]
+
+
 class SentPrompt(NamedTuple):
     """The ids of a prompt as they were sent, with one `image_token` for each image; `grids`: of
-    its images."""
+    its images; `json`: the ids as they were written."""
 
     ids: list[int]
     image_token: int | None = None
     grids: Sequence[Grid] = ()
+    json: bytes = b""
 
     def check(self, answer: ChatAnswer, where: str) -> list[Range]:
         """Returns where the images are in the prompt that `answer` echoes.
@@ -48,6 +95,16 @@ class SentPrompt(NamedTuple):
         Raises:
             EngineGarbage: the engine saw another prompt, or other images, than it was sent.
         """
+        echo = answer.get("prompt_token_ids")
+        if isinstance(echo, msgspec.Raw):
+            written = bytes(echo)
+            if not self.grids and written == self.json:
+                answer["prompt_token_ids"] = self.ids
+                return []
+            try:
+                answer["prompt_token_ids"] = orjson.loads(written)
+            except orjson.JSONDecodeError:
+                raise EngineGarbage(f"{where} holds no prompt_token_ids.") from None
         if not self.grids or self.image_token is None:
             check_prompt(answer, self.ids, where)
             return []
@@ -92,12 +149,18 @@ class GeneratedAnswer:
         answer: to a request for text that echoes its prompt.
         body: the chat body of the request.
         sent: the prompt.
+        is_bare: it was asked for as `BareGenerated`.
 
     Raises:
         EngineGarbage: a field is missing, or the engine saw another prompt.
     """
 
-    def __init__(self, answer: ChatAnswer, body: ChatBody, sent: SentPrompt) -> None:
+    def __init__(
+        self, answer: ChatAnswer, body: ChatBody, sent: SentPrompt, *, is_bare: bool = False
+    ) -> None:
+        # What has another form, or came from an engine that knows no forms, is there as a whole.
+        has_form = isinstance(answer.get("prompt_token_ids"), msgspec.Raw)
+        self._is_bare = is_bare and has_form and bool(body.get("logprobs"))
         self._told = sent.told(sent.check(answer, _WHERE))
         self.prompt_ids: list[int] = answer["prompt_token_ids"]
         self._answer = answer
@@ -115,7 +178,7 @@ class GeneratedAnswer:
             "created": self._answer.get("created") or 0,
             "model": self._answer.get("model") or self._body.get("model"),
             "choices": [
-                {"index": choice["index"], "message": message, **_facts(choice, self._body, _WHERE)}
+                {"index": choice["index"], "message": message, **self._facts(choice)}
                 for choice, message in zip(self.choices, messages, strict=True)
             ],
             "usage": require(self._answer, "usage", dict, _WHERE),
@@ -123,6 +186,13 @@ class GeneratedAnswer:
             **self._told,
             "prompt_logprobs": self._answer.get("prompt_logprobs"),
         }
+
+    def _facts(self, choice: dict[str, Any]) -> dict[str, Any]:
+        if not self._is_bare or not choice.get("logprobs"):
+            return _facts(choice, self._body, _WHERE)
+        scores = require(choice["logprobs"], "content", list, _WHERE)
+        bare = {"token_logprobs": [score["logprob"] for score in scores]}
+        return _with_versions(choice, bare, _WHERE)
 
 
 async def chunks_of(
@@ -167,6 +237,12 @@ def _id(answer: ChatAnswer) -> str:
 
 def _facts(choice: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any]:
     logprobs = _logprobs(choice, body, where) if body.get("logprobs") else None
+    return _with_versions(choice, logprobs, where)
+
+
+def _with_versions(
+    choice: dict[str, Any], logprobs: dict[str, Any] | None, where: str
+) -> dict[str, Any]:
     facts = answer_fields(choice, choice["token_ids"], logprobs)
     if choice.get("weight_versions") is not None:
         facts["weight_versions"] = require(choice, "weight_versions", list, where)

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import orjson
 from envserver_records.errors import EngineGarbage
 
 from ...models.engine import Engine
@@ -30,7 +31,14 @@ from .base import (
 )
 from .chat import ChatClient, not_streamed
 from .derendering import derendered
-from .generated import GeneratedAnswer, SentPrompt, chunks_of, image_ranges
+from .generated import (
+    BareGenerated,
+    Generated,
+    GeneratedAnswer,
+    SentPrompt,
+    chunks_of,
+    image_ranges,
+)
 from .grids import Grids
 from .render_cache import RenderCache, check_rendered, with_prompt
 
@@ -76,7 +84,13 @@ class TokensClient:
         return not self._is_parsed(body)
 
     async def whole(
-        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+        self,
+        body: ChatBody,
+        prompt: Prompt,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        bare: bool = False,
     ) -> ChatAnswer:
         """See EngineClient."""
         if self._chat_only(body):
@@ -86,8 +100,8 @@ class TokensClient:
         body = not_streamed(body)
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
         request, sent = await self._request(session, body, prompt)
-        answer = await session.post(GENERATE, request)
-        generated = GeneratedAnswer(answer, body, sent)
+        answer = await session.post(GENERATE, request, BareGenerated if bare else Generated)
+        generated = GeneratedAnswer(answer, body, sent, is_bare=bare)
         if self._is_parsed(body):
             messages = await derendered(
                 session, body, generated.prompt_ids, generated.choices, reasons=self._reasons
@@ -138,7 +152,10 @@ class TokensClient:
         request.pop("features", None)
         if urls:
             request["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
-        sent = SentPrompt(request["token_ids"], self._image_token, self._grids.of(digests))
+        ids = request["token_ids"]
+        written = orjson.dumps(ids)
+        request["token_ids"] = orjson.Fragment(written)
+        sent = SentPrompt(ids, self._image_token, self._grids.of(digests), written)
         return request, sent
 
     def _folded(self, rendered: ChatAnswer) -> list[int]:

@@ -18,6 +18,7 @@ from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.engine import Engine
 from envserver.models.probe import EngineMode
+from envserver.proxy.engine_answer import parse_answer
 from envserver.proxy.engine_client import EngineClient, client_for, stream_text, whole_text
 from envserver.tokens import ChatFormat
 
@@ -253,11 +254,36 @@ async def test_garbage_says_what_is_missing(
 ) -> None:
     asked = asking(ScaleOut(format(), "Hello.", spoil=spoil), mode)
     prompt = ROOT if mode == "tokens" else Prompt([5])
-    with pytest.raises(EngineGarbage, match=words):
-        await whole(asked, body, prompt)
+    for bare in (False, True):
+        with pytest.raises(EngineGarbage, match=words):
+            await asked.whole(body, prompt, rollout_id="r", timeout_seconds=60, bare=bare)
     if asked.streams(body, prompt) and words != "another prompt" and "usage" not in words:
         with pytest.raises(EngineGarbage):
             await collected(asked, body, prompt)
+
+
+@pytest.mark.parametrize("body", [ASK, TOOLS, {**ASK, "n": 2}, {**ASK, "max_tokens": 1}])
+async def test_a_bare_answer_is_recorded_like_a_full_one(body: Json) -> None:
+    asked = asking(ScaleOut(format(), "Hello.", HERMES), "tokens")
+    full, bare = [
+        await asked.whole(body, ROOT, rollout_id="r", timeout_seconds=60, bare=bare)
+        for bare in (False, True)
+    ]
+    assert parse_answer(bare) == parse_answer(full)
+    assert "token_logprobs" in bare["choices"][0]["logprobs"]
+
+
+@pytest.mark.parametrize("logprob", ["x", [], {}, True])
+async def test_a_malformed_logprob_has_the_same_error_in_a_bare_answer(logprob: Any) -> None:
+    def spoil(asked: str, answer: Json) -> None:
+        if asked.endswith("generate"):
+            answer["choices"][0]["logprobs"]["content"][1]["logprob"] = logprob
+
+    asked = asking(ScaleOut(format(), "Hello.", spoil=spoil), "tokens")
+    for bare in (False, True):
+        answer = await asked.whole(ASK, ROOT, rollout_id="r", timeout_seconds=60, bare=bare)
+        with pytest.raises(EngineGarbage, match=r"at `\$\.choices\[0\]\.logprobs\.content\[1\]"):
+            parse_answer(answer)
 
 
 @pytest.mark.parametrize(("mode", "path"), [("tokens", "generate"), ("completions", "completions")])
