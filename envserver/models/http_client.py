@@ -9,10 +9,14 @@ for what a peer does.
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import socket
 import ssl
 import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -120,10 +124,8 @@ class Response:
             HttpError: the body breaks off. Else what `fail` was given.
         """
         while True:
-            if self._inflater is not None and (tail := self._inflater.unconsumed_tail):
-                return self._inflated(tail)
-            if self._parts:
-                data = self._taken()
+            tail = b"" if self._inflater is None else self._inflater.unconsumed_tail
+            if data := tail or self._taken():
                 if self._inflater is None:
                     return data
                 if plain := self._inflated(data):
@@ -140,7 +142,9 @@ class Response:
     def fail(self, error: Exception) -> None:
         """Makes reads raise `error` from now on."""
         self._parts.clear()
-        self.ended(error)
+        self._inflater = None
+        self._error = self._error or error
+        self.wake()
 
     def release(self) -> None:
         """Gives the connection to the next request, or closes it if the answer is not complete."""
@@ -160,20 +164,21 @@ class Response:
     @property
     def lasts_until_close(self) -> bool:
         """Whether the end of the connection is the end of the body."""
-        coding = self.headers.get("transfer-encoding", "").strip().lower()
-        return "content-length" not in self.headers and not coding.endswith("chunked")
+        return "content-length" not in self.headers and "transfer-encoding" not in self.headers
 
     def part_came(self, data: bytes) -> None:
+        if self._error is not None:
+            return
         self._parts.append(data)
         self._size += len(data)
         if self._size > _BUFFER_BYTES:
             self.connection.pause()
 
     def ended(self, error: Exception | None) -> None:
-        """Ends it; None: it is complete."""
+        """Ends it; None: it is complete, and nothing that comes later can change that."""
         if error is None:
             self.complete = True
-        else:
+        elif not self.complete:
             self._error = self._error or error
         self.wake()
 
@@ -189,6 +194,8 @@ class Response:
             self._waiter = None
 
     def _taken(self) -> bytes:
+        if not self._parts:
+            return b""
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         if self._size > _BUFFER_BYTES:
@@ -201,6 +208,9 @@ class Response:
             plain: bytes = self._inflater.decompress(data, _BUFFER_BYTES)
         except zlib.error:
             raise BrokenOff("its compressed body is damaged") from None
+        if self._inflater.eof and (rest := self._inflater.unused_data):  # zipped in several parts
+            self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
+            self._parts.insert(0, rest)
         return plain
 
 
@@ -214,7 +224,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._parser: Any = None
         self._response: Response | None = None
-        self._head_bytes = 0
+        self._bytes_without_body = 0
         self._is_interim = False
         self._is_reusable = False
 
@@ -222,18 +232,35 @@ class _Connection(asyncio.Protocol):
         """Sends a request, given in pieces."""
         self._parser = httptools.HttpResponseParser(self)
         self._response = response = Response(self)
-        self._head_bytes = 0
+        self._bytes_without_body = 0
         self._is_interim = self._is_reusable = False
-        self._transport.writelines(request)
+        if self._transport.is_closing():
+            response.ended(BrokenOff("the connection was closed"))
+        else:
+            self._transport.writelines(request)
         return response
 
     def release(self, response: Response) -> None:
+        if self._response is not response:
+            return
         self._response = self._parser = None
-        if response.complete and self._is_reusable and not self._transport.is_closing():
+        # After an answer that came early, the rest of its request would be taken for the next one.
+        is_sent = self._transport.get_write_buffer_size() == 0
+        if response.complete and self._is_reusable and is_sent and not self._transport.is_closing():
             self.resume()
             self._pool.keep(self)
         else:
             self.close()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is open and nothing has come that nobody has read yet: neither its end nor
+        bytes after an answer, which would be taken for the answer to the next request."""
+        if self._transport.is_closing():
+            return False
+        arrived = select.poll()
+        arrived.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not arrived.poll(0)
 
     def close(self) -> None:
         """Ends it now; what was not sent yet is dropped."""
@@ -251,7 +278,6 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
-        self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
         response = self._response
@@ -259,6 +285,7 @@ class _Connection(asyncio.Protocol):
             self.close()
             return
         response.has_bytes = True
+        self._bytes_without_body += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -268,10 +295,8 @@ class _Connection(asyncio.Protocol):
             self._is_reusable = False
             kind = BrokenOff if response.has_head else NotHttp
             response.ended(kind(type(error).__name__))
-        if not response.has_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES:
-                response.ended(NotHttp(f"a head of over {_MAX_HEAD_BYTES} bytes"))
+        if self._bytes_without_body > _MAX_HEAD_BYTES:
+            response.ended(NotHttp(f"a head or trailer of over {_MAX_HEAD_BYTES} bytes"))
         response.wake()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -305,6 +330,7 @@ class _Connection(asyncio.Protocol):
             response.head_came(status)
 
     def on_body(self, data: bytes) -> None:
+        self._bytes_without_body = 0
         if self._response is not None and not self._response.complete:
             self._response.part_came(data)
 
@@ -314,8 +340,30 @@ class _Connection(asyncio.Protocol):
         if self._is_interim:
             self._is_interim = False
             return
-        self._is_reusable = self._parser.should_keep_alive()
+        # After a 101 comes no HTTP, or an answer that is still to come.
+        self._is_reusable = self._parser.should_keep_alive() and self._response.status != 101
         self._response.ended(None)
+
+
+@contextmanager
+def _closed_on_failure(connected: socket.socket) -> Iterator[None]:
+    """Closes the socket if a loop fails to make a connection of it, and never closes its number
+    twice: uvloop may close the number and leave the socket open, which would later close whatever
+    has got the number then."""
+    number = connected.fileno()
+    inode = os.fstat(number).st_ino
+    try:
+        yield
+    except BaseException:
+        try:
+            is_open = os.fstat(number).st_ino == inode
+        except OSError:
+            is_open = False
+        if is_open:
+            connected.close()
+        else:
+            connected.detach()
+        raise
 
 
 class HttpPool:
@@ -333,9 +381,11 @@ class HttpPool:
         self._open: set[_Connection] = set()
         self._tls: ssl.SSLContext | None = None
         self._cleaning: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Closes all connections, also those that are still being made when they are there."""
+        self._is_closed = True
         for connection in [*self._open]:
             connection.close()
         if self._cleaning is not None:
@@ -375,31 +425,36 @@ class HttpPool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                if origin.is_tls and self._tls is None:
-                    self._tls = await asyncio.to_thread(ssl.create_default_context)
+                tls = self._tls
+                if origin.is_tls and tls is None:
+                    tls = await asyncio.to_thread(ssl.create_default_context)
                 connected = await aiohappyeyeballs.start_connection(
                     await self._resolve(origin.host, origin.port),
                     happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS,
                     interleave=1,
                     socket_factory=self._socket_factory,
                 )
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self, origin),
-                    sock=connected,
-                    ssl=self._tls if origin.is_tls else None,
-                    server_hostname=origin.host if origin.is_tls else None,
-                )
+                with _closed_on_failure(connected):
+                    _, connection = await loop.create_connection(
+                        lambda: _Connection(self, origin),
+                        sock=connected,
+                        ssl=tls if origin.is_tls else None,
+                        server_hostname=origin.host.rstrip(".") if origin.is_tls else None,
+                    )
         except TimeoutError:
             raise NoConnection("no connection in time") from None
-        except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or type(error).__name__
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise NoConnection(reason) from None
+        # Only now, since without free descriptors it is made without any certificate.
+        self._tls = tls or self._tls
+        if self._is_closed:
+            connection.close()
+            raise NoConnection("the connections are closed")
+        self._open.add(connection)
         return connection
 
     # Connections that are kept
-
-    def opened(self, connection: _Connection) -> None:
-        self._open.add(connection)
 
     def closed(self, connection: _Connection) -> None:
         self._open.discard(connection)
@@ -414,15 +469,14 @@ class HttpPool:
             self._clean()
 
     def _kept(self, origin: Origin) -> _Connection | None:
-        """Returns the connection that was used last, if it is not too old."""
+        """Returns the connection that was used last among those that can be used."""
+        before = asyncio.get_running_loop().time() - _IDLE_CONNECTION_SECONDS
         idle = self._idle.get(origin)
-        if not idle:
-            return None
-        connection = idle.pop()
-        age = asyncio.get_running_loop().time() - connection.idle_since
-        if age < _IDLE_CONNECTION_SECONDS:
-            return connection
-        connection.close()
+        while idle:
+            connection = idle.pop()
+            if connection.idle_since > before and connection.is_silent:
+                return connection
+            connection.close()
         return None
 
     def _clean(self) -> None:

@@ -6,17 +6,26 @@ What it makes of bytes that are not as they should be is in `test_engine_fuzz.py
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 from support.raw_server import RawServer, head, raw_server
 from support.waiting import until
 
 from envserver.models.connections import watchful_socket
-from envserver.models.http_client import BrokenOff, HttpPool, Response, origin_of
+from envserver.models.http_client import (
+    BrokenOff,
+    HttpPool,
+    NoConnection,
+    NotHttp,
+    Response,
+    origin_of,
+)
 
 LARGE = 32_000_000
 
@@ -87,3 +96,131 @@ async def test_a_peer_waits_for_a_slow_reader() -> None:
         assert first < LARGE / 10
         assert first + len(await read(response)) == LARGE
         assert raw.accepted == 1 and response.complete
+
+
+@pytest.mark.parametrize("late", ["answer", "end"])
+async def test_a_kept_connection_on_which_something_came_is_not_used(late: str) -> None:
+    async with server_and_pool() as (raw, pool):
+        raw.pieces, raw.end = [head("text/plain", 2), b"hi"], "keep"
+        await read(await ask(pool, raw))
+        (writer,) = raw.connections
+        # It is there before the next request, and the client's loop has not read it yet.
+        if late == "answer":
+            writer.write(head("text/plain", 2) + b"no")
+        else:
+            writer.write_eof()
+        assert await read(await ask(pool, raw)) == b"hi"
+        assert raw.accepted == 2
+
+
+async def test_an_early_answer_is_the_last_of_its_connection() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head("text/plain", 2) + b"no")
+        accepted.append(writer)
+
+    accepted: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    origin = origin_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    pool = HttpPool(resolve, watchful_socket)
+    for count in (1, 2):
+        response = await pool.send(origin, "POST", "/x", b"", bytes(LARGE))
+        assert await read(response) == b"no"
+        assert len(accepted) == count
+    pool.close()
+    server.close()
+    for writer in accepted:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("end", [b"\0", head("text/plain", 2) + b"no"])
+async def test_what_follows_an_answer_does_not_change_it(end: bytes) -> None:
+    async with server_and_pool() as (raw, pool):
+        raw.pieces, raw.end = [head("text/plain", 2) + b"hi" + end], "keep"
+        for count in (1, 2):
+            assert await read(await ask(pool, raw)) == b"hi"
+            assert raw.accepted == count
+
+
+async def test_a_connection_is_not_kept_after_an_answer_of_101() -> None:
+    async with server_and_pool() as (raw, pool):
+        raw.pieces, raw.end = [b"HTTP/1.1 101 Else\r\n\r\n"], "keep"
+        for count in (1, 2):
+            assert await read(await ask(pool, raw)) == b""
+            assert raw.accepted == count
+
+
+@pytest.mark.parametrize("codings", ["gzip\r\ntransfer-encoding: chunked", "chunked;x"])
+async def test_a_chunked_answer_without_its_end_is_cut_off(codings: str) -> None:
+    async with server_and_pool() as (raw, pool):
+        raw.pieces = [head("text/plain", None, f"transfer-encoding: {codings}"), b"2\r\nhi\r\n"]
+        response = await ask(pool, raw)
+        with pytest.raises(BrokenOff):
+            await read(response)
+        response.release()
+
+
+async def test_a_body_zipped_in_several_parts_is_read_whole() -> None:
+    async with server_and_pool() as (raw, pool):
+        zipped = gzip.compress(b"one ") + gzip.compress(b"two")
+        raw.pieces, raw.end = [head("", len(zipped), "content-encoding: gzip"), zipped], "keep"
+        assert await read(await ask(pool, raw)) == b"one two"
+
+
+async def test_a_trailer_has_a_limit() -> None:
+    async with server_and_pool() as (raw, pool):
+        start = head("text/plain", None, "transfer-encoding: chunked") + b"2\r\nhi\r\n0\r\nx: "
+        raw.pieces, raw.end = [start, b"", bytes(b"y" * 200_000)], "hang"
+        response = await ask(pool, raw)
+        with pytest.raises(NotHttp):
+            await read(response)
+        response.release()
+
+
+async def test_reads_fail_after_fail_whatever_has_come_since() -> None:
+    async with server_and_pool() as (raw, pool):
+        raw.pieces, raw.end = [head("text/plain", 4), b"hi", b"", b"hi"], "keep"
+        response = await ask(pool, raw)
+        response.fail(TimeoutError())
+        await until(lambda: response.complete)
+        with pytest.raises(TimeoutError):
+            await response.read()
+        response.release()
+
+
+async def test_a_closed_pool_makes_no_connection() -> None:
+    async def slowly(host: str, port: int) -> list[Any]:
+        pool.close()
+        return await resolve(host, port)
+
+    async with raw_server() as raw:
+        pool = HttpPool(slowly, watchful_socket)
+        with pytest.raises(NoConnection):
+            await ask(pool, raw)
+        await until(lambda: not raw.connections)
+
+
+async def _connect_to_an_impossible_name() -> None:
+    made: list[socket.socket] = []
+
+    def recorded(address: tuple[Any, ...]) -> socket.socket:
+        made.append(watchful_socket(address))
+        return made[-1]
+
+    async with raw_server() as raw:
+        found = await resolve("127.0.0.1", origin_of(raw.url).port)
+
+        async def at_once(host: str, port: int) -> list[Any]:
+            return found
+
+        pool = HttpPool(at_once, recorded)
+        with pytest.raises(NoConnection):
+            await pool.send(origin_of("https://.localhost"), "GET", "/", b"", None)
+        assert [one.fileno() for one in made] == [-1]
+        pool.close()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_name_that_tls_does_not_take_leaves_no_descriptor(loop: Any) -> None:
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(_connect_to_an_impossible_name())
