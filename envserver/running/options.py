@@ -9,6 +9,7 @@ never a leaf. Where users name the sections (`dict[str, Section]`), `*` stands f
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import types
 import typing
@@ -108,8 +109,10 @@ class Option:
         return str(self.default)
 
 
+@functools.lru_cache(maxsize=32)
 def options_of(model: type[BaseModel]) -> dict[str, Option]:
-    """Returns every leaf of `model`, including those of its sections, by dotted path."""
+    """Returns every leaf of `model`, including those of its sections, by dotted path; for its users
+    to read, not to change."""
     set_before = preset(model)
     options = expanded(_leaves(model, ""), set_before)
     for path, value in set_before.items():

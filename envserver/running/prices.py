@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from envserver_records.costs import Prices
 from envserver_records.errors import ConfigError
 
 from ..config import Settings
-from ..evaluation.folders import Pricing
-from ..evaluation.prices import read_prices
 from ..judge_config import JudgeConfig
 from ..models.catalogue import read_catalogue
 from ..prices_config import PricesConfig
 from ..rollouts.costs import RolloutPrices
 from .judging import judge_prices
+
+if TYPE_CHECKING:
+    from ..evaluation.folders import Pricing
 
 
 def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pricing:
@@ -39,6 +41,8 @@ def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pr
                 source="as given",
             )
         if config.file is not None:
+            from ..evaluation.prices import read_prices
+
             return read_prices(config.file, served, currency=config.currency)
         return _of_catalogue(model, served, models_file, config.currency)
 
