@@ -24,6 +24,15 @@ from .waiting import PATIENCE
 ENVSERVER = Path(sys.executable).with_name("envserver")
 Process = subprocess.Popen[bytes] | warm_commands.WarmProcess
 _AT_START = dict(os.environ)
+_OF_MANY_COMMANDS = tuple(
+    f"tests/integration/{name}"
+    for name in (
+        *("seeds/", "test_process.py", "test_sft_generate.py", "test_first_use.py"),
+        "test_environments_of_several_files.py",
+    )
+)
+"""Tests of what commands do and print, which look at no processes."""
+_started_as_users_do: set[tuple[str, object]] = set()
 
 
 def envserver(*words: object, folder: Path, **popen: Any) -> subprocess.CompletedProcess[str]:
@@ -34,7 +43,7 @@ def envserver(*words: object, folder: Path, **popen: Any) -> subprocess.Complete
     """
     argv = [str(ENVSERVER), *map(str, words)]
     variables = environment_variables()
-    if not popen and _can_be_warm(variables):
+    if not popen and _can_be_warm(words, variables):
         return _run_warm(argv, folder, variables)
     return subprocess.run(
         argv,
@@ -48,17 +57,28 @@ def envserver(*words: object, folder: Path, **popen: Any) -> subprocess.Complete
     )
 
 
-def _can_be_warm(variables: dict[str, str]) -> bool:
+def _can_be_warm(words: tuple[object, ...], variables: dict[str, str]) -> bool:
     """Whether the command may be started by fork: Python itself reads its variables but once.
 
-    In whole runs the tests of the rooms start them so; the others start them as users do.
+    In whole runs the tests of `_OF_MANY_COMMANDS` start the first of each command of a file as
+    users do, those of the rooms none, and all others every one.
     """
-    of_a_room = os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/unit/")
-    return (of_a_room or not WHOLE) and all(
+    if WHOLE and not _may_be_warm_in_a_whole_run(words):
+        return False
+    return all(
         variables.get(name) == _AT_START.get(name)
         for name in {*variables, *_AT_START}
         if name.startswith(("PYTHON", "LD_"))
     )
+
+
+def _may_be_warm_in_a_whole_run(words: tuple[object, ...]) -> bool:
+    file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    if file.startswith(_OF_MANY_COMMANDS):
+        first = (file, words[0]) not in _started_as_users_do
+        _started_as_users_do.add((file, words[0]))
+        return not first
+    return file.startswith("tests/unit/")
 
 
 def _run_warm(
@@ -134,7 +154,7 @@ def running(
     argv, variables = [str(program), *map(str, words)], environment_variables()
     process: Process
     with log.open("wb") as out:
-        if not popen and program == ENVSERVER and _can_be_warm(variables):
+        if not popen and program == ENVSERVER and _can_be_warm(words, variables):
             process = warm_commands.start(argv, folder, variables, out, out)
         else:
             process = subprocess.Popen(

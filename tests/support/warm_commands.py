@@ -4,7 +4,7 @@ A command needs a second of CPU for its imports, and the tests start hundreds. E
 its own all the same, with the arguments, variables, folder and streams that `subprocess` would give
 it. Its sandboxes are made by namespaces where they work, although users get bubblewrap's where that
 is installed: a start of bubblewrap takes 0.4 s of CPU more, twice in a command. In `make test-all`
-commands start as users start them.
+most commands start as users start them, see commands.py.
 
 `python warm_commands.py FD` is the process that forks. A request is one message on the socket FD:
 JSON, with the descriptors of stdin, stdout, stderr and of a socket for the answers: first the

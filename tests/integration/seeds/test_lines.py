@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import environment_variables, running
+from support.commands import environment_variables, envserver, running
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.thorough
@@ -26,6 +27,8 @@ SECTIONS = tomllib.loads(Path(__file__).with_name("lines.toml").read_text())["se
 BLOCKS = re.findall(
     r"^### (.+?)\n.*?^```bash\n(.+?)^```", (ROOT / "docs/coming-from.md").read_text(), re.M | re.S
 )
+SHELLS = {*"&|;$`<>\\\n"}
+"""What needs a shell in a line."""
 MODEL = re.compile(r'"gpt-4o"|"your-model-name"')
 ADDRESS = re.compile(r"https://api\.openai\.com/v1|http://localhost:8000/v1")
 
@@ -47,11 +50,21 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def typed(script: str, folder: Path, status: int = 0) -> str:
-    """Runs a line in a shell that has this installation's commands; returns its output."""
+    """Runs lines in a shell that has this installation's commands; returns their output."""
+    if script.startswith("envserver ") and not SHELLS & {*script}:
+        done = envserver(*shlex.split(script)[1:], folder=folder)
+    else:
+        done = typed_in_a_shell(script, folder)
+    said = done.stdout + done.stderr
+    assert done.returncode == status, f"{script}\n{said[-3000:]}"
+    return said
+
+
+def typed_in_a_shell(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     variables = environment_variables() | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     }
-    done = subprocess.run(
+    return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=folder,
         env=variables,
@@ -60,9 +73,6 @@ def typed(script: str, folder: Path, status: int = 0) -> str:
         timeout=PATIENCE,
         check=False,
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == status, f"{script}\n{said[-3000:]}"
-    return said
 
 
 def check(line: dict[str, Any], folder: Path, engine: str) -> None:
