@@ -71,7 +71,7 @@ def test_each_token_is_of_the_adapter_that_it_names(
         )
 
 
-@pytest.mark.parametrize("in_flight", ["drain", "abort"])
+@pytest.mark.parametrize("in_flight", [pytest.param("drain", marks=pytest.mark.slow), "abort"])
 def test_each_token_is_of_the_weights_that_it_names(
     engine: Local,
     learn_python: Path,

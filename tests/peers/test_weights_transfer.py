@@ -54,7 +54,7 @@ def model(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair(learn_python: Path, model: Path) -> Iterator[tuple[Local, Local]]:
     with local_engine(learn_python, model) as first, local_engine(learn_python, model) as second:
         yield first, second
@@ -141,16 +141,14 @@ def test_a_trainer_that_dies_during_an_update_leaves_engines_that_do_not_sample(
 
 @pytest.mark.thorough
 def test_an_engine_that_samples_takes_no_weights_and_nothing_gets_a_new_name(
-    learn_python: Path, model: Path
+    pair: tuple[Local, Local],
 ) -> None:
     bucket = {"update_info": {"names": [], "dtype_names": [], "shapes": [], "sha256": ""}}
     joined: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1}
     joined |= {"world_size": 2, "timeout_seconds": 1e300}
-    with (
-        local_engine(learn_python, model) as engine,
-        httpx.Client(base_url=engine.url, timeout=PATIENCE) as http,
-    ):
-        before = name(engine.url), http.post("/weight_checker", json={}).json()
+    url = pair[0].url
+    with httpx.Client(base_url=url, timeout=PATIENCE) as http:
+        before = name(url), http.post("/weight_checker", json={}).json()
         steps: list[tuple[str, dict[str, Any], int, str]] = [
             ("/init_weight_transfer_engine", {"init_info": joined}, 400, "init_info"),
             ("/start_weight_update", {}, 200, "started"),
@@ -161,7 +159,7 @@ def test_an_engine_that_samples_takes_no_weights_and_nothing_gets_a_new_name(
         for path, body, status, words in steps:
             answer = http.post(path, json=body)
             assert (answer.status_code, words in answer.text) == (status, True), answer.text
-        assert (name(engine.url), http.post("/weight_checker", json={}).json()) == before
+        assert (name(url), http.post("/weight_checker", json={}).json()) == before
 
 
 # Real vLLMs
