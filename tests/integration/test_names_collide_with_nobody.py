@@ -93,8 +93,9 @@ def run_in(folder: Path, *words: object, path: str = "") -> subprocess.Completed
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("program", first_of((ENVSERVER,), (sys.executable, "-m", "envserver")))
-@pytest.mark.parametrize("path", first_of(".", ""))
+@pytest.mark.thorough
+@pytest.mark.parametrize("program", [(ENVSERVER,), (sys.executable, "-m", "envserver")])
+@pytest.mark.parametrize("path", [".", ""])
 def test_all_built_ins_are_listed(program: tuple[object, ...], path: str, folder: Path) -> None:
     done = run_in(folder, *program, "list", path=path)
     assert done.returncode == 0, done.stderr
@@ -103,7 +104,8 @@ def test_all_built_ins_are_listed(program: tuple[object, ...], path: str, folder
     assert "cannot be" not in output
 
 
-@pytest.mark.parametrize("program", first_of((sys.executable, "-m", "envserver"), (ENVSERVER,)))
+@pytest.mark.thorough
+@pytest.mark.parametrize("program", [(sys.executable, "-m", "envserver"), (ENVSERVER,)])
 def test_a_built_in_runs(program: tuple[object, ...], folder: Path) -> None:
     done = run_in(
         folder, *program, "process", "--env", "math", "--model", "sim", "--env.total_steps", 1,
@@ -146,7 +148,8 @@ def test_a_notebook_imports_both(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["environments.math", "environments.smolagents_integration.smolagents_env"]
+    "module",
+    first_of("environments.math", "environments.smolagents_integration.smolagents_env"),
 )
 def test_modules_run_in_a_checkout_under_their_short_names(module: str) -> None:
     """Help names the program as it was typed."""

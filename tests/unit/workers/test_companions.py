@@ -92,6 +92,7 @@ async def test_one_that_cannot_be_imported_is_told_at_the_start() -> None:
             pass
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user runs it already")
 async def test_all_of_this_holds_for_an_ordinary_user() -> None:
     command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
