@@ -20,7 +20,6 @@ from envserver.store import GroupPut, open_store
 ROOT = Path(__file__).parent.parent.parent
 PEER_PYTHON = ROOT / ".venv-atropos" / "bin" / "python"
 HOW_TO_GET_PEER = "PyPI's atroposlib is not in .venv-atropos: make atropos-peer"
-_SECONDS_TO_START = 120
 
 
 class Server(NamedTuple):
@@ -51,7 +50,7 @@ def ours(groups: Sequence[GroupPut] = (), store: str | None = None) -> Iterator[
             asyncio.run(_fill(folder / "store.db", groups))
         words = ["run-api", "--port", "0", "--store", place, "--log_level", "warning"]
         with running(*words, folder=folder) as process:
-            url = process.wait_for(r"(http://127\.0\.0\.1:\d+)", _SECONDS_TO_START).group(1)
+            url = process.wait_for(r"(http://127\.0\.0\.1:\d+)").group(1)
             yield Server("ours", url, process.pid)
 
 
@@ -71,7 +70,7 @@ def theirs() -> Iterator[Server]:
         _folder() as folder,
         running(*words, "--port", port, folder=folder, program=PEER_PYTHON) as process,
     ):
-        until(lambda: _answers(url), _SECONDS_TO_START, process.output, alive=process.process)
+        until(lambda: _answers(url), process.output, alive=process.process)
         yield Server("atroposlib", url, process.pid)
 
 

@@ -68,7 +68,7 @@ def pair(store: str, folder: Path, *, https: bool) -> Iterator[Pair]:
             url = f"{'https' if https else 'http'}://127.0.0.1:{port}"
             command = ["run-api", *words, "--port", port]
             process = stack.enter_context(running(*command, folder=folder))
-            until(lambda url=url, name=name: role(url) == name, 120, process.output)  # type: ignore[misc]
+            until(lambda url=url, name=name: role(url) == name, process.output)  # type: ignore[misc]
             servers.append(Server(name, url, process.pid))
         tls = ssl.create_default_context(cafile=certificate) if certificate else None
         yield Pair(servers[0], servers[1], tls)

@@ -156,7 +156,6 @@ def play(
             if kill:
                 until(
                     lambda: whole("") >= rollouts / 2 or process.poll() is not None,
-                    _SECONDS,
                     lambda: "too few rollouts",
                 )
                 os.kill(_player(process.pid), signal.SIGKILL)
