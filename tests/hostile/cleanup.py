@@ -21,7 +21,7 @@ PROGRAMS = [
         must="ends with its parent",
         source=f"if os.fork() == 0:\n    {STAY}\nprint('done')",
         ends=("exit 0",),
-        seconds=3,
+        seconds=15,
         then=NOBODY,
     ),
     Hostile(
@@ -37,7 +37,7 @@ if os.fork() == 0:
 time.sleep(0.05)
 """,
         ends=("exit 0",),
-        seconds=3,
+        seconds=15,
         then=NOBODY,
     ),
     Hostile(
@@ -46,7 +46,7 @@ time.sleep(0.05)
         language="shell",
         source="nohup setsid sh -c 'sleep 20; exit' $MARK >/dev/null 2>&1 & exit 0",
         ends=("exit 0",),
-        seconds=3,
+        seconds=15,
         then=NOBODY,
     ),
     Hostile(
@@ -55,7 +55,7 @@ time.sleep(0.05)
         source=f"if os.fork() == 0:\n    os.setsid()\n    {STAY}\nprint('done', flush=True)",
         prints="done\n",
         ends=("exit 0",),
-        seconds=3,
+        seconds=15,
     ),
     Hostile(
         name="a child that ignores every signal",
@@ -74,7 +74,7 @@ if os.fork() == 0:
 time.sleep(0.05)
 """,
         ends=("exit 0",),
-        seconds=3,
+        seconds=15,
         then=NOBODY,
     ),
     Hostile(
@@ -88,7 +88,7 @@ if child == 0:
 os.waitpid(child, os.WUNTRACED)
 """,
         ends=("exit 0",),
-        seconds=3,
+        seconds=15,
         then=NOBODY,
     ),
     Hostile(
@@ -105,7 +105,7 @@ if os.fork() == 0:
 time.sleep(0.1)
 """,
         ends=("exit 0",),
-        seconds=3,
+        seconds=15,
         then=NOBODY,
     ),
     Hostile(
@@ -120,7 +120,7 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(0.1)
 """,
-        seconds=3,
+        seconds=15,
         then=NOBODY,
     ),
     Hostile(
@@ -138,7 +138,7 @@ if os.uname().machine == "x86_64":
 time.sleep(0.05)
 """,
         ends=("exit 0",),
-        seconds=3,
+        seconds=15,
         then=NOBODY,
     ),
     Hostile(
@@ -162,7 +162,7 @@ if os.fork() == 0:
     {STAY}
 time.sleep(0.05)
 """,
-        seconds=3,
+        seconds=15,
         then=NOBODY,
     ),
     Hostile(

@@ -49,7 +49,7 @@ CATEGORIES: dict[str, Sequence[Hostile | Ordinary]] = {
     "result channel": channel.PROGRAMS,
     "agents in process": agents.PROGRAMS,
 }
-_GRACE_SECONDS = 6.0
+_GRACE_SECONDS = 60.0
 _SECRET_VARIABLE = "SERVER_API_KEY"
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -121,7 +121,7 @@ except OSError:
     pass
 """,
         ends=("exit 0",),
-        seconds=25,
+        seconds=250,
         then=writes_and_reads,
     ),
     Hostile(

@@ -257,6 +257,6 @@ for _ in range(60):
         os._exit(0)
     os.wait()
 """,
-        seconds=25,
+        seconds=250,
     ),
 ]

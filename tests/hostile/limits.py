@@ -458,7 +458,7 @@ try:
 except OSError:
     pass
 """,
-        seconds=25,
+        seconds=250,
         then=still_works,
     ),
     Hostile(

@@ -55,7 +55,7 @@ class Hostile:
         ends: what may end it: reasons of `killed_by`, "exit N" or "signal N"; nothing: anything.
         prints: exactly its standard output, where that matters.
         then: asked of the same sandbox afterwards; what it returns is searched for secrets too.
-        seconds: it must have returned by then (its wall time and six seconds where unset).
+        seconds: it must have returned by then (its wall time and a minute where unset).
         needs: a module without which it is left out.
     """
 

@@ -25,7 +25,7 @@ ZOO = Path(__file__).parents[1] / "support" / "gaia_hostile.py"
 AGENTS = ("code", "tools", "plain")
 BY_ALL = ("memory", "forge a result", "kill")
 ORDINARY = "is ordinary"
-WORKER_SECONDS = 14.0
+WORKER_SECONDS = 40.0
 
 
 @dataclass

@@ -172,7 +172,7 @@ async def test_a_flood_of_requests_is_refused_and_counted() -> None:
 async def test_heads_and_bodies_that_stop_are_closed() -> None:
     """Before a server whose times are short."""
     usual = HttpBounds.of(ServerConfig())
-    short = dataclasses.replace(usual, header_seconds=0.3, body_idle_seconds=0.3)
+    short = dataclasses.replace(usual, header_seconds=3, body_idle_seconds=3)
     async with SimEngine(SimConfig(latency_seconds=0)) as engine:
         proxy = Proxy(engine)
         server = await serve_proxy(proxy, short)
@@ -198,10 +198,11 @@ async def test_heads_and_bodies_that_stop_are_closed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "hold_seconds", "end"), [("Greedy", 3600, "time"), ("Trusted", 8, None)]
+    ("kind", "hold_seconds", "worker_seconds", "end"),
+    [("Greedy", 3600, 30, "time"), ("Trusted", 8, 300, None)],
 )
 def test_a_server_with_few_descriptors_goes_on(
-    tmp_path: Path, kind: str, hold_seconds: int, end: str | None
+    tmp_path: Path, kind: str, hold_seconds: int, worker_seconds: int, end: str | None
 ) -> None:
     """Three hold 1,000 connections each, and are scored in the end."""
     doings = [*["hold"] * 3, *["chat"] * 9]
@@ -209,7 +210,8 @@ def test_a_server_with_few_descriptors_goes_on(
         ENVSERVER, "process", "--env", f"{FILE}:{kind}", "--sandbox.backend", "namespace",
         "--model", "sim", "--sim.latency_seconds", 0,
         "--env.doings", json.dumps(doings), "--env.total_steps", len(doings),
-        "--env.hold_seconds", hold_seconds, "--env.group_size", 1, "--env.worker_timeout", 12,
+        "--env.hold_seconds", hold_seconds, "--env.group_size", 1,
+        "--env.worker_timeout", worker_seconds,
         "--workers.dedicated", 4, "--env.data_path_to_save_groups", "out.jsonl",
     ]  # fmt: skip
     done = subprocess.run(

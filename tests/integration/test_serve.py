@@ -104,7 +104,7 @@ def test_rows_carry_the_version_that_the_trainer_published(tmp_path: Path) -> No
     ):
         client.publish_policy_version(7)
         versions: set[int] = set()
-        end = time.monotonic() + 180
+        end = time.monotonic() + PATIENCE
         while versions != {7}:
             assert time.monotonic() < end, versions
             batch = client.lease(wait_seconds=60)

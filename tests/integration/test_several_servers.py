@@ -29,7 +29,7 @@ class Server:
     def __init__(self, process: Running, url: str) -> None:
         self.process = process
         self.url = url
-        self.client = httpx.Client(base_url=url, timeout=PATIENCE)
+        self.client = httpx.Client(base_url=url, timeout=60)
 
     def ask(self, method: str, path: str, **more: Any) -> httpx.Response | None:
         """Its answer; None if it does not answer."""

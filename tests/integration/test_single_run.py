@@ -135,7 +135,7 @@ def _talk(words: list[str], folder: Path, answer: str) -> str:
     )
     os.close(theirs)
     seen, answered = b"", 0
-    until = time.monotonic() + 90
+    until = time.monotonic() + PATIENCE
     try:
         while time.monotonic() < until:
             if not select.select([ours], [], [], 0.2)[0]:
@@ -165,7 +165,7 @@ class Slow(Environment):
     """Says what it does, and does not come to an end."""
 
     class Config(Environment.Config):
-        worker_timeout: float = 1.5
+        worker_timeout: float = 8.0
 
     class Question(Environment.Question):
         steps: int = 3

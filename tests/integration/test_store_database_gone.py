@@ -226,7 +226,7 @@ async def test_another_process_that_came_between_ends_this_one(
 async def test_a_connection_that_hangs_is_given_up_and_the_lock_taken_again(
     postgres: Postgres, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "COMMAND_SECONDS", 1.0)
+    monkeypatch.setattr(database, "COMMAND_SECONDS", 3.0)
     async with open_store(postgres_url) as store:
         await store.put([group("before")])
         watcher = await asyncpg.connect(postgres_url)

@@ -48,7 +48,7 @@ def test_an_ordinary_run_is_one_sequence(
             base_url=f"{seat.url}/v1",
             api_key=seat.attempt.key,
             model=seat.model,
-            deadline=time.time() + 120,
+            deadline=time.time() + 900,
             log_action=lambda *step, **more: None,
         )
         rules = AgentOptions(agent=kind, max_steps=STEPS)  # type: ignore[arg-type]

@@ -41,13 +41,21 @@ stand_in("torch", Tensor=Tensor, tensor=lambda values: np.asarray(values).view(T
 from example_trainer import data  # noqa: E402
 from example_trainer.api import check_atropos_api, register_trainer  # noqa: E402
 
+MOST = 4
+"""Batches of a step: its code goes on until there is none, which a faster server never says."""
 arrived: list[Any] = []
 _get_batch = data.get_batch
+_in_a_row = 0
 
 
 def listening(**options: Any) -> Any:
-    """Its own function for a batch, which is kept."""
+    """Its own function for a batch, which is kept; none after `MOST` in a row."""
+    global _in_a_row
+    if _in_a_row == MOST:
+        _in_a_row = 0
+        return {"batch": None}
     answer = _get_batch(**options)
+    _in_a_row = _in_a_row + 1 if answer["batch"] else 0
     arrived.extend(copy.deepcopy(answer["batch"] or []))  # it scales the scores in place
     return answer
 

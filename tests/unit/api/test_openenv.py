@@ -199,7 +199,7 @@ def test_a_silent_session_ends_and_tokens_and_pages_count(tmp_path: Path) -> Non
     (tmp_path / "lengths.py").write_text(LENGTHS)
     trainer, _ = create_token(tmp_path / "tokens.yaml", "one", "trainer")
     reader, _ = create_token(tmp_path / "tokens.yaml", "two", "reader")
-    words = ("--env", "lengths.py", "--server.openenv_idle_seconds", 0.5)
+    words = ("--env", "lengths.py", "--server.openenv_idle_seconds", 3)
     for _, url in served(tmp_path, *words, "--server.tokens_file", "tokens.yaml"):
         asyncio.run(guarded(url, trainer, reader))
 

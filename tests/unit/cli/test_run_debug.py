@@ -159,7 +159,7 @@ class Terminal:
 
     def until(self, text: str) -> str:
         """Reads until `text` is shown; returns what was shown since the last call."""
-        ends = time.monotonic() + 120
+        ends = time.monotonic() + PATIENCE
         while text not in self.seen:
             assert time.monotonic() < ends, self.seen
             if select.select([self._ours], [], [], 1.0)[0]:

@@ -144,8 +144,8 @@ async def test_leases_are_kept_while_training_is_slow(api: Api) -> None:
     async with EnvClient(api.url, run="run", batch_size=1, keep_leases_seconds=600) as keeping:
         kept = await keeping.lease(seconds=600)
         assert kept is not None
-    async with EnvClient(api.url, run="run", batch_size=1, keep_leases_seconds=1.5) as client:
-        batch = await client.lease(seconds=1.5)
+    async with EnvClient(api.url, run="run", batch_size=1, keep_leases_seconds=15) as client:
+        batch = await client.lease(seconds=15)
         assert batch is not None
         while (await api.store.find_lease(batch.lease_id)).expires_at <= batch.expires_at:
             await asyncio.sleep(0.05)

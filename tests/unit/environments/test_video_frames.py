@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,13 +29,14 @@ from envserver_environments.video.frames.store import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from support.cpu import cpu_limit
 from support.extent import examples
 from support.films import COLOURS, film
 
 import envserver
 from envserver import ConfigError, InputError, NotFoundError
 
-SMALL = FrameLimits(count=3, side=32, cpu_seconds=10)
+SMALL = FrameLimits(count=3, side=32, cpu_seconds=100)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ async def test_usual_containers_are_read(folder: Path, name: str) -> None:
 @pytest.mark.thorough
 async def test_a_video_of_four_hours_costs_little(folder: Path) -> None:
     film(folder / "long.mp4", 4 * 3600, rate=Fraction(1, 4), size=(32, 32))
-    limits = FrameLimits(count=8, side=32, cpu_seconds=3)
+    limits = FrameLimits(count=8, side=32, cpu_seconds=math.ceil(cpu_limit(3)))
     shown = await frames_of(folder, limits).frames("long.mp4", 0, None)
     assert shown.seconds == 4 * 3600 and len(shown.frames) == 8
     assert [round(time) for time, _ in shown.frames] == [900 + 1800 * place for place in range(8)]

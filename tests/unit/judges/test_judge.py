@@ -237,7 +237,7 @@ async def test_a_scorer_that_is_killed_ends_its_call(judged: str, tmp_path: Path
     with judge_engine(slow) as engine:
         async with house(judged, engine, tmp_path, scorers=1, max_concurrent=1) as (pool, judge):
             scoring = asyncio.create_task(reward(pool, "blocking:a"))
-            await asyncio.to_thread(waiting.wait, 60)
+            await asyncio.to_thread(waiting.wait, PATIENCE)
             scoring.cancel()
             await asyncio.gather(scoring, return_exceptions=True)
             engine.say = says_half

@@ -14,6 +14,7 @@ import pytest
 from envserver_records.records import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cpu import cpu_limit
 from support.talk import written
 from support.templates import OWN, answer, call, chat_format, tool
 
@@ -190,11 +191,12 @@ MARKS = [
 
 def test_no_text_takes_long_to_read() -> None:
     beginnings = ("", "<tool_call>", "<function=f>")
+    most = cpu_limit(0.5)
     marks = ("<function=", "<parameter=", "<arg_key>", "<tool_call>", "[TOOL_CALLS]", "{", '"')
     for beginning, mark, name in product(beginnings, marks, FORMATS):
         began = time.process_time()
         FORMATS[name](beginning + mark * (100_000 // len(mark)), [tool()])
-        assert time.process_time() - began < 0.5, (name, beginning, mark)
+        assert time.process_time() - began < most, (name, beginning, mark)
 
 
 @settings(deadline=None)

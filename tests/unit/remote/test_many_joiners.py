@@ -18,6 +18,7 @@ from envserver_records.records import pack
 from sqlalchemy import create_engine, func, select
 from support.api import running_api
 from support.clocks import Clock
+from support.cpu import cpu_limit
 from support.joined import join, registration
 from support.waiting import until
 
@@ -216,7 +217,7 @@ async def test_a_thousand_joiners_cost_one_deal_for_many_beats(
             assert (await registry.heartbeat(one.id, one.key, beat)).room >= 0
         spent = time.thread_time() - before
         assert deals == 1, "it serves all beats of the same moment"
-        assert spent / MANY < 0.002
+        assert spent < MANY * cpu_limit(0.002)
 
 
 def test_a_stream_is_counted_without_looking_at_the_others() -> None:

@@ -27,6 +27,7 @@ from envserver_tools.web.leaks import DENIED, LeakFilter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
+from support.waiting import PATIENCE
 from support.websites import KEY, QUESTION, Websites, websites
 
 ANYBODY = Viewer()
@@ -422,9 +423,9 @@ async def test_many_processes_record_into_one_folder(sites: Websites, tmp_path: 
     processes = [context.Process(target=_record_many, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
-    seen = [await asyncio.to_thread(results.get, True, 60) for _ in processes]
+    seen = [await asyncio.to_thread(results.get, True, PATIENCE) for _ in processes]
     for process in processes:
-        await asyncio.to_thread(process.join, 30)
+        await asyncio.to_thread(process.join, PATIENCE)
     assert seen[0] == seen[1] == seen[2]
     assert sites.asked["/search"] == 5
 

@@ -91,7 +91,7 @@ def test_a_program_plays_the_agent_and_is_recorded() -> None:
 
 @pytest.mark.thorough
 def test_a_program_that_does_not_end_is_ended_and_one_that_asks_nothing_is_no_rollout() -> None:
-    result = played("slowly", "silently", seconds=6.0)
+    result = played("slowly", "silently", seconds=20.0)
     (group,) = result.groups
     for trajectory in group.trajectories:
         assert (trajectory.score.reward, trajectory.limit) == (0.0, "time")

@@ -56,8 +56,8 @@ async def pool() -> AsyncIterator[LocalPool]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def pool_that_listens() -> AsyncIterator[LocalPool]:
-    """Kills workers that are silent for a second."""
-    async with pool_with(heartbeat_seconds=1) as started:
+    """Kills workers that are silent for three seconds."""
+    async with pool_with(heartbeat_seconds=3) as started:
         yield started
 
 
@@ -204,8 +204,8 @@ async def test_busy_threads_and_slow_setups_are_no_hang(
     pool_that_listens: LocalPool, proxy: StandIn
 ) -> None:
     pool = pool_that_listens
-    busy = proxy.open("busy", kind="Plain", rest_seconds=1.6)
-    slow = proxy.open("echo", isolation="dedicated", config={"setup_seconds": 1.6})
+    busy = proxy.open("busy", kind="Plain", rest_seconds=4.5)
+    slow = proxy.open("echo", isolation="dedicated", config={"setup_seconds": 4.5})
     await asyncio.gather(pool.run(busy), pool.run(slow))
     assert proxy.posted(busy)["output"] == "done"
     assert "output" in proxy.posted(slow)
@@ -216,7 +216,7 @@ async def test_a_busy_server_does_not_blame_its_workers(
 ) -> None:
     pool = pool_that_listens
     before = await pid_of_pooled(pool, proxy)
-    time.sleep(1.6)  # longer than heartbeat_seconds, on the server's own event loop
+    time.sleep(4.5)  # longer than heartbeat_seconds, on the server's own event loop
     assert await pid_of_pooled(pool, proxy) == before
 
 
