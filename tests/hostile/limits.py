@@ -8,8 +8,8 @@ from envserver import SandboxLimits
 from .program import BRIEF, Hostile, still_works
 
 SMALL = SandboxLimits(
-    wall_seconds=4,
-    cpu_seconds=4,
+    wall_seconds=40,
+    cpu_seconds=40,
     memory_mb=96,
     disk_mb=16,
     inodes=512,
@@ -289,10 +289,10 @@ def take():
 for number in range(8):
     if os.fork() == 0:
         data = bytearray(os.urandom(1024)) * (60 << 10)
-        time.sleep(2.5)
+        time.sleep(20)
         os.write(1, b".")
         os._exit(0)
-time.sleep(3)
+time.sleep(25)
 """,
         limits=SMALL,
         ends=("memory",),

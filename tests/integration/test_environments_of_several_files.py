@@ -14,6 +14,7 @@ from envserver_clients.http import SyncEnvClient
 from envserver_records.errors import ConfigError, NotFoundError
 from support.commands import envserver, free_port, read_jsonl, running
 from support.extent import first_of
+from support.waiting import PATIENCE
 
 from envserver.registry import absolute, find
 
@@ -133,8 +134,7 @@ def test_another_machine_joins_with_it(tmp_path: Path) -> None:
         server.wait_for("Trainers and environments")
         joiner = running("join", url, "--env", "riddles:Sandboxed", *QUICK, folder=joiner_folder)
         with joiner, SyncEnvClient(url, run="trainer", batch_size=2) as client:
-            batch = client.lease(whole=False, wait_seconds=60)
-            assert batch is not None
+            batch = next(client.batches(whole=False, idle_seconds=PATIENCE))
             rewards = [row.reward for row in batch.rows]
             assert set(rewards) == {1.0}
 

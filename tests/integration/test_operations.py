@@ -69,11 +69,9 @@ def test_a_server_shows_its_numbers_its_traces_and_its_end(tmp_path: Path) -> No
             }  # fmt: skip
             with SyncEnvClient(url, run="trainer", batch_size=2) as client:
                 client.publish_policy_version(3)
-                first = client.lease(wait_seconds=60)
-                assert first is not None
+                first = next(client.batches(idle_seconds=PATIENCE))
                 client.ack(first)
-                second = client.lease(wait_seconds=60)
-                assert second is not None
+                second = next(client.batches(idle_seconds=PATIENCE))
                 client.nack(second)
             shown = families(url)
             check_dashboard(shown)

@@ -51,8 +51,7 @@ class House:
         wanted = dict.fromkeys(seeds, groups)
         with SyncEnvClient(self.url, run="trainer", batch_size=2) as client:
             while any(left > 0 for left in wanted.values()):
-                batch = client.lease(whole=False, wait_seconds=60)
-                assert batch is not None, wanted
+                batch = next(client.batches(whole=False, idle_seconds=PATIENCE))
                 for group in batch.groups:
                     self.got.append(group.group_id)
                     seed = int(_parts(group.group_id)[0])

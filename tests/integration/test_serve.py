@@ -76,10 +76,8 @@ def test_a_lease_that_was_not_acknowledged_comes_again_after_a_crash(tmp_path: P
     words = ("--env.total_steps", 6)
     with serving(tmp_path, *words) as (server, url):
         with SyncEnvClient(url, run="trainer", batch_size=2) as client:
-            done = client.lease(wait_seconds=60)
-            lost = client.lease(wait_seconds=60)
-            assert done is not None
-            assert lost is not None
+            done = next(client.batches(idle_seconds=PATIENCE))
+            lost = next(client.batches(idle_seconds=PATIENCE))
             client.ack(done)
             client.extend(lost, seconds=0.5)
         server.kill()
@@ -87,8 +85,7 @@ def test_a_lease_that_was_not_acknowledged_comes_again_after_a_crash(tmp_path: P
     with serving(tmp_path, *words) as (server, url):
         with SyncEnvClient(url, run="trainer", batch_size=2) as client:
             for _ in range(2):
-                batch = client.lease(wait_seconds=60)
-                assert batch is not None
+                batch = next(client.batches(idle_seconds=PATIENCE))
                 seen += [group.group_id for group in batch.groups]
                 client.ack(batch)
         assert server.end() == 0
@@ -107,8 +104,7 @@ def test_rows_carry_the_version_that_the_trainer_published(tmp_path: Path) -> No
         end = time.monotonic() + PATIENCE
         while versions != {7}:
             assert time.monotonic() < end, versions
-            batch = client.lease(wait_seconds=60)
-            assert batch is not None
+            batch = next(client.batches(idle_seconds=PATIENCE))
             versions = {int(v) for row in batch.rows for v in row.versions[row.mask == 1]}
             client.ack(batch)
         assert client.status()["policy_version"] == 7

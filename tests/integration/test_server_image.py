@@ -98,15 +98,13 @@ def test_a_trainer_gets_every_group_once_through_a_crash_and_a_restart(
     with SyncEnvClient(url, run="trainer", batch_size=4) as trainer:
 
         def take() -> None:
-            batch = trainer.lease(wait_seconds=60)
-            assert batch is not None
+            batch = next(trainer.batches(idle_seconds=PATIENCE))
             taken.extend(group.group_id for group in batch.groups)
             assert batch.rows
             trainer.ack(batch)
 
         take()
-        before = trainer.lease(wait_seconds=60)
-        assert before is not None
+        before = next(trainer.batches(idle_seconds=PATIENCE))
         kill(docker_engine, demo.container("demo")["State"]["Pid"])
         until(lambda: demo.container("demo")["RestartCount"] == 1, str)
         wait_until_ready(url, demo)

@@ -12,6 +12,7 @@ import yaml
 from envserver_clients.http import SyncEnvClient
 from support.commands import free_port, running, until
 from support.vllm_server import VllmServer
+from support.waiting import PATIENCE
 
 from envserver import Group, unpack
 
@@ -50,7 +51,7 @@ def test_what_a_trainer_gets_of_each_is_what_was_sampled(
         server.wait_for("Trainers: ")
         with SyncEnvClient(f"http://127.0.0.1:{port}", run="all", batch_size=1) as client:
             for left in reversed(range(groups)):
-                batch = next(client.batches(idle_seconds=120))
+                batch = next(client.batches(idle_seconds=PATIENCE))
                 for group in batch.groups:
                     assert group.rows
                     for trajectory in unpack(group.body, Group).trajectories:

@@ -204,8 +204,7 @@ def test_serve_delivers_exactly_what_vllm_sampled(vllm_server: VllmServer, tmp_p
         groups = []
         with SyncEnvClient(f"http://127.0.0.1:{port}", run="trainer", batch_size=1) as client:
             for _ in range(3):
-                batch = client.lease(wait_seconds=60)
-                assert batch is not None
+                batch = next(client.batches(idle_seconds=PATIENCE))
                 groups += [as_lists(batch.rows)]
                 client.ack(batch)
         assert server.end() == 0

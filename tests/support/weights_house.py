@@ -20,6 +20,8 @@ from envserver_clients.weights import Published, WeightPush
 from support.commands import free_port, running
 from support.versions import VersionMaker
 
+from .waiting import PATIENCE
+
 _SERVE = (
     "serve", "--env", "math", "--env.mode", "single", "--env.group_size", 2,
     "--env.ensure_scores_are_not_same", "false", "--workers.processes", 1, "--store", "groups.db",
@@ -110,8 +112,7 @@ def prove(
                 check = maker.check(version)
                 proof.published.append(push.publish(version, maker.saver(version), check))
                 while not proof.tokens[version]:
-                    batch = client.lease(wait_seconds=60)
-                    assert batch is not None, server.output()[-3000:]
+                    batch = next(client.batches(idle_seconds=PATIENCE))
                     for row in batch.rows:
                         # Before the first publish the engine may have any weights.
                         if set(row.versions[row.mask.astype(bool)].tolist()) <= made:

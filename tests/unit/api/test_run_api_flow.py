@@ -36,8 +36,7 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path: Path) -> None
                 body = pack(stream_group(index))
                 sent = http.post(f"{place}/groups", content=body, headers=key | GROUP)
                 assert sent.status_code == 200, sent.text
-            batch = client.lease(wait_seconds=60)
-            assert batch is not None
+            batch = next(client.batches(idle_seconds=PATIENCE))
             client.ack(batch)
             client.publish_policy_version(9)
             assert client.lease() is None

@@ -22,6 +22,7 @@ from envserver_records.records import Group
 from support.commands import envserver, read_jsonl
 from support.extent import first_of
 from support.swe_scripts import ROMAN, SUBMIT, Scripted, attempt, bash, call
+from support.waiting import until
 
 from envserver import Sandboxes, Settings, Task
 from envserver.rollouts import make_group
@@ -264,17 +265,16 @@ def descendants() -> dict[int, str]:
 
 
 async def nothing_left(before: dict[int, str]) -> None:
-    for _ in range(100):
-        # Python keeps these two for the next pool of this process.
-        new = {
-            pid: words
-            for pid, words in descendants().items()
-            if pid not in before and "multiprocessing" not in words
-        }
-        if not new:
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError(new)
+    # Python keeps these two for the next pool of this process.
+    await until(
+        lambda: (
+            not [
+                pid
+                for pid, words in descendants().items()
+                if pid not in before and "multiprocessing" not in words
+            ]
+        )
+    )
 
 
 @pytest.mark.thorough

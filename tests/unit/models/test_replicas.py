@@ -132,7 +132,7 @@ async def test_calls_at_a_replica_that_hangs_are_answered_by_another() -> None:
     async with (
         fake_vllm() as one,
         fake_vllm() as two,
-        engine(one, two, check_seconds=0.1) as opened,
+        engine(one, two, check_seconds=0.5) as opened,
     ):
         one.hung = True
         await crowd(opened, 20)
@@ -146,7 +146,7 @@ async def test_calls_in_flight_when_a_replica_begins_to_hang_are_sent_elsewhere(
     async with (
         fake_vllm(held=held) as one,
         fake_vllm() as two,
-        engine(one, two, check_seconds=0.1) as opened,
+        engine(one, two, check_seconds=0.5) as opened,
     ):
         held.set()
         home = await homed(opened, one)

@@ -285,8 +285,7 @@ def test_one_whose_groups_are_all_filtered_keeps_no_trainer_waiting(folder: Path
         url = f"http://127.0.0.1:{port}"
         with SyncEnvClient(url, run="trainer", batch_size=2) as client:
             for version in range(4):
-                batch = client.lease(wait_seconds=60)
-                assert batch is not None, server.output()
+                batch = next(client.batches(idle_seconds=PATIENCE))
                 assert {group.env for group in batch.groups} == {"right"}
                 client.ack(batch)
                 client.publish_policy_version(version)

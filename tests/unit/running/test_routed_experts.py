@@ -62,8 +62,7 @@ def test_experts_of_each_turn_reach_trainers_and_files(tmp_path: Path) -> None:
         env = {"group_size": 2, "total_steps": 1, "ensure_scores_are_not_same": False}
         with envserver.serve(Twice, env=env, openai=openai, **settings) as server:
             with SyncEnvClient(server.url, run="trainer", batch_size=1) as client:
-                batch = client.lease(wait_seconds=60)
-            assert batch is not None
+                batch = next(client.batches(idle_seconds=PATIENCE))
             (group,) = batch.groups
             shown = httpx.get(f"{server.url}/v1/groups/{group.group_id}", timeout=PATIENCE).json()
     assert len(group.rows) == 2

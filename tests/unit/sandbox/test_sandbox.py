@@ -339,14 +339,12 @@ time.sleep(3600)
 
 @pytest.mark.parametrize("reason", ONE_REASON_EACH)
 async def test_each_limit_ends_a_program_by_its_name(boxes: Sandboxes, reason: str) -> None:
-    limits = SandboxLimits(
-        wall_seconds=0.3 if reason == "wall" else HOUR,
-        cpu_seconds=0.4 if reason == "cpu" else HOUR,
-        memory_mb=64,
-        output_kb=4,
+    ample = SandboxLimits(wall_seconds=HOUR, cpu_seconds=HOUR, memory_mb=64, output_kb=4)
+    tight = SandboxLimits(
+        wall_seconds=0.3 if reason == "wall" else HOUR, cpu_seconds=0.4 if reason == "cpu" else HOUR
     )
-    async with boxes.open(SandboxSpec(limits=limits)) as box:
-        result = await box.run_python(ONE_REASON_EACH[reason])
+    async with boxes.open(SandboxSpec(limits=ample)) as box:
+        result = await box.run_python(ONE_REASON_EACH[reason], limits=tight)
         assert result.killed_by == reason
         assert result.exit is None and not result.ok
         assert (await box.run_python("print(1)")).ok
