@@ -13,8 +13,11 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 pytestmark = pytest.mark.thorough
 
 
+@pytest.mark.parametrize(
+    ("peers", "turns"), [(1, (1,)), pytest.param(2, (1, 5), marks=pytest.mark.slow)]
+)
 def test_a_small_round_fills_the_table_the_page_and_the_plot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: int, turns: tuple[int, ...]
 ) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     import compare
@@ -22,7 +25,8 @@ def test_a_small_round_fills_the_table_the_page_and_the_plot(
     from api_peer import ours
 
     for module, name, value in (
-        (compare, "ROLLOUTS", {1: (8, 16), 5: (8, 16)}),
+        (compare, "ROLLOUTS", dict.fromkeys(turns, (8, 16))),
+        (compare, "verifiers", lambda: {f"verifiers {each}": runs.by_us for each in range(peers)}),
         (compare, "SINGLE", 8),
         (compare, "TOKENS", (16,)),
         (compare, "GROUPS", 4),
@@ -31,8 +35,6 @@ def test_a_small_round_fills_the_table_the_page_and_the_plot(
         (compare, "theirs", ours),
         (runs, "VERIFIERS", Path(sys.executable)),
         (runs, "VERIFIERS_V1", Path(sys.executable)),
-        (runs, "by_verifiers", runs.by_us),
-        (runs, "by_verifiers_v1", runs.by_us),
         (runs, "lost_by_atroposlib", runs.lost_by_us),
     ):
         monkeypatch.setattr(module, name, value)
@@ -43,7 +45,7 @@ def test_a_small_round_fills_the_table_the_page_and_the_plot(
     page = output.read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
     lost = {(row[0], row[3]): (row[2], row[4]) for row in rows if row[1] == "lost"}
-    assert len(lost) == 7
+    assert len(lost) == peers * (len(turns) + 1) + 1  # with each number of turns, and when killed
     assert set(lost.values()) == {("0", "0")}
     assert "0 runs hung" in page
     assert not re.search(r"\{\w+\}", page)
