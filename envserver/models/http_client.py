@@ -445,7 +445,7 @@ class HttpPool:
             raise NoConnection("no connection in time") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise NoConnection(reason) from None
+            raise NoConnection(reason) from error
         # Only now, since without free descriptors it is made without any certificate.
         self._tls = tls or self._tls
         if self._is_closed:

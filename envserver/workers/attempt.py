@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-import aiohttp
 import msgspec
 import orjson
 from envserver_records.cleaning import clean
@@ -33,6 +32,7 @@ from ..tools.calling import TIMED
 from .elsewhere import asked_elsewhere
 from .failures import failure_of, output_of, sendable
 from .harness import CallRecord, harness_task, play
+from .http_client import HttpClient, RequestFailed
 from .instances import Instances
 from .printing import PRINTING
 from .run import AttemptRun, Job
@@ -56,7 +56,7 @@ class WorkerResources:
         own_process: whether the process is a worker; else it is the server's, under a debugger.
     """
 
-    http: aiohttp.ClientSession
+    http: HttpClient
     instances: Instances
     threads: ThreadPoolExecutor
     patiently: Callable[[], AbstractContextManager[None]]
@@ -102,11 +102,14 @@ class WorkerAttempt:
             if body is not None:
                 if run.rewards:
                     await self._request("POST", "rewards", orjson.dumps(run.rewards))
-                await self._post(body)
+                # The server takes one that is too large as a result without an output.
+                await self._request(
+                    "POST", "result", body, also=HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+                )
                 self.posted = True
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+        except (RequestFailed, TimeoutError, msgspec.DecodeError) as error:
             sys.stderr.write(f"{self.rollout_id}: {type(error).__name__}: {error}\n")
-            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            if isinstance(error, RequestFailed) and error.errno == errno.EMFILE:
                 sys.stderr.flush()
                 os._exit(EXIT_OPEN_FILES)
 
@@ -159,8 +162,7 @@ class WorkerAttempt:
         if not spec.url:
             return await play(environment, job.task, spec, run, self._record)
         task = await harness_task(environment, job.task, run)
-        http, sandbox = self._workshop.http, environment.sandbox
-        return await asked_elsewhere(task, job.task.id, spec, run, http, sandbox)
+        return await asked_elsewhere(task, job.task.id, spec, run, environment.sandbox)
 
     async def _record(self) -> CallRecord:
         return msgspec.json.decode(await self._request("GET", "record"), type=CallRecord)
@@ -177,32 +179,30 @@ class WorkerAttempt:
             await asyncio.wait({call})
             raise
 
-    async def _post(self, body: bytes) -> None:
-        try:
-            await self._request("POST", "result", body)
-        except aiohttp.ClientResponseError as error:
-            # The server takes one that is too large as a result without an output.
-            if error.status != HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-                raise
-
-    async def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
+    async def _request(
+        self, method: str, path: str, body: bytes | None = None, *, also: int | None = None
+    ) -> bytes:
         """Asks the server, again when the connection breaks (it takes a result only once).
 
+        Args:
+            also: a status of an error that is a good answer, too.
+
         Raises:
-            aiohttp.ClientError, TimeoutError: no answer, or not a good one.
+            RequestFailed, TimeoutError: no answer, or not a good one.
         """
         headers = {"content-type": "application/json"} if body is not None else {}
-        timeout = aiohttp.ClientTimeout(total=HTTP_SECONDS)
         for tries_left in reversed(range(HTTP_TRIES)):
             try:
-                async with self._workshop.http.request(
-                    method, f"{self._url}/{path}", data=body, headers=headers, timeout=timeout
-                ) as answer:
-                    answer.raise_for_status()
-                    return await answer.read()
-            except aiohttp.ClientConnectionError:
+                status, content = await self._workshop.http.request(
+                    method, f"{self._url}/{path}", body, headers=headers, seconds=HTTP_SECONDS
+                )
+            except RequestFailed:
                 if not tries_left:
                     raise
+                continue
+            if status >= HTTPStatus.BAD_REQUEST and status != also:
+                raise RequestFailed(f"{method} {path} was answered with status {status}")
+            return content
         raise AssertionError("unreachable: the last try returns or raises")
 
 

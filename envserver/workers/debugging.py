@@ -15,10 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import aiohttp
-
 from ..registry import find
 from .attempt import WorkerAttempt, WorkerResources
+from .http_client import HttpClient
 from .instances import Instances
 from .pool import Assignment
 from .run import AttemptRun, Job
@@ -40,8 +39,7 @@ class DebugPool:
     async def run(self, assignment: Assignment) -> None:
         """Runs it to its end."""
         instances = Instances(nullcontext)
-        unlimited = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(timeout=unlimited, trust_env=False) as http:
+        async with HttpClient() as http:
             with ThreadPoolExecutor() as threads:
                 shop = WorkerResources(http, instances, threads, nullcontext, own_process=False)
                 try:

@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 from envserver_records.errors import AgentError, LimitReached
 from envserver_records.records import SandboxSpec
@@ -36,7 +35,6 @@ async def asked_elsewhere(
     task_id: str,
     spec: HarnessSpec,
     run: AttemptRun,
-    http: aiohttp.ClientSession,
     sandbox: SandboxSpec | None,
 ) -> Any:
     """Returns the rollout's output.
@@ -59,7 +57,7 @@ async def asked_elsewhere(
         "archive": archive,
         "files": {path: base64.b64encode(data).decode() for path, data in task.files.items()},
     }
-    answer = await _post(spec.url, body, run, http)
+    answer = await _post(spec.url, body, run)
     run.log_action("agent", spec.identity(), {"ending": "finished", "output": answer.output})
     if task.output is None:
         return answer.output
@@ -80,12 +78,16 @@ def _reached_at(end: str, base_url: str) -> str:
     return f"{end.rstrip('/')}{urlsplit(base_url).path}" if end else base_url
 
 
-async def _post(
-    url: str, body: dict[str, Any], run: AttemptRun, http: aiohttp.ClientSession
-) -> _Answer:
+async def _post(url: str, body: dict[str, Any], run: AttemptRun) -> _Answer:
+    import aiohttp  # the agent's server may speak any HTTP; only these workers ask one
+
     timeout = aiohttp.ClientTimeout(total=run.seconds_left)
+    data = msgspec.json.encode(body)
     try:
-        async with http.post(url, data=msgspec.json.encode(body), timeout=timeout) as answer:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as http,
+            http.post(url, data=data) as answer,
+        ):
             content = await answer.content.read(_ANSWER_BYTES)
     except TimeoutError:
         raise LimitReached("The time of this rollout is used up.", limit="time") from None

@@ -12,10 +12,10 @@ from collections import deque
 from contextvars import Context
 from typing import Any
 
-import aiohttp
 import orjson
 
 from ..actions import MAX_STEPS, batch
+from .http_client import HttpClient, RequestFailed
 
 MAX_WAITING_LOG_LINES = 1000
 TELL_SECONDS = 5.0
@@ -32,7 +32,7 @@ class EventUploader:
         url: of the attempt, with its key.
     """
 
-    def __init__(self, rollout_id: str, url: str, http: aiohttp.ClientSession) -> None:
+    def __init__(self, rollout_id: str, url: str, http: HttpClient) -> None:
         self._rollout_id = rollout_id
         self._url = url
         self._http = http
@@ -106,14 +106,13 @@ class EventUploader:
     async def _post(self, path: str, body: bytes) -> bool:
         """Returns whether the server took it."""
         headers = {"content-type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=TELL_SECONDS)
         try:
-            async with self._http.post(
-                f"{self._url}/{path}", data=body, headers=headers, timeout=timeout
-            ) as answer:
-                return answer.status < 400
-        except (aiohttp.ClientError, TimeoutError):
+            answer = await self._http.request(
+                "POST", f"{self._url}/{path}", body, headers=headers, seconds=TELL_SECONDS
+            )
+        except (RequestFailed, TimeoutError):
             return False
+        return answer.status < 400
 
 
 def _started(work: Any) -> asyncio.Task[None]:

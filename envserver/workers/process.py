@@ -20,16 +20,13 @@ from contextvars import Context, ContextVar
 from typing import Any
 from weakref import WeakSet
 
-import aiohttp
 import uvloop
 
 from .attempt import WorkerAttempt, WorkerResources
 from .frames import BEATS_PER_SILENCE, FrameReader, encode
+from .http_client import HttpClient
 from .instances import Instances
 
-KEEPALIVE_SECONDS = 4.0
-"""Below the usual timeout of servers (uvicorn: 5), so that no request meets a closing connection.
-"""
 MAX_THREADS = 1024
 
 
@@ -106,13 +103,9 @@ class _Worker:
         fails."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(_owned_task)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
         threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="rollout")
         instances = Instances(self._link.beating)
-        async with (
-            aiohttp.ClientSession(connector=connector) as http,
-            asyncio.TaskGroup() as self._tasks,
-        ):
+        async with HttpClient() as http, asyncio.TaskGroup() as self._tasks:
             self._workshop = WorkerResources(http, instances, threads, self._link.beating)
             loop.add_reader(self._link.fileno(), self._obey)
             self._link.send("ready")

@@ -15,7 +15,6 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-import aiohttp
 import msgspec
 import orjson
 from envserver_records import http_errors
@@ -41,6 +40,7 @@ from ..tools.mcp_server import serve_tools
 from ..tools.opening import open_tools
 from ..tools.sources import Tools
 from .event_uploader import EventUploader
+from .http_client import Answer, HttpClient, RequestFailed
 from .printing import PrintedLines
 from .sandboxes import RemoteOpening, open_blocking, open_program
 
@@ -80,7 +80,7 @@ class AttemptRun:
         self,
         job: Job,
         url: str,
-        http: aiohttp.ClientSession,
+        http: HttpClient,
         patiently: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.rollout_id = job.rollout_id
@@ -236,23 +236,17 @@ class AttemptRun:
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
         if self._ended:
             raise _is_over()
-        timeout = aiohttp.ClientTimeout(total=max(self.seconds_left, 0.001))
-        address = f"{self.tools_url}/{quote(name)}"
         headers = {"content-type": "application/json"}
-        data = orjson.dumps(arguments)
         try:
-            async with self._http.post(
-                address, data=data, headers=headers, timeout=timeout
-            ) as answer:
-                content = await answer.read()
-        except TimeoutError:
-            raise _is_over() from None
-        except aiohttp.ClientError as error:
+            answer = await self._post(
+                f"{self.tools_url}/{quote(name)}", orjson.dumps(arguments), headers
+            )
+        except RequestFailed as error:
             raise ServiceError(f"The server cannot be reached: {error}") from error
         if answer.status != 200:
-            raise http_errors.SERVICE.read(answer.status, content)
+            raise http_errors.SERVICE.read(*answer)
         try:
-            return orjson.loads(content)
+            return orjson.loads(answer.content)
         except orjson.JSONDecodeError as error:
             raise ServiceError(f"The server's answer is not JSON: {error}") from error
 
@@ -308,38 +302,43 @@ class AttemptRun:
         headers = {"authorization": f"Bearer {self.api_key}", "content-type": "application/json"}
         if agent is not None:
             headers[AGENT_HEADER] = agent
-        timeout = aiohttp.ClientTimeout(total=max(self.seconds_left, 0.001))
         try:
-            async with self._http.post(
-                f"{self.base_url}/chat/completions", data=body, headers=headers, timeout=timeout
-            ) as answer:
-                content = await answer.read()
-        except TimeoutError:
-            raise _is_over() from None
-        except aiohttp.ClientError as error:
+            answer = await self._post(f"{self.base_url}/chat/completions", body, headers)
+        except RequestFailed as error:
             raise EngineUnavailable(f"The model's endpoint cannot be reached: {error}") from error
         if answer.status != 200:
-            raise http_errors.MODEL.read(answer.status, content)
-        return content
+            raise http_errors.MODEL.read(*answer)
+        return answer.content
 
     async def _ask_sandbox(self, path: str, body: bytes) -> bytes:
         closes = path.endswith("/close")
         if self._ended and not closes:
             raise _is_over()
         headers = {"content-type": "application/msgpack"}
-        timeout = aiohttp.ClientTimeout(total=self.seconds_left + CLOSE_SECONDS)
         try:
-            async with self._http.post(
-                f"{self._url}/sandbox/{path}", data=body, headers=headers, timeout=timeout
-            ) as answer:
-                content = await answer.read()
-        except TimeoutError:
-            raise _is_over() from None
-        except aiohttp.ClientError as error:
+            answer = await self._post(
+                f"{self._url}/sandbox/{path}", body, headers, more_seconds=CLOSE_SECONDS
+            )
+        except RequestFailed as error:
             raise SandboxUnavailable(f"The server cannot be reached: {error}") from error
         if answer.status != 200:
-            raise http_errors.SANDBOX.read(answer.status, content)
-        return content
+            raise http_errors.SANDBOX.read(*answer)
+        return answer.content
+
+    async def _post(
+        self, url: str, body: bytes, headers: Mapping[str, str], *, more_seconds: float = 0.0
+    ) -> Answer:
+        """Asks the server, until `more_seconds` after the deadline.
+
+        Raises:
+            LimitReached: there was no answer in time.
+            RequestFailed: there is none.
+        """
+        seconds = max(self.seconds_left + more_seconds, 0.001)
+        try:
+            return await self._http.request("POST", url, body, headers=headers, seconds=seconds)
+        except TimeoutError:
+            raise _is_over() from None
 
     def _wait(self, request: Coroutine[Any, Any, Any]) -> Any:
         """Runs `request` on the loop while its thread waits.

@@ -30,6 +30,7 @@ from envserver import (
 from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt
 from envserver.rollouts import ending_limit
+from envserver.workers.http_client import HttpClient
 from envserver.workers.run import AttemptRun, Job
 
 ZOO = Path(__file__).parents[2] / "support" / "web_zoo.py"
@@ -38,10 +39,13 @@ ZOO = Path(__file__).parents[2] / "support" / "web_zoo.py"
 class Desk:
     """A proxy with services, over HTTP; agents' runs at it."""
 
-    def __init__(self, proxy: Proxy, url: str, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, proxy: Proxy, url: str, http: aiohttp.ClientSession, workers: HttpClient
+    ) -> None:
         self.proxy = proxy
         self.url = url
         self.http = http
+        self.workers = workers
 
     def open(
         self, seconds: float = 30.0, task: Task | None = None
@@ -58,7 +62,7 @@ class Desk:
             deadline=spec.deadline,
             max_turns=9,
         )
-        return attempt, AttemptRun(job, f"{self.url}/r/{attempt.key}", self.http, _at_once)
+        return attempt, AttemptRun(job, f"{self.url}/r/{attempt.key}", self.workers, _at_once)
 
 
 def _at_once() -> Any:
@@ -69,8 +73,12 @@ def _at_once() -> Any:
 async def desk(services: Any) -> AsyncIterator[Desk]:
     async with OpenAIEngine(OpenAIConfig(base_url="http://127.0.0.1:9")) as dead:
         proxy = Proxy(dead, services=services)
-        async with serving(proxy.asgi()) as url, aiohttp.ClientSession() as http:
-            yield Desk(proxy, url, http)
+        async with (
+            serving(proxy.asgi()) as url,
+            aiohttp.ClientSession() as http,
+            HttpClient() as workers,
+        ):
+            yield Desk(proxy, url, http, workers)
 
 
 async def test_an_agent_is_told_what_it_did_wrong() -> None:

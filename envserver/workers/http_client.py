@@ -1,0 +1,108 @@
+"""The worker's HTTP client: whole requests and answers, over the connections of an `HttpPool`.
+
+In: a URL of the server and a body. Out: the status and the body of the answer. A connection that
+breaks raises `RequestFailed`, and the caller knows whether to ask again. Workers import no general
+client: that took a third of the start of their parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+from ..models.http_client import HttpError, HttpPool, origin_of
+
+
+class RequestFailed(Exception):
+    """There is no answer: the server cannot be reached, or broke the connection.
+
+    Args:
+        errno: of the system's error, if there was one.
+    """
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class Answer(NamedTuple):
+    """Status and body of an answer."""
+
+    status: int
+    content: bytes
+
+
+class HttpClient:
+    """A context manager; belongs to the event loop that runs when it is made."""
+
+    def __init__(self) -> None:
+        self._pool = HttpPool(_addresses, _new_socket)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._pool.close()
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        seconds: float,
+    ) -> Answer:
+        """Sends a request and returns the answer, of whatever status.
+
+        Args:
+            url: `http://HOST[:PORT]/PATH` or https, quoted.
+            seconds: until the whole answer is there.
+
+        Raises:
+            TimeoutError: there was no whole answer in time.
+            RequestFailed: there is none.
+        """
+        scheme, _, rest = url.partition("://")
+        place, _, path = rest.partition("/")
+        lines = b"".join(_line(name, value) for name, value in (headers or {}).items())
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._pool.send(
+                    origin_of(f"{scheme}://{place}"), method, f"/{path}", lines, body
+                )
+                try:
+                    parts = []
+                    while part := await response.read():
+                        parts.append(part)
+                finally:
+                    response.release()
+        except HttpError as error:
+            raise RequestFailed(f"{place}: {error}", _errno(error)) from error
+        return Answer(response.status, b"".join(parts))
+
+
+def _line(name: str, value: str) -> bytes:
+    if "\r" in value or "\n" in value:
+        raise ValueError(f"The header {name} must be of one line.")
+    return f"{name}: {value}\r\n".encode()
+
+
+def _errno(error: HttpError) -> int | None:
+    """Returns the number of the system's error from which `error` came, if it came from one."""
+    cause = error.__cause__
+    return cause.errno if isinstance(cause, OSError) else None
+
+
+async def _addresses(host: str, port: int) -> list[Any]:
+    loop = asyncio.get_running_loop()
+    return list(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+
+
+def _new_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Returns a socket for an entry of getaddrinfo."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
