@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 _CODES = {"i4": 1, "f4": 2, "u1": 3, "u2": 4}
 """Numbers of the MessagePack extension types for arrays."""
-_DTYPES = {1: np.int32, 2: np.float32, 3: np.uint8, 4: np.uint16}
+_DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
 
 
 def _encode_array(value: object) -> object:
@@ -33,10 +33,11 @@ def _encode_array(value: object) -> object:
 
 
 def _decode_array(code: int, raw: memoryview) -> Any:
-    if code not in _DTYPES:
+    dtype = _DTYPES.get(code)
+    if dtype is None:
         raise msgspec.DecodeError(f"unknown array type {code}")
     try:
-        return np.frombuffer(raw, dtype=_DTYPES[code])
+        return np.frombuffer(raw, dtype)
     except ValueError as error:
         raise msgspec.DecodeError(f"an array is cut off: {error}") from error
 

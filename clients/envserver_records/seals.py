@@ -24,7 +24,7 @@ _END: Final = re.compile(
 _LONGEST_END: Final = 256
 
 
-def digest_of(*parts: bytes) -> str:
+def digest_of(*parts: bytes | memoryview) -> str:
     """Returns the BLAKE2b-256 digest of `parts` in hex."""
     digest = hashlib.blake2b(digest_size=_HEX // 2)
     for part in parts:
@@ -40,7 +40,8 @@ def sealed(group: Group) -> Group:
 
 def is_intact(body: bytes | memoryview) -> bool:
     """Returns whether a packed group that has a digest is as it was sealed."""
-    return digest_of(bytes(body[:-_HEX])).encode() == bytes(body[-_HEX:])
+    view = memoryview(body)  # a slice of bytes is a copy
+    return digest_of(view[:-_HEX]).encode() == view[-_HEX:]
 
 
 class Link(NamedTuple):

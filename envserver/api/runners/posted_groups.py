@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -46,6 +48,8 @@ _INLINE_BYTES: Final = 64 * 1024
 """Groups smaller than this are read on the event loop, which is faster than switching threads."""
 _TOGETHER_BYTES: Final = 512 * 1024
 _LAST_VERSION: Final = np.iinfo(np.int32).max
+_columns_of: Final = attrgetter(*COLUMNS)
+_COLUMN_TYPES: Final = tuple(COLUMNS.values())
 
 
 async def read_group_async(body: bytes, stream: Stream) -> EncodedPut:
@@ -205,11 +209,10 @@ def _is_whole(row: Row) -> bool:
     length = row.tokens.size
     if not length or not row.path:
         return False
-    for name, dtype in COLUMNS.items():
-        column = getattr(row, name)
+    for column, dtype in zip(_columns_of(row), _COLUMN_TYPES, strict=True):
         if column.size != length or column.dtype != dtype:
             return False
-    return wrong_span(row) is None
+    return not row.sampling or wrong_span(row) is None
 
 
 def _free_words(group: Group) -> list[object]:
@@ -230,26 +233,30 @@ def _free_words_of(one: Trajectory) -> list[object]:
 def _are_trainable(rows: Sequence[Row], begins: Sequence[int], groups: Sequence[Group]) -> bool:
     """Returns whether the rows can be trained on.
 
+    Calls of numpy are what a small group costs here: `any`, `min` and `max` are Python around a
+    ufunc's `reduce`, which is called itself.
+
     Args:
         begins: index of the first row of each group.
     """
-    lengths = np.array([row.tokens.size for row in rows])
-    starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-    mask = np.concatenate([row.mask for row in rows])
-    if mask.max() > 1 or not np.maximum.reduceat(mask, starts).all():
+    lengths = [row.tokens.size for row in rows]
+    starts = np.array([0, *accumulate(lengths[:-1])])
+    tokens, mask, logprobs, calls, versions = map(
+        np.concatenate, zip(*map(_columns_of, rows), strict=True)
+    )
+    most_trained = np.maximum.reduceat(mask, starts).tolist()
+    if min(most_trained) != 1 or max(most_trained) != 1:
         return False
-    logprobs = np.concatenate([row.logprobs for row in rows])
     # Comparisons with NaN are false.
-    if not (logprobs.max() <= LOGPROB_ROUNDING and logprobs.min() >= LEAST_LOGPROB):
+    highest, lowest_logprob = np.maximum.reduce(logprobs), np.minimum.reduce(logprobs)
+    if not (highest <= LOGPROB_ROUNDING and lowest_logprob >= LEAST_LOGPROB):
         return False
-    if np.any(logprobs * (mask ^ 1)):
-        return False
-    calls = np.concatenate([row.calls for row in rows])
-    versions = np.concatenate([row.versions for row in rows])
     trained, uncalled = mask.view(bool), calls < 0
-    if np.any(uncalled & trained) or versions.min() < -1 or np.any(uncalled & (versions != -1)):
+    if np.count_nonzero(logprobs * (mask ^ 1)) or np.count_nonzero(uncalled & trained):
         return False
-    if np.concatenate([row.tokens for row in rows]).min() < 0:
+    if np.count_nonzero(uncalled & (versions != -1)):
+        return False
+    if np.minimum.reduce(versions) < -1 or np.minimum.reduce(tokens) < 0:
         return False
     sampled = np.where(trained, versions, _LAST_VERSION)
     lowest = np.minimum.reduceat(sampled, starts[list(begins)]).tolist()

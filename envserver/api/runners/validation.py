@@ -127,8 +127,10 @@ def wrong_reward(trajectory: Trajectory, group: Group) -> str | None:
     for name, reward in score.rewards.items():
         if not bounds.holds(reward):
             return f"rewards[{name!r}]"
-    wrong = (n for n, one in enumerate(score.turns) if not math.isfinite(one.value))
-    return next((f"turns[{number}]" for number in wrong), None)
+    for number, turn in enumerate(score.turns):
+        if not math.isfinite(turn.value):
+            return f"turns[{number}]"
+    return None
 
 
 def wrong_span(row: Sequence) -> int | None:
