@@ -121,6 +121,8 @@ compare: .venv/.tests-installed atropos-peer verifiers-peer
 lint: .venv/.tests-installed
 	@test -z "$$(git ls-files '.venv*')" || { echo "A link to a virtual environment is committed:" \
 	  "a merge would replace the real one. git rm --cached .venv-*" >&2; exit 1; }
+	@twice=$$(git ls-files 'tests/*test_*.py' ':!tests/peers/learning' | xargs -n1 basename | sort | uniq -d); test -z "$$twice" || { \
+	  echo "Two files of tests have one name, and pytest takes only the first: $$twice" >&2; exit 1; }
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

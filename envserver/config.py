@@ -24,7 +24,7 @@ from .curriculum_config import CurriculumConfig
 from .delivery_config import DeliveryConfig
 from .described import Section as Section
 from .engines_config import EnginesConfig
-from .environment_config import EnvironmentConfig, check_url
+from .environment_config import ApiKey, EnvironmentConfig, check_url
 from .harness_config import HarnessConfig
 from .judge_config import JudgeConfig
 from .prices_config import PricesConfig
@@ -51,7 +51,7 @@ class OpenAIConfig(Section):
     engines are registered or discovered (`engines`)."""
     model_name: str = "default"
     """Name of the model on the engine; "default": the first one listed."""
-    api_key: SecretStr = SecretStr("")
+    api_key: ApiKey = SecretStr("")
     """API key of the engine; never logged or written."""
     timeout: float = Field(default=1200.0, gt=0)
     """Timeout in seconds of one model call."""

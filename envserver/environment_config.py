@@ -5,13 +5,28 @@ of the settings.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from envserver_records.splits import Split
-from pydantic import Field, SecretStr, field_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from .described import Section
+
+
+def _of_one_line(key: SecretStr) -> SecretStr:
+    """Returns the key without blanks around it, which a file's last line break is.
+
+    Raises:
+        ValueError: it cannot stand in a header.
+    """
+    text = key.get_secret_value().strip()
+    if not text.isprintable():
+        raise ValueError("a key must be one line without control characters")
+    return SecretStr(text)
+
+
+ApiKey = Annotated[SecretStr, AfterValidator(_of_one_line)]
 
 
 class AgentConfig(Section):
@@ -21,7 +36,7 @@ class AgentConfig(Section):
     """Model name, on the run's engine or at `base_url`; "default": the first one listed."""
     base_url: str | None = None
     """Address of the agent's own engine, an OpenAI-compatible server."""
-    api_key: SecretStr = SecretStr("")
+    api_key: ApiKey = SecretStr("")
     """API key of the agent's own engine; never logged, written or sent to a worker."""
     server_type: Literal["vllm", "openai"] = "vllm"
     """Type of the agent's own engine. vllm: returns token ids and logprobs; openai: text only."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field, SecretStr, model_validator
 
 from .described import Section
+from .environment_config import ApiKey
 
 
 class JudgeConfig(Section):
@@ -16,7 +17,7 @@ class JudgeConfig(Section):
     """Address of the judge's engine, an OpenAI-compatible server; unset: no judge."""
     model_name: str = "default"
     """Name of the judge's model there; "default": the first one listed."""
-    api_key: SecretStr = SecretStr("")
+    api_key: ApiKey = SecretStr("")
     """API key of the judge's engine; it stays in the server: never logged, written or sent to a
     scorer."""
     timeout: float = Field(default=120.0, gt=0)

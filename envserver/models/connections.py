@@ -17,7 +17,7 @@ from envserver_records.errors import EngineError, EngineGarbage, EngineUnavailab
 from ..telemetry.tracing import current
 from .addresses import EngineAddresses
 from .decoding import MAX_REFUSAL_BYTES, Decoder, is_refusal, retry_after
-from .http_client import HttpError, HttpPool, NoConnection, NotHttp, Response, origin_of
+from .http_client import HttpError, HttpPool, NoConnection, NotHttp, Response, header, origin_of
 from .replicas import Replica
 from .resolving import CheckedResolver
 
@@ -66,7 +66,7 @@ class Connections:
 
     def __init__(self, key: str, decoder: Decoder, addresses: EngineAddresses) -> None:
         self._headers = b"content-type: application/json\r\n"
-        authorization = _header("authorization", f"Bearer {key}") if key else b""
+        authorization = header("authorization", f"Bearer {key}") if key else b""
         self._headers_with_key = self._headers + authorization
         self._addresses = addresses
         self._decoder = decoder
@@ -93,7 +93,7 @@ class Connections:
             raise EngineUnavailable("The engine's connections are closed.")
         headers = self._headers_with_key if replica.gets_key else self._headers
         if traceparent := current().traceparent:
-            headers += _header("traceparent", traceparent)
+            headers += header("traceparent", traceparent)
         return Exchange(self._pool, replica, (method, path, headers, payload))
 
     async def check(self, replica: Replica, response: Response) -> None:
@@ -181,16 +181,6 @@ def _retryable(replica: Replica, error: HttpError) -> RetryableError:
         return RetryableError(EngineGarbage(message, base_url=replica.url), elsewhere=True)
     message = f"{at} closed the connection before its answer."
     return RetryableError(EngineGarbage(message, base_url=replica.url))
-
-
-def _header(name: str, value: str) -> bytes:
-    """
-    Raises:
-        ValueError: the value is of several lines.
-    """
-    if "\r" in value or "\n" in value:
-        raise ValueError(f"The header {name} must be of one line.")
-    return f"{name}: {value}\r\n".encode()
 
 
 async def in_time(deadline: float, work: Awaitable[T]) -> T:

@@ -84,6 +84,13 @@ def origin_of(url: str) -> Origin:
     )
 
 
+def header(name: str, value: str) -> bytes:
+    """Returns a header's line; raises ValueError if it would be several lines."""
+    if "\r" in value or "\n" in value:
+        raise ValueError(f"The header {name} must be of one line.")
+    return f"{name}: {value}\r\n".encode()
+
+
 class Response:
     """The answer to one request, read with `read` while it arrives.
 

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
-from ..models.http_client import HttpError, HttpPool, origin_of
+from ..models.http_client import HttpError, HttpPool, header, origin_of
 
 
 class RequestFailed(Exception):
@@ -67,7 +67,7 @@ class HttpClient:
         """
         scheme, _, rest = url.partition("://")
         place, _, path = rest.partition("/")
-        lines = b"".join(_line(name, value) for name, value in (headers or {}).items())
+        lines = b"".join(header(name, value) for name, value in (headers or {}).items())
         try:
             async with asyncio.timeout(seconds):
                 response = await self._pool.send(
@@ -82,12 +82,6 @@ class HttpClient:
         except HttpError as error:
             raise RequestFailed(f"{place}: {error}", _errno(error)) from error
         return Answer(response.status, b"".join(parts))
-
-
-def _line(name: str, value: str) -> bytes:
-    if "\r" in value or "\n" in value:
-        raise ValueError(f"The header {name} must be of one line.")
-    return f"{name}: {value}\r\n".encode()
 
 
 def _errno(error: HttpError) -> int | None:

@@ -93,6 +93,14 @@ def test_a_nested_section_keeps_what_its_default_sets() -> None:
     assert (config.judge.temperature, config.judge.top_p) == (0.25, 0.9)
 
 
+def test_a_key_is_one_line_and_never_in_the_error() -> None:
+    assert load("--openai.api_key", "sk-1\n").openai.api_key.get_secret_value() == "sk-1"
+    for name in ("--openai.api_key", "--judge.api_key"):
+        with pytest.raises(ConfigError, match=f"{name}: a key must be one line") as refused:
+            load(name, "sk-secret\r\nx-evil: 1")
+        assert "secret" not in str(refused.value)
+
+
 def test_several_engines() -> None:
     by_comma = load("--openai.base_url", "http://a:1/v1/,http://b:2/v1")
     by_repetition = load("--openai.base_url", "http://a:1/v1", "--openai.base_url", "http://b:2/v1")
