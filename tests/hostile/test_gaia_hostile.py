@@ -68,7 +68,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
             "--env.data_path", folder / "copy", "--env.worker_timeout", WORKER_SECONDS,
             "--env.canary_port", port, "--env.host", own_address(), "--workers.memory_mb", 500,
             "--workers.dedicated", 12, "--sampling.max_tokens", 6000,
-            "--env.step_seconds", 3, "--env.include_actions", "true",
+            "--env.step_seconds", 10, "--env.include_actions", "true",
             "--env.data_path_to_save_groups", "out.jsonl",
         ]  # fmt: skip
         done = subprocess.run(
