@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from envserver_environments.gaia.interpreter import process as interpreters
@@ -164,7 +166,17 @@ def test_an_observation_holds_output_value_and_error() -> None:
 def test_one_that_starts_too_late_is_no_outcome_and_is_replaced(
     python: Interpreter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    live = interpreters.live
+
+    def live_late(channel: socket.socket, output: int) -> NoReturn:
+        """Starts when nobody waits for it any more."""
+        given_up = select.poll()
+        given_up.register(channel, select.POLLRDHUP)
+        given_up.poll()
+        live(channel, output)
+
     with monkeypatch.context() as patched:
-        patched.setattr(interpreters, "START_SECONDS", 1e-9)
+        patched.setattr(interpreters, "START_SECONDS", 0.01)
+        patched.setattr(interpreters, "live", live_late)
         assert python.run("6 * 7").trouble == "died"
     assert python.run("6 * 7").value == "42"
