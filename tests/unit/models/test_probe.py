@@ -139,15 +139,15 @@ async def test_an_engine_that_does_not_answer_or_not_us_is_an_error() -> None:
 
 async def test_a_slow_first_answer_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("envserver.models.probe_client._TELL_SECONDS", 0.1)
-    async with fake_vllm(held=asyncio.Event()) as fake, connected(fake.url, timeout=5) as slow:
+    async with fake_vllm(held=asyncio.Event()) as fake, connected(fake.url) as slow:
         asking = asyncio.create_task(probe(slow, model="tiny"))
         with capture_logs() as logs:
-            await until(lambda: bool(logs))
+            await until(lambda: any(line["event"] == "engine_is_waited_for" for line in logs))
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-    told = [line for line in logs if line["event"] == "engine_is_waited_for"]
-    assert [line["path"] for line in told] == ["/v1/chat/completions"]
+    (told,) = [line for line in logs if line["event"] == "engine_is_waited_for"]
+    assert told["path"] == "/v1/chat/completions"
 
 
 @pytest.mark.parametrize("rates", [{}, {"error_rate": 0.3, "truncate_rate": 0.5}])

@@ -71,7 +71,7 @@ async def test_a_version_that_went_is_asked_for_by_the_name_of_now(
 async def test_a_version_that_does_not_come_is_the_engines_fault(
     home: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserver.proxy.missing_version.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("envserver.proxy.missing_version.PATIENCE_SECONDS", 1.0)
     home.fake.faults.extend([404] * 20)
     attempt, client = named(home)
     with pytest.raises(openai.APIError):

@@ -285,7 +285,7 @@ async def test_a_database_that_stands_still_makes_callers_wait(
 async def test_a_database_that_stands_still_does_not_keep_the_store_open(
     postgres: Postgres, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "COMMAND_SECONDS", 2.0)
+    monkeypatch.setattr(database, "COMMAND_SECONDS", 5.0)
     monkeypatch.setattr(database, "CLOSE_SECONDS", 0.5)
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(postgres_url))
