@@ -55,7 +55,7 @@ class BrokenOff(HttpError):
 
 
 class NotHttp(HttpError):
-    """What the peer sends is not HTTP."""
+    """The peer does not speak HTTP."""
 
 
 class Origin(NamedTuple):

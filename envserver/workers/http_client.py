@@ -16,7 +16,7 @@ from ..models.http_client import HttpError, HttpPool, header, origin_of
 
 
 class RequestFailed(Exception):
-    """There is no answer: the server cannot be reached, or broke the connection.
+    """The server cannot be reached, or closed the connection before its answer.
 
     Args:
         errno: of the system's error, if there was one.
@@ -63,7 +63,7 @@ class HttpClient:
 
         Raises:
             TimeoutError: there was no whole answer in time.
-            RequestFailed: there is none.
+            RequestFailed: the server gave no whole answer.
         """
         scheme, _, rest = url.partition("://")
         place, _, path = rest.partition("/")

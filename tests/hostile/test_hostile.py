@@ -34,7 +34,7 @@ USERS = (
     if IS_ROOT
     else [pytest.param(AS_IT_IS, 1, id="as an ordinary user")]
 )
-"""Who tries which programs: the first of so many."""
+"""Users, and N where a user tries every Nth program."""
 SOME_OR_ALL = [
     pytest.param(4, id="some"),
     pytest.param(1, id="all", marks=pytest.mark.slow),

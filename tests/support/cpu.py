@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 _GOOD_SECONDS: Final = 0.0025
-"""What `_work` costs on a good machine."""
+"""CPU seconds of `_work` on a fast machine."""
 
 
 def cpu_limit(seconds: float) -> float:
