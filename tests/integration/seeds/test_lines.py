@@ -28,7 +28,7 @@ BLOCKS = re.findall(
     r"^### (.+?)\n.*?^```bash\n(.+?)^```", (ROOT / "docs/coming-from.md").read_text(), re.M | re.S
 )
 SHELLS = {*"&|;$`<>\\\n"}
-"""Characters and words that only a shell understands."""
+"""Characters that only a shell understands."""
 MODEL = re.compile(r'"gpt-4o"|"your-model-name"')
 ADDRESS = re.compile(r"https://api\.openai\.com/v1|http://localhost:8000/v1")
 
