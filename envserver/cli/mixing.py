@@ -22,7 +22,7 @@ from ..running.options import options_of
 from ..running.spec import RunSpec
 from .command_line import CommandSpec
 from .settings import once, to_stderr
-from .sources import YamlFile
+from .sources import config_file
 
 M = TypeVar("M", bound=MixSettings)
 
@@ -74,7 +74,7 @@ def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEn
     """
     flags = command.flags(argv)
     path = next((one.value for one in flags if one.path == "config"), None)
-    file = YamlFile(Path(path) if path else None)
+    file = config_file(Path(path) if path else None)
     in_file = {one.path: one for one in file.read(options_of(command.settings_class))}
     named = [one for one in flags if one.path == "environment"]
     text = str(named[0].value) if len(named) == 1 else ""

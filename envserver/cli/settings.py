@@ -36,7 +36,14 @@ from .atropos_names import EQUIVALENTS, IGNORED, REFUSED
 from .flags import argument_name, read_flags
 from .openai_variables import engine_variables
 from .renamed import current_path, with_old_names
-from .sources import VARIABLE_PREFIX, Given, YamlFile, read_dotenv, read_variables
+from .sources import (
+    VARIABLE_PREFIX,
+    ConfigFile,
+    Given,
+    config_file,
+    read_dotenv,
+    read_variables,
+)
 
 S = TypeVar("S", bound=Section)
 
@@ -172,14 +179,14 @@ class _Problems:
 
 def _sources(
     flags: Sequence[Given], environ: Mapping[str, str] | None, folder: Path
-) -> tuple[list[Given], YamlFile, list[Given]]:
+) -> tuple[list[Given], ConfigFile, list[Given]]:
     """Returns flags (without --config), the file given by --config, and variables."""
     named = [given for given in flags if given.path == "config"]
     if len(named) > 1:
         raise ConfigError("--config is given twice.", hint="Put everything into one file.")
     if named and not named[0].value:
         raise ConfigError("--config needs a value: the path of a YAML file.")
-    file = YamlFile(Path(named[0].value) if named else None)
+    file = config_file(Path(named[0].value) if named else None)
     variables = read_dotenv(folder / ".env")
     variables += read_variables(os.environ if environ is None else environ)
     return [given for given in flags if given.path != "config"], file, variables

@@ -13,9 +13,6 @@ from typing import Final
 
 from envserver_records.errors import ConfigError
 
-from ..models.model_files import tokenizer_here
-from ..tokens.vocabulary import Vocabulary
-
 _SIMULATED: Final = "sim"
 _BROKEN: Final = "\ufffd"
 
@@ -31,6 +28,8 @@ def token_texts(model: str, tokenizer: str = "") -> Callable[[int], str | None]:
     Raises:
         ConfigError: `tokenizer` is given and missing.
     """
+    from ..models.model_files import tokenizer_here  # servers start without tokenizers
+
     name = tokenizer or model
     folder = _simulated() if name == _SIMULATED else tokenizer_here(name)
     if folder is None and tokenizer:
@@ -58,6 +57,8 @@ def _nothing(index: int) -> str | None:
 
 @functools.lru_cache(maxsize=4)
 def _texts_of(folder: Path) -> Callable[[int], str | None]:
+    from ..tokens.vocabulary import Vocabulary
+
     vocabulary = Vocabulary.load(folder)
 
     @functools.lru_cache(maxsize=1 << 18)

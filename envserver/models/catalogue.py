@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from envserver_records.errors import ConfigError, NotFoundError
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -87,6 +86,8 @@ def read_catalogue(path: Path) -> dict[str, ModelEntry]:
     Raises:
         ConfigError: it is malformed; the message names the entry and the fault.
     """
+    import yaml  # runs without `--model NAME` start without it
+
     try:
         tree = yaml.safe_load(shipped(path).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -30,7 +30,7 @@ from ..typed_tasks import plain
 from . import integrated
 from .installed import with_own_interpreter
 
-ENTRY_POINT_GROUP = "envserver.environments"
+ENTRY_POINT_GROUP = integrated.ENVIRONMENTS
 _US = "envserver"
 _AS_ELSEWHERE = {"smolagents": "gaia"}
 """Names of predecessors' environments; an installed environment of this name wins."""

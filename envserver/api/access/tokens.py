@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import structlog
-import yaml
 from envserver_records.errors import ConfigError, ConflictError, NotFoundError
 from envserver_records.files import replace_file
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
@@ -140,6 +139,8 @@ def read_tokens(path: Path) -> list[Token]:
         raise ConfigError(
             f"The tokens file {path} is open to other users.", hint=f"chmod 600 {path}"
         )
+    import yaml  # a server without tokens starts without it
+
     try:
         found = _File.model_validate(yaml.safe_load(raw) or {})
     except yaml.YAMLError as error:
@@ -243,5 +244,7 @@ def _changed(path: Path) -> Iterator[list[Token]]:
 
 
 def _replace(path: Path, content: _File) -> None:
+    import yaml
+
     tree = content.model_dump(mode="json", exclude_unset=True)
     replace_file(path, _HEAD + yaml.safe_dump(tree, sort_keys=False), mode=0o600)
