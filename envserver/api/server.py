@@ -204,7 +204,8 @@ def _configured(
     http: HttpFactory | None,
     ping_seconds: float | None,
 ) -> uvicorn.Config:
-    more: dict[str, Any] = {"http": http or "httptools", "ws": "none"}
+    # Nobody asks where processes of this machine come from, and nothing stands before the server.
+    more: dict[str, Any] = {"http": http or "httptools", "ws": "none", "proxy_headers": False}
     if settings is not None:
         more = {
             "http": partial(BoundedHttp, bounds=HttpBounds.of(settings)),

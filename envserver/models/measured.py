@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any, Final
 
 import msgspec
@@ -27,29 +27,28 @@ _MOST_PATHS: Final = 20
 class Stopwatch:
     """The time that one request of an agent spent waiting for others than the proxy.
 
+    A context manager: within, and in the tasks started there, what is asked of an engine counts.
+
     Args:
         calls: number of answers that it waited for.
     """
 
-    __slots__ = ("calls", "seconds")
+    __slots__ = ("_token", "calls", "seconds")
 
     def __init__(self) -> None:
         self.calls = 0
         self.seconds = 0.0
+        self._token: Token[Stopwatch | None]
+
+    def __enter__(self) -> Stopwatch:
+        self._token = _stopwatch.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _stopwatch.reset(self._token)
 
 
 _stopwatch: ContextVar[Stopwatch | None] = ContextVar("envserver_stopwatch", default=None)
-
-
-@contextmanager
-def time_waiting() -> Iterator[Stopwatch]:
-    """Within, and in the tasks started there: what is asked of an engine stops this watch."""
-    watch = Stopwatch()
-    token = _stopwatch.set(watch)
-    try:
-        yield watch
-    finally:
-        _stopwatch.reset(token)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from .http_client import HttpError, Response
 from .monitor import ReplicaMonitor
 from .replicas import Origin, Replica, ReplicaRequest
 from .retrying import Retrying, late
-from .routing import Replicas, Routing, sampling_at
+from .routing import Replicas, Routing, versions_noted
 from .sse import SseParser
 
 Json = dict[str, Any]
@@ -274,10 +274,17 @@ class OpenAIEngine:
         async with replica.slots:
             request.sent()
             opened = self._connections.open(replica, "POST", path, payload)
-            with sampling_at(replica, path):
+            versions = versions_noted(path)
+            if versions is not None:
+                versions.first = versions.last = replica.version
+            try:
                 async with opened as response:
                     await self._connections.check(replica, response)
                     yield response
+            finally:
+                # A version that was told meanwhile counts as a change, also if it is the first one.
+                if versions is not None and replica.version is not None:
+                    versions.last = replica.version
 
     async def _name_models(self, replica: Replica, body: Json, error: EngineRefused) -> None:
         """Adds the names of the engine's models to its HTTP 404 for the model of `body`."""

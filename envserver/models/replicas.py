@@ -125,17 +125,19 @@ class Replica:
         """Why it is set aside, "" if it is not."""
         return "" if self.state == "closed" else self._breaker.reason
 
-    @contextmanager
-    def request(self) -> Iterator[ReplicaRequest]:
+    def request(self) -> ReplicaRequest:
         """Context of a request to this replica, which reports its result to the ReplicaRequest."""
-        request = ReplicaRequest(self)
-        tries = self._breaker.begin()
+        return ReplicaRequest(self)
+
+    def begin(self, request: ReplicaRequest) -> bool:
+        """A request begins. Returns whether it tries out a replica that was set aside."""
         self._requests.add(request)
-        try:
-            yield request
-        finally:
-            self._requests.discard(request)
-            self._breaker.end(tries)
+        return self._breaker.begin()
+
+    def end(self, request: ReplicaRequest, *, tries: bool) -> None:
+        """A request ends; `tries`: what `begin` returned."""
+        self._requests.discard(request)
+        self._breaker.end(tries)
 
     def checked(self, well: bool, reason: str = "") -> None:
         """Registers a health check; an unhealthy replica gets no calls."""
@@ -200,13 +202,13 @@ class Replica:
 class ReplicaRequest:
     """One request at a replica, until its answer (or the first chunk of a stream) arrives.
 
-    Only calls take slots and count for the breaker: even an engine that cannot sample answers
-        requests
-    for its health and models.
+    A context manager. Only calls take slots and count for the breaker: even an engine that cannot
+    sample answers requests for its health and models.
 
     Args:
         sent_at: when it got a slot and was sent; None before.
         given_up: it was stopped because its replica no longer responds.
+        scope: what `give_up` ends with a TimeoutError, while it is entered.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -214,22 +216,21 @@ class ReplicaRequest:
         self.begun_at = replica.clock()
         self.sent_at: float | None = None
         self.given_up = False
+        self.scope: asyncio.Timeout | None = None
         self._losses = replica.losses
-        self._scope: asyncio.Timeout | None = None
+        self._tries = False
 
-    @contextmanager
-    def within(self, scope: asyncio.Timeout) -> Iterator[None]:
-        """Makes `give_up` end `scope` with a TimeoutError."""
-        self._scope = scope
-        try:
-            yield
-        finally:
-            self._scope = None
+    def __enter__(self) -> ReplicaRequest:
+        self._tries = self.replica.begin(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.replica.end(self, tries=self._tries)
 
     def give_up(self) -> None:
-        if self._scope is not None and not self._scope.expired():
+        if self.scope is not None and not self.scope.expired():
             self.given_up = True
-            self._scope.reschedule(asyncio.get_running_loop().time())
+            self.scope.reschedule(asyncio.get_running_loop().time())
 
     @property
     def was_lost(self) -> bool:

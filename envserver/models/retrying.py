@@ -87,9 +87,11 @@ async def _try(
         EngineError: a retry will not.
     """
     try:
-        async with asyncio.timeout_at(deadline) as scope:
-            with request.within(scope):
+        async with asyncio.timeout_at(deadline) as request.scope:
+            try:
                 result = await once(request)
+            finally:
+                request.scope = None
     except TimeoutError:
         raise _overdue(request) from None
     except RetryableError as retryable:

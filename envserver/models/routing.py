@@ -13,9 +13,8 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar, Token
 from typing import Final, Literal
 
 from envserver_records.errors import EngineUnavailable
@@ -33,44 +32,32 @@ _SAMPLING_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/inference
 class SampledVersions:
     """The policy versions that the sampling replica had at the start and at the end of a call.
 
-    Both None: it has the versions that are published for all engines.
+    A context manager: they are noted of the replica that samples within the block. Both None: it
+    has the versions that are published for all engines.
     """
 
-    __slots__ = ("first", "last")
+    __slots__ = ("_token", "first", "last")
 
     def __init__(self) -> None:
         self.first: int | None = None
         self.last: int | None = None
+        self._token: Token[SampledVersions | None]
+
+    def __enter__(self) -> SampledVersions:
+        self._token = _noted.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _noted.reset(self._token)
 
 
 _noted: ContextVar[SampledVersions | None] = ContextVar("envserver_sampled_versions", default=None)
 
 
-@contextmanager
-def note_versions() -> Iterator[SampledVersions]:
-    """Within the block, the versions of the replica that samples are noted."""
-    versions = SampledVersions()
-    token = _noted.set(versions)
-    try:
-        yield versions
-    finally:
-        _noted.reset(token)
-
-
-@contextmanager
-def sampling_at(replica: Replica, path: str) -> Iterator[None]:
-    """Notes the version of `replica` while a call to `path` is there, if that path samples."""
-    versions = _noted.get()
-    if versions is None or path not in _SAMPLING_PATHS:
-        yield
-        return
-    versions.first = versions.last = replica.version
-    try:
-        yield
-    finally:
-        # A version that was told meanwhile counts as a change, also if it is the first one.
-        if replica.version is not None:
-            versions.last = replica.version
+def versions_noted(path: str) -> SampledVersions | None:
+    """Returns where to note the versions of the replica that a call to `path` is sent to; None:
+    nobody asks, or that path does not sample."""
+    return _noted.get() if path in _SAMPLING_PATHS else None
 
 
 class Replicas:

@@ -24,7 +24,7 @@ from envserver_records.errors import (
 from envserver_records.hook_events import HookEvent
 from envserver_records.records import Call
 
-from ..models.routing import SampledVersions, note_versions
+from ..models.routing import SampledVersions
 from ..telemetry.tracing import Span
 from ..tokens.experts import first_unknown
 from ..tokens.images import facts_of_all, urls_of
@@ -419,7 +419,7 @@ class CallTask:
         self._first_version = self._version
         self._body.body["model"] = self._endpoint.model(self._route.model)
         with (
-            note_versions() as self._of_replica,
+            SampledVersions() as self._of_replica,
             self._attempt.sampling(self._first_version if self._route.trained else -1),
             model_call(
                 self._attempt, self._agent, self._body.body, self._sent, self._ready.server

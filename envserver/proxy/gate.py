@@ -13,8 +13,8 @@ rollout's time. Each pause chooses what happens to the calls that are at the eng
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 from typing import Literal
 
 from ..models.measured import count_as_waiting
@@ -77,31 +77,30 @@ class Gate:
         """Opens the gate if it is closed."""
         self._open.set()
 
-    @asynccontextmanager
-    async def passing(self) -> AsyncIterator[None]:
+    def passing(self) -> AbstractAsyncContextManager[None]:
         """Waits until the gate is open, then runs the block as a call at the engine.
 
         Raises:
             Aborted: a pause stopped the block.
         """
-        await self._until_open()
-        timeout = asyncio.timeout(None)
-        try:
-            async with timeout:
-                self._passing.add(timeout)
-                self._empty.clear()
-                yield
-        except TimeoutError:
-            if timeout in self._aborted:
-                raise Aborted from None
-            raise
-        finally:
-            self._passing.discard(timeout)
-            self._aborted.discard(timeout)
-            if not self._passing:
-                self._empty.set()
+        return _Passing(self)
 
-    async def _until_open(self) -> None:
+    def begin(self, timeout: asyncio.Timeout) -> None:
+        """A call passes; a pause that aborts it ends `timeout`."""
+        self._passing.add(timeout)
+        self._empty.clear()
+
+    def end(self, timeout: asyncio.Timeout) -> bool:
+        """The call is over. Returns whether it was aborted."""
+        aborted = timeout in self._aborted
+        self._passing.discard(timeout)
+        self._aborted.discard(timeout)
+        if not self._passing:
+            self._empty.set()
+        return aborted
+
+    async def until_open(self) -> None:
+        """Waits until the gate is open."""
         self._waiting += 1
         try:
             while not self._open.is_set():
@@ -109,3 +108,30 @@ class Gate:
                     await self._open.wait()
         finally:
             self._waiting -= 1
+
+
+class _Passing(AbstractAsyncContextManager[None]):
+    """See `Gate.passing`."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._timeout = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._gate.until_open()
+        await self._timeout.__aenter__()
+        self._gate.begin(self._timeout)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        aborted = self._gate.end(self._timeout)
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            if aborted:
+                raise Aborted from None
+            raise

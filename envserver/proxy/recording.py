@@ -8,6 +8,7 @@ is flagged, never repaired.
 from __future__ import annotations
 
 import re
+from array import array
 from typing import Any
 
 import msgspec
@@ -361,12 +362,10 @@ def _ids(values: list[Any] | None) -> NDArray[np.int32] | None:
     if values is None or not set(map(type, values)) <= {int}:
         return None
     try:
-        ids = np.asarray(values, dtype=np.int64)
+        ids = np.frombuffer(array("i", values), dtype=np.int32)
     except OverflowError:
         return None
-    if ids.size and not 0 <= ids.min() <= ids.max() <= _INT32_MAX:
-        return None
-    return ids.astype(np.int32)
+    return None if values and min(values) < 0 else ids
 
 
 def _logprobs(values: list[Any] | None) -> NDArray[np.float32] | None:
@@ -380,7 +379,7 @@ def _logprobs(values: list[Any] | None) -> NDArray[np.float32] | None:
 
 def _is_extreme(logprobs: NDArray[np.float32]) -> bool:
     """Returns whether a logprob stands for minus infinity: no token is sampled with it."""
-    return bool((logprobs < LEAST_LOGPROB).any())
+    return bool(np.fmin.reduce(logprobs, initial=0.0) < LEAST_LOGPROB)
 
 
 def _distinct(flags: list[str]) -> list[str]:

@@ -9,8 +9,6 @@ a seal, and if the engine failed before it sent anything, nothing is recorded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from envserver_records.errors import EngineTimeout, EnvserverError
@@ -157,8 +155,12 @@ class RequestHandler:
             self._attempt.done(interrupts)
 
     async def _waited_for(self, task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
-        async with self._kept_alive():
+        pulse = self._start_pulse()
+        try:
             await asyncio.wait({task})
+        finally:
+            if pulse is not None:
+                pulse.cancel()
         if task.cancelled():
             raise ended()
         return task.result()
@@ -190,8 +192,12 @@ class RequestHandler:
                 await self._begin_events()
                 await send_events(self._send, events)
 
-        async with self._kept_alive():
+        pulse = self._start_pulse()
+        try:
             await call_task.stream(emit)
+        finally:
+            if pulse is not None:
+                pulse.cancel()
         await self._begin_events()
         interrupts.stop_watching()
         await end_events(self._send, b"".join(last) + writer.end())
@@ -201,15 +207,9 @@ class RequestHandler:
             self._begun = True
             await start_events(self._send)
 
-    @asynccontextmanager
-    async def _kept_alive(self) -> AsyncIterator[None]:
-        """Sends keep-alive comments within the block if the client wants a stream."""
-        pulse = asyncio.create_task(self._pulse()) if self._writer else None
-        try:
-            yield
-        finally:
-            if pulse is not None:
-                pulse.cancel()
+    def _start_pulse(self) -> asyncio.Task[None] | None:
+        """Sends keep-alive comments until it is cancelled, if the client wants a stream."""
+        return asyncio.create_task(self._pulse()) if self._writer else None
 
     async def _pulse(self) -> None:
         while True:

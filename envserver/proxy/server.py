@@ -29,7 +29,7 @@ from structlog.contextvars import bind_contextvars
 from ..environment import Service
 from ..harness_interface import FOREIGN_AGENT
 from ..models.engine import Engine
-from ..models.measured import time_waiting
+from ..models.measured import Stopwatch
 from ..telemetry.numbers import SHORT_SECONDS, Distribution
 from .asgi import (
     HOLD,
@@ -413,7 +413,7 @@ class Proxy:
         request = RequestHandler(
             endpoint, attempt, DIALECTS[path], agent, receive, send, self._hooks
         )
-        with time_waiting() as watch:
+        with Stopwatch() as watch:
             await request.answer(body, marks)
         if watch.calls and not request.is_streamed:
             self.added_seconds.add(max(0.0, time.perf_counter() - began - watch.seconds))

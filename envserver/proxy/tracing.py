@@ -6,8 +6,8 @@ Texts of calls and tools are in spans only where the tracer wants them (`Span.te
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from typing import Any
 
@@ -29,14 +29,13 @@ from .engine_answer import EngineAnswer
 from .model_request import ModelRequest
 
 
-@contextmanager
 def model_call(
     attempt: ProxyAttempt,
     agent: str | None,
     body: Mapping[str, Any],
     request: ModelRequest,
     server: str,
-) -> Iterator[Span]:
+) -> AbstractContextManager[Span]:
     """Opens a span for a model call; requests to the engine carry its `traceparent`.
 
     Args:
@@ -45,14 +44,12 @@ def model_call(
         server: kind of the engine's server.
     """
     if not attempt.span.traceparent:
-        yield attempt.span
-        return
+        return nullcontext(attempt.span)
     model = str(body.get("model", ""))
     asked = chat_span(model, attempt.spec.rollout_id, agent, server, body)
     if attempt.span.texts:
         asked |= inputs(request.messages, request.tools)
-    with within(attempt.span.child(f"chat {model}", asked, client=True)) as span:
-        yield span
+    return within(attempt.span.child(f"chat {model}", asked, client=True))
 
 
 def note_answer(span: Span, engine_answer: EngineAnswer) -> None:

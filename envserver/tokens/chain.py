@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from itertools import takewhile
 from typing import Any, NamedTuple
 
+import msgspec
 from envserver_records.records import Message
 
 from .edits import canonical
-from .prepare import prepare, prepare_tools
+from .prepare import prepare, prepare_tools, same_objects
 
+_encode = msgspec.msgpack.Encoder().encode
+_NOT_MSGPACK = b"\xc1"
+"""A byte that no MessagePack begins with."""
 _REASONING = ("reasoning", "reasoning_content")
 
 
@@ -52,9 +55,7 @@ class RequestHashes:
         before, about = self._before, (model, agent)
         # Variables that are equal may be written differently: 1 and true.
         if before and before.about == about and before.tools is tools and not kwargs:
-            pairs = zip(before.messages, messages, strict=False)
-            shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
-            chain = before.chain[: shared + 1]
+            chain = before.chain[: same_objects(before.messages, messages) + 1]
         else:
             start = [prepare_tools(list(tools)), sorted(kwargs.items()), model, agent]
             chain = [_digest(b"", start)]
@@ -87,4 +88,8 @@ def hashes(
 
 
 def _digest(before: bytes, value: Any) -> bytes:
-    return blake2b(before + canonical(value).encode(), digest_size=16).digest()
+    try:
+        told = _encode(value)
+    except (ValueError, OverflowError):  # half a surrogate pair, a number of over 64 bits
+        told = _NOT_MSGPACK + canonical(value).encode()
+    return blake2b(before + told, digest_size=16).digest()

@@ -16,7 +16,7 @@ from envserver_records.errors import ConfigError
 from envserver_records.records import Message, Tokens
 
 from .images import banned_tokens_of, image_token_of
-from .prepare import RESERVED, prepare, prepare_tools, with_defaults
+from .prepare import RESERVED, KeptMessages, prepare, prepare_tools, with_defaults
 from .template import ChatTemplate
 from .vocabulary import CONFIG, Vocabulary, read_json
 
@@ -143,6 +143,7 @@ class ChatFormat:
         kwargs: Mapping[str, Any],
         *,
         generation_prompt: bool,
+        kept: KeptMessages | None = None,
     ) -> str:
         """Renders a conversation to text.
 
@@ -150,6 +151,7 @@ class ChatFormat:
             messages, tools: in OpenAI's chat shape, as an agent sends them.
             kwargs: template variables of the request (see `prepare.template_kwargs`).
             generation_prompt: end with what opens the model's next turn.
+            kept: the prepared messages of the conversation's request before.
 
         Raises:
             TemplateRefused: the template rejects it.
@@ -162,6 +164,7 @@ class ChatFormat:
                 parts=template.parts,
                 developer=template.developer,
                 images="refused" if self.image_token is None else "shown",
+                kept=kept,
             ),
             prepare_tools(tools),
             generation_prompt=generation_prompt,
@@ -173,11 +176,12 @@ class ChatFormat:
         messages: list[Message],
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any],
+        kept: KeptMessages | None = None,
     ) -> str:
-        """Returns the prompt text of a chat request. Raises as `render`."""
+        """Returns the prompt text of a chat request. Arguments and errors as of `render`."""
         own = {name: value for name, value in kwargs.items() if name != "add_generation_prompt"}
         asked = bool(kwargs.get("add_generation_prompt", True))
-        return self.render(messages, tools, own, generation_prompt=asked)
+        return self.render(messages, tools, own, generation_prompt=asked, kept=kept)
 
     def prompt_ids(
         self,

@@ -26,6 +26,7 @@ from .comparison import UNREADABLE, Difference, Segment, compare
 from .flags import FLAGS
 from .images import digest_of, folded, urls_of
 from .parents import Match, Parent, Parents, is_ambiguous, reasoning_of, segment_of
+from .prepare import KeptMessages
 from .prompts import PromptPlan
 from .refusal import Refused
 from .suffix import Completion, Suffix, suffix
@@ -51,6 +52,7 @@ class History:
         self._think = think
         self._parents = Parents()
         self._hashes = RequestHashes()
+        self._prepared = KeptMessages()
 
     def plan(
         self,
@@ -72,7 +74,7 @@ class History:
             return PromptPlan()
         try:
             chain = self._hashes.of(messages, tools, kwargs=kwargs, model=model, agent=agent)
-            text = self._format.prompt_text(messages, tools, kwargs)
+            text = self._format.prompt_text(messages, tools, kwargs, self._prepared)
             text.encode()
         except Refused as refused:
             flags = ["multimodal_unstitched"] if refused.reason == "multimodal" else []

@@ -13,7 +13,7 @@ import binascii
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -64,7 +64,11 @@ def url_of(part: Mapping[str, Any]) -> str | None:
 
 def urls_of(messages: Iterable[Message]) -> list[str]:
     """Returns the addresses of all images of a conversation, in order."""
-    return [url for part in _parts(messages) if (url := url_of(part)) is not None]
+    contents = [held for message in messages if isinstance(held := message.get("content"), list)]
+    if not contents:
+        return []
+    parts = [part for content in contents for part in content if is_image(part)]
+    return [url for part in parts if (url := url_of(part)) is not None]
 
 
 class ImageFacts(NamedTuple):
@@ -266,11 +270,6 @@ def spans(
 def images_before(images: Iterable[ImageSpan], end: int) -> list[tuple[str, int, int]]:
     """Returns what identifies the images that begin before position `end`."""
     return [(one.sha256, one.offset, one.length) for one in images if one.offset < end]
-
-
-def _parts(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
-    contents = [held for message in messages if isinstance(held := message.get("content"), list)]
-    yield from (part for content in contents for part in content if is_image(part))
 
 
 def _split(ids: Sequence[int], token: int) -> list[list[int]]:

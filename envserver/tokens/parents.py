@@ -107,19 +107,18 @@ def is_ambiguous(chosen: Match, accepted: Collection[Match]) -> bool:
 
 def segment_of(call: Call, context: str, vocabulary: Vocabulary) -> tuple[Segment, bool]:
     """Returns what `call` added after `context`, and whether the model ended its turn itself."""
-    sampled = vocabulary.decode(call.completion_ids.tolist())
+    ids = call.completion_ids.tolist()
+    sampled = vocabulary.decode(ids)
     stopped_by = call.stop_reason if isinstance(call.stop_reason, str) else None
     ended = stopped_by is None and call.finish_reason in _ENDED
-    inside = call.completion_ids[:-1] if ended else call.completion_ids
+    specials = vocabulary.special_ids.intersection(ids[:-1] if ended else ids)
     answer = answer_of(call.engine_message)
     segment = Segment(
         context=context,
         sampled=sampled,
         answer=answer,
         reasoning=reasoning_of(call.engine_message),
-        specials=tuple(
-            {vocabulary.decode([id]) for id in {*inside.tolist()} if vocabulary.is_special(id)}
-        ),
+        specials=tuple({vocabulary.decode([id]) for id in specials}),
         tail="" if stopped_by is None else _tail(call, vocabulary, stopped_by, answer.content),
     )
     return segment, ended

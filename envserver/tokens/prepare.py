@@ -8,7 +8,7 @@ behaviour of vLLM 0.32. What is out of the ordinary is refused: the engine knows
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from envserver_records.records import Message
@@ -115,6 +115,7 @@ def prepare(
     parts: bool,
     developer: bool = True,
     images: Images = "refused",
+    kept: KeptMessages | None = None,
 ) -> list[Message]:
     """Messages as the template gets them; the given ones are left as they are.
 
@@ -124,14 +125,41 @@ def prepare(
         developer: it knows the role `developer`.
         images: `shown`: as the parts that templates write a placeholder for; `named`: by their
             SHA-256, to tell conversations apart.
+        kept: those of the conversation's request before.
 
     Raises:
         Refused: multimodal, unusual_message: only the engine can render it (or refuse it).
     """
-    prepared = [_prepare_message(message, parts, images) for message in messages]
+    prepared = (kept or KeptMessages()).prepare(messages, parts, images)
     if not developer and any(message["role"] == "developer" for message in prepared):
         return _one_system([_as_system(message) for message in prepared])
     return prepared
+
+
+class KeptMessages:
+    """The prepared messages of one request; the next one's are not prepared again as far as they
+    are the same objects."""
+
+    def __init__(self) -> None:
+        self._given: Sequence[Message] = ()
+        self._prepared: list[Message] = []
+        self._how: tuple[bool, Images] | None = None
+
+    def prepare(self, messages: list[Message], parts: bool, images: Images) -> list[Message]:
+        """See `prepare`; the result is not changed by anybody."""
+        same = same_objects(self._given, messages) if self._how == (parts, images) else 0
+        new = [_prepare_message(message, parts, images) for message in messages[same:]]
+        self._given, self._how = messages, (parts, images)
+        self._prepared = [*self._prepared[:same], *new]
+        return self._prepared
+
+
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> int:
+    """Returns how many objects both begin with."""
+    for at, (one, other) in enumerate(zip(some, others, strict=False)):
+        if one is not other:
+            return at
+    return min(len(some), len(others))
 
 
 def _prepare_message(message: Message, parts: bool, images: Images) -> Message:

@@ -256,7 +256,7 @@ def _key(turn: Turn, head: str) -> bytes:
     given = [_role(message) for message in turn.new]
     names = sorted(turn.assistant)
     said = (_role(turn.assistant), bool(turn.assistant.get("content")), names)
-    variables = json.dumps(dict(turn.kwargs), sort_keys=True, default=repr)
+    variables = json.dumps(dict(turn.kwargs), sort_keys=True, default=repr) if turn.kwargs else ""
     shape = repr((asked, said, given, bool(turn.tools), variables, head))
     return hashlib.blake2b(shape.encode(errors="surrogatepass"), digest_size=16).digest()
 

@@ -87,7 +87,10 @@ def _compile(source: str) -> tuple[jinja2.Template, bool, frozenset[str]]:
         tree = environment.parse(source)
         parts = _reads_parts(tree)
         names = jinja2.meta.find_undeclared_variables(tree) - set(environment.globals)
-        return environment.from_string(tree), parts, frozenset(names)
+        compiled = environment.from_string(tree)
+        # Jinja copies them for each rendering, and its chain of mappings is slow to copy.
+        compiled.globals = {**compiled.globals}
+        return compiled, parts, frozenset(names)
     except (jinja2.TemplateError, RecursionError) as error:
         raise ConfigError(f"The chat template does not compile: {error}.") from error
 

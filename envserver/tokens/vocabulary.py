@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
@@ -24,6 +25,9 @@ from .refusal import Refused
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
+
+# One text at a time is encoded, which the library's threads make slower: waking them takes as long.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _BEFORE = ("x", "x.", "é\n", "12", "}")
 _AFTER = ("", "x", "\nx", " x", "\n\n1")
@@ -47,6 +51,8 @@ class Vocabulary:
         self.variables = dict(variables)
         self.digest = digest
         self._added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in self._added.items() if token.special)
+        """See `is_special`."""
         self._ids = {token.content: id for id, token in self._added.items()}
         self._stands_alone = lru_cache(maxsize=256)(self._check_stands_alone)
 
@@ -104,8 +110,7 @@ class Vocabulary:
 
     def is_special(self, id: int) -> bool:
         """Returns whether `id` steers the conversation rather than being part of what is said."""
-        token = self._added.get(id)
-        return token is not None and token.special
+        return id in self.special_ids
 
     def added_text(self, id: int) -> str | None:
         """Returns the added token `id` as text in a rendered prompt; None for an ordinary token."""

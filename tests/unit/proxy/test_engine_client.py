@@ -19,7 +19,7 @@ from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.engine import Engine
 from envserver.models.probe import EngineMode
 from envserver.proxy.engine_answer import parse_answer
-from envserver.proxy.engine_client import EngineClient, client_for, stream_text, whole_text
+from envserver.proxy.engine_client import EngineClient, client_for
 from envserver.tokens import ChatFormat
 
 Json = dict[str, Any]
@@ -387,30 +387,6 @@ async def test_a_model_whose_calls_we_cannot_read_is_continued_without_tools() -
     asked = client_for(ScaleOut(format(), ""), probe_result, silent)
     assert asked.can_continue(TOOLS) == "tool_format_unknown"
     assert asked.can_continue(ASK) is None
-
-
-async def test_texts_are_completed_in_the_form_of_a_chat() -> None:
-    engine = ScaleOut(format(), "Hello.")
-    body = {"model": "tiny", "prompt": [[5], [6, 7]], "logprobs": 0, "return_token_ids": True}
-    answer = await whole_text(engine, body, rollout_id="r", timeout_seconds=9)
-    assert "prompt_token_ids" not in answer
-    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[5], [6, 7]]
-    for choice in answer["choices"]:
-        assert choice["message"] == {"role": "assistant", "content": "Hello."}
-        assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
-    alone = await whole_text(engine, {**body, "prompt": [5]}, rollout_id="r", timeout_seconds=9)
-    assert alone["prompt_token_ids"] == [5]
-    texts, ids = "", []
-    one = {**body, "prompt": [5], "logprobs": None}
-    async with stream_text(engine, one, rollout_id="r", timeout_seconds=9) as chunks:
-        async for chunk in chunks:
-            for part in chunk["choices"]:
-                texts += part["delta"]["content"]
-                ids += part["token_ids"]
-    assert (texts, ids) == ("Hello.", alone["choices"][0]["token_ids"])
-    engine.spoil = drop("completions", "text", choice=True)
-    with pytest.raises(EngineGarbage, match="holds no text"):
-        await whole_text(engine, body, rollout_id="r", timeout_seconds=9)
 
 
 BODIES = 30

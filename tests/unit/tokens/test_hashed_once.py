@@ -12,16 +12,19 @@ from support.extent import examples
 from support.templates import CHATML, chat_format, tool
 
 from envserver.tokens.chain import RequestHashes, hashes
+from envserver.tokens.prepare import KeptMessages, prepare
 
 MESSAGES: list[Message] = [
-    {"role": role, "content": content} for role in ("user", "assistant") for content in ("a", "b")
+    {"role": role, "content": content}
+    for role in ("user", "assistant")
+    for content in ("a", "b", "\ud800")
 ]
 TOOLS: list[list[dict[str, Any]]] = [[], [tool("search")], [tool("search")]]
 REQUESTS = st.lists(
     st.tuples(
         st.lists(st.sampled_from(MESSAGES), max_size=5),
         st.sampled_from(TOOLS),
-        st.sampled_from([{}, {"n": 1}, {"n": True}]),
+        st.sampled_from([{}, {"n": 1}, {"n": True}, {"n": 2**70}]),
         st.sampled_from([None, "critic"]),
     ),
     max_size=6,
@@ -42,9 +45,25 @@ def test_a_conversation_hashes_only_its_new_messages(monkeypatch: pytest.MonkeyP
     about: dict[str, Any] = {"kwargs": {}, "model": "m", "agent": None}
     known, tools = RequestHashes(), [tool("search")]
     known.of(MESSAGES[:3], tools, **about)
-    monkeypatch.setattr("envserver.tokens.chain.canonical", lambda value: seen.append(value) or "")
+    monkeypatch.setattr("envserver.tokens.chain._encode", lambda value: seen.append(value) or b"")
     known.of(MESSAGES, tools, **about)
     assert seen == MESSAGES[3:]
+
+
+@given(st.lists(st.tuples(st.lists(st.sampled_from(MESSAGES), max_size=5), st.booleans())))
+@settings(max_examples=examples(60))
+def test_messages_do_not_depend_on_those_that_were_kept(requests: list[Any]) -> None:
+    kept = KeptMessages()
+    for messages, parts in requests:
+        assert prepare(messages, parts=parts, kept=kept) == prepare(messages, parts=parts)
+
+
+def test_a_conversation_prepares_only_its_new_messages() -> None:
+    kept = KeptMessages()
+    before = prepare(MESSAGES[:3], parts=True, kept=kept)
+    now = prepare(MESSAGES, parts=True, kept=kept)
+    assert all(one is other for one, other in zip(before, now, strict=False))
+    assert len(now) == len(MESSAGES)
 
 
 def test_a_group_encodes_its_first_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
