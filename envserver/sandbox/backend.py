@@ -66,6 +66,8 @@ class NamespaceBackend:
     """
 
     work, temporary = "/work", "/tmp"
+    reset_signals = (signal.SIGTERM, signal.SIGINT)
+    """Signals whose handlers a new backend removes."""
 
     def __init__(self, filter_program: bytes, variables: dict[str, str]) -> None:
         ignore_signals_from_inside()
@@ -116,7 +118,7 @@ def ignore_signals_from_inside() -> None:
 
     From inside its own namespace, process 1 receives only signals that it has a handler for.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in NamespaceBackend.reset_signals:
         signal.signal(number, signal.SIG_DFL)
 
 

@@ -43,7 +43,7 @@ from .boot import READ_BYTES, Boot
 from .lean import LeanParent
 from .output import OutputLimiter
 from .run import Job
-from .sandboxed import LOOK_SECONDS, Watch, WorkerSandbox, fork_sandboxed
+from .sandboxed import LOOK_SECONDS, Watch, WorkerSandbox, fork_sandboxed, prepare_for_workers
 from .worker_main import OUTSIDE, WorkerSpec, worker_main
 
 LOOK_ROUND_SECONDS = 1.0
@@ -149,12 +149,12 @@ class Forkserver:
         self._others |= set(linux.children())
         gc.freeze()  # what imports made stays, and is shared with the workers
         gc.enable()
+        if self._in_own_namespace:
+            prepare_for_workers(self.seen)
         self._listen_to_signals()
         self._selector.register(self._control, selectors.EVENT_READ, self._obey)
         if self._lean is not None:
             self._selector.register(self._lean, selectors.EVENT_READ, self._lean.hear)
-        if self._in_own_namespace:
-            sys.path[:] = self.seen["search_path"]
         self._tell("up", os.getpid())
         try:
             while not self._stopping:

@@ -8,6 +8,7 @@ client: that took a third of the start of their parent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
@@ -91,6 +92,10 @@ def _errno(error: HttpError) -> int | None:
 
 
 async def _addresses(host: str, port: int) -> list[Any]:
+    """Returns the entries of getaddrinfo; for an address in numbers without starting threads."""
+    with contextlib.suppress(OSError):
+        numeric = socket.AI_NUMERICHOST
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
     loop = asyncio.get_running_loop()
     return list(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))
 

@@ -162,6 +162,9 @@ class _Server:
             self._function = getattr(importlib.import_module(module), name)
         except Exception as error:  # noqa: BLE001 - code of others; the forkserver tells
             return f"{type(error).__name__}: {error}"
+        work = NamespaceBackend.work
+        os.environ.clear()
+        os.environ.update(self._seen["variables"] | {"HOME": work, "TMPDIR": work})
         gc.collect()
         gc.freeze()
         return ""
@@ -219,10 +222,7 @@ class _Server:
         linux.join(worker, _JOINED)
         os.close(worker)
         namespaces.become_inner()
-        work = NamespaceBackend.work
-        os.chdir(work)
-        os.environ.clear()
-        os.environ.update(self._seen["variables"] | {"HOME": work, "TMPDIR": work})
+        os.chdir(NamespaceBackend.work)
         new_random_numbers()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         bound(sandbox["memory_mb"] * _MB, sandbox["reserved_mb"] * _MB, sandbox["disk_mb"] * _MB)

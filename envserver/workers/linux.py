@@ -20,6 +20,7 @@ _SPARE_ADDRESS_SPACE_BYTES = 8 * 2**30
 _OPEN_FILES = 512
 """Maximum open files of a sandboxed process: each connection to the proxy also takes one of the
 server's."""
+_CHILDREN = Path("/proc/thread-self/children")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -37,9 +38,8 @@ def adopt_orphans() -> None:
 
 def children() -> list[int]:
     """Returns the pids of the children, zombies included. For single-threaded callers."""
-    listed = Path(f"/proc/self/task/{os.getpid()}/children")
     try:
-        return [int(pid) for pid in listed.read_text().split()]
+        return [int(pid) for pid in _CHILDREN.read_text().split()]
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
         return [pid for pid in _processes() if _parent(pid) == os.getpid()]
 
@@ -123,11 +123,11 @@ def new_random_numbers() -> None:
 def out_of_memory_kills() -> int:
     """Returns how many processes the kernel killed for lack of memory since boot (0: unknown)."""
     try:
-        counters = Path("/proc/vmstat").read_text()
+        counters = Path("/proc/vmstat").read_bytes()
     except OSError:
         return 0
-    lines = (line.split() for line in counters.splitlines())
-    return next((int(count) for name, count in lines if name == "oom_kill"), 0)
+    _, _, count = counters.partition(b"\noom_kill ")
+    return int(count.partition(b"\n")[0] or 0)
 
 
 def _open_files() -> int:

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
@@ -34,8 +34,7 @@ def main(control: socket.socket, *, heartbeat_seconds: float) -> None:
     """Runs until told to stop."""
     control.setblocking(True)
     link = _Link(control, heartbeat_seconds / BEATS_PER_SILENCE)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_work(link))
+    uvloop.new_event_loop().run_until_complete(_work(link))  # closed by the end of the process
 
 
 async def _work(link: _Link) -> None:
@@ -115,6 +114,7 @@ class _Worker:
             for attempt in self._attempts.values():
                 attempt.cancel()
         await instances.close()
+        await _cancel_the_rest(asyncio.all_tasks() - {asyncio.current_task()})
 
     async def _beat(self) -> None:
         while True:
@@ -174,8 +174,8 @@ def _owned_task(
     return task
 
 
-async def _cancel_the_rest(tasks: WeakSet[asyncio.Task[Any]]) -> None:
-    """Cancels tasks that an agent left behind, so that they do not outlive its rollout.
+async def _cancel_the_rest(tasks: Set[asyncio.Task[Any]]) -> None:
+    """Cancels tasks that an agent, or an environment's setup, left behind.
 
     Waits without a limit: the rollout is not done before, and at its deadline the worker is killed.
     """

@@ -107,6 +107,8 @@ class Watch:
         self._limit = sandbox.memory_mb * _MB
         self._place = f"/proc/{pid}/root/proc"
         """The worker's own /proc, once it is mounted: it lists every process of the sandbox."""
+        self._mounted = Path(self._place)
+        self._ours = Path("/proc").stat().st_dev
 
     def trouble(self) -> str:
         """Returns why the worker must end, as text that follows "the worker"; "" if all is well.
@@ -114,7 +116,7 @@ class Watch:
         A worker that has ended is not reported; one that cannot be sampled is.
         """
         try:
-            if Path(self._place).stat().st_dev == Path("/proc").stat().st_dev:
+            if self._mounted.stat().st_dev == self._ours:
                 return ""
             used = sample(numbers(self._place), self._limit, self._place).memory_bytes
             used += kernel_bytes(self._place)
@@ -174,22 +176,29 @@ def _confine_in_namespaces(
     backend.furnish(sandbox.disk_mb * _MB, sandbox.inodes)
     if spec.companion is not None:
         spec.companion.let_in()
-    os.environ.clear()
-    os.environ.update(backend.variables)
     hand_out(_listen(sandbox.port))
     _bound(sandbox)
     backend.enclose(sandbox.processes)
-    _stay_deaf()
+    for number in NamespaceBackend.reset_signals:
+        signal.signal(number, _do_nothing)
 
 
-def _stay_deaf() -> None:
-    """Protects process 1 from the signals of its own namespace.
+def prepare_for_workers(seen: dict[str, Any]) -> None:
+    """Gives the parent of workers in namespaces what they inherit.
 
-    The kernel discards signals without a handler, unless its first thread blocks them at that
-    moment and it has another thread. Programs that it executes do not inherit the handlers.
+    Handlers protect process 1 from the signals of its own namespace: the kernel discards those
+    without a handler, unless its first thread blocks them at that moment and it has another thread.
+    Programs that it executes do not inherit the handlers.
     """
+    sys.path[:] = seen["search_path"]
+    os.environ.clear()
+    os.environ.update(seen["variables"])
     for number in signal.valid_signals() - _HEARD:
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, _do_nothing)
+
+
+def _do_nothing(*_: object) -> None:
+    return
 
 
 def _listen(port: int) -> socket.socket:

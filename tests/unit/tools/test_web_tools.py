@@ -21,9 +21,11 @@ from envserver_tools.web import (
     WebSettings,
 )
 from envserver_tools.web import web_tools as tools_of
-from envserver_tools.web.addresses import BadAddress, PublicResolver, normal_url
-from envserver_tools.web.fetching import Fetcher, Raw
+from envserver_tools.web.addresses import BadAddress, normal_url
+from envserver_tools.web.answers import Raw
+from envserver_tools.web.fetching import Fetcher
 from envserver_tools.web.leaks import DENIED, LeakFilter
+from envserver_tools.web.resolver import PublicResolver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
@@ -171,7 +173,7 @@ async def test_names_and_redirects_do_not_lead_into_private_networks(
             public | {"host": address, "family": socket.AF_INET, "proto": 0, "flags": 0},
         ]
 
-    monkeypatch.setattr("envserver_tools.web.addresses.look_up", look_up)
+    monkeypatch.setattr("envserver_tools.web.resolver.look_up", look_up)
     async with Fetcher(FetchLimits(seconds=5)) as fetcher:
         for host in ("hidden.example", "mixed.example"):
             raw = await fetcher.page(f"http://{host}:{port}/page")

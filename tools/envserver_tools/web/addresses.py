@@ -7,19 +7,11 @@ checked address.
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import re
-import socket
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
-from aiohttp.abc import AbstractResolver, ResolveResult
-
 MOST_URL_CHARACTERS = 2000
-_LOOK_UPS = 8
-"""Maximum number of concurrent name look-ups."""
 _NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\Z", re.I)
 _UNICAST = ipaddress.ip_network("2000::/3")
 """All assigned public addresses; other ranges contain alternative forms of private addresses."""
@@ -112,39 +104,3 @@ def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
         if address.teredo is not None or address not in _UNICAST:
             return False
     return address.is_global and not address.is_multicast
-
-
-class PublicResolver(AbstractResolver):
-    """Resolves names; one with any private address is refused.
-
-    It uses separate threads: slow look-ups must not delay the rest of the server.
-    """
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="web-names")
-
-    async def resolve(
-        self, host: str, port: int = 0, family: Any = socket.AF_INET
-    ) -> list[ResolveResult]:
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, look_up, host, port, family)
-        for result in found:
-            if not is_public(ipaddress.ip_address(result["host"].partition("%")[0])):
-                raise PrivateAddress(f"{host} leads to a private address")
-        return found
-
-    async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def look_up(host: str, port: int, family: int) -> list[ResolveResult]:
-    """The addresses of a name, as numbers. Raises OSError."""
-    kind = socket.SOCK_STREAM
-    found = socket.getaddrinfo(host, port, family, kind, flags=socket.AI_ADDRCONFIG)
-    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-    return [
-        ResolveResult(
-            hostname=host, host=str(place[0]), port=port, family=kind, proto=proto, flags=flags
-        )
-        for kind, _, proto, _, place in found
-    ]

@@ -7,62 +7,23 @@ document) is lasting; one that may pass in a minute is not.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Self
 from urllib.parse import urljoin
 
 import aiohttp
 from yarl import URL
 
-from .addresses import BadAddress, PrivateAddress, PublicResolver, check_literal, normal_url
+from .addresses import BadAddress, PrivateAddress, check_literal, normal_url
+from .answers import FetchLimits, ProviderFailed, Raw
+from .resolver import PublicResolver
 
 _AGENT = "Mozilla/5.0 (compatible; envserver page reader)"
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _LASTING = frozenset((400, 401, 402, 403, 404, 405, 406, 410, 414, 415, 451))
 _NO_DOCUMENTS = ("audio/", "video/", "font/")
 _TRY_AGAIN = frozenset((408, 425, 429, 500, 502, 503, 504))
-
-
-@dataclass(frozen=True)
-class Raw:
-    """A web server's answer.
-
-    Args:
-        url: the address after all redirects.
-        error: the text for the agent instead of a page; "" if there is a page.
-        lasting: the answer will be the same tomorrow.
-    """
-
-    url: str
-    status: int
-    content_type: str
-    body: bytes
-    error: str = ""
-    lasting: bool = True
-
-    @cached_property
-    def digest(self) -> str:
-        """The same for equal answers."""
-        facts = json.dumps([self.url, self.status, self.content_type, self.error])
-        return hashlib.sha256(facts.encode() + b"\0" + self.body).hexdigest()
-
-
-class ProviderFailed(Exception):
-    """A search provider does not answer as it should: the server's trouble, not the agent's."""
-
-
-@dataclass(frozen=True)
-class FetchLimits:
-    """Limits of one page. `seconds` holds for all its redirects together."""
-
-    seconds: float = 30.0
-    bytes: int = 8 << 20
-    redirects: int = 5
 
 
 class Fetcher:

@@ -10,10 +10,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html.parser import HTMLParser
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
-from .fetching import Fetcher, ProviderFailed, Raw
+from .answers import ProviderFailed, Raw
+
+if TYPE_CHECKING:
+    from .fetching import Fetcher
 
 TAVILY_URL = "https://api.tavily.com"
 DUCKDUCKGO_URL = "https://html.duckduckgo.com/html/"

@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from envserver_records.files import replace_file, replacing
 
-from .fetching import Raw
+from .answers import Raw
 
 Mode = Literal["live", "record", "replay", "off"]
 

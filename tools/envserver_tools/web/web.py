@@ -22,7 +22,7 @@ from ..calling import Tool, ToolError, toolbox
 from ..documents import DocumentError, Limits, Text, page_of, to_text
 from ..documents.tool import MOST_PAGE_CHARACTERS, PAGE_CHARACTERS, found_in
 from .addresses import BadAddress, normal_url
-from .fetching import Fetcher, FetchLimits, ProviderFailed, Raw
+from .answers import FetchLimits, ProviderFailed, Raw
 from .leaks import DENIED, LeakFilter
 from .providers import DuckDuckGo, Hit, SearchProvider, Tavily, credits_of, extracted
 from .recording import Mode, NotRecorded, Recorder
@@ -117,6 +117,8 @@ class Web:
         )
         self._recorder = Recorder(settings.mode, settings.folder, settings.epoch)
         self._leaks = LeakFilter(settings.denied)
+        from .fetching import Fetcher  # with an HTTP client, which agents do not need
+
         self._fetcher = Fetcher(
             settings.limits,
             allow_private=settings.allow_private,

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from envserver_records.extras import install_command
@@ -74,8 +75,9 @@ async def solve(
         raise
 
 
+@cache
 def _smol_run() -> type[SmolRun]:
-    """Imports smolagents.
+    """Imports smolagents, once.
 
     Raises:
         ConfigError: it is not installed.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
 import uuid
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from envserver_records import http_errors
 
 from envserver import EngineError, LimitReached, Message, Rollout
+
+from .connection import Connection
 
 _TRIES = 2
 
@@ -63,7 +63,7 @@ class Endpoint:
         self.extra = extra or {}
         self._tokens_left = token_budget
         self._stop_at = stop_at
-        self._connection = _Connection(run.base_url, run.api_key)
+        self._connection = _Proxy(run.base_url, run.api_key)
 
     def turn(self, messages: list[Message], **fields: Any) -> Turn:
         """The model's next turn.
@@ -96,14 +96,13 @@ class Endpoint:
         self._connection.close()
 
 
-class _Connection:
+class _Proxy:
     """A connection to the proxy. A request whose connection broke is repeated with the same key:
     the proxy returns the answer that it has."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
-        self._url = urlsplit(f"{base_url}/chat/completions")
+        self._connection = Connection(f"{base_url}/chat/completions")
         self._key = api_key
-        self._connection: http.client.HTTPConnection | None = None
         self._closed = False
 
     def ask(self, body: dict[str, Any], stop_at: float) -> dict[str, Any]:
@@ -118,13 +117,13 @@ class _Connection:
             if seconds <= 0 or self._closed:
                 raise _is_over()
             try:
-                status, content = self._post(data, headers, seconds)
+                status, content = self._connection.post(data, headers, seconds)
                 break
             except TimeoutError:
-                self._drop()
+                self._connection.close()
                 raise _is_over() from None
-            except (OSError, http.client.HTTPException) as error:
-                self._drop()
+            except OSError as error:
+                self._connection.close()
                 if not tries_left:
                     raise EngineError(f"The model's endpoint cannot be reached: {error}") from error
         if status != 200:
@@ -137,24 +136,7 @@ class _Connection:
 
     def close(self) -> None:
         self._closed = True
-        self._drop()
-
-    def _post(self, data: bytes, headers: dict[str, str], seconds: float) -> tuple[int, bytes]:
-        connection = self._connection
-        if connection is None:
-            kinds = {"https": http.client.HTTPSConnection}
-            kind = kinds.get(self._url.scheme, http.client.HTTPConnection)
-            connection = self._connection = kind(self._url.netloc, timeout=seconds)
-        if connection.sock is not None:
-            connection.sock.settimeout(seconds)
-        connection.request("POST", self._url.path, data, headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-
-    def _drop(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        self._connection.close()
 
 
 def _whole(choice: dict[str, Any]) -> Message:

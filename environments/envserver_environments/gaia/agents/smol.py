@@ -30,6 +30,9 @@ from .tool_use import Tools
 fix_final_answer_code(parse_code_blobs("<code>final_answer(0)</code>", ("<code>", "</code>")))
 
 
+_final_answer = smolagents.FinalAnswerTool()  # once: smolagents takes its time to check a tool
+
+
 class _AsSampled:
     """A memory that keeps the model's turns as they were sampled."""
 
@@ -39,6 +42,9 @@ class _AsSampled:
     prompt_templates: Any
     _prompt: str | None
     """The system prompt; None: smolagents' templates are used."""
+
+    def _setup_tools(self, tools: list[smolagents.Tool], add_base_tools: bool) -> None:
+        self.tools = {tool.name: tool for tool in (*tools, _final_answer)}
 
     def initialize_system_prompt(self) -> str:
         if self._prompt is not None:
