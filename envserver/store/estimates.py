@@ -11,12 +11,13 @@ from typing import Any, Final
 
 import msgspec
 from envserver_records.records import Split
-from sqlalchemy import bindparam, func, insert, select, update
+from sqlalchemy import bindparam, func, insert, literal_column, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import UNTRIED, Estimate, Scored, updated
 from .prefixes import begins_with
 from .schema import dropped_groups, estimates
+from .statements import ListStatement, Statement
 from .transaction import Transaction, chunks
 
 
@@ -57,44 +58,51 @@ async def count_dropped(tx: Transaction, news: Sequence[Scored]) -> int:
 async def _count(tx: Transaction, env: str, split: Split, news: Sequence[Scored]) -> None:
     """Updates and inserts estimates: two statements if all tasks are known or all are new, else
     three."""
-    stream = {"of_env": env, "of_split": split}
     numbers: dict[str, int] = {}
     now: dict[str, Estimate] = {}
-    for part in chunks(list({one.task_id for one in news})):
-        found = await tx.connection.execute(_FOUND, {**stream, "ids": part})
-        for number, task_id, *columns in found.all():
-            numbers[task_id], now[task_id] = number, Estimate(*columns)
+    task_ids = list({one.task_id for one in news})
+    for number, task_id, *columns in await _FOUND.all(tx.connection, (env, split), task_ids):
+        numbers[task_id], now[task_id] = number, Estimate(*columns)
     for one in news:
         now[one.task_id] = updated(now.get(one.task_id, UNTRIED), one, tx.discount)
     known, new = [], []
     for task_id, estimate in now.items():
-        row = {**msgspec.structs.asdict(estimate), "scored_at": tx.now}
+        row = (*msgspec.structs.astuple(estimate), tx.now)
         if task_id in numbers:
-            known.append({"of_number": numbers[task_id], **row})
+            known.append((*row, numbers[task_id]))
         else:
-            new.append({"env": env, "split": split, "task_id": task_id, **row})
+            new.append((env, split, task_id, *row))
     if known:
-        await tx.connection.execute(_CHANGE, known)
+        await _CHANGE.many(tx.connection, known)
     if new:
-        await tx.connection.execute(_ADD, new)
+        await _ADD.many(tx.connection, new)
 
 
-# Built once: building them takes longer than executing them.
 _COLUMNS: Final = ("attempts", "weight", "solved", "policy_version")
+_CHANGED: Final = [*_COLUMNS, "scored_at"]
 _ESTIMATE: Final = [estimates.c[name] for name in _COLUMNS]
-_FOUND: Final = select(estimates.c.number, estimates.c.task_id, *_ESTIMATE).where(
-    estimates.c.env == bindparam("of_env"),
-    estimates.c.split == bindparam("of_split"),
-    estimates.c.task_id.in_(bindparam("ids", expanding=True)),
+_FOUND: Final = ListStatement(
+    lambda ids: select(estimates.c.number, estimates.c.task_id, *_ESTIMATE).where(
+        estimates.c.env == bindparam("of_env"),
+        estimates.c.split == bindparam("of_split"),
+        estimates.c.task_id.in_(ids),
+    ),
+    ["of_env", "of_split"],
 )
-_CHANGE: Final = (
+_CHANGE: Final = Statement(
     update(estimates)
     .where(estimates.c.number == bindparam("of_number"))
-    .values({name: bindparam(name) for name in (*_COLUMNS, "scored_at")})
+    .values({name: bindparam(name) for name in _CHANGED}),
+    [*_CHANGED, "of_number"],
 )
 _last: Final = estimates.alias("last")
-_ADD: Final = insert(estimates).values(
-    number=select(func.coalesce(func.max(_last.c.number), 0) + 1).scalar_subquery()
+# Written out: values of its own would be parameters.
+_NEXT_NUMBER: Final = func.coalesce(func.max(_last.c.number), literal_column("0")) + literal_column(
+    "1"
+)
+_ADD: Final = Statement(
+    insert(estimates).values(number=select(_NEXT_NUMBER).scalar_subquery()),
+    ["env", "split", "task_id", *_CHANGED],
 )
 
 
@@ -113,11 +121,8 @@ async def estimates_of(
     connection: AsyncConnection, env: str, split: Split, task_ids: Sequence[str]
 ) -> dict[str, Estimate]:
     """Returns the estimates by task id, for those of these tasks that were ever scored."""
-    found: dict[str, Estimate] = {}
-    for part in chunks(task_ids):
-        rows = await connection.execute(_FOUND, {"of_env": env, "of_split": split, "ids": part})
-        found.update((task_id, Estimate(*columns)) for _, task_id, *columns in rows)
-    return found
+    rows = await _FOUND.all(connection, (env, split), task_ids)
+    return {task_id: Estimate(*columns) for _, task_id, *columns in rows}
 
 
 async def estimates_after(

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import structlog
 from envserver_records.errors import InputError, NotFoundError
-from sqlalchemy import Column, Select, bindparam, func, literal_column, select
+from sqlalchemy import Column, Select, func, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from . import compression
@@ -17,7 +17,7 @@ from .facts import facts_row
 from .prefixes import begins_with
 from .rows import GroupPut, GroupRow
 from .schema import SHARED, bodies, deliveries, group_facts, groups
-from .statements import Statement, insert_into
+from .statements import ListStatement, insert_into
 from .states import FIRST_STATES, SETTLED
 from .transaction import Transaction, chunks
 
@@ -80,21 +80,11 @@ async def put_all(tx: Transaction, puts: Sequence[EncodedPut]) -> list[bool]:
 
 async def seqs_of(connection: AsyncConnection, group_ids: Sequence[str]) -> dict[str, int]:
     """Returns `seq` by id, for those groups that were ever stored."""
-    if len(group_ids) == 1:
-        return {row[0]: row[1] for row in await _SEQ.one(connection, (group_ids[0],))}
-    found: dict[str, int] = {}
-    for part in chunks(group_ids):
-        rows = await connection.execute(_SEQS, {"ids": part})
-        found.update((group_id, seq) for group_id, seq in rows)
-    return found
+    return {row[0]: row[1] for row in await _SEQS.all(connection, (), group_ids)}
 
 
-# Built once: building it takes longer than executing it.
-_SEQS: Final = select(groups.c.group_id, groups.c.seq).where(
-    groups.c.group_id.in_(bindparam("ids", expanding=True))
-)
-_SEQ: Final = Statement(
-    select(groups.c.group_id, groups.c.seq).where(groups.c.group_id == bindparam("id")), ["id"]
+_SEQS: Final = ListStatement(
+    lambda ids: select(groups.c.group_id, groups.c.seq).where(groups.c.group_id.in_(ids)), []
 )
 
 

@@ -7,12 +7,15 @@ takes several times as long to prepare a statement as SQLite takes to run it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Insert, Select, insert
+from sqlalchemy import BindParameter, Insert, Select, Update, bindparam, insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import Table
+
+_LENGTHS: Final = (1, 8, 64, 500)
+"""Lengths of lists; databases limit a statement's parameters."""
 
 
 class Statement:
@@ -21,7 +24,7 @@ class Statement:
     What holds: no parameter has a type whose values SQLAlchemy converts.
     """
 
-    def __init__(self, statement: Insert | Select[Any], names: Sequence[str]) -> None:
+    def __init__(self, statement: Insert | Select[Any] | Update, names: Sequence[str]) -> None:
         self._names: Final = list(names)
         self._statement: Final = statement
         self._texts: dict[str, str] = {}
@@ -45,6 +48,43 @@ class Statement:
         made = self._statement.compile(dialect=connection.dialect, column_keys=keys)
         assert getattr(made, "positiontup", None) == self._names
         return str(made)
+
+
+class ListStatement:
+    """A query for rows that have one of a list of values, of any length.
+
+    What holds: as for `Statement`. It is compiled for a few lengths; the last value fills up.
+
+    Args:
+        query: returns the query, from the parameters for the list.
+        names: of its other parameters, which stand before the list.
+    """
+
+    def __init__(
+        self, query: Callable[[Sequence[BindParameter[Any]]], Select[Any]], names: Sequence[str]
+    ) -> None:
+        self._query = query
+        self._names = names
+        self._by_length: dict[int, Statement] = {}
+
+    async def all(
+        self, connection: AsyncConnection, values: tuple[Any, ...], listed: Sequence[Any]
+    ) -> list[Any]:
+        """Returns the rows for all of `listed`; it may be of any length."""
+        rows: list[Any] = []
+        for start in range(0, len(listed), _LENGTHS[-1]):
+            part = listed[start : start + _LENGTHS[-1]]
+            length = next(length for length in _LENGTHS if length >= len(part))
+            filled = (*part, *[part[-1]] * (length - len(part)))
+            rows += await self._of(length).one(connection, (*values, *filled))
+        return rows
+
+    def _of(self, length: int) -> Statement:
+        if length not in self._by_length:
+            listed: list[BindParameter[Any]] = [bindparam(f"listed_{n}") for n in range(length)]
+            names = [*self._names, *(one.key for one in listed)]
+            self._by_length[length] = Statement(self._query(listed), names)
+        return self._by_length[length]
 
 
 def insert_into(table: Table) -> Statement:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -38,6 +39,9 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 Operation = Callable[[Transaction], Awaitable[T]]
 
+_GATHERING_ROUNDS: Final = 4
+"""Rounds of the event loop before a commit. In so many a request comes from a new connection to its
+operation: those on their way share the commit, which costs more than they do."""
 _MAX_BATCH_BYTES: Final = 32 * 1024 * 1024
 _MAX_BATCH_ENTRIES: Final = 1024
 _SAVE_TIME_SECONDS: Final = 10.0
@@ -79,7 +83,8 @@ class Writer:
         self.owner = owner
         self.statistics = StoreStatistics()
         self.discount = DISCOUNT
-        self._queue: asyncio.Queue[_Entry | None] = asyncio.Queue()
+        self._queue: deque[_Entry] = deque()
+        self._work_came = asyncio.Event()
         self._closed = False
         self._lost: StoreLost | None = None
         self.retry = RetryGate()
@@ -107,13 +112,14 @@ class Writer:
     async def _submit(self, entry: _Entry) -> Any:
         self.check_open()
         self.retry.check()
-        self._queue.put_nowait(entry)
+        self._queue.append(entry)
+        self._work_came.set()
         return await entry.answer
 
     @property
     def waiting(self) -> int:
         """Number of operations that are not in a commit yet."""
-        return self._queue.qsize()
+        return len(self._queue)
 
     def check_open(self) -> None:
         """Raises StoreError if the store is closed or its task ended, and StoreLost as `run`."""
@@ -124,9 +130,8 @@ class Writer:
 
     def close(self) -> None:
         """Refuses new operations; `run` ends when all accepted ones are done."""
-        if not self._closed:
-            self._closed = True
-            self._queue.put_nowait(None)
+        self._closed = True
+        self._work_came.set()
 
     async def run(self) -> None:
         """Commits until closed. However it ends, every waiting caller gets an answer.
@@ -135,8 +140,8 @@ class Writer:
             StoreLost: another process has opened the store, or its files are gone.
         """
         try:
-            while batch := await self._next_batch():
-                await self._commit(batch)
+            while self._queue or not self._closed:
+                await self._commit(await self._next_batch())
                 if self._lost is not None:
                     raise self._lost
             await self._write_down()
@@ -144,29 +149,29 @@ class Writer:
             self._closed = True
             self.changes.announce(-1)
             self.activity.announce(-1)
-            while not self._queue.empty():
-                entry = self._queue.get_nowait()
-                if entry is not None:
-                    _answer(entry, self._lost or _too_late())
+            while self._queue:
+                _answer(self._queue.popleft(), self._lost or _too_late())
 
     async def _next_batch(self) -> list[_Entry]:
-        """Returns all waiting operations, up to a limit; empty after `close`."""
+        """Returns all waiting operations, up to a limit; empty if all were cancelled or it was
+        closed."""
+        await self._work_came.wait()
+        for _ in range(_GATHERING_ROUNDS):
+            await asyncio.sleep(0)
         batch: list[_Entry] = []
         size_bytes = 0
-        while not batch or not self._queue.empty():
-            entry = await self._queue.get()
-            if entry is None:
-                self._queue.put_nowait(None)
-                break
-            if entry.answer.cancelled():
-                continue
-            batch.append(entry)
-            size_bytes += entry.size_bytes()
-            if len(batch) >= _MAX_BATCH_ENTRIES or size_bytes >= _MAX_BATCH_BYTES:
-                break
+        while self._queue and len(batch) < _MAX_BATCH_ENTRIES and size_bytes < _MAX_BATCH_BYTES:
+            entry = self._queue.popleft()
+            if not entry.answer.cancelled():
+                batch.append(entry)
+                size_bytes += entry.size_bytes()
+        if not (self._queue or self._closed):
+            self._work_came.clear()
         return batch
 
     async def _commit(self, batch: list[_Entry]) -> None:
+        if not batch:
+            return
         try:
             if not await self._commit_together(batch):
                 for entry in batch:
