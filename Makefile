@@ -129,17 +129,18 @@ lint: .venv/.tests-installed
 
 # Everything comes from constraints.txt, each file checked against its hash; the project itself is
 # built with the hatchling from there, so that nothing unchecked is fetched.
-# The bytecode, without which a command takes half as much CPU again to start, is written here: where
-# Python is forbidden to write it (see above), it would be compiled at each start.
+# The bytecode, without which a command takes half as much CPU again to start, is written once at the end
+# and by all cores: pip uses one, and where Python is forbidden to write it (see above), each start would
+# compile anew. (Some packages bring files that are no Python of this version: those stay without.)
 .venv/.installed: constraints.txt pyproject.toml clients/pyproject.toml
 	@python=$$($(find_python)); test -n "$$python" || $(no_python); \
 	  echo "Installing into .venv with $$($$python --version) ..."; \
 	  test -x $(BIN)/python || $(call make_venv,.venv)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  --require-hashes --only-binary :all: -r constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  --no-deps --no-build-isolation --editable clients --editable .
-	@$(BIN)/python -m compileall -q -j 0 -x node_modules clients environments envserver tools
+	@$(BIN)/python -m compileall -qq -j 0 -x 'node_modules|/tests?/' .venv/lib clients environments envserver tools || true
 	@touch $@
 
 # The tests bring the extras that they try for real.
