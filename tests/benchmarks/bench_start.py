@@ -1,0 +1,100 @@
+"""Measures what commands take to start: CPU of all their processes, in seconds.
+
+    python tests/benchmarks/bench_start.py [--rounds 5]
+
+`run-api` and `serve` until they answer, `process` with its first group of eight rollouts to its
+end, `--help`; they take turns. Out: a table with the least, the median and the budget. Exits with 1
+when a least is over its budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from support.commands import ENVSERVER, environment_variables, until
+from support.process_tree import cpu_seconds, descendants
+
+_SERVER: Final = ("--port", "0")
+_SIMULATED: Final = ("--env", "math", "--model", "sim")
+
+
+class Case(NamedTuple):
+    """A command; budget: seconds of CPU that a quiet core of a good machine may take."""
+
+    words: tuple[str, ...]
+    budget: float
+
+
+CASES: Final = (
+    Case(("--help",), 0.3),
+    Case(("run-api", *_SERVER, "--store", "store.db"), 0.8),
+    Case(("serve", *_SIMULATED, *_SERVER), 1.5),
+    Case(("process", *_SIMULATED, "--limit", "1", "--out", "groups.jsonl"), 1.2),
+)
+
+
+def seconds(words: tuple[str, ...]) -> float:
+    """CPU of one start, in a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="bench-start-") as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [str(ENVSERVER), *words],
+                cwd=folder,
+                env=environment_variables(),
+                stdout=output,
+                stderr=output,
+            )
+        if not set(_SERVER) <= set(words):
+            _, status, used = os.wait4(process.pid, 0)
+            assert status == 0, log.read_text()
+            return used.ru_utime + used.ru_stime
+        try:
+            until(lambda: _answers(log), log.read_text, alive=process)
+            return cpu_seconds({process.pid, *descendants(process.pid)})
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _answers(log: Path) -> bool:
+    found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
+    try:
+        return found is not None and bool(urllib.request.urlopen(f"{found[0]}/readyz", timeout=30))
+    except urllib.error.URLError:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    for case in CASES:  # what is read from disk is read
+        seconds(case.words)
+    taken = [[seconds(case.words) for case in CASES] for _ in range(rounds)]
+    table = Table("command", "least", "median", "budget", title="Seconds of CPU")
+    least = [min(column) for column in zip(*taken, strict=True)]
+    for at, case in enumerate(CASES):
+        median = statistics.median(row[at] for row in taken)
+        cells = [f"{value:.2f}" for value in (least[at], median, case.budget)]
+        table.add_row(f"envserver {case.words[0]}", *cells)
+    Console().print(table)
+    sys.exit(any(value > case.budget for value, case in zip(least, CASES, strict=True)))
+
+
+if __name__ == "__main__":
+    main()
