@@ -27,8 +27,9 @@ class YamlFile(ConfigFile):
         self._names_environment = False
         if not path.is_file():
             raise NotFoundError(f"--config: there is no file {str(path)!r}.")
-        self._loader = yaml.SafeLoader(read_text(path))
+        text = read_text(path)
         try:
+            self._loader = yaml.SafeLoader(text)
             self._root: yaml.Node | None = self._loader.get_single_node()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark

@@ -138,20 +138,21 @@ def prepare(
 
 class KeptMessages:
     """The prepared messages of one request; the next one's are not prepared again as far as they
-    are the same objects."""
+    are the same objects. Threads may use it at the same time."""
 
     def __init__(self) -> None:
-        self._given: Sequence[Message] = ()
-        self._prepared: list[Message] = []
-        self._how: tuple[bool, Images] | None = None
+        self._kept: tuple[Sequence[Message], list[Message], object] = ((), [], None)
+        """As given, as prepared, and how: always of one request."""
 
     def prepare(self, messages: list[Message], parts: bool, images: Images) -> list[Message]:
         """See `prepare`; the result is not changed by anybody."""
-        same = same_objects(self._given, messages) if self._how == (parts, images) else 0
+        how = (parts, images)
+        given, prepared, before = self._kept
+        same = same_objects(given, messages) if before == how else 0
         new = [_prepare_message(message, parts, images) for message in messages[same:]]
-        self._given, self._how = messages, (parts, images)
-        self._prepared = [*self._prepared[:same], *new]
-        return self._prepared
+        result = [*prepared[:same], *new]
+        self._kept = messages, result, how
+        return result
 
 
 def same_objects(some: Sequence[Any], others: Sequence[Any]) -> int:

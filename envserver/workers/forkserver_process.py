@@ -27,6 +27,7 @@ import structlog
 from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 
 from ..registry.interpreters import PYTHON_VARIABLES, interpreter_of
+from ..sandbox.wire import NAMESPACE_BACKENDS
 from . import linux
 from .boot import READ_BYTES, Boot
 from .output import OutputLimiter
@@ -39,8 +40,9 @@ END_SECONDS = 8.0
 _INHERITED = {"PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", *PYTHON_VARIABLES}
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
-"""Variables of a parent of sandboxed workers, whose few threads hardly allocate at the same time: a
-heap of its own for each would be more pages that a fork writes to."""
+"""Variables of a parent of workers in namespaces, whose few threads hardly allocate at the same
+time: a heap of its own for each would be more pages that a fork writes to. Programs of workers do
+not get them."""
 _START = (
     "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[1]); "
     "from envserver.workers.forkserver_start import main; main(sys.argv[2])"
@@ -136,7 +138,7 @@ class ForkserverProcess:
         else:
             python, path = own.executable, own.search_path
             variables = {n: v for n, v in variables.items() if n not in PYTHON_VARIABLES}
-        if self._sandbox is not None:
+        if self._sandbox is not None and self._sandbox.backend in NAMESPACE_BACKENDS:
             variables |= _ONE_HEAP
         self._process = subprocess.Popen(
             [python, "-c", _START, orjson.dumps(path).decode(), msgspec.json.encode(boot).decode()],

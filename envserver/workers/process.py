@@ -115,6 +115,8 @@ class _Worker:
                 attempt.cancel()
         await instances.close()
         await _cancel_the_rest(asyncio.all_tasks() - {asyncio.current_task()})
+        await loop.shutdown_asyncgens()
+        await loop.shutdown_default_executor()  # what an environment saves in a thread is saved
 
     async def _beat(self) -> None:
         while True:

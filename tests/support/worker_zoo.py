@@ -129,6 +129,28 @@ class Zoo(Base):
         return str(Path.cwd())
 
 
+class Saver(Base):
+    """Leaves an open generator behind, and a thread that its `close` starts."""
+
+    async def rollout(self, task, run):
+        self.folder = Path(task.public["folder"])
+        self.pages = self.read()
+        return await anext(self.pages)
+
+    async def read(self):
+        try:
+            yield "a page"
+        finally:
+            (self.folder / "read").touch()
+
+    async def close(self):
+        asyncio.get_running_loop().run_in_executor(None, self.save)
+
+    def save(self):
+        time.sleep(0.5)
+        (self.folder / "saved").touch()
+
+
 class Plain(Base):
     def rollout(self, task, run):
         return getattr(self, task.public["do"])(task.public, run)

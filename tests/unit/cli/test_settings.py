@@ -297,6 +297,7 @@ def test_variables_that_kubernetes_adds_are_not_settings() -> None:
         ("env: [1]\n", "env must be a mapping"),
         ("- 1\n", "the file must be a mapping"),
         ("env:\n  seed: [1\n", "not valid YAML"),
+        ("env: \x07", "not valid YAML"),
         ("env: !!python/object:os.system {}\n", ":1: env must be a mapping"),
         ("store: &a [*a]\n", "recursive"),
     ],

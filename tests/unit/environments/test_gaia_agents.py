@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from envserver_environments.gaia.agents import AgentOptions, solve
+from envserver_environments.gaia.agents.connection import Connection
 from envserver_environments.gaia.trail import Trail, trail_of
 from envserver_tools.calling import Tool, ToolError
 from support.sdk_house import SdkHouse, Seat, sim_house
@@ -190,3 +193,27 @@ def test_other_calls_beside_the_answer_are_refused(house: SdkHouse) -> None:
         assert done["answer"] == "42"
         assert done["steps"][0]["error"]["kind"] == "tool"
         assert len(seat.sequences) == 1
+
+
+def test_answers_come_over_one_connection() -> None:
+    seen = []
+
+    class Answers(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            seen.append((self.client_address, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"2\r\nhi\r\n3\r\nyou\r\n0\r\n\r\n")
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server, ThreadPoolExecutor(1) as thread:
+        thread.submit(server.handle_request)  # serves one connection
+        connection = Connection(f"http://127.0.0.1:{server.server_port}/v1")
+        try:
+            answers = [connection.post(body, {}, 60.0) for body in (b"one", b"two")]
+        finally:
+            connection.close()
+    assert answers == [(200, b"hiyou")] * 2
+    assert [body for _, body in seen] == [b"one", b"two"] and len({at for at, _ in seen}) == 1

@@ -66,6 +66,21 @@ def test_a_conversation_prepares_only_its_new_messages() -> None:
     assert len(now) == len(MESSAGES)
 
 
+def test_requests_at_the_same_time_do_not_mix_their_messages() -> None:
+    kept = KeptMessages()
+
+    class Interrupted(dict[str, Any]):
+        """A message during whose preparation another request's are prepared."""
+
+        def get(self, name: str, default: Any = None) -> Any:
+            kept.prepare([{"role": "user", "content": "of another request"}], True, "shown")
+            return super().get(name, default)
+
+    kept.prepare(MESSAGES[:2], True, "shown")
+    messages = [*MESSAGES[:2], Interrupted(role="user", content="a")]
+    assert kept.prepare(messages, True, "shown") == prepare(messages, parts=True, images="shown")
+
+
 def test_a_group_encodes_its_first_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     form = chat_format(CHATML)
     first = form.tokens("What is 2 + 2?")

@@ -339,6 +339,12 @@ async def test_tasks_that_an_agent_forgot_end_with_its_rollout(
     assert (tmp_path / "ended").exists()
 
 
+async def test_a_worker_ends_what_an_environment_left(proxy: StandIn, tmp_path: Path) -> None:
+    async with pool_with("Saver") as pool:
+        await pool.run(proxy.open("", kind="Saver", folder=str(tmp_path)))
+    assert {path.name for path in tmp_path.iterdir()} == {"read", "saved"}
+
+
 async def test_who_waits_in_vain_for_a_worker_is_told(proxy: StandIn, tmp_path: Path) -> None:
     async with pool_with("Zoo", rollouts_per_process=1, kill_grace_seconds=0.1) as pool:
         first = proxy.open("sleep", started=str(tmp_path / "started"))

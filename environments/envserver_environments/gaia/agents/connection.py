@@ -70,16 +70,9 @@ class _Answer:
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
-        self.is_complete = False
+        self.status = 0
+        self.is_complete = self.keeps_connection = False
         self._parser = httptools.HttpResponseParser(self)
-
-    @property
-    def status(self) -> int:
-        return int(self._parser.get_status_code())
-
-    @property
-    def keeps_connection(self) -> bool:
-        return bool(self._parser.should_keep_alive())
 
     def feed(self, data: bytes) -> None:
         """Raises ConnectionError at the end of the connection and at bytes that are not HTTP."""
@@ -93,7 +86,14 @@ class _Answer:
     # httptools
 
     def on_body(self, data: bytes) -> None:
-        self.parts.append(data)
+        if not self.is_complete:
+            self.parts.append(data)
 
     def on_message_complete(self) -> None:
-        self.is_complete = self.status >= 200  # else the answer is still to come
+        status = int(self._parser.get_status_code())
+        if self.is_complete or status < 200:  # unasked; the answer is still to come
+            self.keeps_connection = False
+            return
+        self.status, self.is_complete = status, True
+        # Only now: the parser is then ready for another answer, and has forgotten this one.
+        self.keeps_connection = bool(self._parser.should_keep_alive())
