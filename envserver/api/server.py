@@ -204,7 +204,7 @@ def _configured(
     http: HttpFactory | None,
     ping_seconds: float | None,
 ) -> uvicorn.Config:
-    # Nobody asks where processes of this machine come from, and nothing stands before the server.
+    # No server without settings reads the address or scheme of its clients.
     more: dict[str, Any] = {"http": http or "httptools", "ws": "none", "proxy_headers": False}
     if settings is not None:
         more = {

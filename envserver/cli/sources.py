@@ -98,7 +98,7 @@ def read_dotenv_values(path: Path, names: Collection[str]) -> dict[str, str]:
 
 
 class ConfigFile:
-    """What --config gives; this class: no file."""
+    """The values in the file of --config. This base class stands for no file."""
 
     def read(self, options: Collection[str]) -> list[Given]:
         """Returns every value; `options` (paths) decides which mappings are sections."""

@@ -40,8 +40,8 @@ T = TypeVar("T")
 Operation = Callable[[Transaction], Awaitable[T]]
 
 _GATHERING_ROUNDS: Final = 4
-"""Rounds of the event loop before a commit. In so many a request comes from a new connection to its
-operation: those on their way share the commit, which costs more than they do."""
+"""Rounds of the event loop before a commit. A request on a new connection needs so many to become
+an operation: waiting lets it share the commit, which costs more than the request."""
 _MAX_BATCH_BYTES: Final = 32 * 1024 * 1024
 _MAX_BATCH_ENTRIES: Final = 1024
 _SAVE_TIME_SECONDS: Final = 10.0

@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -73,9 +72,12 @@ def seconds(words: tuple[str, ...]) -> float:
 
 def _answers(log: Path) -> bool:
     found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
+    if found is None:
+        return False
     try:
-        return found is not None and bool(urllib.request.urlopen(f"{found[0]}/readyz", timeout=30))
-    except urllib.error.URLError:
+        with urllib.request.urlopen(f"{found[0]}/readyz", timeout=30):
+            return True
+    except OSError:  # it does not listen yet, or is not ready
         return False
 
 

@@ -1,4 +1,4 @@
-"""What comes from the web: raw answers, their limits, a provider's failure.
+"""Answers of web servers, limits of their size, and the error of a provider that failed.
 
 Apart from what reads them, so that processes without network access need no HTTP client.
 """

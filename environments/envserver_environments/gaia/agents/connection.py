@@ -1,6 +1,7 @@
 """One HTTP/1.1 connection to the server, for threads; llhttp reads the answers.
 
-http.client reads the head of an answer as an e-mail's, which takes longer than the whole request.
+http.client reads the head of an answer as an e-mail's: a walled agent with three calls takes 51 ms
+of CPU with it, and 42 with this (medians of six runs of each, by turns).
 """
 
 from __future__ import annotations
