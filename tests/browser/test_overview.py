@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Request, expect
 from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
 from support.commands import until
 from support.page_history import put_history
@@ -124,17 +124,18 @@ def test_keys_help_and_colours(house: PageHouse, visitor: Visitor) -> None:
 
 def test_ten_tabs_share_one_stream(house: PageHouse, visitor: Visitor) -> None:
     context = visitor.context()
-    streams: list[str] = []
-    context.on("request", lambda one: streams.append(one.url) if "v1/events" in one.url else None)
+    streams: list[Request] = []
+    context.on("request", lambda one: streams.append(one) if "v1/events" in one.url else None)
     tabs = [context.new_page() for _ in range(10)]
     for tab in tabs:
         tab.goto(f"{house.url}#/runs/trainer")
     for tab in tabs:
         expect(tab.get_by_text("● live")).to_be_visible()
     assert len(streams) == 1
-    last = tabs[-1]
+    owner = streams[0].frame.page  # whichever tab was first
+    last = next(tab for tab in tabs if tab != owner)
     with context.expect_event("request", lambda one: "v1/events" in one.url):
-        tabs[0].close()  # the one that had the stream
+        owner.close()
     last.goto(f"{house.url}#/")
     leased = last.locator(".tiles div").filter(has_text="Groups waiting").locator("dd")
     expect(leased).to_have_text(str(GROUPS - 2))

@@ -107,10 +107,10 @@ async def test_a_tracker_that_fails_or_hangs_stops_nothing_and_is_told_once(
     never = threading.Event()
 
     def opened(name: str, *, folder: Path, run: str, **_: Any) -> Tracker:
-        if name == "wandb":
-            raise OSError("no such host")
         if name == "mlflow":
             never.wait()
+        if name in ("wandb", "mlflow"):
+            raise OSError("no such host")
         return Refuses() if name == "trackio" else JsonLinesTracker(folder / f"{run}.jsonl")
 
     monkeypatch.setattr("envserver.running.tracking.open_tracker", opened)
