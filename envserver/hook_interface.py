@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from envserver_records.records import Message
+from envserver_records.tasks import Message
 
 from .service_interface import Caller
 

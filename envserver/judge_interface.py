@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from envserver_records.records import Message
+from envserver_records.tasks import Message
 
 T = TypeVar("T")
 

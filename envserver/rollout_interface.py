@@ -7,10 +7,8 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Protocol
 
 import msgspec
-from envserver_records.records import (
-    Message,
-    SandboxSpec,
-)
+from envserver_records.sandboxes import SandboxSpec
+from envserver_records.tasks import Message
 
 from .sandbox_interface import BlockingSandbox, RunningProgram, Sandbox
 from .service_interface import Caller as Caller

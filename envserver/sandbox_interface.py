@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
 P = ParamSpec("P")
 T = TypeVar("T")

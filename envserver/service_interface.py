@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from envserver_records.records import Task
+from envserver_records.tasks import Task
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Final, NoReturn, TypeVar
 
 import msgspec
 from envserver_records.errors import ConfigError, InputError
-from envserver_records.records import PublicTask, Task
+from envserver_records.tasks import PublicTask, Task
 
 from .environment import Environment
 

@@ -1,7 +1,7 @@
 """The records and errors shared by both sides of the wire.
 
 `envserver` and `envserver_clients` take both from here; this package imports neither. The names
-are imported when first used: settings need the errors, but not numpy, which the records need.
+are imported when first used: settings and workers do without numpy, which records of tokens need.
 """
 
 from __future__ import annotations
@@ -37,24 +37,17 @@ if TYPE_CHECKING:
     )
     from .records import (
         Call,
-        ExecResult,
         Group,
-        Message,
-        PublicTask,
-        Result,
-        SandboxLimits,
-        SandboxSpec,
-        SandboxUsage,
-        Score,
         Sequence,
-        Split,
-        Task,
         Trajectory,
         Usage,
         pack,
         unpack,
     )
-    from .scores import RewardRange, TurnReward
+    from .sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+    from .scores import RewardRange, Score, TurnReward
+    from .splits import Split
+    from .tasks import Message, PublicTask, Result, Task
 
 __all__ = [
     "AgentError",
@@ -101,40 +94,45 @@ __all__ = [
     "unpack",
 ]
 
-_ERRORS = {
-    "AgentError",
-    "AllFailed",
-    "Blame",
-    "ConfigError",
-    "ConflictError",
-    "EngineError",
-    "EngineGarbage",
-    "EngineRefused",
-    "EngineTimeout",
-    "EngineUnavailable",
-    "EnvserverError",
-    "Failure",
-    "InputError",
-    "JudgeError",
-    "LimitReached",
-    "NotFoundError",
-    "Outcome",
-    "RewardError",
-    "RolloutError",
-    "SandboxError",
-    "ScorerError",
-    "ServiceError",
-    "StoreError",
+_HOMES = {
+    "errors": {
+        "AgentError",
+        "AllFailed",
+        "Blame",
+        "ConfigError",
+        "ConflictError",
+        "EngineError",
+        "EngineGarbage",
+        "EngineRefused",
+        "EngineTimeout",
+        "EngineUnavailable",
+        "EnvserverError",
+        "Failure",
+        "InputError",
+        "JudgeError",
+        "LimitReached",
+        "NotFoundError",
+        "Outcome",
+        "RewardError",
+        "RolloutError",
+        "SandboxError",
+        "ScorerError",
+        "ServiceError",
+        "StoreError",
+    },
+    "sandboxes": {"ExecResult", "SandboxLimits", "SandboxSpec", "SandboxUsage"},
+    "scores": {"RewardRange", "Score", "TurnReward"},
+    "splits": {"Split"},
+    "tasks": {"Message", "PublicTask", "Result", "Task"},
 }
-
-_SCORES = {"RewardRange", "TurnReward"}
+"""Modules that do without numpy, and their names."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = ".errors" if name in _ERRORS else ".scores" if name in _SCORES else ".records"
-    module = importlib.import_module(home, __name__)
+    home = next((home for home, names in _HOMES.items() if name in names), "records")
+    module = importlib.import_module(f".{home}", __name__)
     value = getattr(module, name)
     globals()[name] = value
     return value

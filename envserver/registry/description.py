@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, Union, cast
 
 import msgspec
 from envserver_records.errors import ConfigError, UsageError
-from envserver_records.records import SandboxSpec
+from envserver_records.sandboxes import SandboxSpec
 from pydantic import BaseModel, Field, TypeAdapter, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic_core import PydanticSerializationError, to_jsonable_python

@@ -17,7 +17,7 @@ Bodies are MessagePack both ways; what is not 200 is the proxy's JSON error.
 from __future__ import annotations
 
 import msgspec
-from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec
+from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec
 
 
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

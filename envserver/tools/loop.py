@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from envserver_records.records import Message
+from envserver_records.tasks import Message
 
 from ..rollout_interface import Reply, Rollout
 from .calling import LoopEnd, Tool, ToolResult, call_tool, descriptions

@@ -44,6 +44,7 @@ EXIT_OPEN_FILES = 71
 CLOCK_TOLERANCE_SECONDS = 0.1
 """A cancel this close to the deadline counts as caused by it."""
 
+_jobs = msgspec.json.Decoder(Job)
 _JSON_ONLY = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 
 
@@ -93,7 +94,7 @@ class WorkerAttempt:
         server that this was not a failure of its own.
         """
         try:
-            job = msgspec.json.decode(await self._request("GET", "rollout"), type=Job)
+            job = _jobs.decode(await self._request("GET", "rollout"))
             shop = self._workshop
             run = self._run = AttemptRun(job, self._url, shop.http, shop.patiently)
             body = await self._body(job, run)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from envserver_records.errors import AgentError, LimitReached
-from envserver_records.records import SandboxSpec
+from envserver_records.sandboxes import SandboxSpec
 
 from ..harness_interface import HarnessSpec, HarnessTask
 from .run import AttemptRun

@@ -30,7 +30,6 @@ from typing import Any
 
 import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
-from envserver_records.packing import ready
 
 from .. import registry
 from ..environment import Environment
@@ -40,9 +39,8 @@ from ..sandbox.backend import NamespaceBackend
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from . import linux
 from .boot import READ_BYTES, Boot
-from .lean import LeanParent
+from .lean import LeanParent, load
 from .output import OutputLimiter
-from .run import Job
 from .sandboxed import LOOK_SECONDS, Watch, WorkerSandbox, fork_sandboxed, prepare_for_workers
 from .worker_main import OUTSIDE, WorkerSpec, worker_main
 
@@ -81,8 +79,8 @@ def main(
         companions = _preload(boot.references)
         users = _users(boot)
         opened = linux.open_descriptors() - ours
-        if lean is not None and len(companions) == 1:
-            _load(lean, *companions)
+        for function in companions:
+            _load(function, lean if len(companions) == 1 else None)
         forkserver = Forkserver(boot, control, opened, users, seen, lean)
         if boot.sandbox is None:
             forkserver.run()
@@ -387,14 +385,19 @@ class Forkserver:
             self._stopping = True
 
 
-def _load(lean: LeanParent, function: str) -> None:
-    """Raises ConfigError if the module of companions cannot be imported."""
-    if error := lean.load(function):
+def _load(function: str, lean: LeanParent | None) -> None:
+    """Imports the module of companions: in the lean parent, or here for agents that fork them.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    error = load(function)[1] if lean is None else lean.load(function)
+    if error:
         raise ConfigError(f"The companion {function!r} cannot be imported: {error}")
 
 
 def _preload(references: list[str]) -> set[str]:
-    """Imports what every worker needs, and builds what it would build when it first decodes.
+    """Imports what every worker needs.
 
     Returns:
         The functions of companions that sandboxed environments name.
@@ -405,7 +408,6 @@ def _preload(references: list[str]) -> set[str]:
     for name in ("uvloop", "encodings.idna"):  # the second at the first connection
         importlib.import_module(name)
     classes = [registry.find(reference) for reference in references]
-    ready(Job)
     for environment in classes:
         environment.Config.model_rebuild()
         if environment.isolation != "pooled":

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 from envserver_records.errors import AgentError, InputError, LimitReached
-from envserver_records.records import PublicTask
+from envserver_records.tasks import PublicTask
 
 from ..environment import Environment
 from ..harness_interface import HarnessSpec, HarnessTask

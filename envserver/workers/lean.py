@@ -120,6 +120,15 @@ class LeanParent:
         return list(json.loads(data))
 
 
+def load(function: str) -> tuple[Callable[[socket.socket], None] | None, str]:
+    """Returns what "module:name" names, or None and why it cannot be imported."""
+    module, _, name = function.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name), ""
+    except Exception as error:  # noqa: BLE001 - code of others; the forkserver tells
+        return None, f"{type(error).__name__}: {error}"
+
+
 class _Server:
     """The process itself."""
 
@@ -157,11 +166,9 @@ class _Server:
         return True
 
     def _load(self, function: str) -> str:
-        module, _, name = function.partition(":")
-        try:
-            self._function = getattr(importlib.import_module(module), name)
-        except Exception as error:  # noqa: BLE001 - code of others; the forkserver tells
-            return f"{type(error).__name__}: {error}"
+        self._function, error = load(function)
+        if error:
+            return error
         work = NamespaceBackend.work
         os.environ.clear()
         os.environ.update(self._seen["variables"] | {"HOME": work, "TMPDIR": work})

@@ -26,7 +26,8 @@ from envserver_records.errors import (
     SandboxUnavailable,
     ServiceError,
 )
-from envserver_records.records import Message, PublicTask, SandboxSpec
+from envserver_records.sandboxes import SandboxSpec
+from envserver_records.tasks import Message, PublicTask
 from envserver_records.timings import MOST_TIMINGS
 
 from ..actions import encode

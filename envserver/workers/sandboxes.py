@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from envserver_records.errors import EnvserverError, SandboxLost
-from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
 from ..sandbox.requests import Exec, Open, Opened, Read, Received, RunPython, Send, Start, Write
 from ..sandbox_interface import BlockingSandbox

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from envserver_records.errors import InputError
-from envserver_records.records import ExecResult, SandboxLimits, SandboxUsage
+from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxUsage
 
 SANDBOX_WORK = "/work"
 _READ_BYTES = 65536

@@ -8,9 +8,7 @@ leaves by a pipe; tool calls go over the socket and run in the agent's process.
 from __future__ import annotations
 
 import ast
-import contextlib
 import faulthandler
-import importlib
 import linecache
 import os
 import resource
@@ -25,15 +23,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from . import frames
-
-USUAL = (
-    *("collections", "csv", "datetime", "fractions", "itertools", "json", "math", "random", "re"),
-    *("statistics", "string", "numpy"),
-)
-"""Modules that models' code imports most; they are imported before companions are forked."""
-for _name in USUAL:
-    with contextlib.suppress(ImportError):  # numpy, which this needs not
-        importlib.import_module(_name)
 
 ANSWER = "final_answer"
 MAX_ANSWER_CHARACTERS = 20_000
@@ -59,12 +48,6 @@ class Setup:
     tools: Sequence[str]
     imports: Sequence[str]
     value_characters: int
-
-
-def accompany(channel: socket.socket) -> NoReturn:
-    """Runs the interpreter as a companion; see `envserver.take_companion`."""
-    _, (output,), _, _ = socket.recv_fds(channel, 1, 1)
-    live(channel, output)
 
 
 def live(channel: socket.socket, output: int) -> NoReturn:

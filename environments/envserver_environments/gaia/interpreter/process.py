@@ -33,7 +33,7 @@ START_SECONDS = 60.0
 FRAME_SECONDS = 2.0
 """Seconds for the rest of a frame to arrive."""
 
-COMPANION = "envserver_environments.gaia.interpreter.inside:accompany"
+COMPANION = "envserver_environments.gaia.interpreter.companion:accompany"
 """Environments whose agents use `Interpreter` name it as their `companion`."""
 
 Trouble = Literal["exception", "timeout", "died"]

@@ -1,0 +1,28 @@
+"""The interpreter as a companion of its agent (see `envserver.take_companion`).
+
+This module imports what models' code imports most, so that a companion has it and its agent, which
+does not import this, does without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import socket
+from typing import NoReturn
+
+from .inside import live
+
+USUAL = (
+    *("collections", "csv", "datetime", "fractions", "itertools", "json", "math", "random", "re"),
+    *("statistics", "string", "numpy"),
+)
+for _name in USUAL:
+    with contextlib.suppress(ImportError):  # numpy, which this needs not
+        importlib.import_module(_name)
+
+
+def accompany(channel: socket.socket) -> NoReturn:
+    """Runs the interpreter."""
+    _, (output,), _, _ = socket.recv_fds(channel, 1, 1)
+    live(channel, output)
