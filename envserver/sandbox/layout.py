@@ -21,7 +21,7 @@ def describe(backend: str, private: tuple[str, ...]) -> dict[str, Any]:
 
     Returns:
         `moves`: Python must be moved first (`system.move_python`), and the rest asked for again;
-        `visible`, `etc`, `variables`, `search_path`, `one_thread`: see `system`;
+        `visible`, `partly`, `etc`, `variables`, `search_path`, `one_thread`: see `system`;
         `filter`: of system calls, for programs, in hexadecimal digits; `tcp_filter`: one for
         workers in the host's network.
     """
@@ -31,6 +31,7 @@ def describe(backend: str, private: tuple[str, ...]) -> dict[str, Any]:
     return {
         "moves": False,
         "visible": system.visible_paths(private),
+        "partly": system.partly_visible(private),
         "etc": system.etc_files(),
         "variables": system.variables(),
         "search_path": system.search_path(),

@@ -16,8 +16,9 @@ import os
 import signal
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
-from . import linux
+from . import linux, overlay
 from .linux import (
     MS_BIND,
     MS_NODEV,
@@ -69,6 +70,7 @@ def enter_outer(
     contents: Mapping[str, str],
     then: Callable[[], None],
     shown: str = "",
+    partly: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> int:
     """Runs `then` inside a fresh outer layer, as process 1 of its pid namespace.
 
@@ -79,6 +81,7 @@ def enter_outer(
         visible: host paths that appear at the same place, read-only; links stay links.
         contents: files of /etc by name.
         shown: a folder of this machine that appears at `PLACE`, read-only; "": none.
+        partly: see `system.partly_visible`.
 
     Returns:
         The exit status of that process. If either process dies, the other is killed.
@@ -92,7 +95,7 @@ def enter_outer(
     pid = os.fork()
     if pid == 0:
         linux.die_with(0, signal.SIGKILL)  # the parent has no number in this namespace
-        _build_root(root, visible, contents, shown)
+        _build_root(root, visible, contents, shown, partly)
         linux.pivot_root(root)
         then()
         os._exit(0)
@@ -206,12 +209,26 @@ def _map_ids(users: Mapping[int, int], groups: Mapping[int, int]) -> None:
     _write("/proc/self/gid_map", "".join(f"{ours} {theirs} 1\n" for ours, theirs in groups.items()))
 
 
-def _build_root(root: str, visible: Sequence[str], contents: Mapping[str, str], shown: str) -> None:
+def _build_root(
+    root: str,
+    visible: Sequence[str],
+    contents: Mapping[str, str],
+    shown: str,
+    partly: Mapping[str, Sequence[str]],
+) -> None:
     linux.mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
     for name in _EMPTY_DIRECTORIES:
         os.mkdir(f"{root}/{name}")
+    folders = tuple(f"{folder}/" for folder in partly)
     for path in visible:
-        _show(root, path)
+        if not path.startswith(folders):
+            _show(root, path)
+    for folder, hidden in partly.items():
+        os.makedirs(root + folder, exist_ok=True)
+        if not overlay.show_without(folder, hidden, root + folder, f"{root}/box"):
+            for path in visible:
+                if path.startswith(f"{folder}/"):
+                    _show(root, path)
     if shown:
         os.mkdir(root + PLACE)
         _bind_read_only(shown, root + PLACE)

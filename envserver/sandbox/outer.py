@@ -57,7 +57,9 @@ def enter(
         Its exit status; where there is a layer, that of its first process.
     """
     if backend == "namespace":
-        return namespaces.enter_outer(root, seen["visible"], seen["etc"], run, shown)
+        return namespaces.enter_outer(
+            root, seen["visible"], seen["etc"], run, shown, seen["partly"]
+        )
     if backend == "bubblewrap":
         from . import bubblewrap
 

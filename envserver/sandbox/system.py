@@ -42,15 +42,27 @@ def visible_paths(private: tuple[str, ...] = ()) -> list[str]:
     Args:
         private: see `hidden.hidden_paths`.
     """
-    hidden = hidden_paths(private)
-    found: dict[str, None] = {}
-    for root in _roots():
-        if not any(_is_below(root, done) for done in found):
-            # A virtual environment may be in the project's folder, which is hidden as a whole.
-            real = os.path.realpath(root)
-            secrets = {path for path in hidden if not _is_below(real, path)}
-            found.update(dict.fromkeys(_without(root, secrets)))
-    return list(found)
+    roots = _seen_in_roots(private).values()
+    return list(dict.fromkeys(path for seen in roots for path in seen if seen[path]))
+
+
+@functools.cache
+def partly_visible(private: tuple[str, ...] = ()) -> dict[str, list[str]]:
+    """Returns the folders of which programs see all but some paths, and these paths.
+
+    So `visible_paths` has everything else in such a folder.
+
+    Args:
+        private: see `hidden.hidden_paths`.
+    """
+    found: dict[str, list[str]] = {}
+    shown = visible_paths(private)
+    for root, seen in _seen_in_roots(private).items():
+        hidden = [path for path in seen if not seen[path]]
+        is_whole = root in seen or any(_is_below(root, each) for each in found)
+        if not is_whole and not any(_is_below(path, each) for path in shown for each in hidden):
+            found[root] = hidden
+    return found
 
 
 def search_path() -> list[str]:
@@ -222,20 +234,36 @@ def _roots() -> Iterator[str]:
     return (path for path in dict.fromkeys(wanted) if os.path.lexists(path))
 
 
-def _without(path: str, hidden: set[str]) -> Iterator[str]:
-    """Yields `path`, or everything in it except what is hidden."""
+@functools.cache
+def _seen_in_roots(private: tuple[str, ...]) -> dict[str, dict[str, bool]]:
+    """Returns for each of `_roots` whether paths in it are visible: see `_look`."""
+    hidden = hidden_paths(private)
+    found: dict[str, dict[str, bool]] = {}
+    for root in _roots():
+        if not any(_is_below(root, path) for seen in found.values() for path in seen if seen[path]):
+            # A virtual environment may be in the project's folder, which is hidden as a whole.
+            real = os.path.realpath(root)
+            secrets = {path for path in hidden if not _is_below(real, path)}
+            found[root] = dict(_look(root, secrets))
+    return found
+
+
+def _look(path: str, hidden: set[str]) -> Iterator[tuple[str, bool]]:
+    """Yields whether `path` is visible; if only a part of it is, whether the paths in it are."""
     real = os.path.realpath(path)
     if any(_is_below(real, secret) for secret in hidden):
+        yield path, False
         return
     if Path(path).is_symlink() or not any(_is_below(secret, real) for secret in hidden):
-        yield path
+        yield path, True
         return
     try:
         names = sorted(entry.name for entry in os.scandir(path))
     except OSError:  # a directory that cannot be listed cannot be shown either
+        yield path, False
         return
     for name in names:
-        yield from _without(f"{path}/{name}", hidden)
+        yield from _look(f"{path}/{name}", hidden)
 
 
 def _is_below(path: str, directory: str) -> bool:

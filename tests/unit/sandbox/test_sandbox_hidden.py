@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -13,7 +14,7 @@ from support.forked import forked, words
 
 from envserver import SandboxConfig, SandboxSpec, registry
 from envserver.running.sandboxes import private_paths, sandboxes_of
-from envserver.sandbox import SandboxClient, hidden, landlock, selection
+from envserver.sandbox import SandboxClient, hidden, landlock, namespaces, selection
 from envserver.sandbox.service import probe
 
 ENVIRONMENT = """
@@ -82,6 +83,50 @@ def test_private_paths_are_hidden_by_their_real_place(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert str(tmp_path / "real") in hidden.hidden_paths([str(tmp_path / "link")])
+
+
+@pytest.mark.parametrize("name", ["folder", "a, b"])
+async def test_a_folder_is_shown_without_what_is_hidden_in_it(tmp_path: Path, name: str) -> None:
+    """By one mount, or by one for each entry where overlayfs cannot: not with a comma in a path."""
+    report = await probe("namespace", SandboxConfig(backend="namespace"))
+    if not report.works:
+        pytest.skip(f"namespaces do not work here: {report.failure}")
+    folder = tmp_path / name
+    (folder / "sub").mkdir(parents=True)
+    for file in (*(f"entry{n}" for n in range(20)), "secret", "sub/secret", "sub/shown"):
+        (folder / file).write_text(file)
+    (folder / "link").symlink_to("secret")
+    visible = [str(path) for path in folder.iterdir() if path.name not in ("secret", "sub")]
+    visible.append(str(folder / "sub/shown"))
+    (tmp_path / "root").mkdir()
+
+    def look() -> dict[str, object]:
+        return {
+            "names": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
+            "link": words((folder / "link").read_text),
+            "shown": words((folder / "sub/shown").read_text),
+            "new": words((folder / "new").touch),
+            "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
+        }
+
+    def enter() -> dict[str, object]:
+        namespaces.own_users()
+        ours, theirs = os.pipe()
+        namespaces.enter_outer(
+            str(tmp_path / "root"),
+            visible,
+            {},
+            lambda: print(json.dumps(look()), file=os.fdopen(theirs, "w"), flush=True),
+            partly={str(folder): [str(folder / "secret"), str(folder / "sub/secret")]},
+        )
+        return dict(json.loads(os.read(ours, 65536)))
+
+    found = forked(enter)
+    assert found["names"] == sorted([*(f"entry{n}" for n in range(20)), "link", "sub", "sub/shown"])
+    assert found["link"].startswith("FileNotFoundError")
+    assert found["new"].startswith("OSError")
+    assert found["shown"] == ""
+    assert (found["mounts"] < 20) == (name == "folder")
 
 
 @pytest.mark.skipif(landlock.abi() < 1, reason="no Landlock in this kernel")
