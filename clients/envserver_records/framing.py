@@ -54,7 +54,7 @@ class FrameReader:
             yield body
 
 
-def receive_frame(channel: socket.socket, max_bytes: int) -> bytes:
+def receive_frame(channel: socket.socket, max_bytes: int | None = None) -> bytes:
     """Returns the body of the next frame; waits for it, no longer than the socket's timeout.
 
     Raises:

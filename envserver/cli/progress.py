@@ -6,6 +6,7 @@ If the output is not a terminal, an occasional line has the same information.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -29,6 +30,7 @@ from ..running.tally import Tally, counted, is_full, mean_text
 from .console import Console
 
 SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class ProgressView:
@@ -40,6 +42,7 @@ class ProgressView:
         self._total = total
         self._already = already
         self._last_line = time.monotonic()
+        self._last_look = -math.inf
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("groups"),
@@ -63,9 +66,16 @@ class ProgressView:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._update()
         self._bar.stop()
 
     def __call__(self, event: Event) -> None:
+        now = time.monotonic()
+        if now - self._last_look >= _SECONDS_BETWEEN_LOOKS:
+            self._last_look = now
+            self._update()
+
+    def _update(self) -> None:
         done = self._already + self.tally.groups
         self._bar.update(self._task, completed=done, facts=self.tally.line())
         if not self._console.is_terminal:

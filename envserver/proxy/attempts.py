@@ -88,7 +88,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         env_reference: what a worker loads the environment from.
-        task: with its hidden part, for services; `worker.rollout_body` leaves that out.
+        task: with its hidden part, for services; `worker.job_of` leaves that out.
         deadline: seconds, as `time.time()`.
         group_id: the group of rollouts that this one is compared with; "" for none.
         sampling: `temperature`, `top_p` (both forced) and `max_tokens` (a cap).

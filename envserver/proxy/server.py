@@ -64,7 +64,6 @@ from .services import TOOLS_PREFIX, ServiceRouter
 from .worker import (
     record_body,
     refuse_result,
-    rollout_body,
     take_actions,
     take_log,
     take_result,
@@ -355,9 +354,6 @@ class Proxy:
             case "health":
                 require(method, "GET")
                 await self._send_health(send)
-            case "rollout":
-                require(method, "GET")
-                await send_json(send, 200, rollout_body(attempt))
             case "record":
                 require(method, "GET")
                 await send_json(send, 200, record_body(attempt))

@@ -1,10 +1,9 @@
 """A worker's requests about its attempt, other than model calls.
 
-`GET rollout` returns what the worker needs to run it (never a hidden part or a key), `GET record`
-what was recorded of its calls, `POST result` takes its result once, `POST log` a log line, `POST
-actions` readable steps, `POST rewards` those of turns (not from a sandboxed worker). A malformed
-result fails the attempt with WorkerGarbage; broken text, depth and size of an output are cleaned
-instead, and the rollout's flags say so. All that it writes is bounded.
+`GET record` returns what was recorded of its calls, `POST result` takes its result once, `POST log`
+a log line, `POST actions` readable steps, `POST rewards` those of turns (not from a sandboxed
+worker). A malformed result fails the attempt with WorkerGarbage; broken text, depth and size of an
+output are cleaned instead, and the rollout's flags say so. All that it writes is bounded.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import time
 from typing import Any, NoReturn
 
 import msgspec
+import orjson
 import structlog
 from envserver_records.cleaning import Change, clean, clean_text
 from envserver_records.errors import (
@@ -86,10 +86,14 @@ _rewards = msgspec.json.Decoder(list[PostedReward])
 _UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
-def rollout_body(attempt: ProxyAttempt) -> dict[str, Any]:
-    """Returns the answer to `GET rollout`."""
+def job_of(attempt: ProxyAttempt) -> bytes:
+    """Returns what a worker needs to run the attempt, as JSON: never a hidden part or a key.
+
+    Raises:
+        AgentError: the public part of the task is not JSON.
+    """
     spec = attempt.spec
-    return {
+    job = {
         "rollout_id": spec.rollout_id,
         "attempt": spec.attempt,
         "env": spec.env,
@@ -101,6 +105,11 @@ def rollout_body(attempt: ProxyAttempt) -> dict[str, Any]:
         "max_turns": spec.limits.max_turns,
         "harness": msgspec.to_builtins(spec.harness),
     }
+    try:
+        return orjson.dumps(job)
+    except TypeError as error:
+        message = f"The public part of task {spec.task.id!r} is not JSON: {error}."
+        raise AgentError(message, bug=f"A bug in the environment: {message}") from None
 
 
 def record_body(attempt: ProxyAttempt) -> dict[str, Any]:

@@ -11,15 +11,18 @@ import copy
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import (
     AgentError,
+    ConflictError,
     Failure,
     HookError,
+    InputError,
     LimitReached,
     Outcome,
     RewardError,
@@ -46,6 +49,7 @@ from ..environment import NO_REWARDS, Isolation
 from ..proxy.attempts import AttemptSpec, ProxyAttempt
 from ..proxy.bounds import OVER_BOUND
 from ..proxy.server import Proxy
+from ..proxy.worker import job_of, take_result
 from ..telemetry.genai import agent_span
 from ..telemetry.tracing import current, within
 from ..tokens.builder import all_flags, build, find_parents
@@ -65,6 +69,8 @@ _ERRORS = by_kind(RolloutError)
 _LIMIT = re.compile(r"[a-z_]{1,20}")
 _CUTTING_LIMITS = ("tokens", "time", "context", "crash")
 """Limits that cut an agent off; after the last turn, its answer is still complete."""
+_SHORT_CALLS, _SHORT_TOKENS = 16, 50_000
+"""Rows of up to so many calls, and tokens of them all, are built in about a millisecond."""
 
 
 class Finished(msgspec.Struct, kw_only=True):
@@ -119,6 +125,8 @@ async def run_attempt(
                         env_reference=spec.env_reference,
                         isolation=isolation,
                         deadline=spec.deadline,
+                        job=job_of(attempt),
+                        take_result=partial(_take, attempt),
                     )
                 )
     except WorkerError as error:
@@ -136,7 +144,9 @@ async def run_attempt(
     answered = answered_calls(calls)
     counted = counted_calls(calls, spec)
     trained = [call for call in calls if call.trained]
-    built = await asyncio.to_thread(_built, attempt, calls, trained, actions)
+    work = partial(_built, attempt, calls, trained, actions)
+    # A millisecond is not worth the way to a thread and back.
+    built = work() if _is_short(trained) else await asyncio.to_thread(work)
     sequences, timings, images = built
     last = main_call(counted, spec.agents)
     return Finished(
@@ -169,6 +179,12 @@ async def run_attempt(
         images=images,
         attempt=attempt,
     )
+
+
+def _take(attempt: ProxyAttempt, result: bytes) -> None:
+    """Takes a worker's result; the attempt's record says what is wrong with a bad one."""
+    with suppress(InputError, ConflictError):
+        take_result(attempt, result)
 
 
 def _withdraw_bug(failure: Failure) -> None:
@@ -230,6 +246,11 @@ def _built(
     held = held_by(call.messages for call in trained) if shown else {}
     images = {sha256: held[sha256] for sha256 in sorted(shown)}
     return sequences, timings_of(attempt.timeline, calls, sequences), images
+
+
+def _is_short(calls: list[Call]) -> bool:
+    tokens = sum(len(call.prompt_ids) + len(call.completion_ids) for call in calls)
+    return len(calls) <= _SHORT_CALLS and tokens <= _SHORT_TOKENS
 
 
 def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str | None:

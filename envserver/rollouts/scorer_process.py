@@ -1,6 +1,7 @@
 """Runs inside a scorer process: loads one environment and scores in the main thread.
 
-`answer` is the only entry point. It never raises: a `ScorerAnswer` holds the value or the failure.
+`serve` is the only entry point. A request never raises: a `ScorerAnswer` holds the value or the
+failure.
 A score that leaves this module is valid: see `rewards.checked_score`.
 
 The kernel kills the process with SIGXCPU when one call uses more than the environment's
@@ -16,10 +17,12 @@ import inspect
 import math
 import pickle
 import resource
+import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -32,6 +35,7 @@ from envserver_records.errors import (
     Outcome,
     ScorerError,
 )
+from envserver_records.framing import frame, receive_frame
 from envserver_records.records import Result, Score, Task
 from pydantic import ValidationError
 
@@ -48,7 +52,7 @@ from .task_digests import digest_of, first_tasks
 TRACEBACK_CHARACTERS = 4000
 
 
-class ScorerAnswer(msgspec.Struct, frozen=True):
+class ScorerAnswer(msgspec.Struct):
     """The result of a call: `value` or `failure`. `seconds` by the clock, `cpu_seconds` of this
     process."""
 
@@ -94,6 +98,21 @@ _sandboxes: WatchedSandboxes | None = None
 _judge = ScorerJudge(None)
 
 
+def serve(channel: socket.socket, arguments: tuple[Any, ...]) -> None:
+    """Loads an environment, says so by an empty frame, and answers requests until the server closes
+    its end.
+
+    Args:
+        arguments: of `load`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    load(*arguments)
+    with channel, suppress(ConnectionError):
+        channel.sendall(frame(b""))
+        while True:
+            channel.sendall(frame(answer(receive_frame(channel))))
+
+
 def load(
     env_reference: str,
     env_config: dict[str, Any],
@@ -117,13 +136,8 @@ def load(
     _loaded = outcome.failure or outcome.value
 
 
-def is_loaded() -> bool:
-    """Returns True, after `load`: what is called next counts no time of it."""
-    return True
-
-
-def answer(request: bytes) -> ScorerAnswer:
-    """Runs a pickled (function of this module, arguments) and returns its result."""
+def answer(request: bytes) -> bytes:
+    """Runs a pickled (function of this module, arguments); returns a pickled `ScorerAnswer`."""
 
     def call() -> Any:
         with _limited_cpu():
@@ -132,11 +146,12 @@ def answer(request: bytes) -> ScorerAnswer:
 
     began, cpu = time.perf_counter(), time.process_time()
     answered = _guarded(call)
-    return msgspec.structs.replace(
-        answered,
-        seconds=time.perf_counter() - began,
-        cpu_seconds=time.process_time() - cpu,
-    )
+    answered.seconds = time.perf_counter() - began
+    answered.cpu_seconds = time.process_time() - cpu
+    try:
+        return pickle.dumps(answered)
+    except Exception as error:  # noqa: BLE001 - what the environment's code put into a score
+        return pickle.dumps(ScorerAnswer(failure=_failure_of(error)))
 
 
 def declared() -> Declared:

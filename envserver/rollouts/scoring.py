@@ -32,8 +32,6 @@ from envserver_records.errors import (
     by_kind,
 )
 from envserver_records.records import Result, Score, Task
-from pebble import ProcessExpired, ProcessPool
-from pebble.common.types import CONSTS
 
 from ..judges.client import JudgeAddress
 from ..judges.server import JudgeServer
@@ -41,16 +39,12 @@ from ..sandbox.remote.address import SandboxAddress
 from . import scorer_process
 from .costs import ScoringSpent
 from .rewards import RewardRules, delivered_score
+from .scorer_channel import ScorerChannel, ScorerEnded
 from .scorer_process import Declared, RowToScore, ScoreLimits, ScorerAnswer
 from .scorer_start import scorer_context
 
 START_TIMEOUT_SECONDS = 120.0
 _LISTING_SECONDS = 600.0
-KILL_GRACE_SECONDS = 0.5
-"""Seconds between SIGTERM and SIGKILL of a scorer past its timeout."""
-
-CONSTS.term_timeout = KILL_GRACE_SECONDS
-
 SCORING_FAILURES = ScorerError, SandboxError, JudgeError
 """Errors of scoring that are not the model's fault. Scoring is retried."""
 _THEIR_ERRORS: dict[str, type[SandboxError | JudgeError]] = {
@@ -293,7 +287,7 @@ class ScorerPool:
 
 
 class _Scorer:
-    """One scorer process, in its own pool, so that its failure cannot affect the others."""
+    """One scorer process, which is replaced when it has ended."""
 
     def __init__(
         self,
@@ -304,7 +298,7 @@ class _Scorer:
         self._judge = judge
         self._address: JudgeAddress | None = None
         self._timer = _Timer(math.inf)
-        self._pool: ProcessPool | None = None
+        self._process: ScorerChannel | None = None
 
     async def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], limits: ScoreLimits
@@ -322,7 +316,9 @@ class _Scorer:
         for _ in range(2):
             try:
                 return await self._call_once(request, limits)
-            except RuntimeError:
+            except ScorerEnded as error:
+                if error.began:
+                    raise await self._death(limits) from error
                 # The process died while idle: nothing was lost, another one takes over.
                 await self.close()
         raise ScorerError("A scorer process cannot be started.")
@@ -334,53 +330,42 @@ class _Scorer:
         return self._judge.take_usage(self._address)
 
     async def _call_once(self, request: bytes, limits: ScoreLimits) -> ScorerAnswer:
-        if self._pool is None:
-            if self._judge is not None and self._address is None:
-                self._address = self._judge.register(lambda: self._timer.stopped())
-            self._pool = await asyncio.to_thread(self._start)
+        """Raises ScorerEnded, or ScorerDied after the seconds in which the process worked."""
+        process = self._process
+        if process is None or not process.usable:
+            process = self._process = await self._started()
+            await process.loaded()
+        self._timer = _Timer(limits.timeout_seconds)
         try:
-            outcome = await self._outcome(self._pool, request, limits.timeout_seconds)
+            async with self._timer.running:
+                return cast(ScorerAnswer, pickle.loads(await process.ask(request)))
         except TimeoutError as error:
             raise ScorerDied(
                 f"Scoring took longer than {limits.timeout_seconds:g} seconds and was killed."
             ) from error
-        except ProcessExpired as error:
-            if error.exitcode == -signal.SIGXCPU:
-                raise ScorerOutOfCpu(
-                    f"Scoring used more than {limits.cpu_seconds:g} CPU seconds and was killed."
-                ) from error
-            raise ScorerDied(
-                "The scorer process died while scoring.", exit_code=error.exitcode
-            ) from error
-        return outcome
 
-    async def _outcome(self, pool: ProcessPool, request: bytes, seconds: float) -> ScorerAnswer:
-        """Raises TimeoutError after `seconds` in which the process worked; loading is not work."""
-        if self._judge is None:
-            future = pool.schedule(scorer_process.answer, args=(request,), timeout=seconds)
-            return cast(ScorerAnswer, await asyncio.wrap_future(future))
-        await asyncio.wrap_future(pool.schedule(scorer_process.is_loaded))
-        self._timer = _Timer(seconds)
-        future = pool.schedule(scorer_process.answer, args=(request,))
-        async with self._timer.running:  # cancelled at the end of its time, it kills the process
-            return cast(ScorerAnswer, await asyncio.wrap_future(future))
+    async def _started(self) -> ScorerChannel:
+        if self._judge is not None and self._address is None:
+            self._address = self._judge.register(lambda: self._timer.stopped())
+        context = await asyncio.to_thread(scorer_context, self._arguments[0])
+        return await ScorerChannel.started(context, (*self._arguments, self._address))
 
-    def _start(self) -> ProcessPool:
-        pool = ProcessPool(
-            1,
-            initializer=scorer_process.load,
-            initargs=(*self._arguments, self._address),
-            context=scorer_context(self._arguments[0]),
-        )
-        _ = pool.active  # starts the process now, in this thread, not at the first request
-        return pool
+    async def _death(self, limits: ScoreLimits) -> ScorerDied:
+        """Returns the error that says how the process died."""
+        process, self._process = self._process, None
+        exit_code = None if process is None else await process.ended()
+        if exit_code == -signal.SIGXCPU:
+            return ScorerOutOfCpu(
+                f"Scoring used more than {limits.cpu_seconds:g} CPU seconds and was killed."
+            )
+        return ScorerDied("The scorer process died while scoring.", exit_code=exit_code)
 
     async def close(self) -> None:
         """Ends the process; the next call starts it again."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.stop()  # type: ignore[no-untyped-call]
-            await asyncio.to_thread(pool.join)
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+            await process.ended()
 
 
 class _Timer:

@@ -1,8 +1,8 @@
-"""One attempt in a worker: fetches its description, runs the agent, posts the result.
+"""One attempt in a worker: runs the agent and gives the result.
 
-In: the url of the attempt. Out: one POST to `{url}/result` with the agent's output or a failure,
-after one to `{url}/rewards` if the rollout rewarded turns; none when the server itself cancelled
-the attempt before its deadline.
+In: the url of the attempt, and its job. Out: the agent's output or a failure, as `result` or, if it
+is large, as one POST to `{url}/result`, after one to `{url}/rewards` if the rollout rewarded turns;
+nothing when the server itself cancelled the attempt before its deadline.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ..harness_interface import HarnessSpec
 from ..tools.calling import TIMED
 from .elsewhere import asked_elsewhere
 from .failures import failure_of, output_of, sendable
+from .frames import MAX_RESULT_BYTES
 from .harness import CallRecord, harness_task, play
 from .http_client import HttpClient, RequestFailed
 from .instances import Instances
@@ -65,12 +66,17 @@ class WorkerResources:
 
 
 class WorkerAttempt:
-    """`run` it once; `cancel` it at most once with effect, at any time."""
+    """`run` it once; `cancel` it at most once with effect, at any time.
 
-    def __init__(self, rollout_id: str, url: str, workshop: WorkerResources) -> None:
+    `result`: what it gives to the server, unless it has `posted` it or has none.
+    """
+
+    def __init__(self, rollout_id: str, url: str, job: str, workshop: WorkerResources) -> None:
         self.rollout_id = rollout_id
         self.posted = False
+        self.result: bytes | None = None
         self._url = url
+        self._job = job
         self._workshop = workshop
         self._cancelled = False
         self._began = False
@@ -94,7 +100,7 @@ class WorkerAttempt:
         server that this was not a failure of its own.
         """
         try:
-            job = _jobs.decode(await self._request("GET", "rollout"))
+            job = _jobs.decode(self._job)
             shop = self._workshop
             run = self._run = AttemptRun(job, self._url, shop.http, shop.patiently)
             body = await self._body(job, run)
@@ -103,16 +109,20 @@ class WorkerAttempt:
             if body is not None:
                 if run.rewards:
                     await self._request("POST", "rewards", orjson.dumps(run.rewards))
-                # The server takes one that is too large as a result without an output.
-                await self._request(
-                    "POST", "result", body, also=HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-                )
-                self.posted = True
+                await self._give(body)
         except (RequestFailed, TimeoutError, msgspec.DecodeError) as error:
             sys.stderr.write(f"{self.rollout_id}: {type(error).__name__}: {error}\n")
             if isinstance(error, RequestFailed) and error.errno == errno.EMFILE:
                 sys.stderr.flush()
                 os._exit(EXIT_OPEN_FILES)
+
+    async def _give(self, result: bytes) -> None:
+        if len(result) <= MAX_RESULT_BYTES:
+            self.result = result
+            return
+        # The server takes one that is too large as a result without an output.
+        await self._request("POST", "result", result, also=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        self.posted = True
 
     async def _body(self, job: Job, run: AttemptRun) -> bytes | None:
         """Runs the agent and returns the body to post; None: nothing to post."""

@@ -44,8 +44,11 @@ class DebugPool:
                 shop = WorkerResources(http, instances, threads, nullcontext, own_process=False)
                 try:
                     with self._stopping(assignment.env_reference):
-                        attempt = _Attempt(assignment.rollout_id, assignment.url, shop)
+                        job = assignment.job.decode()
+                        attempt = _Attempt(assignment.rollout_id, assignment.url, job, shop)
                         await attempt.run()
+                        if attempt.result is not None:
+                            assignment.take_result(attempt.result)
                         self.error = attempt.error
                 finally:
                     await instances.close()

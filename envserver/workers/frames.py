@@ -2,10 +2,11 @@
 
 A frame (`envserver_records.framing`) holds a non-empty list of strings as MessagePack:
 
-    server -> worker    ["run", rollout_id, url]   ["cancel", rollout_id]   ["stop"]
-    worker -> server    ["ready"]   ["beat"]   ["done", rollout_id]
+    server -> worker    ["run", rollout_id, url, job]   ["cancel", rollout_id]   ["stop"]
+    worker -> server    ["ready"]   ["beat"]   ["done", rollout_id]   ["done", rollout_id, result]
 
-Everything else goes over HTTP, so frames stay tiny, and the first bytes show what is not one.
+Job and result are JSON. Everything else goes over HTTP, and so does a larger result: what a worker
+sends stays small, and the first bytes show what is not a frame.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import msgspec
 from envserver_records import framing
 
 MAX_FRAME_BYTES = 64 * 1024
+"""Of what a worker sends."""
+MAX_RESULT_BYTES = 32 * 1024
+"""Larger results are posted over HTTP."""
 BEATS_PER_SILENCE = 4
 """Beats in the time after which a silent worker counts as hung."""
 
@@ -28,10 +32,14 @@ def encode(*parts: str) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames."""
+    """Cuts a stream of bytes into frames.
 
-    def __init__(self) -> None:
-        self._reader = framing.FrameReader(MAX_FRAME_BYTES)
+    Args:
+        max_bytes: of a frame; None: any.
+    """
+
+    def __init__(self, max_bytes: int | None = MAX_FRAME_BYTES) -> None:
+        self._reader = framing.FrameReader(max_bytes)
 
     def feed(self, data: bytes) -> Iterator[list[str]]:
         """Yields the frames that `data` completes.

@@ -97,7 +97,7 @@ class WorkerHandle(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         rollout = _RunningRollout(assignment, loop.create_future())
         self.rollouts[assignment.rollout_id] = rollout
-        self._send("run", assignment.rollout_id, assignment.url)
+        self._send("run", assignment.rollout_id, assignment.url, assignment.job.decode())
         seconds_left = max(0.0, assignment.deadline - time.time())
         rollout.timer = loop.call_later(seconds_left, self._cancel, rollout)
         try:
@@ -182,6 +182,9 @@ class WorkerHandle(asyncio.Protocol):
             case ["ready"]:
                 self.ready = True
             case ["done", rollout_id] if rollout_id in self.rollouts:
+                self.rollouts[rollout_id].finish()
+            case ["done", rollout_id, result] if rollout_id in self.rollouts:
+                self.rollouts[rollout_id].assignment.take_result(result.encode())
                 self.rollouts[rollout_id].finish()
             case _:
                 raise ValueError(f"not expected: {str(frame)[:200]}")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -45,6 +45,15 @@ class _Slot:
         self.worker = worker
         self._changed.set()
         self._changed = asyncio.Event()
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Context in which one more rollout has its place here."""
+        self.load += 1
+        try:
+            yield
+        finally:
+            self.load -= 1
 
     async def live_worker(self) -> WorkerHandle:
         while self.worker is None or not self.worker.alive:
@@ -189,19 +198,14 @@ class LocalPool:
     @asynccontextmanager
     async def _pooled_worker(self, deadline: float) -> AsyncIterator[WorkerHandle]:
         """Reserves a place in the least loaded process."""
-        async with self._waiting_until(deadline):
-            await self._pooled_room.acquire()
-        try:
-            slot = min(self._slots, key=self._fullness)
-            slot.load += 1
-            try:
-                async with self._waiting_until(deadline):
-                    worker = await slot.live_worker()
-                yield worker
-            finally:
-                slot.load -= 1
-        finally:
-            self._pooled_room.release()
+        with ExitStack() as taken:
+            async with self._waiting_until(deadline):
+                await self._pooled_room.acquire()
+                taken.callback(self._pooled_room.release)
+                slot = min(self._slots, key=self._fullness)
+                taken.enter_context(slot.loaded())
+                worker = await slot.live_worker()
+            yield worker
 
     def _fullness(self, slot: _Slot) -> tuple[bool, bool, int]:
         full = slot.load >= self._config.rollouts_per_process

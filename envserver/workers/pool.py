@@ -1,12 +1,13 @@
 """The interface between the scheduler and whatever runs agents.
 
-An Assignment goes in; when `run` returns, the worker has posted the result (or the failure) to
-`{url}/result` over HTTP. What a worker gets is the Assignment and what `{url}/rollout` answers,
-nothing else; so a pool may run it here, in a container or on another machine.
+An Assignment goes in; when `run` returns, the worker has given the result (or the failure) to
+`take_result`, or posted it to `{url}/result` over HTTP. What a worker gets is the Assignment and
+what its url answers, nothing else; so a pool may run it here, in a container or on another machine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +25,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         isolation: "pooled": beside others in a warm process; "dedicated": in its own process;
             "sandboxed": that process also lives in a sandbox.
         deadline: `time.time()` at which the agent is cancelled.
+        job: what the worker needs to run it (`run.Job`), as JSON.
+        take_result: is given what the worker would post to `{url}/result`; it refuses nothing.
     """
 
     rollout_id: str
@@ -31,6 +34,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     env_reference: str
     isolation: Isolation
     deadline: float
+    job: bytes
+    take_result: Callable[[bytes], None]
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):

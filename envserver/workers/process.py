@@ -47,7 +47,7 @@ class _Link:
     def __init__(self, control: socket.socket, beat_seconds: float) -> None:
         self._control = control
         self._lock = threading.Lock()
-        self._frames = FrameReader()
+        self._frames = FrameReader(max_bytes=None)
         self.beat_seconds = beat_seconds
 
     def fileno(self) -> int:
@@ -133,8 +133,8 @@ class _Worker:
 
     def _obey_one(self, frame: list[str]) -> None:
         match frame:
-            case ["run", rollout_id, url]:
-                attempt = WorkerAttempt(rollout_id, url, self._workshop)
+            case ["run", rollout_id, url, job]:
+                attempt = WorkerAttempt(rollout_id, url, job, self._workshop)
                 self._attempts[rollout_id] = attempt
                 self._tasks.create_task(self._perform(attempt))
             case ["cancel", rollout_id]:
@@ -155,7 +155,9 @@ class _Worker:
             _owner.reset(token)
         await _cancel_the_rest(owned)
         del self._attempts[attempt.rollout_id]
-        if attempt.posted or not self._stop.done():  # else the end of the pool interrupted it
+        if attempt.result is not None:
+            self._link.send("done", attempt.rollout_id, attempt.result.decode())
+        elif attempt.posted or not self._stop.done():  # else the end of the pool interrupted it
             self._link.send("done", attempt.rollout_id)
 
 

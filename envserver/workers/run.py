@@ -56,7 +56,7 @@ CLIENT_RETRIES = 1
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of an attempt that the worker gets from the proxy (GET rollout)."""
+    """Description of an attempt that the worker gets; `proxy.worker.job_of` makes it."""
 
     rollout_id: str
     attempt: int

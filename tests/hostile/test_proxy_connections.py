@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from envserver.api.access.connections import HttpBounds
 from envserver.api.proxy_server import serve_proxy
 from envserver.models import SimEngine
 from envserver.proxy import Proxy
+from envserver.proxy.worker import job_of, take_result
 from envserver.registry import find
 from envserver.rollouts import StalenessMonitor
 from envserver.rollouts.attempt import Finished, run_attempt
@@ -190,6 +192,8 @@ async def test_heads_and_bodies_that_stop_are_closed() -> None:
                 env_reference=ZOO,
                 isolation="sandboxed",
                 deadline=spec.deadline,
+                job=job_of(attempt),
+                take_result=partial(take_result, attempt),
             )
             await pool.run(assignment)
         await server.close()

@@ -162,7 +162,7 @@ final_answer = final_answer_before
 """,
     "forge a result": FIND_KEY
     + r"""
-tried("job", ask, url + "/rollout")
+tried("record", ask, url + "/record")
 forged = {"answer": "forged", "state": "answered", "steps": [], "reward": 1.0, "correct": True}
 body = {"output": forged, "metrics": {"reward": 1.0, "correct": 1.0, "score": 1.0}}
 for path in ("score", "reward", "group", "v1/groups"):

@@ -26,7 +26,6 @@ class StandIn:
         self.results: dict[str, dict[str, Any]] = {}
         self.logs: list[dict[str, Any]] = []
         self.actions: list[dict[str, Any]] = []
-        self.served: list[bytes] = []
         self.chats: list[dict[str, Any]] = []
         self.url = ""
         self.runner: web.AppRunner | None = None
@@ -48,7 +47,7 @@ class StandIn:
         key = f"key-{next(self._numbers)}"
         rollout_id = rollout_id or key
         deadline = time.time() + seconds
-        self._jobs[key] = {
+        job = self._jobs[key] = {
             "rollout_id": rollout_id,
             "attempt": 1,
             "env": kind.lower(),
@@ -65,6 +64,8 @@ class StandIn:
             env_reference=f"{file}:{kind}",
             isolation=isolation,  # type: ignore[arg-type]
             deadline=deadline,
+            job=orjson.dumps(job),
+            take_result=lambda result: self.results.update({key: orjson.loads(result)}),
         )
 
     async def also_on(self, listener: socket.socket) -> asyncio.AbstractServer:
@@ -85,17 +86,11 @@ class StandIn:
 
     def app(self) -> web.Application:
         app = web.Application()
-        app.router.add_get("/r/{key}/rollout", self._rollout)
         app.router.add_post("/r/{key}/result", self._result)
         app.router.add_post("/r/{key}/log", self._log)
         app.router.add_post("/r/{key}/actions", self._actions)
         app.router.add_post("/r/{key}/v1/chat/completions", self._chat)
         return app
-
-    async def _rollout(self, request: web.Request) -> web.Response:
-        body = orjson.dumps(self._jobs[request.match_info["key"]])
-        self.served.append(body)
-        return web.Response(body=body, content_type="application/json")
 
     async def _result(self, request: web.Request) -> web.Response:
         self.results[request.match_info["key"]] = orjson.loads(await request.read())

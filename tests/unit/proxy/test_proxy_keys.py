@@ -27,6 +27,7 @@ from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy
 from envserver.proxy.guest import generate_answer
+from envserver.proxy.worker import job_of
 from envserver.rollouts import ending_limit
 from envserver.workers.attempt import _failure
 
@@ -85,7 +86,7 @@ async def test_after_a_seal_nothing_is_answered_or_recorded(home: House) -> None
     with pytest.raises(openai.ConflictError):
         await chat(client)
     assert attempt.late_calls == 1
-    assert (await home.get(attempt.key, "rollout"))[0] == 409
+    assert (await home.get(attempt.key, "record"))[0] == 409
     home.now = 61.0
     with pytest.raises(openai.NotFoundError):
         await chat(client)
@@ -132,8 +133,7 @@ async def test_refusals_have_the_form_of_the_api_that_was_meant(home: House) -> 
 
 async def test_a_worker_gets_its_rollout_and_posts_its_result_once(home: House) -> None:
     attempt, _ = home.open(max_turns=5)
-    status, told = await home.get(attempt.key, "rollout")
-    assert status == 200
+    told = orjson.loads(job_of(attempt))
     assert told["task"] == {"id": "add-1", "public": {"question": "1+1?"}}
     assert (told["rollout_id"], told["attempt"], told["max_turns"]) == ("rollout-1", 1, 5)
     assert (told["model"], told["env_config"]) == ("tiny", {"digits": 3})
@@ -255,7 +255,7 @@ async def test_a_guest_is_passed_through_and_not_recorded(home: House) -> None:
     assert "return_token_ids" not in sent
     text = await client.completions.create(model="any", prompt="p", max_tokens=3)
     assert text.choices[0].text == "Hë"
-    assert (await home.get(key, "rollout"))[0] == 404
+    assert (await home.get(key, "record"))[0] == 404
     assert (await home.get(key, "v1/models"))[1]["data"][0]["id"] == "tiny"
     other = openai.AsyncOpenAI(base_url=str(client.base_url), api_key="x", max_retries=0)
     assert (await chat(other)).message.content == "Hëllo."

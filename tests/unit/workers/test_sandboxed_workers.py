@@ -108,7 +108,7 @@ async def test_it_may_hold_a_few_hundred_files(pool: LocalPool, proxy: StandIn) 
 async def test_a_worker_that_used_up_its_descriptors_is_told_so(
     pool: LocalPool, proxy: StandIn
 ) -> None:
-    """It cannot post a result; without its exit code that would count as a failure of ours."""
+    """It cannot post a large result; without its exit code that would be a failure of ours."""
     with pytest.raises(WorkerDied) as caught:
         await pool.run(assign(proxy, "hold_files_and_hang_up"))
     assert "Too many open files" in caught.value.detail["output"]
