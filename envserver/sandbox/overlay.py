@@ -1,7 +1,7 @@
 """One mount for a folder of which programs see all but some paths.
 
 Each namespace inside the outer layer copies its mounts, and hundreds of them (one for each package)
-take 2.5 ms of CPU. Overlayfs shows the folder below a layer of whiteouts: what these name is not
+take 1 to 2 ms of CPU. Overlayfs shows the folder below a layer of whiteouts: what these name is not
 there, for whoever looks. Names that come later are seen.
 """
 
