@@ -52,6 +52,12 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
     return {name: text for name in own if (text := own[name] or found.get(name))}
 
 
+def describe_fields(model: type[BaseModel]) -> None:
+    """Writes the descriptions into the fields, where FastAPI reads those of parameters."""
+    for name, text in descriptions(model).items():
+        model.model_fields[name].description = text
+
+
 @functools.cache
 def _of_module(name: str) -> dict[str, dict[str, str]]:
     """Returns the docstrings below the fields of each class; none if there is no source."""

@@ -1,6 +1,7 @@
 """Converts records to MessagePack and back.
 
-Arrays are extension types of little-endian bytes, which are decoded as views.
+Arrays are extension types of little-endian bytes, which are decoded as views. numpy is imported
+when the first array is packed or unpacked: records without arrays do without it.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 T = TypeVar("T")
 
 _CODES = {"i4": 1, "f4": 2, "u1": 3, "u2": 4}
 """Numbers of the MessagePack extension types for arrays."""
-_DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
+_DTYPES = {code: f"<{name}" for name, code in _CODES.items()}
 
 
 def _encode_array(value: object) -> object:
+    import numpy as np
+
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value)
         code = array.dtype.str[1:]
@@ -33,6 +35,8 @@ def _encode_array(value: object) -> object:
 
 
 def _decode_array(code: int, raw: memoryview) -> Any:
+    import numpy as np
+
     dtype = _DTYPES.get(code)
     if dtype is None:
         raise msgspec.DecodeError(f"unknown array type {code}")
@@ -43,6 +47,8 @@ def _decode_array(code: int, raw: memoryview) -> Any:
 
 
 def _decode_hook(kind: type, value: Any) -> Any:
+    import numpy as np
+
     if getattr(kind, "__origin__", kind) is not np.ndarray:
         raise TypeError(f"no decoder for {kind}")
     if isinstance(value, np.ndarray):

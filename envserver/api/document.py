@@ -12,9 +12,11 @@ from typing import Final
 
 from fastapi import FastAPI
 
+from ..described import describe_fields
 from .access.rules import rules_of
 from .native.answers import MEANINGS
-from .native.models import Problem
+from .native.models import Problem, StreamRequest
+from .native.searching import GroupFilter, GroupSearch
 from .problems import PROBLEM, is_native
 from .schemas import Json, fill_schemas, schema_later
 
@@ -30,6 +32,8 @@ _DETAIL: Final = {
         }
     }
 }
+_QUERIES: Final = (StreamRequest, GroupFilter, GroupSearch)
+"""Models whose fields are parameters of a query."""
 _PLAIN: Final = {"text/plain": {"schema": {"type": "string"}}}
 
 
@@ -40,6 +44,8 @@ def install(app: FastAPI) -> None:
 
     def openapi() -> Json:
         if not made:
+            for model in _QUERIES:
+                describe_fields(model)
             made.append(completed(described()))
         return made[0]
 

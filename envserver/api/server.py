@@ -209,7 +209,7 @@ def _configured(
     if settings is not None:
         more = {
             "http": partial(BoundedHttp, bounds=HttpBounds.of(settings)),
-            "ws": "websockets-sansio",
+            "ws": _websocket,
             "ws_max_size": min(settings.max_body_bytes, _LARGEST_FRAME),
             # OpenEnv's sessions have none, but a limit of silence: a client that trains may not
             # answer a ping.
@@ -227,6 +227,13 @@ def _configured(
     )
     config.load()
     return config
+
+
+def _websocket(*args: Any, **kwargs: Any) -> asyncio.Protocol:
+    """Returns uvicorn's WebSocket protocol, imported for the first connection that needs it."""
+    from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+    return WebSocketsSansIOProtocol(*args, **kwargs)
 
 
 def require_loopback(host: str) -> None:

@@ -8,7 +8,6 @@ for Ctrl-C, 143 for SIGTERM. Tracebacks only with `--debug`.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import sys
@@ -243,11 +242,9 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
             alone = environment is None
             spec.show_help(argv, program=_program(environment), with_environment=alone)
             return 0
-        # The collector would spend a sixth of a start on what imports make, which stays.
-        gc.disable()
-        module = importlib.import_module(f".{command.module}", __name__)
-        gc.freeze()
-        gc.enable()
+        from .lean_imports import import_command
+
+        module = import_command(f"{__name__}.{command.module}")
         return int(getattr(module, command.function)(argv))
     except KeyboardInterrupt as stop:
         return int(getattr(stop, "status", 130))

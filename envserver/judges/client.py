@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from envserver_records.errors import ConfigError, Failure, JudgeError
-from envserver_records.records import Message
+from envserver_records.tasks import Message
 
 from ..judge_interface import TRIES, JudgeReply
 

@@ -8,8 +8,8 @@ import msgspec
 from envserver_records.errors import Failure
 from envserver_records.records import Group, Usage
 
+from .equal_rollouts import Alike
 from .estimates import Scored
-from .rewards import Alike
 from .untrained import Untrained
 
 

@@ -22,8 +22,8 @@ from envserver_records.records import Group, Trajectory
 
 from ..tokens.flags import Actions
 from ..workers.deaths import EXIT_CRASHED
+from .equal_rollouts import Alike, alike, all_equal
 from .estimates import Scored
-from .rewards import Alike, alike, all_equal
 
 if TYPE_CHECKING:
     from ..config import RolloutsConfig

@@ -36,7 +36,8 @@ from envserver_records.errors import (
     ScorerError,
 )
 from envserver_records.framing import frame, receive_frame
-from envserver_records.records import Result, Score, Task
+from envserver_records.scores import Score
+from envserver_records.tasks import Result, Task
 from pydantic import ValidationError
 
 from ..environment import Environment

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
-from envserver_records.records import Split, Task
+from envserver_records.splits import Split
+from envserver_records.tasks import Task
 
 if TYPE_CHECKING:
     from ..environment import Environment

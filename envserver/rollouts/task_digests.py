@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 
-from envserver_records.records import Task, pack
+from envserver_records.packing import pack
+from envserver_records.tasks import Task
 
 from ..environment import Environment
 from .stream import group_requests

@@ -10,34 +10,30 @@ after a restart if the version is still the same; otherwise the current version 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 import structlog
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError
-from envserver_records.packing import ready
 
 from ..config import MixSettings
-from ..evaluation.folders import View, groups_path
-from ..evaluation.suite import summary_scalars
 from ..evaluation_config import HeldOutConfig
-from ..export.stored_files import opened
 from ..proxy.endpoint import VERSION_PLACEHOLDER
 from ..store import GroupStore
 from .context import SharedEngine
-from .evaluating import Choice, Evaluation, Member, evaluate_on
 from .judging import folder_of
-from .mix import Member as Served
+from .mix import Member
 from .prices import pricing_of
 from .run_settings import ServeSettings
-from .spec import RunSpec
 from .tracking import Tracking
+
+if TYPE_CHECKING:
+    from .held_out_run import Made
 
 _KEY: Final = "evaluations"
 _KEPT: Final = 1000
@@ -87,7 +83,7 @@ class Evaluations:
 
     def __init__(
         self,
-        members: Sequence[Served[MixSettings]],
+        members: Sequence[Member[MixSettings]],
         store: GroupStore,
         room: SharedEngine,
         tracked: Tracking | None,
@@ -97,7 +93,7 @@ class Evaluations:
         self._of_training = _of_training(members, self.config)
         if self._of_training and self.config.every is not None:
             raise ConfigError(self._of_training, hint=_OTHER_SPLIT)
-        self._members = [_member(one, self.config) for one in members]
+        self._members = members
         self._folder = self.config.out or folder_of(settings.store) / "evaluations"
         self._pricing = pricing_of(settings.prices, settings.model, settings.engine.models_file)
         self._store = store
@@ -206,8 +202,7 @@ class Evaluations:
         await self._save()
         _log.info("evaluation.begins", version=version, folder=record.folder)
         try:
-            done = await self._made(Path(record.folder), again=again)
-            await self._note(record, done)
+            self._note(record, await self._made(Path(record.folder), again=again))
         except EnvserverError as error:
             record.state, record.error = "failed", str(error)
             # A wrong setting, such as a split without tasks, stays wrong.
@@ -236,35 +231,18 @@ class Evaluations:
         self._records.append(record)
         return record, False
 
-    async def _made(self, folder: Path, *, again: bool) -> Evaluation:
+    async def _made(self, folder: Path, *, again: bool) -> Made:
+        # Imported here: a server that evaluates nothing starts with 35 modules less.
+        from .held_out_run import evaluated
+
         room = self._room
         if VERSION_PLACEHOLDER in room.model:  # its calls ask for this version by name
             room = msgspec.structs.replace(room, endpoint=room.endpoint.pinned())
-        config = self.config
-        view = View(
-            pass_at=config.pass_at,
-            failures=config.failures,
-            truncated=config.truncated,
-            pricing=self._pricing,
-        )
-        choice = Choice(folder=folder, resume=again, baselines=config.baselines, view=view)
-        try:
-            return await evaluate_on(room, self._members, choice)
-        except ConfigError:
-            if not again:
-                raise
-            # The settings have changed since it was begun: nothing of it can be used.
-            anew = dataclasses.replace(choice, resume=False, overwrite=True)
-            return await evaluate_on(room, self._members, anew)
+        return await evaluated(room, self._members, self.config, self._pricing, folder, again=again)
 
-    async def _note(self, record: HeldOut, done: Evaluation) -> None:
+    def _note(self, record: HeldOut, made: Made) -> None:
         """Notes the results of an evaluation that is complete."""
-        record.results = {} if done.report is None else summary_scalars(done.report)
-        ready(_Line)
-        alone = len(self._members) == 1
-        folders = [done.folder if alone else done.folder / one.name for one in self._members]
-        paths = [path for one in folders if (path := groups_path(one)).exists()]
-        record.sampled_by = dict(await asyncio.to_thread(sampled_by, paths))
+        record.results, record.sampled_by = made.results, made.sampled_by
         record.rollouts = sum(record.sampled_by.values())
         record.other_versions = record.rollouts - record.sampled_by.get(str(record.version), 0)
         record.state = "complete"
@@ -296,69 +274,16 @@ def is_due(version: int, before: Sequence[int], every: int | None) -> bool:
     return version // every > max(before, default=-1) // every
 
 
-def sampled_by(paths: Sequence[Path]) -> Counter[str]:
-    """Counts the rollouts in files of groups by the version that sampled all of their tokens."""
-    counts: Counter[str] = Counter()
-    decoder = msgspec.json.Decoder(_Line)
-    for path in paths:
-        with opened(path) as lines:
-            for line in lines:
-                for rollout in decoder.decode(line).envserver.rollouts:
-                    seen = {span[0] for row in rollout.versions for span in row if span[0] >= 0}
-                    name = str(seen.pop()) if len(seen) == 1 else "several" if seen else "unknown"
-                    counts[name] += 1
-    return counts
-
-
-class _Rollout(msgspec.Struct):
-    versions: list[list[list[int]]] = []
-
-
-class _Rollouts(msgspec.Struct):
-    rollouts: list[_Rollout]
-
-
-class _Line(msgspec.Struct):
-    """The part of a line of a file of groups that is read."""
-
-    envserver: _Rollouts
-
-
 def _free(folder: Path, name: str) -> Path:
     """Returns a folder that does not exist yet: `name`, or `name-2` and so on."""
     numbered = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
     return next(path for one in numbered if not (path := folder / one).exists())
 
 
-def _of_training(members: Sequence[Served[MixSettings]], config: HeldOutConfig) -> str:
+def _of_training(members: Sequence[Member[MixSettings]], config: HeldOutConfig) -> str:
     """Returns which environment trains on the split of evaluations; "" if none does."""
     for one in members:
         if config.split == one.spec.settings.env.split:
             name, split = one.share.name, config.split
             return f"--evaluate.split {split} is the split that {name!r} trains on."
     return ""
-
-
-def _member(one: Served[MixSettings], config: HeldOutConfig) -> Member[MixSettings]:
-    """Returns the environment with the settings of an evaluation."""
-    settings, env = one.spec.settings, one.spec.settings.env
-    size = config.group_size or env.group_size
-    own = env.model_copy(
-        update={"split": config.split, "total_steps": config.total_steps, "group_size": size}
-    )
-    sampling, rollouts = settings.sampling, settings.rollouts
-    if config.temperature is not None:
-        sampling = sampling.model_copy(update={"temperature": config.temperature})
-    rollouts = rollouts.model_copy(
-        update={
-            "max_concurrent": config.max_concurrent,
-            "min_group_size": 1,  # as in `evaluate`
-            "max_staleness": None,
-            "max_staleness_at_delivery": None,
-        }
-    )
-    changed = settings.model_copy(
-        update={"env": own, "sampling": sampling, "rollouts": rollouts, "track": []}
-    )
-    spec = RunSpec(changed, one.spec.reference, one.spec.environment_class)
-    return Member(one.share.name, spec)

@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 from ..models.engine import ReplicaHealth
 from ..models.routing import Standing
 from ..proxy.gate import Gate
+from ..rollouts.equal_rollouts import alike, all_equal
 from ..rollouts.events import (
     Event,
     GroupDelivered,
@@ -25,7 +26,6 @@ from ..rollouts.events import (
     RolloutFailed,
     RolloutScored,
 )
-from ..rollouts.rewards import alike, all_equal
 from ..store import GroupStore, Lease
 from ..store.states import GroupState
 from ..store.statistics import StoreStatistics

@@ -14,6 +14,7 @@ from ..judge_config import JudgeConfig
 from ..models.catalogue import read_catalogue
 from ..prices_config import PricesConfig
 from ..rollouts.costs import RolloutPrices
+from .engines import SIMULATED
 from .judging import judge_prices
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def rollout_prices(
 
 
 def _of_catalogue(model: str | None, served: str, place: Path, currency: str) -> Prices | None:
+    if model == SIMULATED:
+        return None
     entries = read_catalogue(place)
     entry = entries.get(model or "") or entries.get(served)
     if entry is None or entry.prompt_price is None or entry.completion_price is None:

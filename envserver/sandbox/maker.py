@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol, Self
 
-from envserver_records.records import ExecResult, SandboxSpec
+from envserver_records.sandboxes import ExecResult, SandboxSpec
 
 from ..sandbox_interface import Sandbox
 from .remote.address import ForeignAddress, RemoteAddress, SandboxAddress

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from envserver_records.errors import SandboxError, SandboxLost, SandboxUnavailable
-from envserver_records.records import ExecResult, SandboxSpec
+from envserver_records.sandboxes import ExecResult, SandboxSpec
 
 from ..sandbox_interface import Sandbox
 from .maker import sandboxes_at

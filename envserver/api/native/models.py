@@ -68,9 +68,6 @@ class RunRequest(Body):
 class Limits(Body):
     """Filters of a lease."""
 
-    # As parameters of a query: FastAPI looks at the fields.
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
     max_groups: int | None = Field(default=None, ge=1, le=MOST_GROUPS)
     """Maximum number of groups; unset: the run's batch size, or 1024 if another limit is set."""
     max_sequences: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)

@@ -20,7 +20,7 @@ _Version = Annotated[int, Field(ge=-1, le=_LIMIT)]
 class GroupFilter(BaseModel):
     """Which groups; see `store.listing.GroupQuery`."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     after: _Count = 0
     """`seq`: only groups that arrived later"""

@@ -77,24 +77,25 @@ def test_help_of_a_command_imports_only_its_settings() -> None:
 
 def test_a_server_without_environments_imports_only_what_it_serves() -> None:
     loaded = python(
-        "import sys\nfrom envserver.cli import run_api\nprint(*sys.modules)\n",
+        "import sys\nfrom envserver.cli.lean_imports import import_command\n"
+        "import_command('envserver.cli.run_api')\nprint(*sys.modules)\n",
     ).split()
     rooms = {"models.sim", "registry", "rollouts.group", "sandbox", "workers.process"}
-    heavy = {"aiohttp", "dotenv", "jinja2", "pebble", "tokenizers", "yaml"}
+    heavy = {"aiohttp", "dotenv", "jinja2", "pebble", "rich", "tokenizers", "websockets", "yaml"}
     heavy.add("sqlalchemy.dialects.postgresql")
     assert not (heavy | {f"envserver.{room}" for room in rooms}) & set(loaded)
-    assert len(loaded) < 1170  # 1,655 before; each takes about half a millisecond
+    assert len(loaded) < 1080  # 1,655 before; each takes about half a millisecond
 
 
 @pytest.mark.parametrize(
     ("module", "most", "never"),
     [
-        ("envserver.cli.serve", 1520, "aiohttp dotenv sympy yaml envserver.models.openai"),
+        ("envserver.cli.serve", 1490, "aiohttp dotenv sympy yaml envserver.models.openai"),
         ("envserver.cli.process", 1090, "aiohttp dotenv fastapi sqlalchemy sympy yaml"),
         (
             "envserver.rollouts.scorer_process",
-            460,
-            "structlog rich aiohttp fastapi envserver.config",
+            370,
+            "structlog rich aiohttp fastapi numpy envserver.config",
         ),
     ],
 )

@@ -254,7 +254,7 @@ async def test_an_evaluation_that_breaks_is_told_and_the_next_one_runs(
 
     async with serving(tmp_path, split="test") as served:
         with monkeypatch.context() as patched:
-            patched.setattr("envserver.running.held_out.evaluate_on", broken)
+            patched.setattr("envserver.running.held_out_run.evaluate_on", broken)
             await served.http.post("/v1/evaluations")
             await served.until((-1, "failed"))
         (told,) = await served.evaluations()

@@ -1,0 +1,129 @@
+"""One evaluation of a held-out split; see `held_out`.
+
+In: the environments of a server, its engine and the settings of its evaluations. Out: a folder as
+`envserver evaluate` writes it, its numbers, and which policy versions sampled its rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from envserver_records.errors import ConfigError
+from envserver_records.packing import ready
+
+from ..config import MixSettings
+from ..evaluation.folders import Pricing, View, groups_path
+from ..evaluation.suite import summary_scalars
+from ..evaluation_config import HeldOutConfig
+from ..export.stored_files import opened
+from .context import SharedEngine
+from .evaluating import Choice, Member, evaluate_on
+from .mix import Member as Served
+from .spec import RunSpec
+
+
+class Made(msgspec.Struct, frozen=True):
+    """A complete evaluation; fields as in `held_out.HeldOut`."""
+
+    results: dict[str, float]
+    sampled_by: dict[str, int]
+
+
+async def evaluated(
+    room: SharedEngine,
+    served: Sequence[Served[MixSettings]],
+    config: HeldOutConfig,
+    pricing: Pricing,
+    folder: Path,
+    *,
+    again: bool,
+) -> Made:
+    """Runs one evaluation.
+
+    Args:
+        again: it was begun before in this folder; what fits the settings of now is kept.
+
+    Raises:
+        EnvserverError: it cannot be made.
+    """
+    members = [_member(one, config) for one in served]
+    view = View(
+        pass_at=config.pass_at,
+        failures=config.failures,
+        truncated=config.truncated,
+        pricing=pricing,
+    )
+    choice = Choice(folder=folder, resume=again, baselines=config.baselines, view=view)
+    try:
+        done = await evaluate_on(room, members, choice)
+    except ConfigError:
+        if not again:
+            raise
+        # The settings have changed since it was begun: nothing of it can be used.
+        anew = dataclasses.replace(choice, resume=False, overwrite=True)
+        done = await evaluate_on(room, members, anew)
+    ready(_Line)
+    folders = [done.folder if len(members) == 1 else done.folder / one.name for one in members]
+    paths = [path for one in folders if (path := groups_path(one)).exists()]
+    return Made(
+        results={} if done.report is None else summary_scalars(done.report),
+        sampled_by=dict(await asyncio.to_thread(sampled_by, paths)),
+    )
+
+
+def sampled_by(paths: Sequence[Path]) -> Counter[str]:
+    """Counts the rollouts in files of groups by the version that sampled all of their tokens."""
+    counts: Counter[str] = Counter()
+    decoder = msgspec.json.Decoder(_Line)
+    for path in paths:
+        with opened(path) as lines:
+            for line in lines:
+                for rollout in decoder.decode(line).envserver.rollouts:
+                    seen = {span[0] for row in rollout.versions for span in row if span[0] >= 0}
+                    name = str(seen.pop()) if len(seen) == 1 else "several" if seen else "unknown"
+                    counts[name] += 1
+    return counts
+
+
+class _Rollout(msgspec.Struct):
+    versions: list[list[list[int]]] = []
+
+
+class _Rollouts(msgspec.Struct):
+    rollouts: list[_Rollout]
+
+
+class _Line(msgspec.Struct):
+    """The part of a line of a file of groups that is read."""
+
+    envserver: _Rollouts
+
+
+def _member(one: Served[MixSettings], config: HeldOutConfig) -> Member[MixSettings]:
+    """Returns the environment with the settings of an evaluation."""
+    settings, env = one.spec.settings, one.spec.settings.env
+    size = config.group_size or env.group_size
+    own = env.model_copy(
+        update={"split": config.split, "total_steps": config.total_steps, "group_size": size}
+    )
+    sampling, rollouts = settings.sampling, settings.rollouts
+    if config.temperature is not None:
+        sampling = sampling.model_copy(update={"temperature": config.temperature})
+    rollouts = rollouts.model_copy(
+        update={
+            "max_concurrent": config.max_concurrent,
+            "min_group_size": 1,  # as in `evaluate`
+            "max_staleness": None,
+            "max_staleness_at_delivery": None,
+        }
+    )
+    changed = settings.model_copy(
+        update={"env": own, "sampling": sampling, "rollouts": rollouts, "track": []}
+    )
+    spec = RunSpec(changed, one.spec.reference, one.spec.environment_class)
+    return Member(one.share.name, spec)
