@@ -77,6 +77,8 @@ CASES = [
     Case("chat, streamed", "chat", streamed=True, budget_ms=3.0, at=EVERYWHERE),
     Case("chat, tools, whole", "chat", tools=True, budget_ms=1.0),
     Case("chat, tools, streamed", "chat", tools=True, streamed=True, budget_ms=1.0),
+    Case("floor of tokens, goes on, whole", "floor", goes_on=True),
+    Case("floor of tokens, goes on, tools, whole", "floor", tools=True, goes_on=True),
     Case("tokens, first call", "tokens", budget_ms=2.0),
     Case("tokens, goes on, whole", "tokens", goes_on=True, budget_ms=2.5, at=EVERYWHERE),
     Case("tokens, goes on, streamed", "tokens", streamed=True, goes_on=True, budget_ms=5.0),
@@ -136,7 +138,7 @@ class House:
         root = engine_url if name == "engine" else self._servers[name, engine_url][1]
         if name in ("engine", "httpx"):
             return [f"{root}/v1/chat/completions"] * count
-        with urllib.request.urlopen(f"{root}/attempts/{count}") as answer:
+        with urllib.request.urlopen(f"{root}/r/attempts/{count}") as answer:
             keys = orjson.loads(answer.read())
         return [f"{root}/r/{key}/v1/chat/completions" for key in keys]
 
@@ -337,7 +339,7 @@ def main() -> None:
             console.print(uvloop.run(table_with_time(house, root, "auto", (1, 8), 1, [], **ask)))
             return
         instant, timed = house.start_engine()
-        house.start(["chat", "tokens", "httpx"], instant)
+        house.start(["chat", "tokens", "httpx", "floor"], instant)
         house.start(["chat", "httpx"], timed)
         pin(cores.load)
         console.print(uvloop.run(table_at_once(house, instant, words.quick, missed)))

@@ -3,12 +3,14 @@
     chat, tokens   our proxy before an engine that is asked in this mode
     auto           our proxy before any engine, asked in the best mode that it has
     httpx          the least that FastAPI and httpx can do: bodies in, bodies out
+    floor          the least that a proxy in tokens mode does, see `proxy_floor`
 
-Prints the address. `GET /attempts/N` of ours ends the attempts that there are and opens N others.
+Prints the address. `GET /r/attempts/N` of ours ends the attempts that there are and opens N others.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,13 +25,18 @@ from starlette.responses import StreamingResponse
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import proxy_calls as calls
+from proxy_floor import floor_app
 from proxy_load import pin
 from support.serving import attempt_spec
 
 from envserver import OpenAIConfig, Settings, TokensConfig
 from envserver.api import serve_api
+from envserver.api.proxy_server import serve_proxy
 from envserver.cli.loop import run_loop
 from envserver.models import OpenAIEngine, ProbeResult
+from envserver.models.addresses import EngineAddresses
+from envserver.models.connections import Connections
+from envserver.models.decoding import Decoder
 from envserver.proxy import (
     AsgiApp,
     Capabilities,
@@ -52,11 +59,35 @@ UNBOUNDED = AttemptBounds(
 )
 
 
-def make_proxy(engine: OpenAIEngine, mode: str) -> Proxy:
+class BenchProxy(Proxy):
+    """Our proxy, and a way to have other attempts."""
+
+    def __init__(self, engine: OpenAIEngine, endpoint: EngineEndpoint | None) -> None:
+        super().__init__(engine, endpoint=endpoint, bounds=UNBOUNDED)
+        self.model = calls.MODEL
+        self._asked: list[ProxyAttempt] = []
+
+    def asgi(self) -> AsgiApp:
+        inner = super().asgi()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if not scope.get("path", "").startswith("/r/attempts/"):
+                await inner(scope, receive, send)
+                return
+            while self._asked:
+                self.seal(self._asked.pop())
+            count = int(scope["path"].rpartition("/")[2])
+            self._asked = [open_attempt(self, self.model) for _ in range(count)]
+            await send_json(send, 200, [attempt.key for attempt in self._asked])
+
+        return app
+
+
+def make_proxy(engine: OpenAIEngine, mode: str) -> BenchProxy:
     """Our proxy before an engine whose ways are known, or found out."""
     if mode == "auto":
         endpoint = make_endpoint(Settings(tokens=TokensConfig(constraints="all")), engine)
-        return Proxy(engine, endpoint=endpoint, bounds=UNBOUNDED)
+        return BenchProxy(engine, endpoint)
     probe_result = ProbeResult(mode="tokens", model=calls.MODEL, tools=True, has_parser=True)
 
     async def find() -> Capabilities:
@@ -65,31 +96,13 @@ def make_proxy(engine: OpenAIEngine, mode: str) -> Proxy:
     endpoint = EngineEndpoint(
         engine, find=find if mode == "tokens" else None, tokens=TokensConfig()
     )
-    return Proxy(engine, endpoint=endpoint, bounds=UNBOUNDED)
+    return BenchProxy(engine, endpoint)
 
 
 def open_attempt(proxy: Proxy, model: str = calls.MODEL) -> ProxyAttempt:
     """An attempt without limits."""
     spec = attempt_spec(max_turns=10**9, seconds=3600.0)
     return proxy.open(msgspec.structs.replace(spec, model=model))
-
-
-def with_attempts(proxy: Proxy, model: str) -> AsgiApp:
-    """The proxy's application, and a way to have other attempts."""
-    inner = proxy.asgi()
-    attempts: list[ProxyAttempt] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if not scope.get("path", "").startswith("/attempts/"):
-            await inner(scope, receive, send)
-            return
-        while attempts:
-            proxy.seal(attempts.pop())
-        count = int(scope["path"].rpartition("/")[2])
-        attempts.extend(open_attempt(proxy, model) for _ in range(count))
-        await send_json(send, 200, [attempt.key for attempt in attempts])
-
-    return app
 
 
 def thin_proxy(engine_url: str) -> FastAPI:
@@ -128,12 +141,21 @@ def thin_proxy(engine_url: str) -> FastAPI:
 
 async def serve(name: str, engine_url: str, core: int) -> None:
     pin(core)
+    if name == "floor":
+        addresses = EngineAddresses((), [engine_url])
+        async with Connections("", Decoder(""), addresses) as connections:
+            await _serve(floor_app(engine_url, connections))
+        return
     if name == "httpx":
         await _serve(thin_proxy(engine_url))
         return
     model = "default" if name == "auto" else calls.MODEL
     async with OpenAIEngine(OpenAIConfig(base_url=engine_url, model_name=model)) as engine:
-        await _serve(with_attempts(make_proxy(engine, name), await engine.model_name()))
+        proxy = make_proxy(engine, name)
+        proxy.model = await engine.model_name()
+        server = await serve_proxy(proxy)
+        print("serves", server.url, flush=True)
+        await asyncio.Event().wait()
 
 
 async def _serve(app: Any) -> None:
