@@ -22,6 +22,7 @@ import orjson
 from envserver_records.errors import UsageError
 
 from ..descriptors import raise_open_files
+from ..proxy.asgi import HANGUPS, Hangups
 from ..proxy.bounds import KEPT_CONNECTIONS, Connections, InFlight, OverBound
 from ..proxy.server import Proxy, error_answer
 from ..server_config import ServerConfig
@@ -79,6 +80,7 @@ class AgentHttp(BoundedHttp):
         super().__init__(*args, **more)
         self._listener = listener
         self._owner: InFlight | None = None
+        self._hangups = Hangups()
 
     @property
     def is_answered(self) -> bool:
@@ -105,6 +107,12 @@ class AgentHttp(BoundedHttp):
         if self._owner is not None:
             self._owner.connections.discard(self)
         super().connection_lost(exc)
+        self._hangups.gone()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        extensions: dict[str, Any] = self.scope["extensions"]
+        extensions[HANGUPS] = self._hangups
 
     def head_came(self) -> None:
         owner = self._listener.proxy.in_flight(unquote(self.url.decode("latin-1")))

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 from ..descriptors import raise_open_files
 from ..server_config import ServerConfig, is_loopback
 from .access.connections import BoundedHttp, HttpBounds
+from .access.joined import JoinedHttp
 from .certificates import Certificates
 from .lifespan import Lifespan
 
@@ -205,7 +206,7 @@ def _configured(
     ping_seconds: float | None,
 ) -> uvicorn.Config:
     # No server without settings reads the address or scheme of its clients.
-    more: dict[str, Any] = {"http": http or "httptools", "ws": "none", "proxy_headers": False}
+    more: dict[str, Any] = {"http": http or JoinedHttp, "ws": "none", "proxy_headers": False}
     if settings is not None:
         more = {
             "http": partial(BoundedHttp, bounds=HttpBounds.of(settings)),

@@ -92,9 +92,19 @@ class Engine(Protocol):
         """
 
     def stream(
-        self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        """Streams an answer's chunks; it ends normally only after the engine's `[DONE]`."""
+        """Streams an answer's chunks; it ends normally only after the engine's `[DONE]`.
+
+        Args:
+            form: of each chunk; see `post`.
+        """
 
     async def get(self, path: str) -> dict[str, Any]:
         """Sends a GET request (such as /v1/models)."""

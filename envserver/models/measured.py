@@ -136,11 +136,17 @@ class MeasuredEngine:
 
     @asynccontextmanager
     async def stream(
-        self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[Json]]:
         """See Engine."""
         streaming = self._engine.stream(
-            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
         )
         with self._counted(path):
             async with streaming as chunks:

@@ -151,7 +151,13 @@ class OpenAIEngine:
 
     @asynccontextmanager
     async def stream(
-        self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[Json]]:
         """See Engine."""
         payload = orjson.dumps(body)
@@ -166,7 +172,7 @@ class OpenAIEngine:
                         raise EngineGarbage(
                             "The engine answered a stream's request without a stream."
                         )
-                    chunks = self._chunks(request.replica, response, deadline)
+                    chunks = self._chunks(request.replica, response, deadline, form)
                     first = await anext(chunks, None)
                     return stack.pop_all(), self._handed_out(request, first, chunks)
             except EngineRefused as error:
@@ -308,7 +314,7 @@ class OpenAIEngine:
             return self._decoder.decode(await whole(response))
 
     async def _chunks(
-        self, replica: Replica, response: Response, deadline: float
+        self, replica: Replica, response: Response, deadline: float, form: type | None
     ) -> AsyncGenerator[Json]:
         """Reads the chunks of a stream to its end.
 
@@ -329,7 +335,7 @@ class OpenAIEngine:
                         await _drain(response)
                         return
                     if event:
-                        yield self._decoder.decode(event)
+                        yield self._decoder.decode(event, form)
         raise RetryableError(EngineGarbage("The engine's stream ended before its [DONE]."))
 
     async def _handed_out(

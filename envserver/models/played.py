@@ -105,7 +105,13 @@ class PlayedEngine:
 
     @asynccontextmanager
     async def stream(
-        self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
         """See Engine; one chunk."""
         message = await self._answer(path, body, rollout_id)

@@ -49,17 +49,18 @@ class _TokenLogprob(_Logprob):
     top_logprobs: list[_Logprob] | None = None
 
 
-class _Logprobs(msgspec.Struct):
-    """`content` is set in chats; text completions have other fields."""
+class Logprobs(msgspec.Struct):
+    """`content` is set in chats, `token_logprobs` elsewhere."""
 
     content: list[_TokenLogprob] | None = None
+    token_logprobs: Any = None
 
 
 class _Ending(msgspec.Struct, kw_only=True):
     """Fields of choices in both answers and chunks."""
 
     index: _Index = 0
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -68,8 +69,13 @@ class _Choice(_Ending, kw_only=True):
     message: _Words
 
 
-class _Part(_Ending, kw_only=True):
+class Part(_Ending, kw_only=True):
+    """A choice of a chunk."""
+
     delta: _Words
+    token_ids: Any = None
+    prompt_token_ids: Any = None
+    weight_versions: Any = None
 
 
 class _Details(msgspec.Struct):
@@ -95,8 +101,11 @@ class _Answer(_Head, kw_only=True):
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 
 
-class _Chunk(_Head, kw_only=True):
-    choices: list[_Part] | None = None
+class Chunk(_Head, kw_only=True):
+    """A chunk, as it is collected for the record."""
+
+    choices: list[Part] | None = None
+    prompt_token_ids: Any = None
 
 
 def check_answer(answer: dict[str, Any]) -> None:
@@ -109,12 +118,13 @@ def check_answer(answer: dict[str, Any]) -> None:
         raise EngineGarbage("The engine's answer holds two choices with the same index.")
 
 
-def check_chunk(chunk: dict[str, Any]) -> None:
+def read_chunk(chunk: dict[str, Any]) -> Chunk:
     """
     Raises:
         EngineGarbage: `chunk` is not a chunk of a chat answer; the message says why.
     """
-    _converted(chunk, _Chunk, "A chunk of the engine's answer")
+    read: Chunk = _converted(chunk, Chunk, "A chunk of the engine's answer")
+    return read
 
 
 def _converted(value: dict[str, Any], form: type[Any], what: str) -> Any:

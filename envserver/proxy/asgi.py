@@ -46,12 +46,16 @@ class ClientGone(Exception):
     """The client hung up while its request was read."""
 
 
+_HEADERS = "envserver.headers"
+"""Name in a scope of its headers by name; of equal names the first."""
+
+
 def header(scope: Scope, name: bytes) -> str:
     """Returns the header `name` (lower case), or ""."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value).decode("latin-1")
-    return ""
+    headers: dict[bytes, bytes] | None = scope.get(_HEADERS)
+    if headers is None:
+        headers = scope[_HEADERS] = dict(reversed(scope["headers"]))
+    return bytes(headers.get(name, b"")).decode("latin-1")
 
 
 def header_number(text: str) -> int:
@@ -249,15 +253,50 @@ class Interrupted(Exception):
         self.reason: Reason = reason
 
 
+HANGUPS = "envserver.hangups"
+"""Extension of a scope: the `Hangups` of its connection."""
+
+
+class Hangups:
+    """Says when the client of one connection hangs up, without a task that waits for it."""
+
+    def __init__(self) -> None:
+        self._watching: set[Callable[[], None]] = set()
+        self._gone = False
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Calls `on_gone` when the client hangs up, soon if it has."""
+        if self._gone:
+            asyncio.get_running_loop().call_soon(on_gone)
+        else:
+            self._watching.add(on_gone)
+
+    def forget(self, on_gone: Callable[[], None]) -> None:
+        self._watching.discard(on_gone)
+
+    def gone(self) -> None:
+        """The client has hung up."""
+        self._gone = True
+        watching, self._watching = self._watching, set()
+        for on_gone in watching:
+            on_gone()
+
+
 class Interrupts:
     """Cancels the enclosed block when its result is no longer needed; use with `async with`.
 
     That is when the client hangs up ("gone"), after `seconds` ("time"), or when `interrupt` is
     called. The block then raises `Interrupted`.
+
+    Args:
+        hangups: those of the connection; None: `receive` tells of them.
     """
 
-    def __init__(self, receive: Receive, seconds: float | None) -> None:
+    def __init__(
+        self, receive: Receive, seconds: float | None, hangups: Hangups | None = None
+    ) -> None:
         self._receive = receive
+        self._hangups = hangups
         self._timeout = asyncio.timeout(seconds)
         self._watcher: asyncio.Task[None] | None = None
         self._reason: Reason | None = None
@@ -265,8 +304,11 @@ class Interrupts:
 
     async def __aenter__(self) -> Interrupts:
         await self._timeout.__aenter__()
-        self._watcher = asyncio.create_task(self._watch())
         self._open = True
+        if self._hangups is not None:
+            self._hangups.watch(self._gone)
+        else:
+            self._watcher = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -288,6 +330,8 @@ class Interrupts:
 
         Call it before the end of the answer: servers report that end as one.
         """
+        if self._hangups is not None:
+            self._hangups.forget(self._gone)
         # Its error would hold this object by its traceback, and both would be a cycle.
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
@@ -296,4 +340,7 @@ class Interrupts:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             continue
+        self._gone()
+
+    def _gone(self) -> None:
         self.interrupt("gone")

@@ -254,7 +254,11 @@ class ReadyEngine:
                 self._engine, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
             )
         return self._client.stream(
-            body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            body,
+            prompt,
+            rollout_id=rollout_id,
+            timeout_seconds=timeout_seconds,
+            bare=not request.wants_logprobs,
         )
 
 

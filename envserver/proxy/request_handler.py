@@ -15,6 +15,7 @@ from envserver_records.errors import EngineTimeout, EnvserverError
 
 from .admission import admit_images, read_request
 from .asgi import (
+    Hangups,
     Interrupted,
     Interrupts,
     Receive,
@@ -52,6 +53,7 @@ class RequestHandler:
         dialect: the API that the agent uses.
         agent: the agent of the attempt, None for the only one.
         hooks: those of the environment, if it has any.
+        hangups: those of the client's connection, if it tells them.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class RequestHandler:
         receive: Receive,
         send: Send,
         hooks: Hooks | None = None,
+        hangups: Hangups | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._attempt = attempt
@@ -71,6 +74,7 @@ class RequestHandler:
         self._receive = receive
         self._send = send
         self._hooks = hooks
+        self._hangups = hangups
         self._memory = attempt.memory.setdefault(dialect.name, {})
         self._begun = False
         self._writer: EventWriter | None = None
@@ -138,7 +142,7 @@ class RequestHandler:
 
     async def _answer_with(self, call_task: CallTask, *, again: bool) -> None:
         seconds = self._attempt.seconds_left + _SLOW_CLIENT_SECONDS
-        interrupts = Interrupts(self._receive, seconds)
+        interrupts = Interrupts(self._receive, seconds, self._hangups)
         self._attempt.working(interrupts)
         try:
             async with interrupts:
@@ -157,7 +161,7 @@ class RequestHandler:
     async def _waited_for(self, task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
         pulse = self._start_pulse()
         try:
-            await asyncio.wait({task})
+            await _ended(task)
         finally:
             if pulse is not None:
                 pulse.cancel()
@@ -189,7 +193,8 @@ class RequestHandler:
             if call_task.calls:
                 last.append(events)
             elif events:
-                await self._begin_events()
+                if not self._begun:
+                    await self._begin_events()
                 await send_events(self._send, events)
 
         pulse = self._start_pulse()
@@ -247,6 +252,18 @@ class RequestHandler:
             raise error
         if self._writer is not None:
             await end_events(self._send, self._writer.fail(error))
+
+
+def _ended(task: asyncio.Task[Any]) -> asyncio.Future[None]:
+    """Returns a future that ends with `task`, which goes on if the future is cancelled."""
+    ending: asyncio.Future[None] = task.get_loop().create_future()
+
+    def end(_: asyncio.Task[Any]) -> None:
+        if not ending.done():
+            ending.set_result(None)
+
+    task.add_done_callback(end)
+    return ending
 
 
 def _too_slow() -> EngineTimeout:

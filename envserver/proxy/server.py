@@ -32,6 +32,7 @@ from ..models.engine import Engine
 from ..models.measured import Stopwatch
 from ..telemetry.numbers import SHORT_SECONDS, Distribution
 from .asgi import (
+    HANGUPS,
     HOLD,
     AsgiApp,
     ClientGone,
@@ -407,7 +408,14 @@ class Proxy:
         marks = RetryMarks(scope, await asyncio.to_thread(digest) if large else digest())
         endpoint = self._endpoints[attempt.spec.route(agent).endpoint]
         request = RequestHandler(
-            endpoint, attempt, DIALECTS[path], agent, receive, send, self._hooks
+            endpoint,
+            attempt,
+            DIALECTS[path],
+            agent,
+            receive,
+            send,
+            self._hooks,
+            scope.get("extensions", {}).get(HANGUPS),
         )
         with Stopwatch() as watch:
             await request.answer(body, marks)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .answer_schema import check_chunk
-from .engine_answer import EngineAnswer, SampledChoice, list_or_none, logprobs_of, usage_count
+from .answer_schema import Logprobs, Part, read_chunk
+from .engine_answer import EngineAnswer, SampledChoice, list_or_none
 from .engine_client.base import EXPERTS
 from .engine_client.generated import IMAGES
 from .model_request import ModelRequest
@@ -39,16 +39,18 @@ class Collector:
         Raises:
             EngineGarbage: it is not a chat chunk.
         """
-        check_chunk(chunk)
-        self._model = chunk.get("model") or self._model
-        if (count := usage_count(chunk, "completion_tokens")) is not None:
-            self._completion_tokens = count
-        if (count := usage_count(chunk, "prompt_tokens")) is not None:
-            self._prompt_tokens = count
+        read = read_chunk(chunk)
+        self._model = read.model or self._model
+        if read.usage is not None:
+            if read.usage.completion_tokens is not None:
+                self._completion_tokens = read.usage.completion_tokens
+            if read.usage.prompt_tokens is not None:
+                self._prompt_tokens = read.usage.prompt_tokens
         if self._prompt_ids is None:
-            self._prompt_ids = list_or_none(chunk.get("prompt_token_ids"))
-        self._images = self._images or list_or_none(chunk.pop(IMAGES, None))
-        for part in _choices(chunk):
+            self._prompt_ids = list_or_none(read.prompt_token_ids)
+        if IMAGES in chunk:
+            self._images = self._images or list_or_none(chunk.pop(IMAGES))
+        for part in read.choices or ():
             self._add_choice(part)
 
     def engine_answer(self) -> EngineAnswer:
@@ -69,29 +71,34 @@ class Collector:
             images=self._images,
         )
 
-    def _add_choice(self, part: dict[str, Any]) -> None:
-        index = part.get("index", 0)
+    def _add_choice(self, part: Part) -> None:
+        index = part.index
         choice = self._choices.get(index)
         if choice is None:
             choice = self._choices[index] = SampledChoice(index=index, message={})
             self._texts[index] = {}
-        for name, text in part["delta"].items():
-            if text and name in self._wanted:
+        for name in self._wanted:
+            if text := getattr(part.delta, name):
                 self._texts[index].setdefault(name, []).append(text)
         if choice.prompt_ids is None:
-            choice.prompt_ids = list_or_none(part.get("prompt_token_ids"))
-        ids = part.get("token_ids")
-        if isinstance(ids, list):
-            choice.ids = _extended(choice.ids, ids)
-        logprobs = logprobs_of(part)
-        if logprobs is not None:
+            choice.prompt_ids = list_or_none(part.prompt_token_ids)
+        if isinstance(part.token_ids, list):
+            choice.ids = _extended(choice.ids, part.token_ids)
+        if part.logprobs is not None and (logprobs := _numbers(part.logprobs)) is not None:
             choice.logprobs = _extended(choice.logprobs, logprobs)
-        if isinstance(part.get("weight_versions"), list):
-            choice.weight_versions = part["weight_versions"]
-        if part.get("finish_reason") is not None:
-            choice.finish_reason = part["finish_reason"]
-        if part.get("stop_reason") is not None:
-            choice.stop_reason = part["stop_reason"]
+        if isinstance(part.weight_versions, list):
+            choice.weight_versions = part.weight_versions
+        if part.finish_reason is not None:
+            choice.finish_reason = part.finish_reason
+        if part.stop_reason is not None:
+            choice.stop_reason = part.stop_reason
+
+
+def _numbers(logprobs: Logprobs) -> list[Any] | None:
+    """Returns the sampled tokens' logprobs."""
+    if logprobs.content is not None:
+        return [entry.logprob for entry in logprobs.content]
+    return list_or_none(logprobs.token_logprobs)
 
 
 def _extended(held: list[Any] | None, more: list[Any]) -> list[Any]:
@@ -134,7 +141,10 @@ def clean_chunk(chunk: dict[str, Any], request: ModelRequest) -> bool:
 def is_last(chunk: dict[str, Any]) -> bool:
     """Returns whether a choice ends with this chunk, or all have ended (usage)."""
     parts = _choices(chunk)
-    return not parts or any(part.get("finish_reason") is not None for part in parts)
+    for part in parts:
+        if part.get("finish_reason") is not None:
+            return True
+    return not parts
 
 
 def chunks_of(answer: dict[str, Any], request: ModelRequest) -> Iterator[dict[str, Any]]:

@@ -201,7 +201,13 @@ class Player:
 
     @asynccontextmanager
     async def stream(
-        self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[Json]]:
         """See Engine. Each answer comes in one piece."""
         answer = await self.post(path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds)

@@ -75,12 +75,18 @@ class PersonEngine(SimEngine):
 
     @asynccontextmanager
     async def stream(
-        self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
         """See Engine."""
         await self._ask(body, rollout_id)
         async with super().stream(
-            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
+            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
         ) as chunks:
             yield chunks
 

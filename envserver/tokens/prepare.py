@@ -53,7 +53,7 @@ def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = dict(body.get("chat_template_kwargs") or {})
     for name in ("add_generation_prompt", "continue_final_message"):
         kwargs.pop(name, None)
-    if body.get("chat_template") is not None or any(name in kwargs for name in RESERVED):
+    if body.get("chat_template") is not None or not kwargs.keys().isdisjoint(RESERVED):
         raise Refused("template_kwargs")
     if body.get("documents") is not None:
         kwargs["documents"] = body["documents"]

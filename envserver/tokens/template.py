@@ -21,11 +21,14 @@ from envserver_records.records import Message
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _LONGEST_REPEAT = 10_000_000
 """Characters or items that one `*` in a template may make."""
 _OF_DICTS = frozenset(dir(dict))
+_OF_LOOPS = frozenset({"first", "last", "index", "index0", "length"})
+"""Plain values of a loop, which the sandbox allows anyway."""
 _TO_JSON = json.JSONEncoder(ensure_ascii=False)
 
 
@@ -120,6 +123,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         # What jinja does for `message.role`, without failing to find such an attribute first.
         if type(obj) is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

@@ -101,7 +101,13 @@ class ScaleOut:
 
     @asynccontextmanager
     async def stream(
-        self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[Json]]:
         body = self._noted(path, body, rollout_id, timeout_seconds)
         yield self._chunks(path, self._answers[path](body))

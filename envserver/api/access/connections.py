@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from envserver_records.errors import UsageError
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from ...server_config import ServerConfig
 from ..lifespan import ABORT
 from ..problems import error_answer
+from .joined import JoinedHttp
 
 _MOST_PIPELINED: Final = 16
 """Requests that were sent before the one in front of them was answered; hardly any client does."""
@@ -61,7 +62,7 @@ class TooManyPipelined(UsageError):
     kind, status = "too_many_pipelined", 429
 
 
-class BoundedHttp(HttpToolsProtocol):
+class BoundedHttp(JoinedHttp):
     """One connection. Its phase is idle, reading headers, or reading a body.
 
     Subclasses may override `head_came` and `answer_to`.

@@ -106,7 +106,13 @@ class SimEngine:
 
     @asynccontextmanager
     async def stream(
-        self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[Json]]:
         """See Engine."""
         deadline = _now() + timeout_seconds

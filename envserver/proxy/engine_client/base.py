@@ -68,9 +68,19 @@ class EngineClient(Protocol):
         """
 
     def stream(
-        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+        self,
+        body: ChatBody,
+        prompt: Prompt,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        bare: bool = False,
     ) -> AbstractAsyncContextManager[AsyncIterator[ChatAnswer]]:
-        """Streams the answer as chunks. A stream that ends normally was complete."""
+        """Streams the answer as chunks. A stream that ends normally was complete.
+
+        Args:
+            bare: see `whole`.
+        """
 
 
 class EngineSession:
@@ -101,15 +111,19 @@ class EngineSession:
         )
 
     def stream(
-        self, path: str, body: ChatBody
+        self, path: str, body: ChatBody, form: type | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        """Sends one request and streams its answer.
+        """Sends one request and streams its answer; `form`: see the engine's `stream`.
 
         Raises:
             EngineError: as the engine's `stream`.
         """
         return self._engine.stream(
-            path, body, rollout_id=self._rollout_id, timeout_seconds=self._seconds_left()
+            path,
+            body,
+            rollout_id=self._rollout_id,
+            timeout_seconds=self._seconds_left(),
+            form=form,
         )
 
     def _seconds_left(self) -> float:

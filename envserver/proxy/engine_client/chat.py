@@ -44,7 +44,13 @@ class ChatClient:
 
     @asynccontextmanager
     async def stream(
-        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+        self,
+        body: ChatBody,
+        prompt: Prompt,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        bare: bool = False,
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
         """See EngineClient."""
         session = EngineSession(self._engine, rollout_id, timeout_seconds)

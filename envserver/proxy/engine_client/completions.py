@@ -143,7 +143,13 @@ class CompletionsClient:
 
     @asynccontextmanager
     async def stream(
-        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+        self,
+        body: ChatBody,
+        prompt: Prompt,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        bare: bool = False,
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
         """See EngineClient."""
         if prompt.ids is None:

@@ -25,7 +25,7 @@ _CUT = "The engine's tokenized text"
 async def derendered(
     session: EngineSession,
     body: ChatBody,
-    prompt_ids: list[int],
+    prompt_ids: Any,
     choices: Sequence[dict[str, Any]],
     *,
     reasons: bool,
@@ -35,6 +35,7 @@ async def derendered(
     Sets each choice's `finish_reason` to that of a chat answer.
 
     Args:
+        prompt_ids: as ids, or as JSON of them.
         reasons: whether the engine separates reasoning from content.
 
     Raises:

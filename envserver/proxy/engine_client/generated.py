@@ -36,7 +36,7 @@ _WHERE = "The engine's generated answer"
 _CHUNK = "A chunk of the engine's generated stream"
 
 
-class _Score(TypedDict):
+class _Score(msgspec.Struct, gc=False):
     logprob: float | None
 
 
@@ -76,6 +76,24 @@ class Generated(TypedDict, total=False):
 
 class BareGenerated(Generated, total=False):
     """The same without texts and alternatives of tokens, for agents that do not ask for them."""
+
+    choices: list[_BareChoice]
+
+
+class GeneratedChunk(TypedDict, total=False):
+    """A chunk of a stream; the first has the prompt."""
+
+    request_id: Any
+    choices: list[_Choice]
+    usage: Any
+    prompt_token_ids: msgspec.Raw
+    mm_placeholders: Any
+    error: Any
+    object: Any
+
+
+class BareGeneratedChunk(GeneratedChunk, total=False):
+    """See BareGenerated."""
 
     choices: list[_BareChoice]
 
@@ -158,11 +176,13 @@ class GeneratedAnswer:
     def __init__(
         self, answer: ChatAnswer, body: ChatBody, sent: SentPrompt, *, is_bare: bool = False
     ) -> None:
-        # What has another form, or came from an engine that knows no forms, is there as a whole.
-        has_form = isinstance(answer.get("prompt_token_ids"), msgspec.Raw)
-        self._is_bare = is_bare and has_form and bool(body.get("logprobs"))
+        self._is_bare = is_bare
         self._told = sent.told(sent.check(answer, _WHERE))
         self.prompt_ids: list[int] = answer["prompt_token_ids"]
+        self.prompt_json: Any = self.prompt_ids
+        """`prompt_ids` to be sent again."""
+        if self.prompt_ids is sent.ids and sent.json:
+            self.prompt_json = orjson.Fragment(sent.json)
         self._answer = answer
         self._body = body
         self.choices = choices_of(answer, count_of(body), _WHERE)
@@ -178,7 +198,11 @@ class GeneratedAnswer:
             "created": self._answer.get("created") or 0,
             "model": self._answer.get("model") or self._body.get("model"),
             "choices": [
-                {"index": choice["index"], "message": message, **self._facts(choice)}
+                {
+                    "index": choice["index"],
+                    "message": message,
+                    **_facts(choice, self._body, _WHERE, self._is_bare),
+                }
                 for choice, message in zip(self.choices, messages, strict=True)
             ],
             "usage": require(self._answer, "usage", dict, _WHERE),
@@ -187,18 +211,19 @@ class GeneratedAnswer:
             "prompt_logprobs": self._answer.get("prompt_logprobs"),
         }
 
-    def _facts(self, choice: dict[str, Any]) -> dict[str, Any]:
-        if not self._is_bare or not choice.get("logprobs"):
-            return _facts(choice, self._body, _WHERE)
-        scores = require(choice["logprobs"], "content", list, _WHERE)
-        bare = {"token_logprobs": [score["logprob"] for score in scores]}
-        return _with_versions(choice, bare, _WHERE)
-
 
 async def chunks_of(
-    stream: AsyncIterator[ChatAnswer], body: ChatBody, sent: SentPrompt, created: int
+    stream: AsyncIterator[ChatAnswer],
+    body: ChatBody,
+    sent: SentPrompt,
+    created: int,
+    *,
+    is_bare: bool = False,
 ) -> AsyncIterator[ChatAnswer]:
     """Converts a generated stream to the chunks of a chat answer.
+
+    Args:
+        is_bare: it was asked for as `BareGeneratedChunk`.
 
     Raises:
         EngineGarbage: a field is missing, or the engine saw another prompt.
@@ -218,7 +243,7 @@ async def chunks_of(
             text = require(choice, "text", str, _CHUNK)
             require(choice, "token_ids", list, _CHUNK)
             delta = {"content": text} if text else {}
-            facts = _facts(choice, body, _CHUNK)
+            facts = _facts(choice, body, _CHUNK, is_bare)
             if facts["finish_reason"] is not None:
                 unfinished.discard(index)
             yield {**head, "choices": [{"index": index, "delta": delta, **facts}]}
@@ -235,28 +260,27 @@ def _id(answer: ChatAnswer) -> str:
     return chat_id(answer, "request_id", "generate-tokens-")
 
 
-def _facts(choice: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any]:
-    logprobs = _logprobs(choice, body, where) if body.get("logprobs") else None
-    return _with_versions(choice, logprobs, where)
-
-
-def _with_versions(
-    choice: dict[str, Any], logprobs: dict[str, Any] | None, where: str
-) -> dict[str, Any]:
+def _facts(choice: dict[str, Any], body: ChatBody, where: str, is_bare: bool) -> dict[str, Any]:
+    logprobs = _logprobs(choice, body, where, is_bare) if body.get("logprobs") else None
     facts = answer_fields(choice, choice["token_ids"], logprobs)
     if choice.get("weight_versions") is not None:
         facts["weight_versions"] = require(choice, "weight_versions", list, where)
     return facts
 
 
-def _logprobs(choice: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any] | None:
+def _logprobs(
+    choice: dict[str, Any], body: ChatBody, where: str, is_bare: bool
+) -> dict[str, Any] | None:
     if not choice["token_ids"] and choice.get("logprobs") is None:
         return None
     logprobs: dict[str, Any] = require(choice, "logprobs", dict, where)
     content, wanted = require(logprobs, "content", list, where), top_logprobs(body)
     try:
+        # What has another form, or came from an engine that knows no forms, is there as a whole.
+        if is_bare and not (content and isinstance(content[0], dict)):
+            return {"token_logprobs": [entry.logprob for entry in content]}
         for entry in content if wanted >= 0 else ():
             entry["top_logprobs"] = entry["top_logprobs"][:wanted]
-    except (TypeError, KeyError):
-        raise EngineGarbage(f"{where} holds a token without top_logprobs.") from None
+    except (TypeError, KeyError, AttributeError):
+        raise EngineGarbage(f"{where} holds a token without its logprobs.") from None
     return logprobs

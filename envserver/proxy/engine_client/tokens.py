@@ -33,8 +33,10 @@ from .chat import ChatClient, not_streamed
 from .derendering import derendered
 from .generated import (
     BareGenerated,
+    BareGeneratedChunk,
     Generated,
     GeneratedAnswer,
+    GeneratedChunk,
     SentPrompt,
     chunks_of,
     image_ranges,
@@ -104,7 +106,7 @@ class TokensClient:
         generated = GeneratedAnswer(answer, body, sent, is_bare=bare)
         if self._is_parsed(body):
             messages = await derendered(
-                session, body, generated.prompt_ids, generated.choices, reasons=self._reasons
+                session, body, generated.prompt_json, generated.choices, reasons=self._reasons
             )
             return generated.told(messages)
         texts = [choice["text"] for choice in generated.choices]
@@ -112,7 +114,13 @@ class TokensClient:
 
     @asynccontextmanager
     async def stream(
-        self, body: ChatBody, prompt: Prompt, *, rollout_id: str, timeout_seconds: float
+        self,
+        body: ChatBody,
+        prompt: Prompt,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        bare: bool = False,
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
         """See EngineClient."""
         if self._chat_only(body):
@@ -125,8 +133,9 @@ class TokensClient:
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
         request, sent = await self._request(session, body, prompt)
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        async with session.stream(GENERATE, {**request, **options}) as chunks:
-            yield chunks_of(chunks, body, sent, int(time.time()))
+        form = BareGeneratedChunk if bare else GeneratedChunk
+        async with session.stream(GENERATE, {**request, **options}, form) as chunks:
+            yield chunks_of(chunks, body, sent, int(time.time()), is_bare=bare)
 
     def _is_parsed(self, body: ChatBody) -> bool:
         return has_tools(body) or self._reasons

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from support.fake_vllm import fake_vllm
 from support.serving import attempt_spec
 from support.waiting import PATIENCE, until
 
@@ -294,3 +295,35 @@ async def test_guests_have_no_bounds() -> None:
         for client in held:
             client.writer.write(b"x" * 9)
         assert {(await client.answer())[0] for client in held} != {429}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_that_hangs_up_is_noticed_at_once(streamed: bool) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": streamed})
+    async with (
+        fake_vllm() as fake,
+        OpenAIEngine(OpenAIConfig(base_url=fake.url, model_name="any")) as engine,
+    ):
+        made = House(engine)
+        made.server = await serve_proxy(made.proxy)
+        try:
+            fake.held = asyncio.Event()
+            attempt = made.open()
+            asked = head(attempt, "POST", CHAT, len(body)) + body.encode()
+            client = await made.connect(asked)
+            await until(lambda: fake.requests)
+            client.writer.close()
+            await until(lambda: not attempt.in_flight.bytes)  # nobody waits for the answer
+            if streamed:
+                await until(lambda: fake.aborted == 1)
+                assert [call.finish_reason for call in attempt.calls] == ["disconnect"]
+                return
+            assert attempt.calls == []
+            fake.held.set()
+            await until(lambda: attempt.calls)
+            assert attempt.calls[0].exact and attempt.calls[0].delivered == "none"
+            # An equal request is the same client, which asks again for what it lost.
+            assert (await (await made.connect(asked)).answer())[0] == 200
+            assert len(attempt.calls) == 1 and attempt.calls[0].delivered == "full"
+        finally:
+            await made.server.close()
