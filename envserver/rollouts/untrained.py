@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import structlog
 from envserver_records.records import Call
 from envserver_records.records import Sequence as Row
@@ -82,7 +83,7 @@ def untrained_of(
         if worst != "train":
             flag = next(flag for flag in flags_of(call) if actions.of(flag) == worst)
             masked[flag] += len(call.completion_ids)
-    left = sampled - sum(int(row.mask.sum()) for row in rows) - masked.total()
+    left = sampled - sum(int(np.count_nonzero(row.mask)) for row in rows) - masked.total()
     if left > 0:  # `build` masks the older tokens of a row
         masked["mixed_versions"] += left
     return Untrained(sampled, {flag: count for flag, count in masked.items() if count})

@@ -9,10 +9,11 @@ import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import openai
 import orjson
 import pytest
-from envserver_records.errors import EngineGarbage, LimitReached, Outcome
+from envserver_records.errors import AgentError, EngineGarbage, LimitReached, Outcome
 from support.fake_vllm import ids_of, logprob
 from support.proxy_house import (
     ASK,
@@ -143,6 +144,15 @@ async def test_a_worker_gets_its_rollout_and_posts_its_result_once(home: House) 
     assert (attempt.posted, attempt.output, attempt.metrics) == (True, {"answer": 2}, {"steps": 3})
     assert (await home.post(attempt.key, "result", {"output": 1}))[0] == 409
     assert attempt.output == {"answer": 2}
+
+
+async def test_a_task_that_is_not_json_is_a_bug_of_the_environment(home: House) -> None:
+    attempt, _ = home.open()
+    task = msgspec.structs.replace(attempt.spec.task, public={"seen": {1, 2}})
+    attempt.spec = msgspec.structs.replace(attempt.spec, task=task)
+    with pytest.raises(AgentError, match="'add-1' is not JSON") as caught:
+        job_of(attempt)
+    assert caught.value.detail["bug"].startswith("A bug in the environment")
 
 
 @pytest.mark.parametrize(
