@@ -87,11 +87,11 @@ def find_parents(calls: list[Call]) -> list[int]:
     the longest prefix of this call's prompt; among equals the latest.
 
     Prefixes are hashed by the sum of their tokens, each multiplied by a random number of its
-    position:
-    one pass over a prompt gives the hashes of all its prefixes. Candidates with an equal hash are
-    then
-    compared.
+    position: one pass over a prompt gives the hashes of all its prefixes. Candidates with an equal
+    hash are then compared.
     """
+    if len(calls) < 2:
+        return [-1] * len(calls)
     ends = np.array([_end(call) for call in calls], np.int64)
     factors = np.random.default_rng(_SEED).integers(
         -(2**63), 2**63 - 1, ends.max(initial=0), dtype=np.int64
