@@ -51,8 +51,7 @@ class ScorerChannel(asyncio.Protocol):
         self._ends = False
         # Also at the end of Python, which else waits for the process as that one for a request.
         util.Finalize(self, _kill_and_close, (pidfd,), exitpriority=10)
-        # Its end closes the socket even where a child of it holds the socket open.
-        self._loop.add_reader(pidfd, channel.shutdown, socket.SHUT_RDWR)
+        self._channel = channel
 
     @classmethod
     async def started(cls, context: BaseContext, arguments: tuple[Any, ...]) -> ScorerChannel:
@@ -125,10 +124,14 @@ class ScorerChannel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not a subclass
+        # Its end closes the socket even where a child of it holds the socket open.
+        self._loop.add_reader(self._pidfd, self._channel.shutdown, socket.SHUT_RDWR)
 
     def data_received(self, data: bytes) -> None:
         for answer in self._frames.feed(data):
-            if not self._answer.done():
+            if self._answer.done():
+                self.end()  # nothing asked for it: the next request must not get such an answer
+            else:
                 self._answer.set_result(answer)
 
     def connection_lost(self, exc: Exception | None) -> None:

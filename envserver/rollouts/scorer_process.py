@@ -15,6 +15,7 @@ import asyncio
 import functools
 import inspect
 import math
+import os
 import pickle
 import resource
 import signal
@@ -107,11 +108,14 @@ def serve(channel: socket.socket, arguments: tuple[Any, ...]) -> None:
         arguments: of `load`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process, answered = os.getpid(), b""
     load(*arguments)
     with channel, suppress(ConnectionError):
-        channel.sendall(frame(b""))
         while True:
-            channel.sendall(frame(answer(receive_frame(channel))))
+            if os.getpid() != process:  # a fork that the environment let return
+                os._exit(1)
+            channel.sendall(frame(answered))
+            answered = answer(receive_frame(channel))
 
 
 def load(

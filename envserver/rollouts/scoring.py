@@ -338,10 +338,16 @@ class _Scorer:
         self._timer = _Timer(limits.timeout_seconds)
         try:
             async with self._timer.running:
-                return cast(ScorerAnswer, pickle.loads(await process.ask(request)))
+                answer = await process.ask(request)
         except TimeoutError as error:
             raise ScorerDied(
                 f"Scoring took longer than {limits.timeout_seconds:g} seconds and was killed."
+            ) from error
+        try:
+            return cast(ScorerAnswer, pickle.loads(answer))
+        except Exception as error:
+            raise ScorerError(
+                f"The scorer's answer holds what only its own process can read: {error}"
             ) from error
 
     async def _started(self) -> ScorerChannel:

@@ -20,9 +20,9 @@ from envserver.rollouts.scoring import ScorerPool
 from envserver.running.scoring import MAX_LINE_BYTES, Summary, run_score
 
 ENVIRONMENT = '''
-import asyncio, math, os, sys, time
+import asyncio, math, os, socket, sys, time
 from pathlib import Path
-from envserver import Environment, Score, Task
+from envserver import Environment, Score, ScorerError, Task
 
 
 class Moody(Environment):
@@ -76,6 +76,22 @@ class Moody(Environment):
                 return Score(reward=1.0, metrics={"times": self.prepared})
             case "die":
                 os._exit(7)
+            case "fork":
+                if (child := os.fork()) == 0:
+                    return Score(reward=0.25)
+                os.waitpid(child, 0)
+                return Score(reward=1.0)
+            case "talk":
+                for number in range(3, 64):
+                    try:
+                        stream = socket.socket(fileno=os.dup(number))
+                    except OSError:
+                        continue
+                    if stream.family == socket.AF_UNIX:
+                        stream.send((5).to_bytes(4, "big") + b"hello")
+                return Score(reward=1.0)
+            case "unreadable":
+                raise ScorerError("no", why=Moody.Config())
             case "exit":
                 sys.exit(3)
             case "raise":
@@ -230,6 +246,17 @@ async def test_cancelling_frees_the_scorer_at_once(moody: str, tmp_path: Path) -
         with pytest.raises(asyncio.CancelledError):
             await hanging
         assert (await pool.score(TASK, Result(output="pid"))).metrics["pid"] != pid
+
+
+async def test_no_score_is_that_of_another_rollout(moody: str) -> None:
+    """Whatever comes from the process beside its answers: a fork's, garbage, unknown classes."""
+    async with ScorerPool(moody, {}, 1) as pool:
+        scores = []
+        for output in ("fork", "wrong", "talk", "right", "wrong", "unreadable", "right"):
+            scores += await rewards_or_errors(pool, [output])
+    assert [each if isinstance(each, Exception) else each.reward for each in scores[:2]] == [1, 0]
+    assert isinstance(scores[2], ScorerError) and isinstance(scores[5], ScorerError)
+    assert [scores[position].reward for position in (3, 4, 6)] == [1.0, 0.0, 1.0]
 
 
 async def test_groups_are_scored_in_the_scorer(moody: str) -> None:
