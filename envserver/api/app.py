@@ -21,7 +21,6 @@ from .. import __version__
 from ..alarms_config import AlarmsConfig
 from ..dashboard import Dashboard
 from ..formats.atropos import ScoreRange
-from ..hidden_imports import hidden
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
 from ..server_config import RetentionConfig, ServerConfig
@@ -69,8 +68,6 @@ _SMALL_BODIES: Final = {"/v1/session": 4096}
 """Bytes of bodies that anybody may send, by path."""
 
 
-# FastAPI would import it to ask whether parameters are models of pydantic 1: 23 modules.
-@hidden("pydantic.v1")
 def create_api(
     store: GroupStore,
     *,

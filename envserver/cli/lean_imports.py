@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from types import ModuleType
 
 from pydantic import BaseModel
-
-from ..hidden_imports import hidden
 
 
 def import_command(name: str) -> ModuleType:
     """Returns the module `name`, imported."""
     # The collector would spend a sixth of a start on what imports make, which stays.
     gc.disable()
-    # It would import rich for a form of tracebacks that is not used: 50 modules.
-    with hidden("rich"):
+    if "rich" not in sys.modules:
+        # structlog would import it for a form of tracebacks that is not used: 50 modules.
+        sys.modules["rich"] = None  # type: ignore[assignment]  # the import fails, as documented
         importlib.import_module("structlog")
+        del sys.modules["rich"]
     # FastAPI would build the models of OpenAPI documents: a third of its import.
     BaseModel.model_config["defer_build"] = True
     try:

@@ -70,7 +70,8 @@ _LIMIT = re.compile(r"[a-z_]{1,20}")
 _CUTTING_LIMITS = ("tokens", "time", "context", "crash")
 """Limits that cut an agent off; after the last turn, its answer is still complete."""
 _SHORT_CALLS, _SHORT_TOKENS = 16, 50_000
-"""Rows of up to so many calls, and tokens of them all, are built in about a millisecond."""
+"""Rows of up to so many calls and tokens are built in about a millisecond, without images and
+experts."""
 
 
 class Finished(msgspec.Struct, kw_only=True):
@@ -250,7 +251,8 @@ def _built(
 
 def _is_short(calls: list[Call]) -> bool:
     tokens = sum(len(call.prompt_ids) + len(call.completion_ids) for call in calls)
-    return len(calls) <= _SHORT_CALLS and tokens <= _SHORT_TOKENS
+    has_more = any(call.images or call.experts is not None for call in calls)
+    return len(calls) <= _SHORT_CALLS and tokens <= _SHORT_TOKENS and not has_more
 
 
 def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str | None:

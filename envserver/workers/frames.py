@@ -17,7 +17,7 @@ import msgspec
 from envserver_records import framing
 
 MAX_FRAME_BYTES = 64 * 1024
-"""Of what a worker sends."""
+"""Maximum size of a frame from a worker."""
 MAX_RESULT_BYTES = 32 * 1024
 """Larger results are posted over HTTP."""
 BEATS_PER_SILENCE = 4

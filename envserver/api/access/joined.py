@@ -59,5 +59,6 @@ class JoinedWrites:
 class JoinedHttp(HttpToolsProtocol):
     """uvicorn's protocol with joined writes."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        super().connection_made(cast(asyncio.Transport, JoinedWrites(transport, self.loop)))
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        joined = JoinedWrites(cast(asyncio.Transport, transport), self.loop)
+        super().connection_made(cast(asyncio.Transport, joined))
