@@ -1,8 +1,9 @@
 """A scorer process as the server sees it: requests go in, one at a time, and answers come out.
 
-Both are frames (`envserver_records.framing`) on a socket between the two; the first answer says
-that the process has loaded its environment. What always holds: a request that is cancelled, or
-over its time, ends the process; a process that has ended answers nothing more.
+Both are frames (`envserver_records.framing`) on a socket between the two, which begin with the
+number of the request; answer 0 says that the process has loaded its environment. What always holds:
+an answer is that of its request; a request that is cancelled, or over its time, ends the process,
+and so does anything else that comes from it; a process that has ended answers nothing more.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class ScorerEnded(Exception):
 
     Args:
         began: whether it had read the request.
+        garbled: it was ended because it sent something else than its answer.
     """
 
-    def __init__(self, *, began: bool) -> None:
+    def __init__(self, *, began: bool, garbled: bool = False) -> None:
         super().__init__("The scorer process has ended.")
         self.began = began
+        self.garbled = garbled
 
 
 class ScorerChannel(asyncio.Protocol):
@@ -48,7 +51,9 @@ class ScorerChannel(asyncio.Protocol):
         self._answer: asyncio.Future[bytes] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.Event()
+        self._number = 0
         self._ends = False
+        self._garbled = False
         # Also at the end of Python, which else waits for the process as that one for a request.
         util.Finalize(self, _kill_and_close, (pidfd,), exitpriority=10)
         self._channel = channel
@@ -93,8 +98,12 @@ class ScorerChannel(asyncio.Protocol):
         self._answer = self._loop.create_future()
         if self._transport is None or not self.usable:
             raise ScorerEnded(began=False)
-        self._transport.write(frame(request))
+        self._number += 1
+        self._transport.write(frame(self._prefix() + request))
         return await self._answered()
+
+    def _prefix(self) -> bytes:
+        return self._number.to_bytes(scorer_process.NUMBER_BYTES, "big")
 
     async def _answered(self) -> bytes:
         try:
@@ -129,10 +138,11 @@ class ScorerChannel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for answer in self._frames.feed(data):
-            if self._answer.done():
-                self.end()  # nothing asked for it: the next request must not get such an answer
-            else:
-                self._answer.set_result(answer)
+            if self._answer.done() or not answer.startswith(self._prefix()):
+                self._garbled = True
+                self.end()
+            elif not self._ends:
+                self._answer.set_result(answer[scorer_process.NUMBER_BYTES :])
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -140,7 +150,8 @@ class ScorerChannel(asyncio.Protocol):
         self.end()  # it may have closed its socket alone
         if not self._answer.done():
             # The kernel tells apart an end with bytes of the request unread.
-            self._answer.set_exception(ScorerEnded(began=not isinstance(exc, ConnectionError)))
+            began = self._garbled or not isinstance(exc, ConnectionError)
+            self._answer.set_exception(ScorerEnded(began=began, garbled=self._garbled))
 
 
 def _start(context: BaseContext, channel: socket.socket, arguments: tuple[Any, ...]) -> BaseProcess:

@@ -52,6 +52,8 @@ from .rubric import with_rubric
 from .task_digests import digest_of, first_tasks
 
 TRACEBACK_CHARACTERS = 4000
+NUMBER_BYTES = 8
+"""Bytes of a request's number, with which it and its answer begin."""
 
 
 class ScorerAnswer(msgspec.Struct):
@@ -101,21 +103,22 @@ _judge = ScorerJudge(None)
 
 
 def serve(channel: socket.socket, arguments: tuple[Any, ...]) -> None:
-    """Loads an environment, says so by an empty frame, and answers requests until the server closes
-    its end.
+    """Loads an environment, says so by answer 0, and answers requests until the server closes its
+    end.
 
     Args:
         arguments: of `load`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    process, answered = os.getpid(), b""
+    process, answered = os.getpid(), bytes(NUMBER_BYTES)
     load(*arguments)
     with channel, suppress(ConnectionError):
         while True:
             if os.getpid() != process:  # a fork that the environment let return
                 os._exit(1)
             channel.sendall(frame(answered))
-            answered = answer(receive_frame(channel))
+            request = receive_frame(channel)
+            answered = request[:NUMBER_BYTES] + answer(request[NUMBER_BYTES:])
 
 
 def load(

@@ -317,6 +317,12 @@ class _Scorer:
             try:
                 return await self._call_once(request, limits)
             except ScorerEnded as error:
+                if error.garbled:
+                    await self.close()
+                    raise ScorerError(
+                        "The scorer process sent something else than its answer and was ended. "
+                        "The environment must not write to the socket of its process."
+                    ) from error
                 if error.began:
                     raise await self._death(limits) from error
                 # The process died while idle: nothing was lost, another one takes over.
