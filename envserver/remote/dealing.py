@@ -3,7 +3,8 @@
 In: requests for groups, from a scheduler. Out: for each, the group that a runner made, or why there
 is none. What holds: each request is answered once, however many runners are lost; what a lost
 runner had is dealt again; what the run no longer wants is cancelled where it is made. A runner says
-with each `take` what it holds, so an answer that it never got is dealt again, too.
+with each `take` what it holds, so an answer that it never got is dealt again, too; one that asks
+anew no longer waits for its earlier question, which gets nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import Final
 
@@ -125,6 +126,7 @@ class Dealer:
         self._waiting: deque[_Work] = deque()
         self._seen: dict[str, float] = {}
         self._calls_waiting: dict[str, int] = {}
+        self._takes: Counter[str] = Counter()
         self._draining: set[str] = set()
         self._change = asyncio.Event()
 
@@ -153,14 +155,19 @@ class Dealer:
             self._wake()
 
     async def take(self, wanted: Take) -> Dealt:
-        """Answers as soon as there is something for the runner, or after `poll_seconds`."""
+        """Answers as soon as there is something for the runner, it asks anew, or after
+        `poll_seconds`."""
         name = wanted.runner
+        self._takes[name] += 1
+        number = self._takes[name]
         self._seen[name] = time.monotonic()
         self._calls_waiting[name] = wanted.waiting
         self._take_back(name, set(wanted.holding))
         end = time.monotonic() + self._poll_seconds
         while not (dealt := self._dealt(wanted)) and (left := end - time.monotonic()) > 0:
             await self._changed(left)
+            if self._takes[name] != number:
+                return Dealt()
             self._seen[name] = time.monotonic()
         return dealt or Dealt(drain=name in self._draining)
 
@@ -181,7 +188,7 @@ class Dealer:
             await asyncio.sleep(self._silent_after_seconds / 10)
             earliest = time.monotonic() - self._silent_after_seconds
             for name in [name for name, at in self._seen.items() if at < earliest]:
-                del self._seen[name], self._calls_waiting[name]
+                del self._seen[name], self._calls_waiting[name], self._takes[name]
                 _log.warning("runner_silent", runner=name)
                 self._take_back(name, ())
 

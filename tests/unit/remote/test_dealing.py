@@ -84,6 +84,19 @@ async def test_a_group_that_ends_its_runners_is_given_up() -> None:
     assert drop is not None and drop.failed and "lost 3 times" in drop.message
 
 
+async def test_a_runner_that_asks_anew_loses_nothing_to_its_earlier_questions() -> None:
+    dealer = Dealer(Rules())
+    asked = []
+    for _ in range(4):
+        asked.append(asyncio.create_task(dealer.take(Take("a", 1, []))))
+        await settled()
+    making = asyncio.create_task(dealer.make(requested(0)))
+    await settled()
+    assert [one.result().requests for one in asked] == [[], [], [], [requested(0)]]
+    dealer.settle(made("g0"))
+    assert (await making).group is not None
+
+
 async def test_work_is_shared_and_what_nobody_wants_is_cancelled() -> None:
     dealer = Dealer(Rules(), poll_seconds=0, runners=lambda: 2)
     making = [asyncio.create_task(dealer.make(requested(number))) for number in range(4)]

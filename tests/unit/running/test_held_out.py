@@ -259,7 +259,11 @@ async def test_an_evaluation_that_breaks_is_told_and_the_next_one_runs(
             await served.until((-1, "failed"))
         (told,) = await served.evaluations()
         assert "a fault of ours" in told["error"]
-        assert (await served.http.post("/v1/evaluations")).status_code == 202
+
+        async def is_taken() -> bool:  # not while the failure is stored
+            return (await served.http.post("/v1/evaluations")).status_code == 202
+
+        await until(is_taken)
         await served.until((-1, "complete"))
 
 
