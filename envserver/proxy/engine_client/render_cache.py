@@ -1,23 +1,35 @@
-"""Caches what vLLM adds to a chat request besides its prompt.
+"""Caches what vLLM adds to a chat request: its prompt, and everything besides.
 
 An engine has defaults and rules of its own (its generation config, grammars for tools, needs of a
 tool parser). These are not copied here: /v1/chat/completions/render returns the complete request
 for /inference/v1/generate. For calls that differ only in messages, seed and limit, everything but
-the prompt is the same, so a continued call needs no rendering.
+the prompt is the same, so a continued call needs no rendering. The first calls of a group's
+rollouts mostly have the same messages, too, so one of them is rendered.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import time
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
 
 from .base import EXPERTS_START, ChatAnswer, ChatBody, max_tokens, require
 
-_OF_ONE_CALL = frozenset({"messages", "seed", "max_tokens", "max_completion_tokens", EXPERTS_START})
+_OF_ONE_CALL = frozenset({"seed", "max_tokens", "max_completion_tokens", EXPERTS_START})
+_OF_ONE_PROMPT = _OF_ONE_CALL | {"messages"}
 _MOST_FRAMES = 256
+_MOST_PROMPTS = 1024
+_MOST_TOKENS = 2**18
+"""Of all prompts together; some 10 MB."""
+_FRESH_SECONDS = 60.0
+"""A template may write the date, so that a prompt gets old."""
+_PATIENCE_SECONDS = 1.0
+"""So long another request's rendering is waited for; its replica may hang."""
 _WHERE = "The engine's rendered request"
 
 
@@ -32,7 +44,7 @@ class RenderCache:
         if rendered["sampling_params"].get("structured_outputs") is not None:
             # Where a grammar starts to apply depends on the end of the prompt.
             return
-        self._cache[_key(body)] = {
+        self._cache[_key(body, _OF_ONE_PROMPT)] = {
             name: rendered[name]
             for name in rendered
             if name not in ("request_id", "token_ids", "features")
@@ -43,12 +55,77 @@ class RenderCache:
     def request(self, body: ChatBody, ids: list[int]) -> ChatBody | None:
         """Returns the request for `body` with the prompt `ids`, or None if no such body is
         cached."""
-        key = _key(body)
+        key = _key(body, _OF_ONE_PROMPT)
         frame = self._cache.get(key)
         if frame is None:
             return None
         self._cache.move_to_end(key)
         return with_prompt(frame, body, ids)
+
+
+class RenderedPrompts:
+    """Whole rendered requests of the last minute; the oldest is dropped first."""
+
+    def __init__(self) -> None:
+        self._cache: OrderedDict[bytes, _Rendering] = OrderedDict()
+        self._tokens = 0
+
+    async def get(self, body: ChatBody, render: Callable[[], Awaitable[ChatAnswer]]) -> ChatAnswer:
+        """Returns the checked rendering of a body like `body`, or else what `render` returns.
+
+        Raises:
+            Exception: what `render` raises; nobody else's `render`.
+        """
+        key = _key(body, _OF_ONE_CALL)
+        rendering = self._rendering(key)
+        if rendering.answer is not None:
+            return rendering.answer
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                await rendering.turn.acquire()
+        except TimeoutError:
+            return await render()
+        try:
+            if rendering.answer is None:
+                rendering.answer = await render()
+                self._count(key, rendering)
+            return rendering.answer
+        finally:
+            rendering.turn.release()
+
+    def _rendering(self, key: bytes) -> _Rendering:
+        now = time.monotonic()
+        while self._cache and next(iter(self._cache.values())).since + _FRESH_SECONDS < now:
+            self._drop_oldest()
+        if key not in self._cache:
+            self._cache[key] = _Rendering(now)
+        rendering = self._cache[key]
+        if len(self._cache) > _MOST_PROMPTS:
+            self._drop_oldest()
+        return rendering
+
+    def _count(self, key: bytes, rendering: _Rendering) -> None:
+        if self._cache.get(key) is rendering:
+            self._tokens += rendering.tokens
+        while self._tokens > _MOST_TOKENS:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, rendering = self._cache.popitem(last=False)
+        self._tokens -= rendering.tokens
+
+
+class _Rendering:
+    """An answer of /render, once there is one; `turn`: who asks for it."""
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.turn = asyncio.Lock()
+        self.answer: ChatAnswer | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.answer["token_ids"]) if self.answer else 0
 
 
 def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: list[int]) -> ChatBody:
@@ -77,7 +154,7 @@ def check_rendered(rendered: ChatAnswer) -> None:
     require(rendered, "sampling_params", dict, _WHERE)
 
 
-def _key(body: ChatBody) -> bytes:
-    shared = {name: body[name] for name in body if name not in _OF_ONE_CALL}
+def _key(body: ChatBody, besides: frozenset[str]) -> bytes:
+    shared = {name: body[name] for name in body if name not in besides}
     data = orjson.dumps(shared, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(data, digest_size=16).digest()

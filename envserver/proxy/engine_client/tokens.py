@@ -11,7 +11,7 @@ expands expanded prompts a second time without an error, and /v1/completions ign
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import orjson
@@ -42,7 +42,7 @@ from .generated import (
     image_ranges,
 )
 from .grids import Grids
-from .render_cache import RenderCache, check_rendered, with_prompt
+from .render_cache import RenderCache, RenderedPrompts, check_rendered, with_prompt
 
 RENDER = "/v1/chat/completions/render"
 GENERATE = "/inference/v1/generate"
@@ -73,6 +73,7 @@ class TokensClient:
         self._reasons = probe_result.reasoning_parser
         self._chat = ChatClient(engine)
         self._cache = RenderCache()
+        self._prompts = RenderedPrompts()
         self._grids = Grids()
 
     def can_continue(self, body: ChatBody) -> str | None:
@@ -150,10 +151,7 @@ class TokensClient:
         if prompt.ids is not None and not self._grids.lack(digests):
             request = self._cache.request(body, prompt.ids)
         if request is None:
-            rendered = await session.post(RENDER, body)
-            check_rendered(rendered)
-            self._cache.learn(body, rendered)
-            self._grids.learn(digests, rendered)
+            rendered = await self._rendered(session, body, digests)
             # vLLM omits a limit of 16, its default, from what it renders, and then applies none.
             ids = self._folded(rendered) if prompt.ids is None else prompt.ids
             request = with_prompt(rendered, body, ids)
@@ -166,6 +164,19 @@ class TokensClient:
         request["token_ids"] = orjson.Fragment(written)
         sent = SentPrompt(ids, self._image_token, self._grids.of(digests), written)
         return request, sent
+
+    async def _rendered(
+        self, session: EngineSession, body: ChatBody, digests: Sequence[str]
+    ) -> ChatAnswer:
+        async def render() -> ChatAnswer:
+            rendered = await session.post(RENDER, body)
+            check_rendered(rendered)
+            self._cache.learn(body, rendered)
+            self._grids.learn(digests, rendered)
+            return rendered
+
+        # What is rendered of images is large, and of use only once.
+        return await (render() if digests else self._prompts.get(body, render))
 
     def _folded(self, rendered: ChatAnswer) -> list[int]:
         """Returns the rendered prompt with one token for each image.
