@@ -29,14 +29,15 @@ def show_without(folder: str, hidden: Sequence[str], target: str, spare: str) ->
     Returns:
         Whether it does: not on every file system and kernel, nor where something is mounted in it.
     """
-    if _SPECIAL & {*folder, *spare} or _holds_mounts(folder):
+    real = os.path.realpath(folder)  # where mounts are listed
+    if _SPECIAL & {*real, *spare} or _holds_mounts(real):
         return False
     linux.mount("tmpfs", spare, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
     try:
         for path in hidden:
             parent, name = os.path.split(path)
             os.mknod(f"{_like(parent, folder, spare)}/{name}", stat.S_IFCHR)
-        linux.mount("overlay", target, "overlay", _READ_ONLY, f"lowerdir={spare}:{folder}")
+        linux.mount("overlay", target, "overlay", _READ_ONLY, f"lowerdir={spare}:{real}")
     except OSError:  # it is shown by a mount for each entry then
         return False
     finally:
@@ -59,6 +60,6 @@ def _like(path: str, folder: str, spare: str) -> str:
 
 def _holds_mounts(folder: str) -> bool:
     """Returns whether something is mounted below `folder`: an overlay would not show it."""
+    below = os.fsencode(folder) + b"/"
     with open("/proc/self/mountinfo", "rb") as lines:
-        below = os.fsencode(folder) + b"/"
         return any(line.split()[4].startswith(below) for line in lines)

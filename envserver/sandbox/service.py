@@ -137,7 +137,6 @@ class SandboxService:
         ours.setblocking(False)
         boot = SupervisorBoot(
             control_fd=theirs.fileno(),
-            server_pid=os.getpid(),
             directory=self._directory,
             concurrent=self._config.concurrent,
             warm=self._config.warm,

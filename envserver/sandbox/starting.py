@@ -25,8 +25,7 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of the supervisor, passed as JSON.
 
     Args:
-        control_fd: SOCK_SEQPACKET whose other end only the server holds.
-        server_pid: the supervisor ends when this process does.
+        control_fd: SOCK_SEQPACKET whose other end only the server holds: it ends with the server.
         directory: private; holds the socket `socket` and the zygotes' directories.
         concurrent: maximum number of live sandboxes.
         warm: maximum ready sandboxes of each zygote.
@@ -35,7 +34,6 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     control_fd: int
-    server_pid: int
     directory: str
     concurrent: int
     warm: int

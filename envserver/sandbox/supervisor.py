@@ -58,7 +58,7 @@ def main(boot_json: str) -> None:
     # Act as if the server had closed its end: an exception could interrupt the clean-up.
     signal.signal(signal.SIGTERM, lambda *_: control.shutdown(socket.SHUT_RDWR))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
-    linux.die_with(boot.server_pid, signal.SIGTERM)
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)  # an earlier end has closed its socket
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)  # so that all can be waited for at the end
     raise_open_files()  # some for each client and sandbox
     Supervisor(boot, control).run()
@@ -151,7 +151,8 @@ class Supervisor:
         listening.listen(128)
         self._selector.register(listening, selectors.EVENT_READ, partial(self._accept, listening))
         self._selector.register(self._control, selectors.EVENT_READ, self._stop)
-        self._control.send(b"up")
+        with contextlib.suppress(ConnectionError):  # the loop hears that it is closed
+            self._control.send(b"up")
         try:
             while True:
                 for key, _ in self._selector.select(1.0 if self._is_waiting() else None):

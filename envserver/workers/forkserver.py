@@ -94,8 +94,6 @@ def main(
         message = f"The sandbox {boot.sandbox.backend!r} of workers cannot be made: {error}."
         hint = "`envserver doctor` shows what this machine can do."
         control.send(msgspec.msgpack.encode(["broken", ConfigError.kind, message, hint]))
-    finally:
-        shutil.rmtree(boot.root, ignore_errors=True)
 
 
 def _users(boot: Boot) -> list[int | None]:

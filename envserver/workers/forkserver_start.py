@@ -19,9 +19,19 @@ from .lean import LeanParent
 
 
 def main(boot_json: str) -> None:
-    """Runs the forkserver."""
+    """Runs the forkserver; removes its folder at the end, whenever the server ends."""
     boot = json.loads(boot_json)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        if os.getppid() == boot["server_pid"]:  # else it has ended already
+            _run(boot_json, boot)
+    finally:
+        import shutil  # not before: it would be in each companion
+
+        shutil.rmtree(boot["root"], ignore_errors=True)
+
+
+def _run(boot_json: str, boot: dict[str, Any]) -> None:
     linux.die_with_parent(boot["server_pid"], signal.SIGTERM)
     linux.adopt_orphans()
     sandbox = boot["sandbox"]

@@ -14,7 +14,7 @@ from support.forked import forked, words
 
 from envserver import SandboxConfig, SandboxSpec, registry
 from envserver.running.sandboxes import private_paths, sandboxes_of
-from envserver.sandbox import SandboxClient, hidden, landlock, namespaces, selection
+from envserver.sandbox import SandboxClient, hidden, landlock, linux, namespaces, selection
 from envserver.sandbox.service import probe
 
 ENVIRONMENT = """
@@ -85,13 +85,17 @@ def test_private_paths_are_hidden_by_their_real_place(tmp_path: Path) -> None:
     assert str(tmp_path / "real") in hidden.hidden_paths([str(tmp_path / "link")])
 
 
-@pytest.mark.parametrize("name", ["folder", "a, b"])
+@pytest.mark.parametrize("name", ["folder", "a, b", "link"])
 async def test_a_folder_is_shown_without_what_is_hidden_in_it(tmp_path: Path, name: str) -> None:
-    """By one mount, or by one for each entry where overlayfs cannot: not with a comma in a path."""
+    """By one mount, or by one for each entry where overlayfs cannot: not with a comma in a path,
+    nor with something mounted below the folder, by whatever link it is named."""
     report = await probe("namespace", SandboxConfig(backend="namespace"))
     if not report.works:
         pytest.skip(f"namespaces do not work here: {report.failure}")
     folder = tmp_path / name
+    if name == "link":
+        (tmp_path / "real").mkdir()
+        folder.symlink_to("real")
     (folder / "sub").mkdir(parents=True)
     for file in (*(f"entry{n}" for n in range(20)), "secret", "sub/secret", "sub/shown"):
         (folder / file).write_text(file)
@@ -105,12 +109,17 @@ async def test_a_folder_is_shown_without_what_is_hidden_in_it(tmp_path: Path, na
             "names": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
             "link": words((folder / "link").read_text),
             "shown": words((folder / "sub/shown").read_text),
+            "mounted": (folder / "entry1").read_text(),
             "new": words((folder / "new").touch),
             "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
         }
 
     def enter() -> dict[str, object]:
         namespaces.own_users()
+        if name == "link":
+            linux.unshare(linux.CLONE_NEWNS)
+            linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
+            linux.mount(f"{folder}/entry2", f"{folder}/entry1", flags=linux.MS_BIND)
         ours, theirs = os.pipe()
         namespaces.enter_outer(
             str(tmp_path / "root"),
@@ -126,6 +135,7 @@ async def test_a_folder_is_shown_without_what_is_hidden_in_it(tmp_path: Path, na
     assert found["link"].startswith("FileNotFoundError")
     assert found["new"].startswith("OSError")
     assert found["shown"] == ""
+    assert found["mounted"] == ("entry2" if name == "link" else "entry1")
     assert (found["mounts"] < 20) == (name == "folder")
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -446,6 +447,41 @@ async def test_nothing_survives_a_killed_server(tmp_path: Path) -> None:
         server.wait()
     await until(lambda: not any(alive(pid) for pid in family) and not marked_by(root))
     assert not root.exists()
+
+
+KILLED_AT_ITS_START = """
+import asyncio, os, signal, subprocess
+from envserver import SandboxConfig, WorkersConfig
+from envserver.sandbox.service import SandboxService
+from envserver.workers import LocalPool
+
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+subprocess.Popen = Popen
+asyncio.run({}.__aenter__())
+"""
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        f"LocalPool(WorkersConfig(processes=1), ['{ZOO}:Zoo'])",
+        "SandboxService(SandboxConfig(backend='namespace'))",
+    ],
+)
+async def test_a_server_that_is_killed_while_it_starts_leaves_nothing(starts: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # its path is short enough for sockets
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED_AT_ITS_START.format(starts)],
+            env={**os.environ, "TMPDIR": folder},
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+        assert killed.returncode == -signal.SIGKILL
+        await until(lambda: not list(Path(folder).iterdir()))
 
 
 def marked_by(root: Path) -> list[int]:
