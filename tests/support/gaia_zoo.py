@@ -16,6 +16,7 @@ class GaiaZoo(Environment):
     class Config(Environment.Config):
         step_seconds: float = 3.0
         agent: str = "code"
+        max_steps: int = 8
 
     def tasks(self, split):
         yield Task("only", {"question": "How much is it?"}, {"answer": "42"})
@@ -25,6 +26,8 @@ class GaiaZoo(Environment):
 
     async def rollout(self, task, run):
         rules = AgentOptions(
-            agent=self.config.agent, step_seconds=self.config.step_seconds, max_steps=8
+            agent=self.config.agent,
+            step_seconds=self.config.step_seconds,
+            max_steps=self.config.max_steps,
         )
         return await solve(task, run, rules)

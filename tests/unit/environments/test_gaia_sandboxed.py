@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 from support.gaia_standin import ZOO, Scripted, scripted
 
 from envserver import WorkersConfig
@@ -67,6 +68,17 @@ async def test_trouble_is_a_step_and_the_run_goes_on(
     done = await solved(pool, proxy, code, step_seconds=1 if TROUBLE[code] == "timeout" else 60)
     assert done["answer"] == "42"
     assert done["steps"][0]["error"]["kind"] == TROUBLE[code]
+
+
+async def test_a_run_without_code_ends_its_interpreter_in_silence(
+    pool: LocalPool, proxy: Scripted
+) -> None:
+    with capture_logs() as logs:
+        talk = proxy.ask("", max_steps=1)
+        await pool.run(talk)
+        assert await solved(pool, proxy, "print(1)")
+    assert proxy.posted(talk)["output"]["answer"] is None
+    assert [line for line in logs if line["event"] == "worker_output"] == []
 
 
 async def test_others_are_not_held_up(pool: LocalPool, proxy: Scripted) -> None:

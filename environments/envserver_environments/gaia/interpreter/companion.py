@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import socket
-from typing import NoReturn
 
 from .inside import live
 
@@ -22,7 +21,8 @@ for _name in USUAL:
         importlib.import_module(_name)
 
 
-def accompany(channel: socket.socket) -> NoReturn:
-    """Runs the interpreter."""
-    _, (output,), _, _ = socket.recv_fds(channel, 1, 1)
-    live(channel, output)
+def accompany(channel: socket.socket) -> None:
+    """Runs the interpreter, if its agent asks for it before it ends."""
+    _, outputs, _, _ = socket.recv_fds(channel, 1, 1)
+    if outputs:
+        live(channel, outputs[0])
