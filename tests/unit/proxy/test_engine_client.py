@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,87 +203,6 @@ async def test_where_a_grammar_begins_is_asked_for_each_prompt() -> None:
         await whole(asked, body, Prompt([5]))
     assert engine.paths == ["render", "generate", "derender"] * 2
     assert engine.requests[1][1]["token_ids"] == [5]
-
-
-async def first_calls(engine: ScaleOut, *bodies: Json) -> list[Json | BaseException]:
-    """What rollouts get that begin at once, and then each of them again."""
-    asked = asking(engine, "tokens")
-    answers = await asyncio.gather(*(whole(asked, b) for b in bodies), return_exceptions=True)
-    for body, answer in zip(bodies, answers, strict=True):
-        assert isinstance(answer, BaseException) or await whole(asked, body) == answer
-    return answers
-
-
-async def test_what_a_group_begins_with_is_rendered_once() -> None:
-    engine = ScaleOut(format(), "Hello.")
-    seeds = [{**ASK, "seed": seed, "max_tokens": 100 + seed} for seed in range(8)]
-    other = {**ASK, "messages": [user("ho")]}
-    hot = {**ASK, "temperature": 0.5}
-    for answer in await first_calls(engine, *seeds, other, hot):
-        assert not isinstance(answer, BaseException)
-    assert engine.paths.count("render") == 3
-    generated = [body for path, body in engine.requests if "generate" in path][:8]
-    assert [body["sampling_params"]["seed"] for body in generated] == [*range(8)]
-    assert [body["sampling_params"]["max_tokens"] for body in generated] == [*range(100, 108)]
-
-
-async def test_a_rendering_gets_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ScaleOut(format(), "Hello.")
-    asked = asking(engine, "tokens")
-    monkeypatch.setattr("envserver.proxy.engine_client.render_cache._FRESH_SECONDS", -1.0)
-    for _ in range(3):
-        await whole(asked, ASK)
-    assert engine.paths.count("render") == 3
-
-
-@pytest.mark.parametrize("most", ["_MOST_TOKENS", "_MOST_PROMPTS"])
-async def test_few_renderings_are_kept(most: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ScaleOut(format(), "Hello.")
-    asked = asking(engine, "tokens")
-    bodies = [{**ASK, "messages": [user(f"{number}")]} for number in range(9)]
-    prompt = len((await whole(asked, bodies[0]))["prompt"])
-    module = "envserver.proxy.engine_client.render_cache"
-    monkeypatch.setattr(f"{module}.{most}", 3 * prompt if most == "_MOST_TOKENS" else 3)
-    for body in [*bodies, *reversed(bodies)]:
-        await whole(asked, body)
-    assert engine.paths.count("render") == 9 + 6
-
-
-async def test_an_engine_that_fails_one_rollout_fails_no_other() -> None:
-    rendered: list[str] = []
-
-    def spoil(asked: str, answer: Json) -> None:
-        if asked.endswith("/render"):
-            rendered.append(asked)
-            if len(rendered) == 1:
-                raise EngineRefused("no", status=400)
-
-    first, *others = await first_calls(ScaleOut(format(), "Hello.", spoil=spoil), *[ASK] * 4)
-    assert isinstance(first, EngineRefused)
-    assert not any(isinstance(answer, BaseException) for answer in others)
-    assert len(rendered) == 2
-
-
-async def test_a_rollout_whose_replica_hangs_holds_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("envserver.proxy.engine_client.render_cache._PATIENCE_SECONDS", 0.01)
-    engine = ScaleOut(format(), "Hello.")
-    asked = asking(engine, "tokens")
-    post, let_go = engine.post, asyncio.Event()
-
-    async def hangs(path: str, *args: Any, **options: Any) -> Json:
-        if options["rollout_id"] == "hangs" and path.endswith("/render"):
-            await let_go.wait()
-        return await post(path, *args, **options)
-
-    monkeypatch.setattr(engine, "post", hangs)
-    hanging = asyncio.create_task(asked.whole(ASK, ROOT, rollout_id="hangs", timeout_seconds=60))
-    await asyncio.sleep(0)
-    answers = await asyncio.gather(*(whole(asked, ASK) for _ in range(3)))
-    assert not hanging.done()
-    let_go.set()
-    assert told(await hanging) == answers[0]
 
 
 def drop(path: str, name: str, *, choice: bool = False) -> Callable[[str, Json], None]:
