@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import IO
 
@@ -89,9 +90,16 @@ def append_durably(file: IO[bytes], data: bytes) -> None:
 def open_appending(path: Path) -> IO[bytes]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a+b", 0)
+        file = path.open("a+b", 0)
     except OSError as error:
         raise StoreError(f"{path} cannot be opened: {error.strerror}.") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ConfigError(
+            f"{path} is a device or a pipe: what was written cannot be read again.",
+            hint="Name a file.",
+        )
+    return file
 
 
 def lock(file: IO[bytes], path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,10 @@ def test_a_file_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -> 
         f.append(b'{"new":1}\n')
     assert link.is_symlink()
     assert news(real) == [1]
+
+
+@pytest.mark.parametrize("name", ["/dev/full", "pipe"])
+def test_what_cannot_be_read_again_is_refused(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is a device or a pipe"):
+        open_appending(tmp_path / name)
