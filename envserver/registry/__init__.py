@@ -185,7 +185,7 @@ def _checked(environment: type[Environment], reference: str) -> type[Environment
 
     Raises:
         ConfigError: a method is missing, its isolation is unknown, or its Config is not derived
-            from `Environment.Config`.
+            from `Environment.Config`, or has a type that pydantic does not know.
     """
     missing = ", ".join(sorted(environment.__abstractmethods__))
     levels = get_args(Isolation)
@@ -202,6 +202,13 @@ def _checked(environment: type[Environment], reference: str) -> type[Environment
             f"{reference}: {environment.__name__}.Config is not derived from Environment.Config.",
             hint="Write: class Config(Environment.Config):",
         )
+    try:
+        config.model_rebuild()  # its class statement has not built it
+    except Exception as error:  # pydantic's, or one of a type of the author's
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{reference}: {environment.__name__}.Config cannot be built: {reason}"
+        ) from error
     return plain(environment)
 
 

@@ -75,6 +75,11 @@ def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
             "It must be one of pooled, dedicated",
         ),
         ("def tasks", "class Config: pass\n    def tasks", "class Config(Environment.Config):"),
+        (
+            "def tasks",
+            "class Config(Environment.Config): size: memoryview\n    def tasks",
+            "Echo.Config cannot be built: Unable to generate pydantic-core schema",
+        ),
         ("def tasks", "def __init__(self, config): 1 / 0\n    def tasks", "ZeroDivisionError"),
         (TASKS, "yield 1 / 0", "cannot give its tasks: ZeroDivisionError: division by zero."),
         (TASKS, "yield 'one'", "cannot give its tasks: TypeError: str is not a Task."),
