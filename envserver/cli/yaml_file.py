@@ -37,6 +37,8 @@ class YamlFile(ConfigFile):
             raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
         except yaml.YAMLError as error:
             raise ConfigError(f"{path}: not valid YAML: {error}.") from None
+        except RecursionError:
+            raise ConfigError(f"{path}: nested too deeply.") from None
 
     def read(self, options: Collection[str]) -> list[Given]:
         if self._root is None:

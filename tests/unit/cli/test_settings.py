@@ -298,6 +298,7 @@ def test_variables_that_kubernetes_adds_are_not_settings() -> None:
         ("- 1\n", "the file must be a mapping"),
         ("env:\n  seed: [1\n", "not valid YAML"),
         ("env: \x07", "not valid YAML"),
+        ("env: " + "[" * 5000, "nested too deeply"),
         ("env: !!python/object:os.system {}\n", ":1: env must be a mapping"),
         ("store: &a [*a]\n", "recursive"),
     ],
