@@ -471,6 +471,7 @@ asyncio.run({}.__aenter__())
         f"LocalPool(WorkersConfig(processes=1), ['{ZOO}:Zoo'])",
         "SandboxService(SandboxConfig(backend='namespace'))",
     ],
+    ids=["workers", "sandboxes"],
 )
 async def test_a_server_that_is_killed_while_it_starts_leaves_nothing(starts: str) -> None:
     with tempfile.TemporaryDirectory() as folder:  # its path is short enough for sockets
