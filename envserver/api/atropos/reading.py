@@ -190,6 +190,8 @@ def _group_quickly(raw: bytes, document: Any, gzipped: bytes | None) -> PostedGr
     if not isinstance(document, simdjson.Object):
         raise _Unsure
     names = list(document.keys())
+    if any("\0" in name for name in names):  # simdjson does not find those
+        raise _Unsure
     values: dict[str, Any] = {name: document[name] for name in names}
     if len(values) != len(names) or any(_found(_ESCAPED_LETTER, b"\\", raw)):
         raise _Unsure

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 from envserver_clients.records import ClientGroup
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 
@@ -99,6 +99,13 @@ def test_what_environments_post_is_read_as_text(
     assert quick is not None
     assert quick.lengths == [len(row) for row in rows]
     assert_like_carefully(raw)
+
+
+@given(usual, st.dictionaries(st.text(), numbers, max_size=2))
+@example([[5]], {"\0": 1})
+@settings(deadline=None, max_examples=examples(40))
+def test_fields_of_any_name_are_read_over(rows: list[list[int]], fields: dict[str, Any]) -> None:
+    assert_like_carefully(json.dumps(fields | group(rows)).encode())
 
 
 @given(
