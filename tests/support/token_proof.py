@@ -358,7 +358,9 @@ def _check_tail(parent: Call, after: Call, format: ChatFormat) -> None:
     assert whole.startswith(until) and until.endswith("<|im_end|>\n")
     end = format.encode("<|im_end|>")[0]
     added = after.prompt_ids[_end(parent) :].tolist()
-    if parent.completion_ids[-1] != end:
+    # A sampled end that the engine gave as text, too, is content: the template's own stands behind.
+    is_content = added[0] == end and text_of(after.messages[at]).endswith("<|im_end|>")
+    if parent.completion_ids[-1] != end or is_content:
         added = added[added.index(end) + 1 :]
     behind = format.encode("\n" + whole[len(until) :])
     assert added == behind, "what stands behind the answer is not the template's"
