@@ -56,10 +56,14 @@ class LeanParent:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours = os.getpid()
         if os.fork() == 0:
-            linux.die_with(ours, signal.SIGKILL)
-            close_all_but({0, 1, 2, theirs.fileno()})
-            _Server(theirs, sandbox, seen).run()
-            os._exit(0)
+            try:
+                linux.die_with(ours, signal.SIGKILL)
+                close_all_but({0, 1, 2, theirs.fileno()})
+                _Server(theirs, sandbox, seen).run()
+            except Exception:  # noqa: BLE001 - the last frame: whatever it is, say it and end
+                traceback.print_exc()
+            finally:
+                os._exit(0)  # what the forkserver does at its end is not this process's to do
         theirs.close()
 
     def fileno(self) -> int:

@@ -20,6 +20,15 @@ from envserver.models.decoding import Decoder
 from envserver.tokens import ChatFormat
 
 Json = dict[str, Any]
+ASK: Json = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "temperature": 1.0,
+    "seed": 3,
+    "max_tokens": 200,
+    "logprobs": True,
+    "return_token_ids": True,
+}
 END = "<|im_end|>"
 _OWN_LIMIT = 16
 """Of sampling parameters without one; what is rendered leaves it out, and has no limit then."""

@@ -4,7 +4,7 @@ An engine has defaults and rules of its own (its generation config, grammars for
 tool parser). These are not copied here: /v1/chat/completions/render returns the complete request
 for /inference/v1/generate. For calls that differ only in messages, seed and limit, everything but
 the prompt is the same, so a continued call needs no rendering. The first calls of a group's
-rollouts mostly have the same messages, too, so one of them is rendered.
+rollouts mostly differ in nothing but the seed, so only one of them is rendered.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import orjson
 
 from .base import EXPERTS_START, ChatAnswer, ChatBody, max_tokens, require
 
-_OF_ONE_CALL = frozenset({"seed", "max_tokens", "max_completion_tokens", EXPERTS_START})
-_OF_ONE_PROMPT = _OF_ONE_CALL | {"messages"}
+_OF_ONE_CALL = frozenset({"messages", "seed", "max_tokens", "max_completion_tokens", EXPERTS_START})
+_OF_ONE_SAMPLE = frozenset({"seed"})
 _MOST_FRAMES = 256
 _MOST_PROMPTS = 1024
 _MOST_TOKENS = 2**18
-"""Of all prompts together; some 10 MB."""
+"""The limit for all cached prompts together: about 10 MB."""
 _FRESH_SECONDS = 60.0
-"""A template may write the date, so that a prompt gets old."""
+"""No prompt is used for longer: a template may write the date."""
 _PATIENCE_SECONDS = 1.0
-"""So long another request's rendering is waited for; its replica may hang."""
+"""A request waits no longer for the rendering of another, whose replica may hang."""
 _WHERE = "The engine's rendered request"
 
 
@@ -44,7 +44,7 @@ class RenderCache:
         if rendered["sampling_params"].get("structured_outputs") is not None:
             # Where a grammar starts to apply depends on the end of the prompt.
             return
-        self._cache[_key(body, _OF_ONE_PROMPT)] = {
+        self._cache[_key(body, _OF_ONE_CALL)] = {
             name: rendered[name]
             for name in rendered
             if name not in ("request_id", "token_ids", "features")
@@ -55,7 +55,7 @@ class RenderCache:
     def request(self, body: ChatBody, ids: list[int]) -> ChatBody | None:
         """Returns the request for `body` with the prompt `ids`, or None if no such body is
         cached."""
-        key = _key(body, _OF_ONE_PROMPT)
+        key = _key(body, _OF_ONE_CALL)
         frame = self._cache.get(key)
         if frame is None:
             return None
@@ -64,19 +64,21 @@ class RenderCache:
 
 
 class RenderedPrompts:
-    """Whole rendered requests of the last minute; the oldest is dropped first."""
+    """Rendered requests with their prompts; the oldest is dropped first."""
 
     def __init__(self) -> None:
         self._cache: OrderedDict[bytes, _Rendering] = OrderedDict()
         self._tokens = 0
 
     async def get(self, body: ChatBody, render: Callable[[], Awaitable[ChatAnswer]]) -> ChatAnswer:
-        """Returns the checked rendering of a body like `body`, or else what `render` returns.
+        """Returns the checked rendering of `body`: the cached one, else what `render` returns.
+
+        Bodies may differ in their seeds only.
 
         Raises:
-            Exception: what `render` raises; nobody else's `render`.
+            Exception: what this call's own `render` raises.
         """
-        key = _key(body, _OF_ONE_CALL)
+        key = _key(body, _OF_ONE_SAMPLE)
         rendering = self._rendering(key)
         if rendering.answer is not None:
             return rendering.answer
@@ -156,5 +158,5 @@ def check_rendered(rendered: ChatAnswer) -> None:
 
 def _key(body: ChatBody, besides: frozenset[str]) -> bytes:
     shared = {name: body[name] for name in body if name not in besides}
-    data = orjson.dumps(shared, option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(data, digest_size=16).digest()
+    # Names are not sorted: templates write tools with theirs in the order in which they came.
+    return hashlib.blake2b(orjson.dumps(shared), digest_size=16).digest()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from envserver_records.errors import EngineGarbage, EngineRefused, EngineTimeout
-from support.fake_scale_out import ScaleOut
+from support.fake_scale_out import ASK, ScaleOut
 from support.templates import OWN, chat_format, tool, user
 from support.vllm_server import VllmServer
 
@@ -24,15 +24,6 @@ from envserver.tokens import ChatFormat
 
 Json = dict[str, Any]
 HERMES = '<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}</tool_call>'
-ASK: Json = {
-    "model": "tiny",
-    "messages": [user("hi")],
-    "temperature": 1.0,
-    "seed": 3,
-    "max_tokens": 200,
-    "logprobs": True,
-    "return_token_ids": True,
-}
 TOOLS: Json = {**ASK, "tools": [tool()]}
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
 

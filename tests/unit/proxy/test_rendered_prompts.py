@@ -1,4 +1,4 @@
-"""What the engine rendered of one rollout's first call serves the others of its group."""
+"""The rollouts of a group share one rendering of their first prompt."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 from envserver_records.errors import EngineRefused
-from support.fake_scale_out import ScaleOut
-from support.templates import OWN, chat_format, user
+from support.fake_scale_out import ASK, ScaleOut
+from support.templates import OWN, chat_format, tool, user
 from support.vllm_server import VllmServer
 
 from envserver import OpenAIConfig
@@ -21,15 +21,6 @@ from envserver.proxy.engine_client.base import Prompt
 from envserver.tokens import ChatFormat
 
 Json = dict[str, Any]
-ASK: Json = {
-    "model": "tiny",
-    "messages": [user("hi")],
-    "temperature": 1.0,
-    "seed": 3,
-    "max_tokens": 200,
-    "logprobs": True,
-    "return_token_ids": True,
-}
 CACHE = "envserver.proxy.engine_client.render_cache"
 
 
@@ -55,7 +46,7 @@ async def whole(asked: EngineClient, body: Json, rollout_id: str = "r") -> Json:
 
 
 async def first_calls(engine: ScaleOut, *bodies: Json) -> list[Json | BaseException]:
-    """What rollouts get that begin at once, and then each of them again."""
+    """The answers to `bodies`, sent at once; each answer is the same when it is asked for again."""
     asked = asking(engine, format())
     answers = await asyncio.gather(*(whole(asked, b) for b in bodies), return_exceptions=True)
     for body, answer in zip(bodies, answers, strict=True):
@@ -65,15 +56,29 @@ async def first_calls(engine: ScaleOut, *bodies: Json) -> list[Json | BaseExcept
 
 async def test_what_a_group_begins_with_is_rendered_once() -> None:
     engine = ScaleOut(format(), "Hello.")
-    seeds = [{**ASK, "seed": seed, "max_tokens": 100 + seed} for seed in range(8)]
-    other = {**ASK, "messages": [user("ho")]}
-    hot = {**ASK, "temperature": 0.5}
-    for answer in await first_calls(engine, *seeds, other, hot):
+    for answer in await first_calls(engine, *({**ASK, "seed": seed} for seed in range(8))):
         assert not isinstance(answer, BaseException)
-    assert engine.paths.count("render") == 3
+    assert engine.paths.count("render") == 1
     generated = [body for path, body in engine.requests if "generate" in path][:8]
     assert [body["sampling_params"]["seed"] for body in generated] == [*range(8)]
-    assert [body["sampling_params"]["max_tokens"] for body in generated] == [*range(100, 108)]
+
+
+OTHERS: list[Json] = [
+    {"messages": [user("ho")]},
+    {"temperature": 1},
+    {"max_tokens": 100},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"tools": [tool()]},
+    {"tools": [dict(reversed(tool().items()))]},
+]
+
+
+async def test_what_begins_otherwise_is_rendered_for_itself() -> None:
+    """Even where only the order of names differs: a template writes tools in that order."""
+    engine = ScaleOut(format(), "Hello.")
+    for answer in await first_calls(engine, ASK, *({**ASK, **other} for other in OTHERS)):
+        assert not isinstance(answer, BaseException)
+    assert engine.paths.count("render") == 1 + len(OTHERS)
 
 
 async def test_a_rendering_gets_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +142,7 @@ async def test_a_rollout_whose_replica_hangs_holds_no_other(
 @pytest.mark.vllm
 async def test_a_real_vllm_samples_for_each_as_without_it(vllm_server: VllmServer) -> None:
     real = ChatFormat.load(vllm_server.model_folder)
-    bodies = [{**ASK, "seed": seed, "max_tokens": 5 + seed} for seed in range(8)]
+    bodies = [{**ASK, "seed": seed, "max_tokens": 12} for seed in range(8)]
     async with OpenAIEngine(OpenAIConfig(base_url=[vllm_server.base_url])) as engine:
         chat = asking(engine, real, "chat")
         wanted = [await whole(chat, body) for body in bodies]
