@@ -17,6 +17,7 @@ from typing import Any
 
 from ..registry.interpreters import SETTINGS, InterpreterContext, interpreter_of
 from ..sandbox.places import folder_for_sockets
+from ..workers.linux import die_with_parent
 from . import scorer_process
 
 
@@ -36,6 +37,12 @@ class _ScorerProcess(ForkServerProcess):
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> _Popen:  # multiprocessing's name
         return _Popen(process_obj)
+
+    def run(self) -> None:
+        """Serves; ends at once when the server has ended, even killed, whatever it is doing."""
+        _let_the_forkserver_end()
+        die_with_parent(os.getppid(), signal.SIGKILL)
+        super().run()
 
 
 class _ScorerContext(ForkServerContext):
@@ -73,6 +80,16 @@ def _without_script() -> Iterator[None]:
             yield
         finally:
             spawn.get_preparation_data = original
+
+
+def _let_the_forkserver_end() -> None:
+    """Gives up this process's end of the pipe by which each process keeps the forkserver alive.
+
+    The server alone keeps it: else a scorer that hangs would outlive a killed server for ever.
+    """
+    nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nothing, forkserver._forkserver._forkserver_alive_fd, inheritable=False)  # type: ignore[attr-defined]  # not in typeshed
+    os.close(nothing)
 
 
 def _start_forkserver() -> None:
