@@ -13,6 +13,7 @@ pair of calls).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -90,8 +91,8 @@ def find_parents(calls: list[Call]) -> list[int]:
     position: one pass over a prompt gives the hashes of all its prefixes. Candidates with an equal
     hash are then compared.
     """
-    if len(calls) < 2:
-        return [-1] * len(calls)
+    if _is_one_conversation(calls):
+        return list(range(-1, len(calls) - 1))
     ends = np.array([_end(call) for call in calls], np.int64)
     factors = np.random.default_rng(_SEED).integers(
         -(2**63), 2**63 - 1, ends.max(initial=0), dtype=np.int64
@@ -115,6 +116,17 @@ def find_parents(calls: list[Call]) -> list[int]:
         longest_first = likely[np.argsort(lengths[likely], kind="stable")][::-1]
         parents.append(next((int(j) for j in longest_first if _continues(call, calls[j])), -1))
     return parents
+
+
+def _is_one_conversation(calls: list[Call]) -> bool:
+    """Returns whether each call continues the one before it, which is then also its longest prefix:
+    it holds all earlier ones."""
+    return all(
+        earlier.completion_ids.size > 0
+        and (earlier.agent, earlier.model) == (later.agent, later.model)
+        and _continues(later, earlier)
+        for earlier, later in pairwise(calls)
+    )
 
 
 def _end(call: Call) -> int:

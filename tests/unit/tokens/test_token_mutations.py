@@ -40,6 +40,11 @@ FORESTS: dict[str, Callable[[], list[Call]]] = {
     ],
     "no answer": lambda: [call(0, [1], []), call(1, [1, 2], [3])],
     "cut off, then continued without a word": lambda: [call(0, [1], [2]), call(1, [1, 2], [3])],
+    "the same beside another talk": lambda: [
+        call(0, [7], [8]),
+        call(1, [1], [2]),
+        call(2, [1, 2], [3]),
+    ],
     "the past was cut short": lambda: [*talk(), call(3, [1, 9], [4])],
     "two agents that say the same": lambda: [
         call(0, [1], [2], agent="a"),
@@ -244,6 +249,12 @@ FALSE_ROWS = {
         "[leaf.completion_ids, leaf.prompt_ids]",
     ),
     "joins agents": (" & (lineage[:k] == lineage[k])", ""),
+    "takes two agents for one talk": (
+        "and (earlier.agent, earlier.model) == (later.agent, later.model)",
+        "",
+    ),
+    "takes any calls for one talk": ("and _continues(later, earlier)", ""),
+    "goes on after no answer": ("earlier.completion_ids.size > 0", "True"),
     "continues what is empty": ("call.completion_ids.size > 0", "True"),
     "hides mixed versions": ('flags.append(["mixed_versions"])', "pass"),
     "trains old versions": ("mask[outdated] = 0", "pass"),

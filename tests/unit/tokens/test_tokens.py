@@ -183,7 +183,7 @@ class Zeros:
     ],
     ids=["conversation", "side by side", "comb", "samples of one prompt", "different ends"],
 )
-def test_each_prompt_is_compared_with_its_parent_alone(
+def test_a_prompt_is_compared_with_two_calls_at_most(
     calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = []
@@ -191,5 +191,5 @@ def test_each_prompt_is_compared_with_its_parent_alone(
     monkeypatch.setattr(
         builder, "_continues", lambda prompt, call: compared.append(call) or compare(prompt, call)
     )
-    parents = builder.find_parents(calls)
-    assert len(compared) == sum(parent >= 0 for parent in parents)
+    builder.find_parents(calls)
+    assert len(compared) < 2 * len(calls)
