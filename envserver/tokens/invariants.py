@@ -59,9 +59,10 @@ def check(calls: list[Call], sequences: list[Sequence], actions: Actions = DEFAU
         _check_columns(row, sequence, recorded, sampled[trained], places[trained])
         newest = _check_versions(row, sequence, recorded, places, trained, masks_old)
         times[places[trained]] += 1
-        fresh = places[~met[places]]
-        met[fresh] = True
-        outdated[fresh] = masks_old & (recorded.versions[fresh] < newest)
+        if masks_old:
+            fresh = places[~met[places]]
+            met[fresh] = True
+            outdated[fresh] = recorded.versions[fresh] < newest
         _check_prefixes(row, sequence, recorded, before)
         _check_experts(row, sequence, recorded)
     _check_trained_once(recorded, times, outdated, actions)
