@@ -48,11 +48,13 @@ class ScorerChannel(asyncio.Protocol):
         self._pidfd = pidfd
         self._frames = FrameReader()
         self._loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[bytes] = self._loop.create_future()
+        # None: it has ended. Not its error, whose traceback holds this object, and so its pipes.
+        self._answer: asyncio.Future[bytes | None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.Event()
         self._number = 0
         self._ends = False
+        self._began = False
         self._garbled = False
         # Also at the end of Python, which else waits for the process as that one for a request.
         util.Finalize(self, _kill_and_close, (pidfd,), exitpriority=10)
@@ -107,10 +109,13 @@ class ScorerChannel(asyncio.Protocol):
 
     async def _answered(self) -> bytes:
         try:
-            return await self._answer
+            answer = await self._answer
         except asyncio.CancelledError:
             self.end()
             raise
+        if answer is None:
+            raise ScorerEnded(began=self._began, garbled=self._garbled)
+        return answer
 
     def end(self) -> None:
         """Ends the process, whatever it does."""
@@ -150,8 +155,8 @@ class ScorerChannel(asyncio.Protocol):
         self.end()  # it may have closed its socket alone
         if not self._answer.done():
             # The kernel tells apart an end with bytes of the request unread.
-            began = self._garbled or not isinstance(exc, ConnectionError)
-            self._answer.set_exception(ScorerEnded(began=began, garbled=self._garbled))
+            self._began = self._garbled or not isinstance(exc, ConnectionError)
+            self._answer.set_result(None)
 
 
 def _start(context: BaseContext, channel: socket.socket, arguments: tuple[Any, ...]) -> BaseProcess:

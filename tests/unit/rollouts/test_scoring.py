@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -110,6 +111,22 @@ async def test_a_scorer_that_dies_while_idle_is_replaced(moody: str) -> None:
         for _ in range(2):
             later = await pool.score(TASK, Result(output="pid"))
             assert later.metrics["pid"] != pid
+
+
+async def test_scorers_that_died_leave_no_descriptor_to_the_collector(moody: str) -> None:
+    def open_ones() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async with ScorerPool(moody, {}, 1) as pool:
+        await pool.score(TASK, Result(output="right"))
+        before = open_ones()
+        gc.disable()
+        try:
+            await rewards_or_errors(pool, ["die"] * 8)
+            await pool.score(TASK, Result(output="right"))
+            await until(lambda: open_ones() <= before)
+        finally:
+            gc.enable()
 
 
 async def test_cancelling_frees_the_scorer_at_once(moody: str, tmp_path: Path) -> None:
