@@ -17,6 +17,8 @@ import msgspec
 import orjson
 from envserver_records.errors import EngineError, EngineGarbage, EngineRefused, EngineUnavailable
 
+from .nesting import MAX_NESTING, nests_too_deeply
+
 MAX_REFUSAL_BYTES = 64 * 1024
 _MAX_WORDS = 600
 _MAX_NAMES = 10
@@ -43,14 +45,19 @@ class Decoder:
         Args:
             form: a TypedDict of the fields that are read, with `error` and `object`; if the data
                 has this form, other fields are skipped, at half the cost. Else all are decoded.
+                It takes no integers of over 64 bits: no JSON could be written of them.
 
         Raises:
-            EngineGarbage: it is not a JSON object.
+            EngineGarbage: it is not a JSON object, or nests too deeply.
             EngineRefused, EngineError: it is an error, despite its HTTP status.
         """
         try:
             answer = None if form is None else _of_form(data, form)
-            answer = orjson.loads(data) if answer is None else answer
+            if answer is None:
+                answer = orjson.loads(data)
+                if nests_too_deeply(data, answer):
+                    text = f"The engine's answer nests deeper than {MAX_NESTING} levels."
+                    raise EngineGarbage(text)
         except orjson.JSONDecodeError:
             words = self.words(data[:MAX_REFUSAL_BYTES])
             raise EngineGarbage(f"The engine's answer is not JSON: {words}") from None
@@ -129,7 +136,7 @@ def retry_after(headers: Mapping[str, str]) -> float:
         return float(value[:9])
     try:
         date = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
     if date.tzinfo is None:
         date = date.replace(tzinfo=UTC)
@@ -174,4 +181,4 @@ def _error_message(data: bytes) -> str:
         if isinstance(error, dict):
             error = error.get("message") or error.get("detail") or error
         body = error
-    return body if isinstance(body, str) else orjson.dumps(body).decode()
+    return body if isinstance(body, str) else data.decode()

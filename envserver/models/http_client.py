@@ -133,9 +133,8 @@ class Response:
         while True:
             tail = b"" if self._inflater is None else self._inflater.unconsumed_tail
             if data := tail or self._taken():
-                if self._inflater is None:
-                    return data
-                if plain := self._inflated(data):
+                plain = data if self._inflater is None else await self._inflated(data)
+                if plain:
                     return plain
             elif self._error is not None:
                 raise self._error
@@ -210,7 +209,7 @@ class Response:
         self._size = 0
         return data
 
-    def _inflated(self, data: bytes) -> bytes:
+    async def _inflated(self, data: bytes) -> bytes:
         try:
             plain: bytes = self._inflater.decompress(data, _BUFFER_BYTES)
         except zlib.error:
@@ -218,6 +217,7 @@ class Response:
         if self._inflater.eof and (rest := self._inflater.unused_data):  # zipped in several parts
             self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
             self._parts.insert(0, rest)
+        await asyncio.sleep(0)  # few bytes may hold seconds of work: others take turns
         return plain
 
 

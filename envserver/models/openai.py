@@ -167,7 +167,7 @@ class OpenAIEngine:
             try:
                 async with AsyncExitStack() as stack:
                     response = await stack.enter_async_context(self._sent(request, path, payload))
-                    if "text/event-stream" not in response.headers.get("content-type", ""):
+                    if "text/event-stream" not in response.headers.get("content-type", "").lower():
                         self._decoder.decode(await whole(response))
                         raise EngineGarbage(
                             "The engine answered a stream's request without a stream."

@@ -15,6 +15,7 @@ import orjson
 from envserver_records.errors import EnvserverError, InputError, TooLargeError
 from envserver_records.http_errors import CONTEXT_IS_FULL
 
+from ..models.nesting import MAX_NESTING, nests_too_deeply
 from .bounds import Hold
 from .context_length import is_context_limit
 
@@ -24,11 +25,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_MAX_NESTING = 100
-"""Maximum nesting of a body.
-
-It is serialised again inside other objects, and serialisers have limits.
-"""
 _MAX_COMMAS = 2_000_000
 """Maximum commas of a body, which bound the number of its values.
 
@@ -150,8 +146,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InputError(f"The body is not JSON: {error}.", place=f"byte {error.pos}") from None
     if not isinstance(parsed, dict):
         raise InputError("The body is not a JSON object.", place="$")
-    if body.count(b"[") + body.count(b"{") > _MAX_NESTING and _is_deeper(parsed, _MAX_NESTING):
-        raise TooLargeError(f"The body nests deeper than {_MAX_NESTING} levels.")
+    if nests_too_deeply(body, parsed):
+        raise TooLargeError(f"The body nests deeper than {MAX_NESTING} levels.")
     return parsed
 
 
@@ -159,22 +155,6 @@ def check_values(body: bytes) -> None:
     """Raises TooLargeError if `body` may hold so many values that parsing it takes seconds."""
     if len(body) > _MAX_COMMAS and body.count(b",") > _MAX_COMMAS:
         raise TooLargeError(f"The body has over {_MAX_COMMAS} commas, and so too many values.")
-
-
-def _is_deeper(value: dict[str, Any] | list[Any], levels: int) -> bool:
-    # Level by level. Exact type checks are fast: JSON has no subclasses, and a prompt may hold
-    # 100 000 ids.
-    level: list[Any] = [value]
-    for _ in range(levels):
-        level = [
-            each
-            for one in level
-            for each in (one.values() if type(one) is dict else one)
-            if type(each) is dict or type(each) is list
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _too_large(max_bytes: int) -> TooLargeError:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from envserver_records.errors import EngineGarbage
+
 from .answer_schema import Logprobs, Part, read_chunk
 from .engine_answer import EngineAnswer, SampledChoice, list_or_none
 from .engine_client.base import EXPERTS
@@ -27,6 +29,8 @@ class Collector:
         self._wanted = _TEXTS if request.wants_reasoning else _ANSWER
         self._choices: dict[int, SampledChoice] = {}
         self._texts: dict[int, dict[str, list[str]]] = {}
+        self._lack_ids: set[int] = set()
+        """Choices with a text whose ids are missing."""
         self._prompt_ids: list[Any] | None = None
         self._completion_tokens: int | None = None
         self._prompt_tokens: int | None = None
@@ -56,6 +60,8 @@ class Collector:
     def engine_answer(self) -> EngineAnswer:
         """Returns the answer assembled so far."""
         for index, choice in self._choices.items():
+            if index in self._lack_ids:
+                choice.ids = None
             texts = self._texts[index]
             choice.message = {
                 "role": "assistant",
@@ -77,18 +83,24 @@ class Collector:
         if choice is None:
             choice = self._choices[index] = SampledChoice(index=index, message={})
             self._texts[index] = {}
-        for name in self._wanted:
-            if text := getattr(part.delta, name):
-                self._texts[index].setdefault(name, []).append(text)
+        texts = {name: text for name in self._wanted if (text := getattr(part.delta, name))}
+        if choice.finish_reason and (
+            texts or part.token_ids or part.finish_reason not in (None, "", choice.finish_reason)
+        ):
+            raise EngineGarbage(f"The engine's stream goes on with choice {index} after its end.")
+        for name, text in texts.items():
+            self._texts[index].setdefault(name, []).append(text)
         if choice.prompt_ids is None:
             choice.prompt_ids = list_or_none(part.prompt_token_ids)
         if isinstance(part.token_ids, list):
             choice.ids = _extended(choice.ids, part.token_ids)
+        elif texts:
+            self._lack_ids.add(index)
         if part.logprobs is not None and (logprobs := _numbers(part.logprobs)) is not None:
             choice.logprobs = _extended(choice.logprobs, logprobs)
         if isinstance(part.weight_versions, list):
             choice.weight_versions = part.weight_versions
-        if part.finish_reason is not None:
+        if part.finish_reason:
             choice.finish_reason = part.finish_reason
         if part.stop_reason is not None:
             choice.stop_reason = part.stop_reason
@@ -134,7 +146,7 @@ def clean_chunk(chunk: dict[str, Any], request: ModelRequest) -> bool:
         _clean_choice(part, request)
         if not request.wants_reasoning:
             _drop_reasoning(part["delta"])
-        says = says or part.get("finish_reason") is not None or any(part["delta"].values())
+        says = says or bool(part.get("finish_reason")) or any(part["delta"].values())
     return says if parts else request.wants_usage
 
 
@@ -142,7 +154,7 @@ def is_last(chunk: dict[str, Any]) -> bool:
     """Returns whether a choice ends with this chunk, or all have ended (usage)."""
     parts = _choices(chunk)
     for part in parts:
-        if part.get("finish_reason") is not None:
+        if part.get("finish_reason"):
             return True
     return not parts
 

@@ -106,7 +106,7 @@ class ScaleOut:
         body = self._noted(path, body, rollout_id, timeout_seconds)
         answer = json.loads(json.dumps(self._answers[path](body)))
         self.spoil(path, answer)
-        return Decoder("").decode(orjson.dumps(answer), form)
+        return _decoded(answer, form)
 
     @asynccontextmanager
     async def stream(
@@ -119,7 +119,8 @@ class ScaleOut:
         form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[Json]]:
         body = self._noted(path, body, rollout_id, timeout_seconds)
-        yield self._chunks(path, self._answers[path](body))
+        chunks = self._chunks(path, self._answers[path](body))
+        yield (_decoded(chunk, form) async for chunk in chunks)
 
     def _noted(self, path: str, body: Json, rollout_id: str, timeout_seconds: float) -> Json:
         """Returns `body` as it comes over the wire."""
@@ -270,6 +271,11 @@ class ScaleOut:
             function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
             calls.append({"id": "call-1", "type": "function", "function": function})
         return {**message, "content": content.partition(_OPEN)[0] or None, "tool_calls": calls}
+
+
+def _decoded(answer: Json, form: type | None) -> Json:
+    """Returns `answer` as it comes over the wire, whatever numbers and texts are in it."""
+    return Decoder("").decode(json.dumps(answer).encode(), form)
 
 
 def _parts(choice: Json) -> list[Json]:

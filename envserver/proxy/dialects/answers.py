@@ -41,7 +41,7 @@ class AnswerEnd(msgspec.Struct):
     def take(self, answer: dict[str, Any]) -> None:
         """Updates it from a whole answer or a chunk."""
         choice = choice_of(answer)
-        if choice.get("finish_reason") is not None:
+        if choice.get("finish_reason"):  # some engines write "" before the end
             self.finish_reason = choice["finish_reason"]
         if choice.get("stop_reason") is not None:
             self.stop_reason = choice["stop_reason"]

@@ -189,6 +189,18 @@ def require(holder: Any, name: str, kind: type, where: str) -> Any:
     return value
 
 
+def require_ids(holder: Any, name: str, where: str) -> list[int]:
+    """Returns `holder[name]`, which must be a list of token ids: the engine gets them again.
+
+    Raises:
+        EngineGarbage: it is not.
+    """
+    ids: list[int] = require(holder, name, list, where)
+    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
+        raise EngineGarbage(f"{where} holds {name} that are not ids.")
+    return ids
+
+
 def choices_of(answer: ChatAnswer, count: int, where: str) -> list[dict[str, Any]]:
     """Returns the choices of a whole answer, ordered by index.
 
@@ -200,6 +212,18 @@ def choices_of(answer: ChatAnswer, count: int, where: str) -> list[dict[str, Any
     if sorted(indices) != list(range(count)):
         raise EngineGarbage(f"{where} holds choices {indices}, not {count} from 0 on.")
     return sorted(choices, key=_index)
+
+
+def index_of(choice: Any, count: int, where: str) -> int:
+    """Returns the index of a chunk's choice.
+
+    Raises:
+        EngineGarbage: it is not one of 0 to `count` - 1.
+    """
+    index: int = require(choice, "index", int, where)
+    if not 0 <= index < count:
+        raise EngineGarbage(f"{where} holds choice {index}, not one of {count} from 0 on.")
+    return index
 
 
 def _index(choice: dict[str, Any]) -> int:

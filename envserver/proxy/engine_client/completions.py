@@ -11,6 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
+from envserver_records.errors import EngineGarbage
+
 from ...models.engine import Engine
 from ...models.probe import ProbeResult
 from ...tokens.chat_format import ChatFormat
@@ -28,6 +31,7 @@ from .base import (
     chunk_head,
     has_media,
     has_tools,
+    index_of,
     is_strict,
     max_tokens,
     require,
@@ -96,6 +100,14 @@ _READ_HERE = frozenset(
 _WHERE = "The engine's completion"
 _CHUNK = "A chunk of the engine's completion"
 _TOKEN_ID = "token_id:"
+_MOST_DIGITS = 9
+"""Of a token's id."""
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None] | None = None
 
 
 class CompletionsClient:
@@ -185,12 +197,13 @@ class CompletionsClient:
         self, stream: AsyncIterator[ChatAnswer], body: ChatBody, sent: list[int]
     ) -> AsyncIterator[ChatAnswer]:
         begun: set[int] = set()
-        unfinished = set(range(count_of(body)))
+        count = count_of(body)
+        unfinished = set(range(count))
         async for chunk in stream:
             model = chunk.get("model") or body.get("model")
             head = chunk_head(_id(chunk), chunk.get("created") or 0, model)
             for choice in require(chunk, "choices", list, _CHUNK):
-                index = require(choice, "index", int, _CHUNK)
+                index = index_of(choice, count, _CHUNK)
                 if index not in begun:
                     begun.add(index)
                     check_prompt(choice, sent, _CHUNK)
@@ -198,7 +211,7 @@ class CompletionsClient:
                 text = require(choice, "text", str, _CHUNK)
                 delta = {"content": text} if text else {}
                 facts = self._facts(choice, body, _CHUNK)
-                if facts["finish_reason"] is not None:
+                if facts["finish_reason"]:
                     unfinished.discard(index)
                 yield {**head, "choices": [{"index": index, "delta": delta, **facts}]}
             if not chunk["choices"]:
@@ -209,25 +222,38 @@ class CompletionsClient:
         ids = require(choice, "token_ids", list, where)
         logprobs = None
         if body.get("logprobs") and ids:
-            logprobs = self._logprobs(require(choice, "logprobs", dict, where), body, where)
+            logprobs = self._logprobs(choice, body, where)
         return answer_fields(choice, ids, logprobs)
 
-    def _logprobs(self, logprobs: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any]:
-        """Converts a completion's logprobs, whose tokens are given by id, to those of a chat."""
-        tokens = require(logprobs, "tokens", list, where)
-        values = require(logprobs, "token_logprobs", list, where)
-        tops = logprobs.get("top_logprobs") or [None] * len(tokens)
+    def _logprobs(self, choice: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any]:
+        """Converts a completion's logprobs, whose tokens are given by id, to those of a chat.
+
+        Raises:
+            EngineGarbage: they are missing or malformed, or those of other tokens.
+        """
+        held = require(choice, "logprobs", dict, where)
+        try:
+            read = msgspec.convert(held, _Logprobs)
+        except msgspec.ValidationError as error:
+            raise EngineGarbage(f"{where} holds malformed logprobs: {error}.") from None
+        tops = read.top_logprobs or [None] * len(read.tokens)
+        if not len(read.tokens) == len(read.token_logprobs) == len(tops):
+            raise EngineGarbage(f"{where} holds logprobs of different numbers of tokens.")
+        for token, id in zip(read.tokens, choice["token_ids"], strict=False):
+            if token.startswith(_TOKEN_ID) and token != f"{_TOKEN_ID}{id}":
+                raise EngineGarbage(f"{where} holds logprobs of other tokens than its own.")
         wanted = top_logprobs(body)
         content = []
-        for token, value, top in zip(tokens, values, tops, strict=False):
+        for token, value, top in zip(read.tokens, read.token_logprobs, tops, strict=True):
             others = list((top or {}).items())[: None if wanted < 0 else wanted]
             entry = self._entry(token, value)
             content.append({**entry, "top_logprobs": [self._entry(*other) for other in others]})
         return {"content": content}
 
-    def _entry(self, token: str, logprob: float) -> dict[str, Any]:
-        number = str(token).removeprefix(_TOKEN_ID)
-        text = self._format.decode([int(number)]) if number.isdecimal() else str(token)
+    def _entry(self, token: str, logprob: float | None) -> dict[str, Any]:
+        number = token.removeprefix(_TOKEN_ID)
+        is_id = number.isdecimal() and len(number) <= _MOST_DIGITS
+        text = self._format.decode([int(number)]) if is_id else token
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 

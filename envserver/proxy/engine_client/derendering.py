@@ -13,11 +13,12 @@ from typing import Any
 from envserver_records.errors import EngineGarbage
 from envserver_records.records import Message
 
-from .base import ChatBody, EngineSession, choices_of, has_tools, require
+from .base import ChatBody, EngineSession, choices_of, has_tools, require, require_ids
 
 DERENDER = "/v1/chat/completions/derender"
 TOKENIZE = "/tokenize"
 
+_GENERATED = "The engine's generated answer"
 _WHERE = "The engine's derendered answer"
 _CUT = "The engine's tokenized text"
 
@@ -40,7 +41,7 @@ async def derendered(
 
     Raises:
         EngineError: as the engine.
-        EngineGarbage: the derendered answer lacks a message.
+        EngineGarbage: the derendered answer lacks a message, or the choices have no valid ids.
     """
     texts = [await _text_ids(session, body, choice) for choice in choices]
     # The endpoint refuses empty answers; in a chat answer their content is null or empty.
@@ -75,7 +76,7 @@ async def derendered(
 
 async def _text_ids(session: EngineSession, body: ChatBody, choice: dict[str, Any]) -> list[int]:
     """Returns ids that decode to the text of `choice`."""
-    ids: list[int] = choice["token_ids"]
+    ids = require_ids(choice, "token_ids", _GENERATED)
     if choice.get("finish_reason") != "stop":
         return ids
     if not isinstance(choice.get("stop_reason"), str):
@@ -84,8 +85,7 @@ async def _text_ids(session: EngineSession, body: ChatBody, choice: dict[str, An
         return []
     # The text was cut, perhaps within a token, so it is tokenised again.
     asked = {"model": body.get("model"), "prompt": choice["text"], "add_special_tokens": False}
-    cut: list[int] = require(await session.post(TOKENIZE, asked), "tokens", list, _CUT)
-    return cut
+    return require_ids(await session.post(TOKENIZE, asked), "tokens", _CUT)
 
 
 def _message(body: ChatBody, message: Message) -> Message:

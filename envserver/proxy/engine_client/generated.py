@@ -7,7 +7,7 @@ begin with the first token instead of a chunk for the role.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import msgspec
 import orjson
@@ -24,6 +24,7 @@ from .base import (
     check_prompt,
     choices_of,
     chunk_head,
+    index_of,
     require,
     role_chunk,
     top_logprobs,
@@ -36,6 +37,12 @@ _WHERE = "The engine's generated answer"
 _CHUNK = "A chunk of the engine's generated stream"
 
 
+_Id = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""No other integers can be written as JSON again."""
+_Number = _Int | float | None
+
+
 class _Score(msgspec.Struct, gc=False):
     logprob: float | None
 
@@ -45,57 +52,42 @@ class _Scores(TypedDict):
 
 
 class _Choice(TypedDict, total=False):
-    index: int
+    index: _Id
     text: str
-    token_ids: list[Any]
-    logprobs: Any
-    finish_reason: Any
-    stop_reason: Any
+    token_ids: list[_Id]
+    logprobs: _Scores | None
+    finish_reason: str | None
+    stop_reason: _Int | str | None
     weight_versions: Any
     routed_experts: Any
 
 
-class _BareChoice(_Choice, total=False):
-    logprobs: _Scores | None
+class BareGenerated(TypedDict, total=False):
+    """A whole answer without texts and alternatives of tokens, for agents that do not ask for them;
+    its prompt is kept as JSON, and mostly compared as such."""
 
-
-class Generated(TypedDict, total=False):
-    """A whole answer; its prompt is kept as JSON, and mostly compared as such."""
-
-    request_id: Any
-    created: Any
-    model: Any
+    request_id: str | None
+    created: _Number
+    model: str | None
     choices: list[_Choice]
-    usage: Any
+    usage: dict[str, _Number | dict[str, _Number]]
     prompt_token_ids: msgspec.Raw
-    prompt_logprobs: Any
+    prompt_logprobs: None
     mm_placeholders: Any
     error: Any
     object: Any
 
 
-class BareGenerated(Generated, total=False):
-    """The same without texts and alternatives of tokens, for agents that do not ask for them."""
-
-    choices: list[_BareChoice]
-
-
-class GeneratedChunk(TypedDict, total=False):
+class BareGeneratedChunk(TypedDict, total=False):
     """A chunk of a stream; the first has the prompt."""
 
-    request_id: Any
+    request_id: str | None
     choices: list[_Choice]
-    usage: Any
+    usage: dict[str, _Number | dict[str, _Number]] | None
     prompt_token_ids: msgspec.Raw
     mm_placeholders: Any
     error: Any
     object: Any
-
-
-class BareGeneratedChunk(GeneratedChunk, total=False):
-    """See BareGenerated."""
-
-    choices: list[_BareChoice]
 
 
 class SentPrompt(NamedTuple):
@@ -239,12 +231,12 @@ async def chunks_of(
                 first = told if index == 0 else {}
                 yield {**role_chunk(head, index), **first}
         for choice in require(chunk, "choices", list, _CHUNK):
-            index = require(choice, "index", int, _CHUNK)
+            index = index_of(choice, count, _CHUNK)
             text = require(choice, "text", str, _CHUNK)
             require(choice, "token_ids", list, _CHUNK)
             delta = {"content": text} if text else {}
             facts = _facts(choice, body, _CHUNK, is_bare)
-            if facts["finish_reason"] is not None:
+            if facts["finish_reason"]:
                 unfinished.discard(index)
             yield {**head, "choices": [{"index": index, "delta": delta, **facts}]}
         if not chunk["choices"]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from .base import EXPERTS_START, ChatAnswer, ChatBody, max_tokens, require
+from .base import EXPERTS_START, ChatAnswer, ChatBody, max_tokens, require, require_ids
 
 _OF_ONE_CALL = frozenset({"messages", "seed", "max_tokens", "max_completion_tokens", EXPERTS_START})
 _OF_ONE_SAMPLE = frozenset({"seed"})
@@ -152,7 +152,7 @@ def check_rendered(rendered: ChatAnswer) -> None:
     Raises:
         EngineGarbage: `rendered` is not a request with a prompt.
     """
-    require(rendered, "token_ids", list, _WHERE)
+    require_ids(rendered, "token_ids", _WHERE)
     require(rendered, "sampling_params", dict, _WHERE)
 
 

@@ -34,9 +34,7 @@ from .derendering import derendered
 from .generated import (
     BareGenerated,
     BareGeneratedChunk,
-    Generated,
     GeneratedAnswer,
-    GeneratedChunk,
     SentPrompt,
     chunks_of,
     image_ranges,
@@ -103,7 +101,7 @@ class TokensClient:
         body = not_streamed(body)
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
         request, sent = await self._request(session, body, prompt)
-        answer = await session.post(GENERATE, request, BareGenerated if bare else Generated)
+        answer = await session.post(GENERATE, request, BareGenerated if bare else None)
         generated = GeneratedAnswer(answer, body, sent, is_bare=bare)
         if self._is_parsed(body):
             messages = await derendered(
@@ -134,7 +132,7 @@ class TokensClient:
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
         request, sent = await self._request(session, body, prompt)
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        form = BareGeneratedChunk if bare else GeneratedChunk
+        form = BareGeneratedChunk if bare else None
         async with session.stream(GENERATE, {**request, **options}, form) as chunks:
             yield chunks_of(chunks, body, sent, int(time.time()), is_bare=bare)
 

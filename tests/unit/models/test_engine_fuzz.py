@@ -23,6 +23,7 @@ from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
+from envserver.models.decoding import retry_after
 
 SECONDS, HANG_SECONDS, STUCK_SECONDS = 60.0, 0.1, 180.0
 """For a call; where nothing comes any more; after which a call did not keep to either."""
@@ -127,6 +128,7 @@ ERRORS = [
     b'{"object": "error", "message": "no", "code": 404}',
     b'{"object": "error", "message": "no", "code": 503}',
     b'{"object": "error", "code": true}',
+    b'{"error": %b}' % (b'{"a":' * 200 + b"1" + b"}" * 200),
 ]
 GARBAGE = [
     b"",
@@ -141,6 +143,7 @@ GARBAGE = [
     b'{"a": 1}{"b": 2}',
     b"\x00",
     b'{"a":' * 2000 + b"1" + b"}" * 2000,
+    b'{"a":' * 200 + b"1" + b"}" * 200,
     *[(LOGPROBS % number).encode() for number in ("NaN", "-Infinity", "Infinity", "1e999", "--1")],
 ]
 GOOD = [
@@ -150,7 +153,7 @@ GOOD = [
     b'{"a": 123456789012345678901234567890, "b": -1e-300}',
     (LOGPROBS % "null").encode(),
     json.dumps({"long": "x" * 70_000}).encode(),
-    b'{"a":' * 500 + b"1" + b"}" * 500,
+    b'{"a":' * 99 + b"1" + b"}" * 99,
 ]
 
 
@@ -217,6 +220,7 @@ HEADS = [
     b"HTTP/1.1 -1 What\r\n",
     b"HTTP/1.1 503 Busy\r\nretry-after: 99999999999999999999\r\n",
     b"HTTP/1.1 503 Busy\r\nretry-after: Fri, 99 Foo 2020\r\n",
+    b"HTTP/1.1 503 Busy\r\nretry-after: Fri, 01 Jan 2100 00:00:00 +999999999999\r\n",
     b"HTTP/1.1 429 Busy\r\nretry-after: \xb2\r\n",
     b"HTTP/1.1 429 Busy\r\nretry-after: Wed, 21 Oct 2015 07:28:00 GMT\r\n",
     b"220 mail ESMTP\r\n",
@@ -240,7 +244,7 @@ FIELDS = [
     b"content-encoding: what\r\n",
     b"content-type: application/json\r\n",
     b"content-type: text/event-stream\r\n",
-    b"content-type: text/event-stream; charset=\xff\r\n",
+    b"content-type: Text/Event-Stream; charset=\xff\r\n",
     b"content-type\r\n",
     b": x\r\n",
     b"set-cookie: \x00\r\n",
@@ -296,6 +300,22 @@ def test_whatever_is_sent_for_http_ends_typed_and_in_time(
         assert isinstance(got, EngineError) or got in ({"id": "x"}, {})
 
 
+@pytest.mark.parametrize(
+    "zone", ["+0000", "-2359", "+99999999", "+999999999999", "-" + "9" * 40, "x"]
+)
+def test_any_date_of_retry_after_is_a_number_of_seconds(zone: str) -> None:
+    for year in ("1", "0001", "2100", "9999", "99999"):
+        value = f"Fri, 01 Jan {year} 00:00:00 {zone}"
+        assert retry_after({"retry-after": value}) >= 0
+
+
+@pytest.mark.parametrize("body", [ERRORS[-1], b"<p>" * 30_000, b'{"error": [[[1]]]}', b"\xff"])
+def test_the_body_of_a_failure_is_told_whatever_it_is(bench: Bench, body: bytes) -> None:
+    for status in (b"500", b"404"):
+        data = b"HTTP/1.1 %b X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
+        assert f"HTTP {status.decode()}" in bench.post([data], "keep").message
+
+
 def test_an_answer_that_is_zipped_unasked_is_read(bench: Bench) -> None:
     data = head("application/json", len(ZIPPED), "content-encoding: gzip") + ZIPPED
     assert bench.post([data], "keep") == {"id": "x"}
@@ -340,7 +360,7 @@ def sent(data: bytes, cuts: list[int], way: str) -> list[bytes]:
         body = chunked(pieces)
         return [head("text/event-stream", None, "transfer-encoding: chunked"), *cut(body, cuts)]
     length = len(data) if way == "length" else None
-    return [head("text/event-stream; charset=utf-8", length), *pieces]
+    return [head("Text/Event-Stream; charset=utf-8", length), *pieces]
 
 
 WAYS = st.sampled_from(["chunks", "chunks", "length", "close"])

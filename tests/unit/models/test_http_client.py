@@ -167,6 +167,26 @@ async def test_a_body_zipped_in_several_parts_is_read_whole() -> None:
         assert await read(await ask(pool, raw)) == b"one two"
 
 
+async def test_others_have_their_turn_while_much_is_inflated() -> None:
+    async with server_and_pool() as (raw, pool):
+        zipped = gzip.compress(bytes(LARGE)) + gzip.compress(b"") * 1000
+        raw.pieces, raw.end = [head("", len(zipped), "content-encoding: gzip"), zipped], "keep"
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        response = await ask(pool, raw)
+        await until(lambda: response.complete)
+        turning = asyncio.create_task(other())
+        assert len(await read(response)) == LARGE
+        turning.cancel()
+        assert turns > 1000 + LARGE / 1_000_000
+
+
 async def test_a_trailer_has_a_limit() -> None:
     async with server_and_pool() as (raw, pool):
         start = head("text/plain", None, "transfer-encoding: chunked") + b"2\r\nhi\r\n0\r\nx: "

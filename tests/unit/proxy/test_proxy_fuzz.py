@@ -16,10 +16,13 @@ from envserver_records.sampling import LOGPROB_ROUNDING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
-from support.fake_vllm import FakeVllm
+from support.fake_vllm import FakeVllm, ids_of, logprob
+from support.raw_server import cut, head, raw_server
 from support.serving import attempt_spec
 from support.waiting import PATIENCE
 
+from envserver import OpenAIConfig
+from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt
 from envserver.tokens.invariants import check_calls
 
@@ -107,6 +110,7 @@ def spoiled(draw: st.DrawFn, make: Callable[[Json], Any], body: Json) -> Any:
 
 
 fake = FakeVllm(text="Hi.", reasoning="so")
+WIDE = "Hé€ 🙂."
 
 
 def whole(body: Json) -> Json:
@@ -257,31 +261,27 @@ class Heard:
             assert bool(orjson.loads(self.body).get("error")) == (self.status != 200)
 
 
-def ask(engine: Scripted, path: str, request: Json) -> tuple[Heard, ProxyAttempt]:
+async def asked(engine: Any, path: str, request: Json) -> tuple[Heard, ProxyAttempt]:
     """One request, and what came of it."""
+    proxy = Proxy(engine)
+    attempt = proxy.open(attempt_spec())
+    heard = Heard()
+    messages = [{"type": "http.request", "body": json.dumps(request).encode()}]
 
-    async def work() -> tuple[Heard, ProxyAttempt]:
-        proxy = Proxy(engine)  # type: ignore[arg-type]
-        attempt = proxy.open(attempt_spec())
-        heard = Heard()
-        messages = [{"type": "http.request", "body": json.dumps(request).encode()}]
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        return await asyncio.Event().wait()
 
-        async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            return await asyncio.Event().wait()
+    scope = {"type": "http", "method": "POST", "path": f"/r/{attempt.key}/{path}", "headers": []}
+    async with asyncio.timeout(PATIENCE):
+        await proxy.asgi()(scope, receive, heard.send)
+    return heard, attempt
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": f"/r/{attempt.key}/{path}",
-            "headers": [],
-        }
-        async with asyncio.timeout(PATIENCE):
-            await proxy.asgi()(scope, receive, heard.send)
-        return heard, attempt
 
-    return asyncio.run(work())
+def ask(engine: Scripted, path: str, request: Json) -> tuple[Heard, ProxyAttempt]:
+    """As `asked`, on a loop of its own."""
+    return asyncio.run(asked(engine, path, request))
 
 
 def check_records(attempt: ProxyAttempt, exact: set[int]) -> None:
@@ -339,6 +339,46 @@ def test_a_stream_with_anything_changed_in_it(path: str, streamed: Any, cut: boo
     check_records(attempt, exact_in_stream(parts))
     if cut:
         assert all(call.delivered == "none" for call in attempt.calls)
+
+
+def test_a_stream_with_a_text_without_its_ids_is_not_exact() -> None:
+    """Where the engine tells no count either."""
+    *parts, _ = chunks(ASKED)
+    parts[2]["choices"][0] |= {"token_ids": None, "logprobs": None}
+    path = "v1/chat/completions"
+    request = {"messages": ASKED["messages"], "stream": True, "model": "m"}
+    _, attempt = ask(Scripted({}, parts, cut=False), path, request)
+    (call,) = attempt.calls
+    assert not call.exact
+    assert call.flags == ["missing_token_ids"]
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(path=PATHS, end=st.sampled_from(["\n", "\r\n", "\r"]), data=st.data())
+def test_where_a_stream_is_cut_changes_nothing_in_the_record(
+    path: str, end: str, data: st.DataObject
+) -> None:
+    parts = [json.dumps(part, ensure_ascii=False) for part in FakeVllm(text=WIDE).chunks(ASKED)]
+    stream = "".join(f"data: {part}{end}{end}" for part in [*parts, "[DONE]"]).encode()
+    cuts = data.draw(st.lists(st.integers(1, len(stream)), max_size=40))
+    request = {k: v for k, v in REQUESTS[path].items() if k != "tools"}
+
+    async def work() -> ProxyAttempt:
+        async with raw_server() as raw:
+            raw.pieces, raw.end = (
+                [head("text/event-stream", len(stream)), *cut(stream, cuts)],
+                "keep",
+            )
+            config = OpenAIConfig(base_url=raw.url, server_type="vllm")
+            async with OpenAIEngine(config) as engine:
+                return (await asked(engine, path, {**request, "stream": True, "model": "m"}))[1]
+
+    (call,) = asyncio.run(work()).calls
+    assert call.exact
+    assert not call.flags
+    assert call.message["content"] == WIDE
+    assert call.completion_ids.tolist() == ids_of(WIDE)
+    assert call.logprobs.tolist() == [logprob(token) for token in ids_of(WIDE)]
 
 
 @pytest.mark.parametrize("path", ["v1/chat/completions", "v1/responses", "v1/messages"])
