@@ -64,7 +64,8 @@ def test_the_manifest_has_every_file(exports: Export, run: Path, name: str) -> N
 
 
 def test_atropos_groups_are_those_of_the_run(exports: Export, run: Path) -> None:
-    assert list(rows(exports["atropos"])) == [json.loads(line) for line in run.open()]
+    lines = run.read_text().splitlines()
+    assert list(rows(exports["atropos"])) == [json.loads(line) for line in lines]
 
 
 def test_messages_are_the_conversations(exports: Export, run: Path) -> None:

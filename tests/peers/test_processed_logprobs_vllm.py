@@ -71,6 +71,7 @@ def test_rows_say_how_they_were_sampled_and_the_trainer_computes_the_same(
     tmp_path: Path,
     tell: Callable[[str], None],
 ) -> None:
+    learning_vllm.begin_anew(tmp_path)
     environment = tmp_path / "babble.py"
     environment.write_text(ENVIRONMENT)
     groups: list[Group] = list(

@@ -4,7 +4,6 @@ says, by the logprobs that the trainer's own forward pass gives.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -40,21 +39,12 @@ def held(proof: Proof, versions: range, tolerance: float = ROUNDING) -> None:
     assert all(one.difference is not None for one in proof.published)
 
 
-def begin_anew(engine: VllmServer, folder: Path) -> None:
-    """Adapters are made for the weights that the engine began with."""
-
-    def save(where: Path) -> None:
-        shutil.copytree(engine.model_folder, where, dirs_exist_ok=True)
-
-    VllmFull(engine.base_url, folder / "base").publish(0, save)
-
-
 @pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_each_token_is_of_the_adapter_that_it_names(
     learning_vllm: VllmServer, vllm_python: Path, tmp_path: Path, count: int, tell: Tell
 ) -> None:
     """Published while calls are in flight: they end with the adapter that they began with."""
-    begin_anew(learning_vllm, tmp_path)
+    learning_vllm.begin_anew(tmp_path)  # adapters are made for these weights
     versions = range(1, count + 1)
     with version_maker(vllm_python, learning_vllm.model_folder, "lora") as maker:
         proof = prove(
@@ -155,7 +145,7 @@ def test_what_would_go_wrong_unseen_is_seen(
 def test_an_adapter_that_is_not_the_trainers_is_not_published(
     learning_vllm: VllmServer, vllm_python: Path, tmp_path: Path
 ) -> None:
-    begin_anew(learning_vllm, tmp_path)
+    learning_vllm.begin_anew(tmp_path)  # adapters are made for these weights
     with version_maker(vllm_python, learning_vllm.model_folder, "lora") as maker:
         push = Lora(learning_vllm.base_url, tmp_path / "weights", name="other")
         push.publish(1, maker.saver(1), maker.check(1))

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from anthropic import AsyncAnthropic
 from envserver_records.records import Call, VersionSpan
 from openai import AsyncOpenAI
 
@@ -35,6 +36,7 @@ class House:
         self.proxy = proxy
         self.url = url
         self.http = http
+        self.clients: list[AsyncOpenAI | AsyncAnthropic] = []
         self.now = 0.0
         self.arrived = 0
         """Requests that the proxy has read."""
@@ -70,7 +72,14 @@ class House:
         return attempt, self.client(attempt.key)
 
     def client(self, key: str, path: str = "") -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/r/{key}{path}/v1", api_key=key)
+        made = AsyncOpenAI(base_url=f"{self.url}/r/{key}{path}/v1", api_key=key)
+        self.clients.append(made)
+        return made
+
+    def claude(self, key: str) -> AsyncAnthropic:
+        made = AsyncAnthropic(base_url=f"{self.url}/r/{key}", api_key=key, max_retries=0)
+        self.clients.append(made)
+        return made
 
     async def post(self, key: str, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -116,6 +125,8 @@ async def house(
             async with serving(made.watched(made.proxy.asgi())) as url:
                 made.url = url
                 yield made
+                for client in made.clients:
+                    await client.close()
 
 
 async def chat(client: AsyncOpenAI, streamed: bool = False, **more: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from envserver_clients.weights import VllmFull
 
 from envserver.models import vllm_extension
 from support.commands import free_port
@@ -46,6 +48,18 @@ class VllmServer:
     @property
     def root_url(self) -> str:
         return self.base_url.removesuffix("/v1")
+
+    def begin_anew(self, folder: Path) -> None:
+        """Gives an engine that takes weights those of its model's files again.
+
+        Args:
+            folder: for files on their way.
+        """
+
+        def save(where: Path) -> None:
+            shutil.copytree(self.model_folder, where, dirs_exist_ok=True)
+
+        VllmFull(self.base_url, folder / "base").publish(0, save)
 
     @functools.cached_property
     def same_sums_tokens(self) -> int:

@@ -59,10 +59,6 @@ async def home() -> AsyncIterator[House]:
         yield made
 
 
-def claude(home: House, key: str) -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(base_url=f"{home.url}/r/{key}", api_key=key, max_retries=0)
-
-
 @pytest.mark.parametrize(("words", "known"), MESSAGES)
 async def test_each_api_says_in_its_own_words_that_the_context_is_full(
     home: House, words: str, known: str
@@ -77,7 +73,7 @@ async def test_each_api_says_in_its_own_words_that_the_context_is_full(
         assert refused.value.code == "context_length_exceeded"
         assert "This model's maximum context length is" in refused.value.message
     with pytest.raises(anthropic.BadRequestError) as told:
-        await claude(home, attempt.key).messages.create(model="any", max_tokens=9, messages=ASK)
+        await home.claude(attempt.key).messages.create(model="any", max_tokens=9, messages=ASK)
     error = told.value.body["error"]  # type: ignore[index]
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(known)
@@ -88,7 +84,7 @@ async def test_each_api_says_in_its_own_words_that_the_context_is_full(
 async def test_an_engine_that_cannot_count_says_so(home: House) -> None:
     attempt, client = home.open()
     with pytest.raises(anthropic.NotFoundError, match="does not count"):
-        await claude(home, attempt.key).messages.count_tokens(model="any", messages=ASK)
+        await home.claude(attempt.key).messages.count_tokens(model="any", messages=ASK)
     (model,) = (await client.models.list()).data
     assert "max_model_len" not in model.model_dump()
 

@@ -9,8 +9,6 @@ import openai
 import pytest
 from support.proxy_house import ASK, House, house
 
-from envserver.proxy import ProxyAttempt
-
 
 @pytest.fixture
 async def home() -> AsyncIterator[House]:
@@ -18,15 +16,10 @@ async def home() -> AsyncIterator[House]:
         yield made
 
 
-def anthropic_client(home: House, attempt: ProxyAttempt) -> anthropic.AsyncAnthropic:
-    url = f"{home.url}/r/{attempt.key}"
-    return anthropic.AsyncAnthropic(base_url=url, api_key=attempt.key, max_retries=0)
-
-
 async def test_the_model_is_found_by_its_name_in_both_forms(home: House) -> None:
     attempt, client = home.open()
     assert (await client.models.retrieve("tiny")).owned_by == "envserver"
-    messages = anthropic_client(home, attempt)
+    messages = home.claude(attempt.key)
     assert (await messages.models.retrieve("tiny")).display_name == "tiny"
     assert [model.id async for model in messages.models.list()] == ["tiny"]
     with pytest.raises(openai.NotFoundError, match="There is no model 'gpt-x' here, but 'tiny'"):
@@ -56,10 +49,10 @@ async def test_what_is_not_offered_is_refused_in_the_clients_form(home: House) -
     with pytest.raises(openai.NotFoundError, match="is not offered here"):
         await client.embeddings.create(model="any", input="hi")
     with pytest.raises(anthropic.NotFoundError) as refused:
-        await anthropic_client(home, attempt).messages.batches.list()
+        await home.claude(attempt.key).messages.batches.list()
     assert refused.value.body["error"]["type"] == "not_found_error"
     params = {"max_tokens": 9, "messages": ASK, "model": "any"}
     with pytest.raises(anthropic.NotFoundError):
-        await anthropic_client(home, attempt).messages.batches.create(
+        await home.claude(attempt.key).messages.batches.create(
             requests=[{"custom_id": "one", "params": params}]
         )

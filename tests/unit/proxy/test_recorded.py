@@ -51,9 +51,7 @@ async def test_prompts_beyond_the_bound_are_refused_to_their_rollout_only(home: 
         with pytest.raises(openai.BadRequestError, match=r"0\.2 MB .* are used up") as refused:
             await asked
         assert refused.value.code == "limit_reached"
-    claude = anthropic.AsyncAnthropic(
-        base_url=f"{home.url}/r/{attempt.key}", api_key=attempt.key, max_retries=0
-    )
+    claude = home.claude(attempt.key)
     with pytest.raises(anthropic.BadRequestError) as told:
         await claude.messages.create(model="any", max_tokens=9, messages=said(6))  # type: ignore[arg-type]
     assert told.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
