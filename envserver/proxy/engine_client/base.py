@@ -196,7 +196,10 @@ def require_ids(holder: Any, name: str, where: str) -> list[int]:
         EngineGarbage: it is not.
     """
     ids: list[int] = require(holder, name, list, where)
-    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
+    if (
+        not set(map(type, ids)) <= {int}
+        or not 0 <= min(ids, default=0) <= max(ids, default=0) < 2**31
+    ):
         raise EngineGarbage(f"{where} holds {name} that are not ids.")
     return ids
 

@@ -16,14 +16,17 @@ from envserver_records.sampling import LOGPROB_ROUNDING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
+from support.fake_scale_out import ScaleOut
 from support.fake_vllm import FakeVllm, ids_of, logprob
 from support.raw_server import cut, head, raw_server
 from support.serving import attempt_spec
+from support.templates import OWN, chat_format
 from support.waiting import PATIENCE
 
 from envserver import OpenAIConfig
-from envserver.models import OpenAIEngine
-from envserver.proxy import Proxy, ProxyAttempt
+from envserver.models import OpenAIEngine, ProbeResult
+from envserver.proxy import EngineEndpoint, Proxy, ProxyAttempt
+from envserver.proxy.capabilities import Capabilities
 from envserver.tokens.invariants import check_calls
 
 Json = dict[str, Any]
@@ -88,25 +91,30 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 @st.composite
 def spoiled(draw: st.DrawFn, make: Callable[[Json], Any], body: Json) -> Any:
     """What `make` gives for `body`, with up to three things changed."""
-    value = [json.loads(json.dumps(make(body)))]
+    value = json.loads(json.dumps(make(body)))
     for _ in range(draw(st.integers(0, 3))):
-        named: dict[Any, list[tuple[Any, Any]]] = {}
-        for holder, key in places(value)[1:]:
-            # By name: else nearly all that is changed would be one of the many ids.
-            named.setdefault(key if isinstance(key, str) else None, []).append((holder, key))
-        if not named:
-            break
-        holder, key = draw(st.sampled_from(named[draw(st.sampled_from([*named]))]))
-        what = draw(st.sampled_from(["put", "put", "drop", "twice", "swap"]))
-        if what == "put":
-            holder[key] = copy.deepcopy(draw(st.sampled_from(ODD)))
-        elif what == "drop":
-            del holder[key]
-        elif what == "twice" and isinstance(holder, list):
-            holder.insert(key, copy.deepcopy(holder[key]))
-        elif what == "swap" and isinstance(holder, list):
-            holder.reverse()
-    return value[0]
+        spoil(value, lambda options: draw(st.sampled_from(options)))
+    return value
+
+
+def spoil(value: Any, choose: Callable[[list[Any]], Any]) -> None:
+    """Changes one thing in a JSON value."""
+    named: dict[Any, list[tuple[Any, Any]]] = {}
+    for holder, key in places(value):
+        # By name: else nearly all that is changed would be one of the many ids.
+        named.setdefault(key if isinstance(key, str) else None, []).append((holder, key))
+    if not named:
+        return
+    holder, key = choose(named[choose([*named])])
+    what = choose(["put", "put", "drop", "twice", "swap"])
+    if what == "put":
+        holder[key] = copy.deepcopy(choose(ODD))
+    elif what == "drop":
+        del holder[key]
+    elif what == "twice" and isinstance(holder, list):
+        holder.insert(key, copy.deepcopy(holder[key]))
+    elif what == "swap" and isinstance(holder, list):
+        holder.reverse()
 
 
 fake = FakeVllm(text="Hi.", reasoning="so")
@@ -261,9 +269,11 @@ class Heard:
             assert bool(orjson.loads(self.body).get("error")) == (self.status != 200)
 
 
-async def asked(engine: Any, path: str, request: Json) -> tuple[Heard, ProxyAttempt]:
+async def asked(
+    engine: Any, path: str, request: Json, endpoint: EngineEndpoint | None = None
+) -> tuple[Heard, ProxyAttempt]:
     """One request, and what came of it."""
-    proxy = Proxy(engine)
+    proxy = Proxy(engine, endpoint=endpoint)
     attempt = proxy.open(attempt_spec())
     heard = Heard()
     messages = [{"type": "http.request", "body": json.dumps(request).encode()}]
@@ -339,6 +349,40 @@ def test_a_stream_with_anything_changed_in_it(path: str, streamed: Any, cut: boo
     check_records(attempt, exact_in_stream(parts))
     if cut:
         assert all(call.delivered == "none" for call in attempt.calls)
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+MORE: list[Json] = [{}, {"n": 2}, {"tools": REQUESTS["v1/chat/completions"]["tools"]}]
+MORE += [{**more, "logprobs": True, "top_logprobs": 2, "return_token_ids": True} for more in MORE]
+
+
+@many
+@given(
+    data=st.data(),
+    odd=st.sampled_from(["generate", "derender"]),
+    more=st.sampled_from(MORE),
+    streams=st.booleans(),
+)
+def test_answers_of_the_token_endpoints_with_anything_changed_in_them(
+    data: st.DataObject, odd: str, more: Json, streams: bool
+) -> None:
+    def change(path: str, answer: Json) -> None:
+        if path.endswith(odd) and data.draw(st.booleans()):
+            spoil(answer, lambda options: data.draw(st.sampled_from(options)))
+
+    format = chat_format(OWN["chatml"])
+    engine = ScaleOut(format, "Hello.", CALL, spoil=change)
+    probe_result = ProbeResult(mode="tokens", model="tiny", tools=True)
+
+    async def find() -> Capabilities:
+        return Capabilities(probe_result=probe_result, format=format)
+
+    request = {"messages": ASKED["messages"], "model": "m", "stream": streams, **more}
+    endpoint = EngineEndpoint(engine, find=find)
+    heard, attempt = asyncio.run(asked(engine, "v1/chat/completions", request, endpoint))
+    heard.check()
+    assert attempt.calls or attempt.engine_failure
+    check_calls(attempt.calls)
 
 
 def test_a_stream_with_a_text_without_its_ids_is_not_exact() -> None:
