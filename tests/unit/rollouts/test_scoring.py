@@ -115,7 +115,7 @@ async def test_a_scorer_that_dies_while_idle_is_replaced(moody: str) -> None:
 
 async def test_scorers_that_died_leave_no_descriptor_to_the_collector(moody: str) -> None:
     def open_ones() -> int:
-        return len(os.listdir("/proc/self/fd"))
+        return len([*Path("/proc/self/fd").iterdir()])
 
     async with ScorerPool(moody, {}, 1) as pool:
         await pool.score(TASK, Result(output="right"))
