@@ -55,8 +55,13 @@ def import_path(path: Path) -> list[ModuleType]:
                 f"There is no environment in the folder {str(path)!r}.",
                 hint=f"It needs a file {' or '.join(ENTRY_FILES)}.",
             )
-    elif path.is_file():
+    elif path.is_file() and path.suffix == ".py":
         files = [path]
+    elif path.exists():
+        raise ConfigError(
+            f"{str(path)!r} is not a Python file.",
+            hint="Name a file that ends in .py, or a folder of them.",
+        )
     else:
         raise NotFoundError(f"There is no file {str(path)!r}.")
     return [_import_file(file.resolve()) for file in files]

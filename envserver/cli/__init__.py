@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -242,9 +244,7 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
             alone = environment is None
             spec.show_help(argv, program=_program(environment), with_environment=alone)
             return 0
-        from .lean_imports import import_command
-
-        module = import_command(f"{__name__}.{command.module}")
+        module = _imported(f"{__name__}.{command.module}")
         return int(getattr(module, command.function)(argv))
     except KeyboardInterrupt as stop:
         return int(getattr(stop, "status", 130))
@@ -254,6 +254,18 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
         if debug and not (command.has_debugger and _is_callers(error)):
             raise
         return _explain(error)
+
+
+def _imported(name: str) -> ModuleType:
+    """Imports a command's module; Ctrl-C waits for it, since libraries in C and Rust do not expect
+    it while they are imported."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        from .lean_imports import import_command
+
+        return import_command(name)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_callers(error: Exception) -> bool:

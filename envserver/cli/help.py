@@ -127,7 +127,7 @@ def _short_lines(option: Option, name: str, bold: str, plain: str) -> list[str]:
         len(option.default_text) <= _MAX_DEFAULT
     )
     default = f" [{option.default_text}]" if shows_default else ""
-    width = min(110, shutil.get_terminal_size((100, 24)).columns) - _COLUMN
+    width = _width(110) - _COLUMN
     text = textwrap.wrap(f"{option.first_sentence}{default}".strip(), width)
     shown = f"  {bold}{name}{plain}"
     if len(name) + 3 > _COLUMN:
@@ -137,7 +137,7 @@ def _short_lines(option: Option, name: str, bold: str, plain: str) -> list[str]:
 
 
 def _lines(option: Option, name: str, bold: str, plain: str) -> list[str]:
-    width = min(100, shutil.get_terminal_size((100, 24)).columns) - len(_INDENT)
+    width = _width(100) - len(_INDENT)
     text = textwrap.wrap(" ".join(option.description.split()), width, break_on_hyphens=False)
     if option.is_switch and name.startswith("--"):
         name = f"--[no-]{name[2:]}"
@@ -152,3 +152,8 @@ def _lines(option: Option, name: str, bold: str, plain: str) -> list[str]:
 
 def _colors() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def _width(most: int) -> int:
+    """The columns to fill; in a narrower terminal than two columns need, that breaks the lines."""
+    return min(most, max(shutil.get_terminal_size((100, 24)).columns, _COLUMN + 20))

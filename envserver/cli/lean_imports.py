@@ -16,6 +16,7 @@ from pydantic import BaseModel
 def import_command(name: str) -> ModuleType:
     """Returns the module `name`, imported."""
     # The collector would spend a sixth of a start on what imports make, which stays.
+    collects = gc.isenabled()
     gc.disable()
     if "rich" not in sys.modules:
         # structlog would import it for a form of tracebacks that is not used: 50 modules.
@@ -28,6 +29,7 @@ def import_command(name: str) -> ModuleType:
         module = importlib.import_module(name)
     finally:
         del BaseModel.model_config["defer_build"]
+        if collects:
+            gc.enable()
     gc.freeze()
-    gc.enable()
     return module

@@ -115,8 +115,18 @@ def _again(one: Installed) -> str:
 
 
 def home() -> Path:
-    """The folder of installed packages: `$XDG_DATA_HOME/envserver/environments`."""
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    """The folder of installed packages: `$XDG_DATA_HOME/envserver/environments`.
+
+    Raises:
+        ConfigError: the variable is unset, and this user has no home.
+    """
+    try:
+        data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    except RuntimeError:
+        raise ConfigError(
+            "Packages of environments have no folder: this user has no home.",
+            hint="Set HOME or XDG_DATA_HOME.",
+        ) from None
     return Path(data) / "envserver" / "environments"
 
 
@@ -149,7 +159,11 @@ def write_record(one: Installed) -> None:
 
 
 def _installed() -> Iterator[Installed]:
-    for path in home().glob(f"*/{RECORD}"):
+    try:
+        records = list(home().glob(f"*/{RECORD}"))
+    except (ConfigError, PermissionError):  # no home, or another user's: nothing is installed in it
+        return
+    for path in records:
         try:
             data: Any = json.loads(path.read_bytes())
             yield msgspec.convert({"envserver": "", **data}, Installed)

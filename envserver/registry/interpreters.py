@@ -7,9 +7,11 @@ the same envserver, the one of the server (`Interpreter.search_path`), with othe
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
@@ -89,7 +91,8 @@ class _Popen(popen_spawn_posix.Popen):
         data = io.BytesIO()
         set_spawning_popen(self)
         try:
-            reduction.dump(_preparation(process_obj, python), data)
+            told = {**preparation(process_obj.name), "sys_path": python.search_path}
+            reduction.dump(told, data)
             reduction.dump(process_obj, data)
         finally:
             set_spawning_popen(None)
@@ -107,11 +110,26 @@ class _Popen(popen_spawn_posix.Popen):
             pipe.write(data.getbuffer())
 
 
-def _preparation(process_obj: BaseProcess, python: Interpreter) -> dict[str, Any]:
-    """Returns what the process is told first. It does not import the caller's script."""
-    data = spawn.get_preparation_data(process_obj.name)
-    kept = {name: value for name, value in data.items() if not name.startswith("init_main")}
-    return {**kept, "sys_path": python.search_path}
+def preparation(name: str) -> dict[str, Any]:
+    """Returns what a process is told first.
+
+    It does not import the caller's script, as multiprocessing would: that would run it again where
+    it has no `if __name__ == "__main__"`.
+    """
+    with start_method_stays():
+        data = spawn.get_preparation_data(name)
+    return {key: value for key, value in data.items() if not key.startswith("init_main")}
+
+
+@contextmanager
+def start_method_stays() -> Iterator[None]:
+    """Leaves multiprocessing's start method for the caller to choose: its parts settle it."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        yield
+    finally:
+        if before is None:
+            multiprocessing.set_start_method(None, force=True)
 
 
 def _spawn(python: Interpreter, tracker: int, descriptors: list[int], reads: int) -> int:

@@ -1,36 +1,66 @@
 """Starts the processes of scorers: forked from a process that has imported the scorer's code, not
 from the server, and without the caller's script and the server's own variables.
+
+What holds: multiprocessing's own forkserver, start method and preloaded modules stay the caller's.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn, util
-from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
+from multiprocessing import forkserver, popen_forkserver, reduction, resource_tracker, util
+from multiprocessing.context import (
+    BaseContext,
+    ForkServerContext,
+    ForkServerProcess,
+    set_spawning_popen,
+)
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
 
-from ..registry.interpreters import SETTINGS, InterpreterContext, interpreter_of
+from envserver_records.errors import ConfigError
+
+from ..registry.interpreters import (
+    SETTINGS,
+    InterpreterContext,
+    interpreter_of,
+    preparation,
+    start_method_stays,
+)
 from ..sandbox.places import folder_for_sockets
 from ..workers.linux import die_with_parent
 from . import scorer_process
 
 
 class _Popen(popen_forkserver.Popen):
-    """Starts a process that does not import the caller's script.
+    """Starts one process; differs from its base class in the forkserver, and in `preparation`."""
 
-    multiprocessing would import it into each process, and so run it again where it has no
-    `if __name__ == "__main__"`. Scorers need nothing of it.
-    """
+    _fds: list[int]
 
     def _launch(self, process_obj: BaseProcess) -> None:
-        with _without_script():
-            super()._launch(process_obj)  # type: ignore[misc]  # not in typeshed
+        data = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(preparation(process_obj.name), data)
+            reduction.dump(process_obj, data)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, pipe = _server.connect_to_new_process(self._fds)
+        # By its end of this pipe the process sees that this one has ended.
+        kept = os.dup(pipe)
+        self.finalizer = util.Finalize(self, _close, (kept, self.sentinel))
+        with os.fdopen(pipe, "wb") as file:
+            file.write(data.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class _ScorerProcess(ForkServerProcess):
@@ -53,33 +83,41 @@ def scorer_context(env_reference: str) -> BaseContext:
     """Returns the context that starts the scorers of an environment, in its interpreter.
 
     Not by forking the server: it has threads, and scorers must not see its memory.
+
+    Raises:
+        ConfigError: the working directory is gone, or no socket can be made anywhere.
     """
+    _check_working_directory()
     if (own := interpreter_of(env_reference)) is not None:
         return InterpreterContext(own)
-    context = _ScorerContext()
-    context.set_forkserver_preload([scorer_process.__name__])
     _start_forkserver()
-    return context
+    return _ScorerContext()
 
 
-_launching = threading.Lock()
+def _check_working_directory() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "The working directory of this process has been removed.",
+            hint="Change to a folder that exists.",
+        ) from None
 
 
-@contextmanager
-def _without_script() -> Iterator[None]:
-    """Removes the script (`init_main_from_...`) from the data that a new process gets."""
-    with _launching:
-        original = spawn.get_preparation_data
+def _forget_forkserver() -> None:
+    """Takes another forkserver: a process that was forked cannot use that of its parent."""
+    global _server
+    _server = _own_forkserver()
 
-        def prepared(name: str) -> dict[str, Any]:
-            data = original(name)
-            return {key: value for key, value in data.items() if not key.startswith("init_main")}
 
-        spawn.get_preparation_data = prepared
-        try:
-            yield
-        finally:
-            spawn.get_preparation_data = original
+def _own_forkserver() -> forkserver.ForkServer:
+    own = forkserver.ForkServer()
+    own.set_forkserver_preload([scorer_process.__name__])
+    return own
+
+
+_server = _own_forkserver()
+os.register_at_fork(after_in_child=_forget_forkserver)
 
 
 def _let_the_forkserver_end() -> None:
@@ -102,8 +140,8 @@ def _start_forkserver() -> None:
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _without_settings():
-            forkserver.ensure_running()
+        with _without_settings(), start_method_stays():
+            _server.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -26,6 +26,7 @@ from envserver_records.records import Group
 
 from ..evaluation.folders import View
 from ..evaluation.perturbations import askings
+from ..sandbox.places import temporary_folder
 from ..telemetry.log_lines import text_processors
 from . import replaying, rescoring, scoring, verifying
 from .api_settings import AnyEnvironment, Mix, checked_settings, members_of, spec_of
@@ -301,7 +302,7 @@ async def score(
     Raises:
         ConfigError, NotFoundError: a setting is wrong, or there is no such environment or file.
     """
-    with tempfile.TemporaryDirectory(prefix="envserver-score-") as folder:
+    with tempfile.TemporaryDirectory("", "envserver-score-", temporary_folder()) as folder:
         source, target = Path(folder, "rows.jsonl"), Path(folder, "scores.jsonl")
         if isinstance(rows, (str, Path)):
             source = Path(rows)

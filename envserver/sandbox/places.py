@@ -1,4 +1,4 @@
-"""The folder of sockets with a path: TMPDIR, unless that is too long for their names."""
+"""Folders for temporary files, and for sockets: TMPDIR, unless that is too long for their names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,29 @@ _LONGEST = 70
 most 107 (Linux, unix(7)), and 32 of these are Python's own `/pymp-.../listener-...`."""
 
 
-def folder_for_sockets() -> str:
-    """TMPDIR, or `/tmp` where that is too long, as on clusters that name it after a job.
+def temporary_folder() -> str:
+    """TMPDIR, or another folder that can be written to, as Python chooses it.
 
     Raises:
-        ConfigError: it is too long, and nothing can be written into `/tmp`.
+        ConfigError: there is none.
     """
-    usual = tempfile.gettempdir()
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"There is no folder for temporary files: {error.strerror}.",
+            hint="Set TMPDIR to a folder that can be written to and has space left.",
+        ) from None
+
+
+def folder_for_sockets() -> str:
+    """`temporary_folder`, or `/tmp` where its path is too long, as on clusters that name it after
+    a job.
+
+    Raises:
+        ConfigError: there is none; or it is too long, and nothing can be written into `/tmp`.
+    """
+    usual = temporary_folder()
     if len(os.fsencode(usual)) <= _LONGEST:
         return usual
     if not os.access("/tmp", os.W_OK | os.X_OK):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -137,7 +138,10 @@ def _typed(
     doc = parse_docstring(inspect.getdoc(function) or "")
     told = doc.description if description is None else description
     if not told:
-        raise TypeError(f"The tool {named!r} needs a docstring: the model reads what it does.")
+        lost = " Python was told to drop all of them (-OO)." if sys.flags.optimize > 1 else ""
+        raise TypeError(
+            f"The tool {named!r} needs a docstring: the model reads what it does.{lost}"
+        )
     struct = _arguments(named, function, doc.arguments, hides_caller=on_server)
     described = {
         "type": "function",

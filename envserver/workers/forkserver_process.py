@@ -27,6 +27,7 @@ import structlog
 from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 
 from ..registry.interpreters import PYTHON_VARIABLES, interpreter_of
+from ..sandbox.places import temporary_folder
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from . import linux
 from .boot import READ_BYTES, Boot
@@ -117,7 +118,7 @@ class ForkserverProcess:
             raise
 
     def _spawn(self) -> None:
-        self.root = tempfile.mkdtemp(prefix="envserver-workers-")
+        self.root = tempfile.mkdtemp(prefix="envserver-workers-", dir=temporary_folder())
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         self._output, output = os.pipe()

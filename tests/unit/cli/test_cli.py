@@ -229,6 +229,32 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["list"]) == 130
 
 
+def test_ctrl_c_waits_for_libraries_that_are_being_imported() -> None:
+    program = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "datetime":  # pydantic's core imports it from Rust
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from envserver.cli import main
+sys.exit(main(["doctor"]))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=PATIENCE, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+
+
+@pytest.mark.parametrize("columns", [1, 20, 60])
+def test_help_fits_into_any_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["serve", "--help"]) == 0
+    assert "--env.group_size" in capsys.readouterr().out
+
+
 def test_the_environment_of_an_entry_module_is_not_named_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

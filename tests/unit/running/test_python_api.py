@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,11 @@ def test_mistakes_are_told_before_anything_runs(settings: dict[str, Any], messag
         envserver.process("math", **settings)
 
 
+def test_a_file_that_is_not_python_is_told_as_such() -> None:
+    with pytest.raises(ConfigError, match="'/etc/passwd' is not a Python file"):
+        envserver.process("/etc/passwd", **SIM)
+
+
 def test_an_unknown_environment_is_told_with_the_nearest_name() -> None:
     with pytest.raises(NotFoundError, match="Did you mean 'math'"):
         envserver.process("maths", **SIM)
@@ -166,3 +172,82 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
         [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE
     )
     assert done.stdout.split() == ["begin", "1"], done.stderr
+
+
+TASK = {"question": "1 + 1?", "answer": "#### 2"}
+SCORE = (
+    f"print(envserver.score('math', [{{'task': {TASK}, 'response': 'three'}}]).rows[0]['reward'])"
+)
+
+
+def test_multiprocessing_stays_as_the_script_set_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import multiprocessing, os, signal, sys
+import envserver
+
+def seen():
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    return "colorsys" in sys.modules, "ENVSERVER_MINE" in os.environ, bool(blocked)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["colorsys"])
+    {SCORE}
+    print(multiprocessing.get_start_method(allow_none=True))
+    with context.Pool(1) as pool:
+        print(pool.apply(seen))
+    {SCORE}
+    sys.stdout.flush()
+    if (child := os.fork()) == 0:
+        {SCORE}
+    else:
+        print(os.waitpid(child, 0)[1])
+""")
+    done = _python(script, cwd=tmp_path, env={**os.environ, "ENVSERVER_MINE": "1"})
+    kept = "0.0 None (True, True, False) 0.0 0.0 0"
+    assert " ".join(done.stdout.splitlines()) == kept, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("without", "message"),
+    [
+        ("os.rmdir(os.getcwd())", "The working directory of this process has been removed"),
+        ("tempfile._candidate_tempdir_list = lambda: []", "no folder for temporary files"),
+    ],
+)
+def test_a_process_that_lacks_a_folder_is_told_so(
+    tmp_path: Path, without: str, message: str
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    program = f"""
+import os, tempfile, envserver
+{without}
+try:
+    {SCORE}
+except envserver.ConfigError as error:
+    print(error.message)
+"""
+    assert message in _python("-c", program, cwd=here).stdout
+
+
+def test_a_home_that_cannot_be_read_has_no_packages(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0)
+    program = """
+import os
+from envserver.registry import known_names
+known = known_names()
+if os.geteuid() == 0:
+    os.seteuid(12345)
+os.environ["XDG_DATA_HOME"] = os.environ["CLOSED"]
+print(known_names() == known)
+"""
+    done = _python("-c", program, cwd=tmp_path, env={**os.environ, "CLOSED": str(home)})
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def _python(*words: Path | str, **options: Any) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, **options)
