@@ -229,7 +229,7 @@ try:
 except envserver.ConfigError as error:
     print(error.message)
 """
-    assert message in _python("-c", program, cwd=here).stdout
+    assert message in _python("-P", "-c", program, cwd=here).stdout
 
 
 def test_a_home_that_cannot_be_read_has_no_packages(tmp_path: Path) -> None:
