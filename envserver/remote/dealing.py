@@ -90,6 +90,7 @@ class _Work:
 
     Attributes:
         runner: who has it; "": nobody yet.
+        is_held: that runner has said that it has it.
         losses: runners that were lost while they had it.
     """
 
@@ -97,6 +98,7 @@ class _Work:
         self.request = request
         self.made: asyncio.Future[Made] = asyncio.get_running_loop().create_future()
         self.runner = ""
+        self.is_held = False
         self.losses = 0
 
 
@@ -190,7 +192,7 @@ class Dealer:
             for name in [name for name, at in self._seen.items() if at < earliest]:
                 del self._seen[name], self._calls_waiting[name], self._takes[name]
                 _log.warning("runner_silent", runner=name)
-                self._take_back(name, ())
+                self._take_back(name, (), is_silent=True)
 
     def _dealt(self, wanted: Take) -> Dealt | None:
         """Returns what there is for a runner now; None: nothing new."""
@@ -202,19 +204,25 @@ class Dealer:
             fair = math.ceil(len(self._open) / max(1, len(self._seen), self.runners()))
             while self._waiting and len(requests) < min(wanted.free, fair - len(held)):
                 work = self._waiting.popleft()
-                work.runner = wanted.runner
+                work.runner, work.is_held = wanted.runner, False
                 requests.append(work.request)
         if not requests and not cancelled and not (draining and not held):
             return None
         return Dealt(requests, cancelled, draining)
 
-    def _take_back(self, runner: str, holding: Collection[str]) -> None:
-        """Deals again what `runner` had and no longer holds."""
+    def _take_back(self, runner: str, holding: Collection[str], *, is_silent: bool = False) -> None:
+        """Deals again what `runner` had and no longer holds.
+
+        What it never said that it holds was in an answer that it did not wait for: no loss.
+        """
         for group_id, work in self._open.items():
-            if work.runner != runner or group_id in holding or work.made.done():
+            if work.runner != runner or work.made.done():
+                continue
+            if group_id in holding:
+                work.is_held = True
                 continue
             work.runner = ""
-            work.losses += 1
+            work.losses += work.is_held or is_silent
             if work.losses >= _MOST_LOSSES:
                 message = f"Its runner was lost {work.losses} times while it was made."
                 work.made.set_result(

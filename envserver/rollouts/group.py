@@ -164,10 +164,13 @@ async def make_group(
     }
     shown = await context.proxy.services.shown(request.group_id)
     made = _judged(context, request, rules, trajectories, failures, shown)
+    if isinstance(made, Group):
+        made = await asyncio.to_thread(sealed, made)
+    # Last: a run that ends over its ceiling ends at once, but for groups that are being delivered.
     why_not = context.ceiling.judge(summed(member.untrained for member in members.values()))
     if why_not is not None and (isinstance(made, Group) or made.reason == "incomplete"):
         return Drop("untrained", why_not, True)
-    return await asyncio.to_thread(sealed, made) if isinstance(made, Group) else made
+    return made
 
 
 def _rules(context: RolloutContext) -> GroupRules:

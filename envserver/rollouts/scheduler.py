@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
 import structlog
-from envserver_records.errors import AllFailed, StoreError, TooMuchUntrained
+from envserver_records.errors import AllFailed, EnvserverError, StoreError, TooMuchUntrained
 from envserver_records.records import Group
 from structlog.contextvars import bind_contextvars
 
@@ -89,6 +89,7 @@ class Scheduler:
         self._size = context.environment.config.group_size
         self._draining = asyncio.Event()
         self._open: set[asyncio.Task[Ending]] = set()
+        self._delivering: set[asyncio.Task[Any]] = set()
         self._failed_in_a_row = 0
         self._dropped_in_a_row = 0
         self._causes: Counter[str] = Counter()
@@ -143,6 +144,11 @@ class Scheduler:
             await self._until_fewer_than(1)
             if self._bug is not None and self._stop_on_failures:
                 raise self._bug
+        except EnvserverError:
+            if self._stop_on_failures and self._delivering:
+                # What is made is not lost to another's failure.
+                await asyncio.wait(self._delivering)
+            raise
         finally:
             if self._lane is not None:
                 self._lane.left()
@@ -316,6 +322,9 @@ class Scheduler:
 
     async def _deliver(self, group: Group) -> None:
         """Puts `group` into the sink; a server retries forever, a file gets three attempts."""
+        if (task := asyncio.current_task()) is not None:
+            self._delivering.add(task)
+            task.add_done_callback(self._delivering.discard)
         tries = 0
         while True:
             try:

@@ -79,6 +79,7 @@ async def test_a_group_that_ends_its_runners_is_given_up() -> None:
     await settled()
     for _ in range(3):
         assert (await dealer.take(Take("a", 1, []))).requests == [requested(0)]
+        await dealer.take(Take("a", 1, ["g0"]))
     assert not (await dealer.take(Take("a", 1, []))).requests
     drop = (await making).drop
     assert drop is not None and drop.failed and "lost 3 times" in drop.message
@@ -93,6 +94,16 @@ async def test_a_runner_that_asks_anew_loses_nothing_to_its_earlier_questions() 
     making = asyncio.create_task(dealer.make(requested(0)))
     await settled()
     assert [one.result().requests for one in asked] == [[], [], [], [requested(0)]]
+    dealer.settle(made("g0"))
+    assert (await making).group is not None
+
+
+async def test_answers_that_a_runner_did_not_wait_for_are_no_losses() -> None:
+    dealer = Dealer(Rules(), poll_seconds=0)
+    making = asyncio.create_task(dealer.make(requested(0)))
+    await settled()
+    for _ in range(9):
+        assert (await dealer.take(Take("a", 1, []))).requests == [requested(0)]
     dealer.settle(made("g0"))
     assert (await making).group is not None
 
