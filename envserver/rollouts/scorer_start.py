@@ -85,16 +85,16 @@ def scorer_context(env_reference: str) -> BaseContext:
     Not by forking the server: it has threads, and scorers must not see its memory.
 
     Raises:
-        ConfigError: the working directory is gone, or no socket can be made anywhere.
+        ConfigError: no socket can be made anywhere.
     """
-    _check_working_directory()
     if (own := interpreter_of(env_reference)) is not None:
         return InterpreterContext(own)
     _start_forkserver()
     return _ScorerContext()
 
 
-def _check_working_directory() -> None:
+def check_working_directory() -> None:
+    """Raises ConfigError if the working directory is gone: no process can be started then."""
     try:
         Path.cwd()
     except FileNotFoundError:

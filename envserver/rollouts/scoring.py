@@ -41,7 +41,7 @@ from .costs import ScoringSpent
 from .rewards import RewardRules, delivered_score
 from .scorer_channel import ScorerChannel, ScorerEnded
 from .scorer_process import Declared, RowToScore, ScoreLimits, ScorerAnswer
-from .scorer_start import scorer_context
+from .scorer_start import check_working_directory, scorer_context
 
 START_TIMEOUT_SECONDS = 120.0
 _LISTING_SECONDS = 600.0
@@ -117,8 +117,9 @@ class ScorerPool:
         """Starts the processes.
 
         Raises:
-            ConfigError: the environment cannot be loaded.
+            ConfigError: the environment cannot be loaded, or the working directory is gone.
         """
+        check_working_directory()
         try:
             calls = (s.call(scorer_process.declared, (), self._limits) for s in self._scorers)
             outcomes = await asyncio.gather(*calls)

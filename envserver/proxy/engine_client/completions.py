@@ -101,7 +101,7 @@ _WHERE = "The engine's completion"
 _CHUNK = "A chunk of the engine's completion"
 _TOKEN_ID = "token_id:"
 _MOST_DIGITS = 9
-"""Of a token's id."""
+"""A token's id has at most so many digits."""
 
 
 class _Logprobs(msgspec.Struct):

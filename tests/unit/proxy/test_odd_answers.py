@@ -1,4 +1,4 @@
-"""What an engine answers that is not right is its typed error or an honest record, in each mode."""
+"""A wrong answer of an engine is a typed error, or is recorded as not exact."""
 
 from __future__ import annotations
 
