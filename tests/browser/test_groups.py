@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
 from support.page_groups import LONG, LONG_ROW, GroupsHouse, groups_house
 from support.page_servers import in_a_thread
@@ -78,6 +78,25 @@ def test_a_hundred_thousand_groups_are_read_by_pages_and_do_not_move(
     new.click()
     expect(rows.first).to_contain_text("news")
     expect(page.get_by_role("button", name="1 new")).not_to_be_visible()
+
+
+def test_a_group_that_arrives_before_the_first_page_is_listed_once(
+    house: GroupsHouse, visitor: Visitor
+) -> None:
+    page = visitor.context().new_page()
+    held: list[Route] = []
+    page.route(re.compile("order=newest"), lambda route: held.append(route))
+    page.goto(f"{house.url}/#/groups")
+    expect(page.get_by_text("● live")).to_be_visible()
+    house.add(group("early", b"", env="early"))
+    rows = page.locator(".list-row")
+    new = page.get_by_role("button", name="1 new")
+    expect(new.or_(rows)).to_be_visible()
+    for route in held:
+        route.continue_()
+    expect(rows.nth(5)).to_be_visible()
+    expect(new).to_have_count(0)
+    assert rows.filter(has_text="early").count() == 1
 
 
 def test_filters_and_the_bars_of_the_histogram_lie_in_the_address(

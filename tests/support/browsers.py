@@ -158,10 +158,18 @@ def axe(page: Page) -> None:
     """
     if not page.evaluate("() => 'axe' in window"):
         page.evaluate(AXE.read_text())
+    # What the browser leaves undrawn outside the window would be judged on some runs only.
     found = page.evaluate(
-        "(rules) => axe.run(document, {runOnly: {type: 'tag', values: rules}})"
-        ".then((r) => r.violations.map((v) => [v.id, v.help, v.nodes.map((n) => "
-        "`${n.target.join(' ')}: ${n.failureSummary}`)]))",
+        "async (rules) => {"
+        "const late = [...document.querySelectorAll('*')]"
+        ".filter((one) => getComputedStyle(one).contentVisibility === 'auto');"
+        "late.forEach((one) => { one.style.contentVisibility = 'visible'; });"
+        "try {"
+        "const { violations } = await axe.run(document, {runOnly: {type: 'tag', values: rules}});"
+        "return violations.map((v) => [v.id, v.help, v.nodes.map((n) => "
+        "`${n.target.join(' ')}: ${n.failureSummary}`)]);"
+        "} finally { late.forEach((one) => { one.style.contentVisibility = ''; }); }"
+        "}",
         list(_RULES),
     )
     told = [f"{rule}: {words}\n  " + "\n  ".join(nodes[:5]) for rule, words, nodes in found]

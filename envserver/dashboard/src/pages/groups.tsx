@@ -73,7 +73,7 @@ export function Groups() {
     document.querySelector(".group-list")?.scrollTo({ top: 0 });
   };
   // Nobody is reading: what arrives slides in.
-  const isIdle = isAtTop && chosen === null && !isOver.current && list.order === "newest";
+  const isIdle = list.isBegun && isAtTop && chosen === null && !isOver.current && list.order === "newest";
   useEffect(() => {
     if (isIdle && list.fresh.length > 0) take();
   }, [list.fresh, isIdle]);

@@ -28,6 +28,8 @@ export function filterOf(query: URLSearchParams): Record<string, string> {
 export class GroupList {
   rows: GroupRow[] = [];
   problem: Problem | null = null;
+  /** Whether the first page was read; until then it may hold what arrives, too. */
+  isBegun = false;
   /** Whether there are no more pages. */
   isWhole = false;
   /** Groups whose texts were read for words, and how many may be without being asked again. */
@@ -93,11 +95,12 @@ export class GroupList {
         const asked: Record<string, string> = { order: this.order, limit: String(PAGE) };
         if (this.cursor) asked.cursor = this.cursor;
         const page = await get<GroupsPage>(this.path(asked));
-        if (isListedByTime && this.rows.length === 0) {
+        if (isListedByTime && !this.isBegun) {
           this.checked = page.groups[0]?.seq ?? 0;
           this.fresh = this.fresh.filter((row) => row.seq > this.checked);
         }
         this.rows = [...this.rows, ...page.groups];
+        this.isBegun = true;
         this.cursor = page.cursor;
         this.isWhole = page.cursor === "";
         this.searched += page.searched ?? 0;
@@ -162,7 +165,7 @@ export class GroupList {
 
   /** Puts what arrived into the list; false: the list has to be read again. */
   take(): boolean {
-    if (this.order !== "newest" || this.fresh.length >= MOST_NEW) return false;
+    if (!this.isBegun || this.order !== "newest" || this.fresh.length >= MOST_NEW) return false;
     this.rows = [...this.fresh, ...this.rows];
     this.fresh = [];
     this.changed();
