@@ -78,7 +78,7 @@ def test_the_policy_sees_what_transformers_sees(folder: Path) -> None:
     for place, row in enumerate(rows):
         trained = torch.from_numpy(batch.mask[place, batch.first :] == 1)
         expected = of_transformers(folder, row)[row.mask[1:] == 1]
-        assert found[place][trained].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+        assert found[place][trained].tolist() == pytest.approx(expected.tolist(), abs=5e-5)
     assert (found[3] - found[4]).abs().max() > 0.1  # the same tokens behind another image
 
 
