@@ -130,6 +130,7 @@ class Dealer:
         self._calls_waiting: dict[str, int] = {}
         self._takes: Counter[str] = Counter()
         self._draining: set[str] = set()
+        self._is_closed = False
         self._change = asyncio.Event()
 
     @property
@@ -167,6 +168,8 @@ class Dealer:
         self._take_back(name, set(wanted.holding))
         end = time.monotonic() + self._poll_seconds
         while not (dealt := self._dealt(wanted)) and (left := end - time.monotonic()) > 0:
+            if self._is_closed:
+                return Dealt(drain=True)
             await self._changed(left)
             if self._takes[name] != number:
                 return Dealt()
@@ -182,6 +185,11 @@ class Dealer:
     def drain(self, runner: str) -> None:
         """Gives nothing further to a runner."""
         self._draining.add(runner)
+        self._wake()
+
+    def close(self) -> None:
+        """Answers runners that wait, and from now on at once."""
+        self._is_closed = True
         self._wake()
 
     async def watch(self) -> None:

@@ -164,6 +164,7 @@ class RayMakers:
                     await asyncio.gather(tending, return_exceptions=True)
                     await asyncio.shield(fleet.stop(_STOP_SECONDS))
         finally:
+            dealer.close()
             await server.close()
 
 

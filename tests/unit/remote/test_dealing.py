@@ -108,6 +108,16 @@ async def test_answers_that_a_runner_did_not_wait_for_are_no_losses() -> None:
     assert (await making).group is not None
 
 
+async def test_at_the_end_no_runner_waits_for_an_answer() -> None:
+    dealer = Dealer(Rules())
+    asked = asyncio.create_task(dealer.take(Take("a", 1, [])))
+    await settled()
+    dealer.close()
+    await settled()
+    assert asked.result().drain
+    assert (await dealer.take(Take("a", 1, []))).drain
+
+
 async def test_work_is_shared_and_what_nobody_wants_is_cancelled() -> None:
     dealer = Dealer(Rules(), poll_seconds=0, runners=lambda: 2)
     making = [asyncio.create_task(dealer.make(requested(number))) for number in range(4)]
