@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 import tiny_model
 
-# Sums in another order differ by up to 1e-5, by the processor; what is computed wrongly by far more.
+# Sums in another order differ by up to 1e-5, by the processor; what is computed wrongly by more.
 TOLERANCE = 5e-5
 PROMPTS = [[5, 6, 7], list(range(300, 340)), [1, 428, 201, 3941, 2, 201, 1, 2729, 201], [9]]
 
