@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from envserver_records.packing import pack, unpack
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -41,6 +41,8 @@ def dealing_app(dealer: Dealer, token: str) -> Starlette:
                 return Response(pack(await answer(request)), media_type=MSGPACK)
             except msgspec.DecodeError as error:
                 return Response(f"Not a message of a runner: {error}.", 422)
+            except ClientDisconnect:
+                return Response("The runner left before its message was whole.", 400)
 
         return answered
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from envserver_records.records import Task
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from support.api import native_group
 from support.extent import examples
 from support.waiting import settled
 
+from envserver.api.dealing import dealing_app
+from envserver.api.server import serve_api
 from envserver.remote.dealing import Dealer, Made, Rules, Take
 from envserver.rollouts.stream import GroupRequest
 
@@ -116,6 +119,22 @@ async def test_at_the_end_no_runner_waits_for_an_answer() -> None:
     await settled()
     assert asked.result().drain
     assert (await dealer.take(Take("a", 1, []))).drain
+
+
+async def test_a_runner_that_leaves_in_its_message_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = await serve_api(dealing_app(Dealer(Rules()), "token"), "127.0.0.1", 0)
+    _, writer = await asyncio.open_connection(server.host, server.port)
+    writer.write(
+        b"POST /v1/work/take HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer token\r\n"
+        b"Content-Length: 9\r\n\r\n1"
+    )
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
+    await server.close()
+    assert not caplog.records
 
 
 async def test_work_is_shared_and_what_nobody_wants_is_cancelled() -> None:
