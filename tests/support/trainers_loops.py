@@ -43,6 +43,7 @@ def trains(python: Path, made: Loop, *command: object, **environ: str) -> Iterat
     """A trainer of others, which starts Ray with one GPU that nobody looks for."""
     quiet = {
         "TOKENIZERS_PARALLELISM": "false",
+        "RAY_ADDRESS": "local",  # not the cluster of a test beside this one
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_memory_monitor_refresh_ms": "0",  # it kills when others fill the memory
         "GLOO_SOCKET_IFNAME": "lo",
