@@ -1,6 +1,7 @@
 """Finds engines that a file or a name in DNS lists, and keeps the fleet as they say.
 
-What holds: a list that cannot be read changes nothing, and is warned of once.
+What holds: a list that cannot be read changes nothing, and is warned of once; a change counts once
+two looks agree, since a file that is being written may be read half.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ Listed = list[Registration]
 """The engines that a file or a name lists."""
 
 _MOST_BYTES: Final = 1_000_000
+_SETTLE_SECONDS: Final = 1.0
 
 _log = structlog.get_logger("envserver.engine")
 
@@ -71,23 +73,32 @@ class _Source:
         self._origin: Origin = origin
         self._ask = ask
         self._problem = ""
+        self._seen: Listed | None = None
 
     async def run(self, poll_seconds: float) -> None:
+        agrees = True
         while True:
-            await asyncio.sleep(poll_seconds)
-            await self.look()
+            await asyncio.sleep(poll_seconds if agrees else min(poll_seconds, _SETTLE_SECONDS))
+            agrees = await self.look()
 
-    async def look(self) -> None:
-        """Reads the list once, and makes the fleet as it says."""
+    async def look(self) -> bool:
+        """Reads the list once, and makes the fleet as it says if the look before agrees.
+
+        Returns:
+            whether it does; so do the first look, and one that fails.
+        """
         try:
             listed = await self._ask()
         except InputError as error:
             if str(error) != self._problem:
                 _log.warning("engines_not_listed", origin=self._origin, reason=str(error))
             self._problem = str(error)
-            return
+            return True
         self._problem = ""
-        self._fleet.sync(self._origin, listed)
+        agrees, self._seen = self._seen in (None, listed), listed
+        if agrees:
+            self._fleet.sync(self._origin, listed)
+        return agrees
 
 
 def read_list(path: Path) -> Listed:

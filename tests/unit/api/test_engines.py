@@ -378,6 +378,25 @@ async def test_a_file_lists_engines_and_their_versions(tmp_path: Path) -> None:
         assert "secret" not in str(refusal.value)
 
 
+async def test_a_list_that_is_read_while_it_is_written_removes_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = 0
+
+    def read(path: Path) -> list[KnownEngine]:
+        nonlocal looks
+        looks += 1
+        return [] if looks == 3 else [KnownEngine(url=one.url)]
+
+    monkeypatch.setattr("envserver.models.discovery.read_list", read)
+    async with (
+        fake_vllm() as one,
+        fleet_house(tmp_path / "s.db", file=tmp_path / "list", poll_seconds=0.01),
+    ):
+        await until(lambda: looks > 5)
+    assert "engine_gone" not in capsys.readouterr().out
+
+
 async def test_a_name_in_dns_lists_engines(tmp_path: Path) -> None:
     async with fake_vllm() as one:
         name = one.url.replace("http://127.0.0.1", "localhost")
