@@ -1,7 +1,7 @@
 """Finds engines that a file or a name in DNS lists, and keeps the fleet as they say.
 
-What holds: a list that cannot be read changes nothing, and is warned of once; a change counts once
-two looks agree, since a file that is being written may be read half.
+What holds: a list that cannot be read, or a file that is being written, changes nothing, and is
+warned of once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Listed = list[Registration]
 """The engines that a file or a name lists."""
 
 _MOST_BYTES: Final = 1_000_000
-_SETTLE_SECONDS: Final = 1.0
+_BETWEEN_READS_SECONDS: Final = 0.2
 
 _log = structlog.get_logger("envserver.engine")
 
@@ -51,7 +51,7 @@ async def discovering(fleet: Fleet, config: EnginesConfig) -> AsyncIterator[None
     """
     sources: dict[Origin, Callable[[], Awaitable[Listed]]] = {}
     if (file := config.file) is not None:
-        sources["file"] = lambda: asyncio.to_thread(read_list, file)
+        sources["file"] = lambda: _whole_list(file)
     if (name := config.dns) is not None:
         if name.startswith("srv:"):
             _dnspython()
@@ -73,32 +73,36 @@ class _Source:
         self._origin: Origin = origin
         self._ask = ask
         self._problem = ""
-        self._seen: Listed | None = None
 
     async def run(self, poll_seconds: float) -> None:
-        agrees = True
         while True:
-            await asyncio.sleep(poll_seconds if agrees else min(poll_seconds, _SETTLE_SECONDS))
-            agrees = await self.look()
+            await asyncio.sleep(poll_seconds)
+            await self.look()
 
-    async def look(self) -> bool:
-        """Reads the list once, and makes the fleet as it says if the look before agrees.
-
-        Returns:
-            whether it does; so do the first look, and one that fails.
-        """
+    async def look(self) -> None:
+        """Reads the list once, and makes the fleet as it says."""
         try:
             listed = await self._ask()
         except InputError as error:
             if str(error) != self._problem:
                 _log.warning("engines_not_listed", origin=self._origin, reason=str(error))
             self._problem = str(error)
-            return True
+            return
         self._problem = ""
-        agrees, self._seen = self._seen in (None, listed), listed
-        if agrees:
-            self._fleet.sync(self._origin, listed)
-        return agrees
+        self._fleet.sync(self._origin, listed)
+
+
+async def _whole_list(path: Path) -> Listed:
+    """Returns what `read_list` does, if two reads agree: a file may be read while half is written.
+
+    Raises:
+        InputError: the file has just changed, or `read_list` raised it.
+    """
+    listed = await asyncio.to_thread(read_list, path)
+    await asyncio.sleep(_BETWEEN_READS_SECONDS)
+    if await asyncio.to_thread(read_list, path) != listed:
+        raise InputError(f"{path} has just changed; it is read again.")
+    return listed
 
 
 def read_list(path: Path) -> Listed:

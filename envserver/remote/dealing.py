@@ -188,7 +188,7 @@ class Dealer:
         self._wake()
 
     def close(self) -> None:
-        """Answers runners that wait, and from now on at once."""
+        """Tells all runners to leave: those that wait now, the others when they ask."""
         self._is_closed = True
         self._wake()
 
