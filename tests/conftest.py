@@ -34,6 +34,8 @@ from support.postgres import Postgres, find_programs, running_postgres
 from support.vllm_server import VllmServer, running_vllm
 
 ROOT = Path(__file__).parent.parent
+# Until all is collected: a fifth of the time that the imports take.
+gc.disable()
 # These import torch: test_learning_parts.py runs them with the Python that has it.
 collect_ignore = [] if importlib.util.find_spec("torch") else ["peers/learning"]
 # Clients over HTTP read a whole bundle of certificates when they are made, 35 ms of CPU each time,
@@ -115,6 +117,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

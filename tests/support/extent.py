@@ -21,5 +21,5 @@ def first_of(*cases: object) -> list[ParameterSet]:
 
 
 def examples(whole: int) -> int:
-    """The number of examples that hypothesis tries, of `whole` in a whole run."""
-    return whole if WHOLE else max(10, whole // 4)
+    """How many examples hypothesis tries, of `whole` in a whole run: a quarter, 10 to 60."""
+    return whole if WHOLE else min(60, max(10, whole // 4))
