@@ -1,23 +1,238 @@
-"""An API without a network or an engine: a client's requests are read, scripted answers told.
+"""The APIs without a network or an engine: official clients ask, scripted answers are told.
 
 Streams leave cut at any byte, and the texts of answers come cut at any character.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+import anthropic
 import httpx2
+import openai
 import orjson
 from envserver_records.errors import EnvserverError
 from hypothesis import strategies as st
 
 from envserver.proxy.admission import read_request
-from envserver.proxy.dialects import DialectAdapter
+from envserver.proxy.dialects import DIALECTS
 from envserver.proxy.model_request import ModelRequest
 
+Json = dict[str, Any]
+
 USAGE = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
+HI: Json = {"role": "user", "content": "hi"}
+THINK = {"type": "enabled", "budget_tokens": 1024}
+
+
+class Told(NamedTuple):
+    """What an answer says, in the words of no dialect. `usage`: tokens of the prompt, sampled."""
+
+    reasoning: str
+    text: str
+    calls: list[tuple[str, str, Any]]
+    usage: tuple[int, int]
+
+
+class Api:
+    """One dialect, and its official client, which checks all that it gets against its types.
+
+    Attributes:
+        whole, streamed: ask, and give the client's own answer.
+        told: what such an answer says.
+        histories: requests that send it back, with a text as the user's next turn.
+        parsed: an object of a type that the client makes of an answer.
+        smallest: the smallest request, beside its model.
+        thinking: fields by which a client asks for thoughts.
+    """
+
+    path: ClassVar[str]
+    smallest: ClassVar[Json]
+    thinking: ClassVar[Json] = {}
+    refused: ClassVar[Any] = openai.APIStatusError
+    broken: ClassVar[Any] = openai.APIError
+    strict = True
+    whole: Any
+    streamed: Any
+    told: Any
+    histories: Any
+    parsed: Any
+
+    def __init__(self) -> None:
+        self.adapter = DIALECTS[self.path]
+
+    def __repr__(self) -> str:
+        return self.path
+
+    def read(self, memory: Json | None = None, **request: Any) -> ModelRequest:
+        body = {"model": "any", **self.smallest, **request}
+        return read_request(self.adapter, body, {} if memory is None else memory)
+
+    def client(self, desk: Desk) -> Any:
+        return openai.OpenAI(
+            base_url="http://desk/v1",
+            api_key="any",
+            http_client=desk.http,
+            max_retries=0,
+            _strict_response_validation=self.strict,
+        )
+
+    def create(self, desk: Desk, streamed: bool = False, **asked: Any) -> Any:
+        """The client's own answer, whole or put together from a stream."""
+        asked = {"model": "any", **self.smallest, **asked}
+        ask = self.streamed if streamed else self.whole
+        return ask(self.client(desk), asked)
+
+    def compared(self, answer: Any) -> Any:
+        """All of an answer that is the same whole and streamed."""
+        return self.told(answer)
+
+    def kind(self, error: Any) -> Any:
+        """What a client tells errors apart by."""
+        return error.code
+
+
+class Chat(Api):
+    path = "v1/chat/completions"
+    smallest = {"messages": [HI]}
+
+    def whole(self, client: Any, asked: Json) -> Any:
+        return client.chat.completions.create(**asked)
+
+    def streamed(self, client: Any, asked: Json) -> Any:
+        with client.chat.completions.stream(**asked) as stream:
+            return stream.get_final_completion()
+
+    def told(self, answer: Any) -> Told:
+        message = answer.choices[0].message
+        calls = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()]
+        usage = (answer.usage.prompt_tokens, answer.usage.completion_tokens)
+        return Told(getattr(message, "reasoning", ""), message.content or "", calls, usage)
+
+    def histories(self, answer: Any, text: str) -> Iterator[Json]:
+        yield {"messages": [HI, answer.choices[0].message.to_dict(), {**HI, "content": text}]}
+
+    def parsed(self, desk: Desk, form: Any) -> Any:
+        asked: Any = {"model": "any", **self.smallest, "response_format": form}
+        return self.client(desk).chat.completions.parse(**asked).choices[0].message.parsed
+
+
+class Texts(Api):
+    path = "v1/completions"
+    smallest = {"prompt": "hi"}
+    strict = (
+        False  # of chunks the client's types forbid a finish_reason of null, as OpenAI sends it
+    )
+
+    def whole(self, client: Any, asked: Json) -> Any:
+        return [client.completions.create(**asked)]
+
+    def streamed(self, client: Any, asked: Json) -> Any:
+        return [*client.completions.create(**asked, stream=True)]
+
+    def told(self, answer: Any) -> Told:
+        text = "".join(choice.text for part in answer for choice in part.choices)
+        return Told(
+            "", text, [], (answer[-1].usage.prompt_tokens, answer[-1].usage.completion_tokens)
+        )
+
+
+class Responses(Api):
+    path = "v1/responses"
+    smallest = {"input": "hi"}
+
+    def whole(self, client: Any, asked: Json) -> Any:
+        return client.responses.create(**asked)
+
+    def streamed(self, client: Any, asked: Json) -> Any:
+        *_, last = client.responses.create(**asked, stream=True)
+        return last.response
+
+    def told(self, answer: Any) -> Told:
+        thoughts = [item.content[0].text for item in answer.output if item.type == "reasoning"]
+        calls = [item for item in answer.output if item.type == "function_call"]
+        told = [(call.call_id, call.name, call.arguments) for call in calls]
+        usage = (answer.usage.input_tokens, answer.usage.output_tokens)
+        return Told("".join(thoughts), answer.output_text, told, usage)
+
+    def compared(self, answer: Any) -> Any:
+        told = answer.model_dump(exclude_none=True)
+        for item in told["output"]:
+            del item["id"]
+            item.pop("parsed_arguments", None)
+        return {name: told[name] for name in told if name not in ("id", "completed_at")}
+
+    def histories(self, answer: Any, text: str) -> Iterator[Json]:
+        then = {**HI, "content": text}
+        yield {"input": [HI, *answer.output, then]}
+        yield {"input": [then], "previous_response_id": answer.id}
+
+    def parsed(self, desk: Desk, form: Any) -> Any:
+        asked: Any = {"model": "any", **self.smallest, "text_format": form}
+        return self.client(desk).responses.parse(**asked).output_parsed
+
+
+class Messages(Api):
+    path = "v1/messages"
+    smallest = {"max_tokens": 50, "messages": [HI]}
+    thinking = {"max_tokens": 2000, "thinking": THINK}
+    refused = broken = anthropic.APIStatusError
+
+    def client(self, desk: Desk) -> Any:
+        return anthropic.Anthropic(
+            base_url="http://desk",
+            api_key="any",
+            http_client=desk.http,
+            max_retries=0,
+            _strict_response_validation=True,
+        )
+
+    def whole(self, client: Any, asked: Json) -> Any:
+        return client.messages.create(**asked)
+
+    def streamed(self, client: Any, asked: Json) -> Any:
+        with client.messages.stream(**asked) as stream:
+            return stream.get_final_message()
+
+    def told(self, answer: Any) -> Told:
+        by_kind: dict[str, list[Any]] = {"thinking": [], "text": [], "tool_use": []}
+        for block in answer.content:
+            by_kind[block.type].append(block)
+        thoughts = "".join(block.thinking for block in by_kind["thinking"])
+        text = "".join(block.text for block in by_kind["text"])
+        calls = [(block.id, block.name, json.dumps(block.input)) for block in by_kind["tool_use"]]
+        return Told(thoughts, text, calls, (answer.usage.input_tokens, answer.usage.output_tokens))
+
+    def compared(self, answer: Any) -> Any:
+        told = answer.model_dump(exclude={"id"})
+        for block in told["content"]:
+            block.pop("parsed_output", None)
+        return _floats(told)
+
+    def histories(self, answer: Any, text: str) -> Iterator[Json]:
+        then = {"role": "user", "content": [{"type": "text", "text": text}]}
+        yield {"messages": [HI, {"role": "assistant", "content": answer.content}, then]}
+
+    def parsed(self, desk: Desk, form: Any) -> Any:
+        asked: Any = {"model": "any", **self.smallest, "output_format": form}
+        return self.client(desk).messages.parse(**asked).parsed_output
+
+    def kind(self, error: Any) -> Any:
+        return error.type
+
+
+def _floats(value: Any) -> Any:
+    """`value` with numbers as whole answers hold them: JSON's, without what is beyond 64 bits."""
+    if isinstance(value, dict):
+        return {key: _floats(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_floats(inner) for inner in value]
+    return float(value) if type(value) is int else value
+
+
+CHAT, TEXTS, RESPONSES, MESSAGES = Chat(), Texts(), Responses(), Messages()
 
 
 class Desk:
@@ -29,13 +244,17 @@ class Desk:
     """
 
     def __init__(
-        self, api: DialectAdapter, *answers: dict[str, Any] | EnvserverError, piece: int = 3
+        self,
+        api: Api,
+        *answers: Json | EnvserverError,
+        piece: int = 3,
+        broken: EnvserverError | None = None,
     ) -> None:
-        self.api = api
+        self.api = api.adapter
         self.answers = list(answers)
         self.piece = piece
-        self.broken: EnvserverError | None = None
-        self.memory: dict[str, Any] = {}
+        self.broken = broken
+        self.memory: Json = {}
         self.asks: list[ModelRequest] = []
 
     @property
@@ -65,7 +284,7 @@ class Desk:
             200, content=_cut(events, self.piece), headers={"content-type": "text/event-stream"}
         )
 
-    def _events(self, ask: ModelRequest, answer: dict[str, Any]) -> Iterator[bytes]:
+    def _events(self, ask: ModelRequest, answer: Json) -> Iterator[bytes]:
         writer = self.api.writer(ask, self.memory)
         yield writer.begin()
         *chunks, last, usage = chunks_of(answer, self.piece)
@@ -80,11 +299,11 @@ def chat_answer(
     text: str | None = "",
     *,
     reasoning: str = "",
-    calls: list[dict[str, Any]] | None = None,
+    calls: list[Json] | None = None,
     finish: str | None = None,
     stop: str | None = None,
-    logprobs: list[dict[str, Any]] | None = None,
-) -> dict[str, Any]:
+    logprobs: list[Json] | None = None,
+) -> Json:
     """A whole answer, as an engine gives it and the proxy cleans it."""
     message = {"role": "assistant", "content": text}
     if reasoning:
@@ -102,19 +321,19 @@ def chat_answer(
     return {**head, "model": "tiny", "choices": [choice], "usage": USAGE}
 
 
-def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+def call(call_id: str, name: str, arguments: str) -> Json:
     """A tool call of a chat answer."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
 
-def message_of(answer: dict[str, Any]) -> dict[str, Any]:
+def message_of(answer: Json) -> Json:
     """The assistant's message in a whole answer."""
-    message: dict[str, Any] = answer["choices"][0]["message"]
+    message: Json = answer["choices"][0]["message"]
     return message
 
 
-def chunks_of(answer: dict[str, Any], piece: int) -> Iterator[dict[str, Any]]:
+def chunks_of(answer: Json, piece: int) -> Iterator[Json]:
     """`answer` as a stream: texts in pieces, calls whole; its end and its usage come last."""
     choice = answer["choices"][0]
     message = choice["message"]
@@ -134,13 +353,13 @@ def chunks_of(answer: dict[str, Any], piece: int) -> Iterator[dict[str, Any]]:
 
 
 def _chunk(
-    answer: dict[str, Any],
-    delta: dict[str, Any],
+    answer: Json,
+    delta: Json,
     *,
     logprobs: list[Any] | None = None,
     finish: str | None = None,
     stop: str | None = None,
-) -> dict[str, Any]:
+) -> Json:
     choice = {
         "index": 0,
         "delta": delta,
@@ -151,7 +370,7 @@ def _chunk(
     return {**_head(answer), "choices": [choice], "usage": None}
 
 
-def _head(answer: dict[str, Any]) -> dict[str, Any]:
+def _head(answer: Json) -> Json:
     return {**{k: answer[k] for k in ("id", "created", "model")}, "object": "chat.completion.chunk"}
 
 
@@ -171,7 +390,7 @@ json_values = st.recursive(
 
 
 @st.composite
-def chat_answers(draw: st.DrawFn) -> dict[str, Any]:
+def chat_answers(draw: st.DrawFn) -> Json:
     """Answers of every form: with and without each part, calls with objects or with rubbish."""
     arguments = (
         st.dictionaries(texts, json_values, max_size=3).map(
@@ -191,9 +410,7 @@ def chat_answers(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def mangled(
-    draw: st.DrawFn, request: dict[str, Any], values: st.SearchStrategy[Any] = json_values
-) -> dict[str, Any]:
+def mangled(draw: st.DrawFn, request: Json, values: st.SearchStrategy[Any] = json_values) -> Json:
     """`request` with something in it replaced by one of `values`."""
     path = draw(st.sampled_from(list(_paths(request))))
     return _replaced(request, path, draw(values))
