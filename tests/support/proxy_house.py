@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +19,7 @@ from envserver.models import OpenAIEngine
 from envserver.proxy import EngineEndpoint, Proxy, ProxyAttempt
 from support.fake_vllm import FakeVllm, fake_vllm, ids_of, logprob, prompt_ids
 from support.serving import attempt_spec, serving
-from support.waiting import settled, until
+from support.waiting import PATIENCE, settled, until
 
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -88,6 +89,26 @@ class House:
             text = await answer.read()
             return answer.status, json.loads(text) if text else None
 
+    def asks(self, key: str, path: str, body: Any, **headers: str) -> asyncio.Task[tuple[int, Any]]:
+        """A request that is under way."""
+        return asyncio.create_task(self.post(key, path, body, **headers))
+
+    async def lose(self, asking: asyncio.Task[Any]) -> None:
+        """The client of a request hangs up; returns when the proxy knows."""
+        asking.cancel()
+        await self.has_lost(self.gone + 1)
+
+    def spoil(self, change: Callable[[dict[str, Any]], Any]) -> None:
+        """Changes each whole answer of the fake vLLM."""
+        answer = self.fake.answer
+
+        def changed(body: Any) -> Any:
+            made = answer(body)
+            change(made)
+            return made
+
+        self.fake.answer = changed  # type: ignore[method-assign]
+
     async def get(self, key: str, path: str) -> tuple[int, Any]:
         async with self.http.get(f"{self.url}/r/{key}/{path}") as answer:
             return answer.status, await answer.json()
@@ -146,15 +167,17 @@ async def chat(client: AsyncOpenAI, streamed: bool = False, **more: Any) -> Any:
 
 
 async def asgi_post(
-    proxy: Proxy, key: str, body: Any, send: Any, gone: asyncio.Event | None = None
+    proxy: Proxy,
+    key: str,
+    body: Any,
+    send: Any,
+    gone: asyncio.Event | None = None,
+    *,
+    path: str = "v1/chat/completions",
+    headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> None:
-    """One chat request to the application itself; the client hangs up when `gone` is set."""
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": f"/r/{key}/v1/chat/completions",
-        "headers": [],
-    }
+    """One request to the application itself; the client hangs up when `gone` is set."""
+    scope = {"type": "http", "method": "POST", "path": f"/r/{key}/{path}", "headers": [*headers]}
     messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
     async def receive() -> Any:
@@ -164,6 +187,19 @@ async def asgi_post(
         return {"type": "http.disconnect"}
 
     await proxy.asgi()(scope, receive, send)
+
+
+async def asgi_answer(proxy: Proxy, key: str, body: Any, **how: Any) -> tuple[int, bytes]:
+    """The status and the whole body of the answer to such a request; `how`: as of `asgi_post`."""
+    sent: list[Any] = []
+
+    async def take(message: Any) -> None:
+        sent.append(message)
+
+    async with asyncio.timeout(PATIENCE):
+        await asgi_post(proxy, key, body, take, **how)
+    assert not sent[-1].get("more_body")
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 
 def assert_exact(call: Call, text: str = "Hëllo.") -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from envserver import TokensConfig
 from envserver.proxy import EngineEndpoint, Proxy
+from support.proxy_house import asgi_answer
 from support.serving import attempt_spec
 
 Json = dict[str, Any]
@@ -59,23 +60,10 @@ def send(path: str, body: Json, **allowed: Any) -> tuple[int, Json, list[Json]]:
     engine = RecordingEngine()
     endpoint = EngineEndpoint(engine, tokens=TokensConfig(**allowed))  # type: ignore[arg-type]
 
-    async def ask() -> tuple[int, Json]:
-        proxy = Proxy(engine, endpoint=endpoint)  # type: ignore[arg-type]
-        key = proxy.open(attempt_spec()).key
-        request = [{"type": "http.request", "body": json.dumps(body).encode()}]
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            return request.pop() if request else await asyncio.Event().wait()
-
-        async def take(message: Any) -> None:
-            sent.append(message)
-
-        scope = {"type": "http", "method": "POST", "path": f"/r/{key}/{path}", "headers": []}
-        await proxy.asgi()(scope, receive, take)
-        return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent))
-
-    return *asyncio.run(ask()), engine.asked
+    proxy = Proxy(engine, endpoint=endpoint)  # type: ignore[arg-type]
+    key = proxy.open(attempt_spec()).key
+    status, answer = asyncio.run(asgi_answer(proxy, key, body, path=path))
+    return status, json.loads(answer), engine.asked
 
 
 def refused(path: str, body: Json, *words: str, **allowed: Any) -> None:

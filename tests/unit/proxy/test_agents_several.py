@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,25 @@ import pytest
 from envserver_records.records import Call, Conversation, PublicTask, Trajectory, Usage, VersionSpan
 from hypothesis import strategies as st
 from support.commands import read_jsonl
+from support.extent import examples
 from support.fake_vllm import fake_vllm
-from support.proxy_house import House, chat, house
+from support.proxy_house import ASK, TOOLS, House, chat
 from support.serving import attempt_spec, serving
+from support.waiting import until
 
 from envserver import AgentRole, ConfigError, Environment, OpenAIConfig, Score, Task
 from envserver.cli.settings import load_settings
 from envserver.environment import Rollout
 from envserver.models import OpenAIEngine
-from envserver.proxy import AttemptSpec, EngineEndpoint, Proxy
+from envserver.proxy import AttemptSpec, EngineEndpoint, Proxy, ProxyAttempt
 from envserver.proxy.attempts import AgentRoute
+from envserver.registry import find
 from envserver.rollouts.attempt import counted_calls, main_call, other_conversations
 from envserver.rollouts.policy import judge_trajectory
 from envserver.rollouts.roles import roles_of
 from envserver.running import ProcessSettings, RunSpec, alone, process_run
 from envserver.tokens import build, chosen
 
-USER = {"role": "user", "content": "hi"}
 TAU = '''
 from envserver import AgentRole, Environment, Score, Task
 
@@ -64,50 +67,31 @@ class Talk(Environment):
 '''
 
 
-@pytest.fixture
-def talk(tmp_path: Path) -> Path:
-    path = tmp_path / "talk.py"
-    path.write_text(TAU)
-    return path
-
-
-async def processed(talk: Path, *flags: str, **variables: str) -> list[dict[str, Any]]:
-    """The groups that `process` writes with the simulated engine and these settings."""
-    output = talk.with_name("out.jsonl")
-    words = [
-        *("--env", str(talk), "--model", "sim", "--sim.latency_seconds", "0"),
-        *("--env.group_size", "2", "--env.total_steps", "2", "--env.max_turns", "3"),
-        *("--env.include_actions", "--env.data_path_to_save_groups", str(output), *flags),
-    ]
-    settings = load_settings(
-        words, settings_class=ProcessSettings, environ=variables, folder=talk.parent
-    )
-    line = RunSpec(settings, str(talk), _class_of(talk))
-    await process_run([alone(line)]).run()
-    return read_jsonl(output)
-
-
-def _class_of(talk: Path) -> type[Environment]:
-    from envserver.registry import find
-
-    return find(str(talk))
-
-
-async def test_an_untrained_agent_on_a_text_engine_leaves_the_rows_as_they_are(talk: Path) -> None:
+async def test_an_untrained_agent_on_a_text_engine_leaves_the_rows_as_they_are(
+    tmp_path: Path,
+) -> None:
+    talk, output = tmp_path / "talk.py", tmp_path / "out.jsonl"
+    talk.write_text(TAU)
+    words = f"""--env {talk} --model sim --sim.latency_seconds 0 --env.group_size 2
+        --env.total_steps 2 --env.max_turns 3 --env.include_actions --workers.heartbeat_seconds 60
+        --env.data_path_to_save_groups {output} --env.agents.user.model_name gpt-user
+        --env.agents.user.temperature 0.3 --env.agents.user.server_type openai"""
     async with fake_vllm(omit=frozenset({"token_ids", "logprobs", "prompt_token_ids"})) as fake:
-        groups = await processed(
-            talk,
-            *("--env.agents.user.model_name", "gpt-user", "--env.agents.user.temperature", "0.3"),
-            *("--env.agents.user.server_type", "openai"),
-            ENVSERVER_ENV__AGENTS__USER__BASE_URL=fake.url,
-            ENVSERVER_ENV__AGENTS__USER__API_KEY="sk-of-the-user",
+        variables = {
+            "ENVSERVER_ENV__AGENTS__USER__BASE_URL": fake.url,
+            "ENVSERVER_ENV__AGENTS__USER__API_KEY": "sk-of-the-user",
+        }
+        settings = load_settings(
+            words.split(), settings_class=ProcessSettings, environ=variables, folder=tmp_path
         )
+        await process_run([alone(RunSpec(settings, str(talk), find(str(talk))))]).run()
+    groups = read_jsonl(output)
     assert {body["model"] for body in fake.requests} == {"gpt-user"}
     assert {body["temperature"] for body in fake.requests} == {0.3}
     assert {headers.get("Authorization") for headers in fake.headers if headers} >= {
         "Bearer sk-of-the-user"
     }
-    assert "sk-of-the-user" not in talk.with_name("out.jsonl").read_text()
+    assert "sk-of-the-user" not in output.read_text()
     assert len(groups) == 2
     for group in groups:
         assert len(group["tokens"]) == 4, "a row for each trained agent of each rollout"
@@ -128,13 +112,6 @@ async def test_an_untrained_agent_on_a_text_engine_leaves_the_rows_as_they_are(t
             assert rollout["actions"][0]["output"] == "Hëllo."
 
 
-async def test_who_is_trained_is_a_persons_choice(talk: Path) -> None:
-    groups = await processed(talk, "--env.agents.user.trained", "--env.agents.critic.trained=false")
-    for rollout in (r for group in groups for r in group["envserver"]["rollouts"]):
-        assert set(rollout["agents"]) == {"agent", "user"}
-        assert rollout["metrics"] == {"turns": 4, "actions": 4, "asked": 1}
-
-
 class Several(Environment):
     def agents(self) -> Mapping[str, AgentRole]:
         return {"solver": AgentRole(), "judge": AgentRole(trained=False)}
@@ -152,6 +129,12 @@ def settings(*flags: str) -> Any:
     return load_settings(
         flags, config_class=Several.Config, environ={}, folder=Path("/nonexistent")
     ).env
+
+
+def test_who_is_trained_is_a_persons_choice() -> None:
+    flags = ("--env.agents.judge.trained", "--env.agents.solver.trained=false")
+    trained = {name: role.trained for name, role in roles_of(Several(settings(*flags))).items()}
+    assert trained == {"solver": False, "judge": True}
 
 
 def test_wrong_names_are_told_the_nearest_right_one() -> None:
@@ -213,13 +196,13 @@ async def test_each_agent_has_its_own_engine_turns_and_versions() -> None:
             attempt = proxy.open(seats())
             solver, judge = (home.client(attempt.key, f"/a/{n}") for n in ("solver", "judge"))
             for _ in range(2):
-                await chat(judge, messages=[USER])
-                await chat(solver, messages=[USER])
+                await chat(judge)
+                await chat(solver)
             for one in (judge, solver):
                 with pytest.raises(Exception, match="All 2 turns of the agent"):
-                    await chat(one, messages=[USER])
+                    await chat(one)
             with pytest.raises(Exception, match="There is no agent 'nobody'"):
-                await chat(home.client(attempt.key, "/a/nobody"), messages=[USER])
+                await chat(home.client(attempt.key, "/a/nobody"))
             assert [model.id async for model in judge.models.list()] == ["big"]
             for client in (solver, judge):
                 await client.close()
@@ -241,39 +224,34 @@ async def test_each_agent_has_its_own_engine_turns_and_versions() -> None:
     assert all(row.versions[row.mask == 1].min() == 7 for row in rows)
 
 
-async def test_who_says_nothing_is_the_first_and_strangers_are_refused() -> None:
-    async with house() as home:
-        attempt = home.proxy.open(seats(judge=AgentRoute(model="tiny", sampling={}, trained=False)))
-        await chat(home.client(attempt.key), messages=[USER])
-        assert attempt.calls[0].agent == "solver"
-        undeclared, client = home.open()
-        for one in (client, home.client(undeclared.key, "/a/ghost")):
-            with pytest.raises(Exception, match=r"There is no agent 'ghost'.*none is declared"):
-                await chat(one, messages=[USER], extra_headers={"x-agent": "ghost"})
-        await chat(client, messages=[USER])
-        assert [call.agent for call in undeclared.calls] == [None]
-        await client.close()
+async def test_who_says_nothing_is_the_first_and_strangers_are_refused(home: House) -> None:
+    attempt, client = home.open(agents=["solver", "critic", "judge"])
+    await chat(client)
+    await chat(home.client(attempt.key, "/a/critic"))
+    await chat(client, extra_headers={"x-agent": "judge"})
+    assert [call.agent for call in attempt.calls] == ["solver", "critic", "judge"]
+    undeclared, client = home.open()
+    for one in (client, home.client(undeclared.key, "/a/ghost")):
+        with pytest.raises(Exception, match=r"There is no agent 'ghost'.*none is declared"):
+            await chat(one, extra_headers={"x-agent": "ghost"})
+    await chat(client)
+    assert [call.agent for call in undeclared.calls] == [None]
 
 
-async def test_one_agents_failure_is_not_overcome_by_anothers_answer() -> None:
-    async with house() as home:
-        attempt = home.proxy.open(seats(judge=AgentRoute(model="tiny", sampling={}, trained=False)))
-        solver, judge = (
-            home.client(attempt.key, f"/a/{n}").with_options(max_retries=0)
-            for n in ("solver", "judge")
-        )
-        home.fake.faults.extend([500, 500])
-        with pytest.raises(Exception, match="500"):
-            await chat(judge, messages=[USER])
-        await chat(solver, messages=[USER])
-        assert attempt.engine_failure is not None
-        await chat(judge, messages=[USER])
-        assert attempt.engine_failure is None
+async def test_one_agents_failure_is_not_overcome_by_anothers_answer(home: House) -> None:
+    attempt = home.proxy.open(seats(judge=AgentRoute(model="tiny", sampling={}, trained=False)))
+    home.fake.faults.extend([500, 500])
+    told = []
+    for agent in ("judge", "solver", "judge"):
+        path = f"a/{agent}/v1/chat/completions"
+        status, _ = await home.post(attempt.key, path, {"messages": ASK})
+        told.append((status, attempt.engine_failure is None))
+    assert told == [(502, False), (200, False), (200, True)]
 
 
 def test_a_rollout_in_which_no_trained_agent_spoke_is_not_delivered() -> None:
     user = Conversation(
-        agent="user", trained=False, model="big", messages=[USER], tools=[], turns=1,
+        agent="user", trained=False, model="big", messages=ASK, tools=[], turns=1,
         completion_tokens=3,
     )  # fmt: skip
     silent = Trajectory(
@@ -293,7 +271,7 @@ CALLS = st.lists(
 )
 
 
-@hypothesis.settings(deadline=None)
+@hypothesis.settings(deadline=None, max_examples=examples(100))
 @hypothesis.given(CALLS)
 def test_rows_hold_what_trained_agents_sampled_and_nothing_else(
     said: list[tuple[str, bool, int]],
@@ -328,5 +306,87 @@ def _call(index: int, agent: str, exact: bool, size: int) -> Call:
         exact=exact,
         finish_reason="stop",
         message={"role": "assistant", "content": "so"},
-        messages=[USER],
+        messages=ASK,
     )
+
+
+# Titles and summaries of coding programs are of the agent "side", and not trained
+
+OPENCODE = "opencode/1.18.33 ai-sdk/provider-utils/4.0.23 runtime/bun/1.3.14"
+SCRIPT = "AsyncOpenAI/Python 3.54.0"
+TITLE = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
+
+
+async def ask(
+    home: House, attempt: ProxyAttempt, text: str, *, program: str = OPENCODE, **more: Any
+) -> int:
+    body = {"model": "any", "messages": [{"role": "user", "content": text}], **more}
+    path = "v1/chat/completions"
+    status, _ = await home.post(attempt.key, path, body, **{"user-agent": program})
+    return status
+
+
+def recorded(attempt: ProxyAttempt) -> list[tuple[str, str | None, bool]]:
+    return [(call.messages[0]["content"], call.agent, call.trained) for call in attempt.calls]
+
+
+async def test_what_a_program_asks_without_tools_beside_its_conversation_is_not_trained(
+    home: House,
+) -> None:
+    attempt, _ = home.open(max_turns=2)
+    await ask(home, attempt, "Title?")
+    assert recorded(attempt) == [("Title?", None, True)]  # it could be all that is asked
+    for text, tools in (("Work.", TOOLS), ("Summary?", None), ("More.", TOOLS)):
+        await ask(home, attempt, text, tools=tools)
+    conversation, beside = (None, True), ("side", False)
+    assert recorded(attempt) == [
+        ("Title?", *beside),
+        ("Work.", *conversation),
+        ("Summary?", *beside),
+        ("More.", *conversation),
+    ]
+    # Each has its own turns.
+    assert await ask(home, attempt, "Even more.", tools=TOOLS) == 400
+    assert await ask(home, attempt, "Another summary?") == 400
+    # Other agents are trained on it, but for titles.
+    other, _ = home.open()
+    form = {"type": "json_schema", "json_schema": {"name": "output", "schema": TITLE}}
+    for text, more in (
+        ("Plan.", {}),
+        ("Work.", {"tools": TOOLS}),
+        ("Title?", {"response_format": form}),
+        ("Answer.", {}),
+    ):
+        await ask(home, other, text, program=SCRIPT, **more)
+    assert recorded(other) == [
+        ("Plan.", *conversation),
+        ("Work.", *conversation),
+        ("Title?", *beside),
+        ("Answer.", *conversation),
+    ]
+
+
+async def test_a_title_that_comes_late_or_alone_is_known_too(home: House) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, _ = home.open(agents=["main", "helper"])
+    title = asyncio.create_task(ask(home, attempt, "Title?"))
+    await until(lambda: home.fake.requests)
+    work = asyncio.create_task(ask(home, attempt, "Work.", tools=TOOLS))
+    await until(lambda: len(home.fake.requests) == 2)
+    home.fake.held.set()
+    await asyncio.gather(title, work)
+    assert sorted(recorded(attempt)) == [("Title?", "side", False), ("Work.", "main", True)]
+    failed, _ = home.open()
+    await ask(home, failed, "Title?")
+    home.fake.faults.extend([500, 500])
+    assert await ask(home, failed, "Work.", tools=TOOLS) == 502
+    assert recorded(failed) == [("Title?", "side", False)]
+
+
+async def test_tokens_of_side_calls_do_not_count(home: House) -> None:
+    attempt, _ = home.open(max_completion_tokens=14)  # an answer has eight
+    for text in ("Title?", "Other title?"):
+        await ask(home, attempt, text)
+    assert await ask(home, attempt, "Work.", tools=TOOLS) == 200
+    assert await ask(home, attempt, "More.", tools=TOOLS) == 200
+    assert await ask(home, attempt, "Summary?") == 400

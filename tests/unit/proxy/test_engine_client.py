@@ -1,14 +1,21 @@
-"""Each engine client gives what the engine's chat API gives, or says why it cannot."""
+"""Each engine client gives what the engine's chat API gives, or says why it cannot.
+
+The rollouts of a group share one rendering of their first prompt.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import yaml
 from envserver_records.errors import EngineGarbage, EngineRefused, EngineTimeout
 from support.fake_scale_out import ASK, ScaleOut
 from support.templates import OWN, chat_format, tool, user
@@ -19,13 +26,19 @@ from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.engine import Engine
 from envserver.models.probe import EngineMode
 from envserver.proxy.engine_answer import parse_answer
-from envserver.proxy.engine_client import EngineClient, client_for
+from envserver.proxy.engine_client import EngineClient, client_for, stream_text, whole_text
 from envserver.tokens import ChatFormat
 
 Json = dict[str, Any]
+CACHE = "envserver.proxy.engine_client.render_cache"
 HERMES = '<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}</tool_call>'
 TOOLS: Json = {**ASK, "tools": [tool()]}
-IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+CASES = yaml.safe_load((Path(__file__).parent / "engine_client_cases.yaml").read_text())
+
+
+def asks(fields: Json) -> Json:
+    """A request with these fields of a case."""
+    return {**ASK, **fields, **({"tools": [tool()]} if "tools" in fields else {})}
 
 
 @dataclass
@@ -62,8 +75,10 @@ def told(answer: Json) -> Json:
     }
 
 
-async def whole(asked: EngineClient, body: Json, prompt: Prompt = ROOT) -> Json:
-    return told(await asked.whole(body, prompt, rollout_id="r", timeout_seconds=60))
+async def whole(
+    asked: EngineClient, body: Json, prompt: Prompt = ROOT, rollout_id: str = "r"
+) -> Json:
+    return told(await asked.whole(body, prompt, rollout_id=rollout_id, timeout_seconds=60))
 
 
 async def collected(asked: EngineClient, body: Json, prompt: Prompt = ROOT) -> Json:
@@ -94,31 +109,10 @@ def _add(choice: Json, part: Json) -> None:
             choice[name] = part[name]
 
 
-CASES: dict[str, tuple[list[str], Json, bool]] = {
-    "text": (["Hello."], ASK, False),
-    "cut off": (["Hello, you."], {**ASK, "max_tokens": 2}, False),
-    "the engine's own limit": (["Hello, you. " * 9], {**ASK, "max_tokens": 16}, False),
-    "stop string": (["See </code> there"], {**ASK, "stop": ["</code>"]}, False),
-    "choices": (["One.", "Two."], {**ASK, "n": 2, "top_logprobs": 2}, False),
-    "call": ([f"So: {HERMES}"], TOOLS, False),
-    "tools, no call": (["Hello."], TOOLS, False),
-    "nothing": ([""], TOOLS, False),
-    "some say nothing": (["", HERMES, "Yes."], {**TOOLS, "n": 3}, False),
-    "call before a stop string": ([f"{HERMES}Obs: x"], {**TOOLS, "stop": ["Obs:"]}, False),
-    "stop string first": (["Obs: x"], {**TOOLS, "stop": ["Obs:"]}, False),
-    "cut off call": ([HERMES], {**TOOLS, "max_tokens": 100}, False),
-    "one call": ([HERMES + HERMES], {**TOOLS, "parallel_tool_calls": False}, False),
-    "forced": ([HERMES], {**TOOLS, "tool_choice": "required"}, False),
-    "reasoning": (["<think>a</think>b"], ASK, True),
-    "reasoning and a call": (["<think>a</think>" + HERMES], TOOLS, True),
-    "reasoning without end": (["<think>a"], ASK, True),
-    "no reasoning": ([""], ASK, True),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES["same"])
 async def test_every_way_gives_what_chat_gives(case: str) -> None:
-    texts, body, reasons = CASES[case]
+    texts, fields, reasons = CASES["same"][case]
+    body = asks(fields)
     engine = ScaleOut(format(), *texts, reasons=reasons)
     wanted = await whole(asking(engine, "chat"), body)
     for mode in ("tokens", "completions"):
@@ -196,56 +190,41 @@ async def test_where_a_grammar_begins_is_asked_for_each_prompt() -> None:
     assert engine.requests[1][1]["token_ids"] == [5]
 
 
-def drop(path: str, name: str, *, choice: bool = False) -> Callable[[str, Json], None]:
-    """Takes a field out of the answers of one endpoint."""
+Spoil = Callable[[str, Json], None]
+
+
+def spoiled(path: str, change: Callable[[Json], Any], *, choice: bool = False) -> Spoil:
+    """Changes the answers of one endpoint, or their first choices."""
 
     def spoil(asked: str, answer: Json) -> None:
         if asked.endswith(path):
-            holder = answer["choices"][0] if choice and answer["choices"] else answer
-            holder.pop(name, None)
+            change(answer["choices"][0] if choice and answer["choices"] else answer)
 
     return spoil
 
 
-def put(path: str, **fields: Any) -> Callable[[str, Json], None]:
-    def spoil(asked: str, answer: Json) -> None:
-        if asked.endswith(path):
-            answer.update(fields)
-
-    return spoil
+def drop(path: str, name: str, *, choice: bool = False) -> Spoil:
+    return spoiled(path, lambda holder: holder.pop(name, None), choice=choice)
 
 
-STOPPED = {**TOOLS, "stop": ["ll"]}
-GARBAGE: list[tuple[EngineMode, Json, Callable[[str, Json], None], str]] = [
-    ("tokens", ASK, drop("render", "token_ids"), "rendered request holds no token_ids"),
-    ("tokens", ASK, drop("render", "sampling_params"), "holds no sampling_params"),
-    ("tokens", ASK, drop("generate", "prompt_token_ids"), "holds no prompt_token_ids"),
-    ("tokens", ASK, put("generate", prompt_token_ids=[1]), "another prompt"),
-    ("tokens", ASK, drop("generate", "choices"), "holds no choices"),
-    ("tokens", ASK, put("generate", choices=[]), "not 1 from 0"),
-    ("tokens", ASK, put("generate", choices=["x"]), "holds no index"),
-    ("tokens", {**ASK, "n": 2}, drop("generate", "index", choice=True), "holds no index"),
-    ("tokens", ASK, drop("generate", "text", choice=True), "holds no text"),
-    ("tokens", ASK, drop("generate", "token_ids", choice=True), "holds no token_ids"),
-    ("tokens", ASK, drop("generate", "logprobs", choice=True), "holds no logprobs"),
-    ("tokens", ASK, drop("generate", "usage"), "holds no usage"),
-    ("tokens", TOOLS, drop("derender", "message", choice=True), "holds no message"),
-    ("tokens", TOOLS, put("derender", choices=[]), "not 1 from 0"),
-    ("tokens", STOPPED, drop("tokenize", "tokens"), "holds no tokens"),
-    ("completions", ASK, drop("completions", "text", choice=True), "holds no text"),
-    ("completions", ASK, drop("completions", "token_ids", choice=True), "holds no token_ids"),
-    ("completions", ASK, drop("completions", "logprobs", choice=True), "holds no logprobs"),
-    ("completions", ASK, drop("completions", "prompt_token_ids", choice=True), "no prompt_token"),
-    ("completions", ASK, drop("completions", "choices"), "holds no choices"),
-]
+def refuse(holder: Json) -> None:
+    raise EngineRefused("no", status=400)
 
 
-@pytest.mark.parametrize(("mode", "body", "spoil", "words"), GARBAGE)
+@pytest.mark.parametrize(("mode", "fields", "path", "whole", "choice", "words"), CASES["garbage"])
 async def test_garbage_says_what_is_missing(
-    mode: EngineMode, body: Json, spoil: Callable[[str, Json], None], words: str
+    mode: EngineMode, fields: Json, path: str, whole: Json, choice: Json, words: str
 ) -> None:
+    def change(holder: Json) -> None:
+        for name, value in (choice or whole).items():
+            if value is None:
+                holder.pop(name, None)
+            else:
+                holder[name] = value
+
+    spoil = spoiled(path, change, choice=bool(choice))
+    body, prompt = asks(fields), ROOT if mode == "tokens" else Prompt([5])
     asked = asking(ScaleOut(format(), "Hello.", spoil=spoil), mode)
-    prompt = ROOT if mode == "tokens" else Prompt([5])
     for bare in (False, True):
         with pytest.raises(EngineGarbage, match=words):
             await asked.whole(body, prompt, rollout_id="r", timeout_seconds=60, bare=bare)
@@ -267,10 +246,10 @@ async def test_a_bare_answer_is_recorded_like_a_full_one(body: Json) -> None:
 
 @pytest.mark.parametrize("logprob", ["x", [], {}, True])
 async def test_a_malformed_logprob_has_the_same_error_in_a_bare_answer(logprob: Any) -> None:
-    def spoil(asked: str, answer: Json) -> None:
-        if asked.endswith("generate"):
-            answer["choices"][0]["logprobs"]["content"][1]["logprob"] = logprob
+    def put_in(choice: Json) -> None:
+        choice["logprobs"]["content"][1]["logprob"] = logprob
 
+    spoil = spoiled("generate", put_in, choice=True)
     asked = asking(ScaleOut(format(), "Hello.", spoil=spoil), "tokens")
     for bare in (False, True):
         answer = await asked.whole(ASK, ROOT, rollout_id="r", timeout_seconds=60, bare=bare)
@@ -290,12 +269,9 @@ async def test_a_stream_that_does_not_end_its_choices_is_no_answer(
 
 @pytest.mark.parametrize("path", ["render", "generate", "derender"])
 async def test_what_an_endpoint_refuses_is_refused(path: str) -> None:
-    def spoil(asked: str, answer: Json) -> None:
-        if asked.endswith(path):
-            raise EngineRefused("no", status=400)
-
     with pytest.raises(EngineRefused):
-        await whole(asking(ScaleOut(format(), HERMES, spoil=spoil), "tokens"), TOOLS)
+        engine = ScaleOut(format(), HERMES, spoil=spoiled(path, refuse))
+        await whole(asking(engine, "tokens"), TOOLS)
 
 
 async def test_all_requests_of_a_call_share_its_time() -> None:
@@ -308,30 +284,15 @@ async def test_all_requests_of_a_call_share_its_time() -> None:
         await asked.whole(TOOLS, ROOT, rollout_id="r", timeout_seconds=0)
 
 
-CANNOT: list[tuple[Json, str | None, str | None]] = [
-    ({}, None, None),
-    ({"chat_template_kwargs": {"a": 1}, "stop": ["x"], "user": "u"}, None, None),
-    ({"response_format": {"type": "text"}}, None, None),
-    ({"messages": [{"role": "user", "content": IMAGE}]}, "multimodal", "multimodal"),
-    ({"logprob_token_ids": [1]}, "field_logprob_token_ids", "field_logprob_token_ids"),
-    ({"echo": True}, "field_echo", "field_echo"),
-    ({"tools": [tool()]}, None, None),
-    ({"tools": [tool()], "tool_choice": "none"}, None, None),
-    ({"tools": [tool()], "tool_choice": "required"}, None, "forced_tool"),
-    ({"tools": [tool()], "parallel_tool_calls": False}, None, "grammar"),
-    ({"response_format": {"type": "json_object"}}, None, "response_format"),
-    ({"structured_outputs": {"regex": "a"}}, None, "field_structured_outputs"),
-]
-
-
-@pytest.mark.parametrize(("fields", "tokens", "completions"), CANNOT)
+@pytest.mark.parametrize(("fields", "tokens", "completions"), CASES["continued"])
 def test_what_cannot_be_continued_is_known_before(
     fields: Json, tokens: str | None, completions: str | None
 ) -> None:
+    body = asks(fields)
     engine = ScaleOut(format(), "")
-    assert asking(engine, "tokens").can_continue({**ASK, **fields}) == tokens
-    assert asking(engine, "completions").can_continue({**ASK, **fields}) == completions
-    assert asking(engine, "chat").can_continue({**ASK, **fields}) == "engine_renders"
+    assert asking(engine, "tokens").can_continue(body) == tokens
+    assert asking(engine, "completions").can_continue(body) == completions
+    assert asking(engine, "chat").can_continue(body) == "engine_renders"
 
 
 def test_only_what_no_parser_touches_is_streamed() -> None:
@@ -380,6 +341,126 @@ async def test_a_model_whose_calls_we_cannot_read_is_continued_without_tools() -
     assert asked.can_continue(TOOLS) == "tool_format_unknown"
     assert asked.can_continue(ASK) is None
 
+
+# Text completions in the form of a chat
+
+
+async def test_texts_are_completed_in_the_form_of_a_chat() -> None:
+    how: Any = {"rollout_id": "r", "timeout_seconds": 9}
+    engine = ScaleOut(format(), "Hello.")
+    body = {"model": "tiny", "prompt": [[5], [6, 7]], "logprobs": 0, "return_token_ids": True}
+    answer = await whole_text(engine, body, **how)
+    assert "prompt_token_ids" not in answer
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[5], [6, 7]]
+    for choice in answer["choices"]:
+        assert choice["message"] == {"role": "assistant", "content": "Hello."}
+        assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
+    alone = await whole_text(engine, {**body, "prompt": [5]}, **how)
+    assert alone["prompt_token_ids"] == [5]
+    texts, ids = "", []
+    one = {**body, "prompt": [5], "logprobs": None}
+    async with stream_text(engine, one, **how) as chunks:
+        async for chunk in chunks:
+            for part in chunk["choices"]:
+                texts += part["delta"]["content"]
+                ids += part["token_ids"]
+    assert (texts, ids) == ("Hello.", alone["choices"][0]["token_ids"])
+    engine.spoil = drop("completions", "text", choice=True)
+    with pytest.raises(EngineGarbage, match="holds no text"):
+        await whole_text(engine, body, **how)
+
+
+# Renderings
+
+
+async def first_calls(engine: ScaleOut, *bodies: Json) -> list[Json | BaseException]:
+    """The answers to `bodies`, sent at once; each answer is the same when it is asked for again."""
+    asked = asking(engine, "tokens")
+    answers = await asyncio.gather(*(whole(asked, b) for b in bodies), return_exceptions=True)
+    for body, answer in zip(bodies, answers, strict=True):
+        assert isinstance(answer, BaseException) or await whole(asked, body) == answer
+    return answers
+
+
+OTHERS: list[Json] = [
+    {"messages": [user("ho")]},
+    {"temperature": 1},
+    {"max_tokens": 100},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"tools": [tool()]},
+    {"tools": [dict(reversed(tool().items()))]},
+]
+
+
+async def test_what_a_group_begins_with_is_rendered_once() -> None:
+    """What begins otherwise is rendered for itself, even where only the order of names differs: a
+    template writes tools in that order."""
+    engine = ScaleOut(format(), "Hello.")
+    answers = await first_calls(engine, *({**ASK, "seed": seed} for seed in range(8)))
+    assert engine.paths.count("render") == 1
+    generated = [body for path, body in engine.requests if "generate" in path][:8]
+    assert [body["sampling_params"]["seed"] for body in generated] == [*range(8)]
+    answers += await first_calls(engine, ASK, *({**ASK, **other} for other in OTHERS))
+    assert engine.paths.count("render") == 2 + len(OTHERS)
+    assert not any(isinstance(answer, BaseException) for answer in answers)
+
+
+async def test_a_rendering_gets_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScaleOut(format(), "Hello.")
+    asked = asking(engine, "tokens")
+    monkeypatch.setattr(f"{CACHE}._FRESH_SECONDS", -1.0)
+    for _ in range(3):
+        await whole(asked, ASK)
+    assert engine.paths.count("render") == 3
+
+
+@pytest.mark.parametrize("most", ["_MOST_TOKENS", "_MOST_PROMPTS"])
+async def test_few_renderings_are_kept(most: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScaleOut(format(), "Hello.")
+    asked = asking(engine, "tokens")
+    bodies = [{**ASK, "messages": [user(f"{number}")]} for number in range(9)]
+    prompt = len((await whole(asked, bodies[0]))["prompt"])
+    monkeypatch.setattr(f"{CACHE}.{most}", 3 * prompt if most == "_MOST_TOKENS" else 3)
+    for body in [*bodies, *reversed(bodies)]:
+        await whole(asked, body)
+    assert engine.paths.count("render") == 9 + 6
+
+
+async def test_an_engine_that_fails_one_rollout_fails_no_other() -> None:
+    def refuse_once(answer: Json) -> None:
+        if engine.paths.count("render") == 1:
+            refuse(answer)
+
+    engine = ScaleOut(format(), "Hello.", spoil=spoiled("/render", refuse_once))
+    first, *others = await first_calls(engine, *[ASK] * 4)
+    assert isinstance(first, EngineRefused)
+    assert not any(isinstance(answer, BaseException) for answer in others)
+    assert engine.paths.count("render") == 2
+
+
+async def test_a_rollout_whose_replica_hangs_holds_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(f"{CACHE}._PATIENCE_SECONDS", 0.01)
+    engine = ScaleOut(format(), "Hello.")
+    asked = asking(engine, "tokens")
+    post, let_go = engine.post, asyncio.Event()
+
+    async def hangs(path: str, *args: Any, **options: Any) -> Json:
+        if options["rollout_id"] == "hangs" and path.endswith("/render"):
+            await let_go.wait()
+        return await post(path, *args, **options)
+
+    monkeypatch.setattr(engine, "post", hangs)
+    hanging = asyncio.create_task(whole(asked, ASK, rollout_id="hangs"))
+    await asyncio.sleep(0)
+    answers = await asyncio.gather(*(whole(asked, ASK) for _ in range(3)))
+    assert not hanging.done()
+    let_go.set()
+    assert await hanging == answers[0]
+
+
+# On a real vLLM
 
 BODIES = 30
 NOTHING_FORCED = ("tool_choice", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias")
@@ -486,3 +567,17 @@ def strict(answer: Json, prompt: Prompt, mode: str) -> Json:
         ]
         choices.append({**choice, "logprobs": entries})
     return {**answer, "choices": choices}
+
+
+@pytest.mark.vllm
+async def test_a_real_vllm_samples_for_each_as_without_a_shared_rendering(
+    vllm_server: VllmServer,
+) -> None:
+    real = ChatFormat.load(vllm_server.model_folder)
+    bodies = [{**ASK, "seed": seed, "max_tokens": 12} for seed in range(8)]
+    async with OpenAIEngine(OpenAIConfig(base_url=[vllm_server.base_url])) as engine:
+        chat, tokens = (client_for(engine, probe_result(mode), real) for mode in ("chat", "tokens"))
+        wanted = [await whole(chat, body) for body in bodies]
+        with mock.patch.object(engine, "post", wraps=engine.post) as asked:
+            assert await asyncio.gather(*(whole(tokens, body) for body in bodies)) == wanted
+    assert sum(call.args[0].endswith("/render") for call in asked.call_args_list) == 1

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.extent import examples
+from support.proxy_house import asgi_answer
 from support.scripted_engine import UPSTREAM, Sample, Scripted
 from support.serving import attempt_spec
 from support.speaking import Chat, Message, events_of, text_of
@@ -28,6 +29,7 @@ from envserver.proxy import Capabilities, EngineEndpoint, Proxy
 from envserver.proxy.hooks import HookFunctions
 from envserver.tokens import ChatFormat, build, check
 
+Json = dict[str, Any]
 _format = cache(format_of)
 PIECES = (
     "Four",
@@ -69,7 +71,7 @@ class Talk(NamedTuple):
     """`settings`: the fields of a request that hold for all its turns."""
 
     agent: str | None
-    settings: dict[str, Any]
+    settings: Json
     messages: list[Message]
 
 
@@ -92,7 +94,7 @@ class Agents(RuleBasedStateMachine):
             attempt_spec(seconds=3600.0, max_turns=10_000, agents=["main", "helper"])
         )
         self.talks: list[Talk] = []
-        self.asked: list[tuple[Talk, dict[str, Any]]] = []
+        self.asked: list[tuple[Talk, Json]] = []
 
     def teardown(self) -> None:
         self.loop.close()
@@ -107,24 +109,14 @@ class Agents(RuleBasedStateMachine):
         agent=st.sampled_from([None, None, "helper"]),
         settings=st.fixed_dictionaries(
             {},
-            optional={
-                "tools": st.just([tool()]),
-                "chat_template_kwargs": st.just({"tone": 1}),
-            },
+            optional={"tools": st.just([tool()]), "chat_template_kwargs": st.just({"tone": 1})},
         ),
         wishes=wishes,
         given=given,
     )
-    def begins(
-        self,
-        said: str,
-        agent: str | None,
-        settings: dict[str, Any],
-        wishes: dict[str, Any],
-        given: list[Sample],
-    ) -> None:
+    def begins(self, said: str, agent: str | None, settings: Json, **asked: Any) -> None:
         """A new talk."""
-        self.ask(Talk(agent, settings, [{"role": "user", "content": said}]), wishes, given)
+        self.ask(Talk(agent, settings, [{"role": "user", "content": said}]), **asked)
 
     @precondition(lambda self: self.talks)
     @rule(
@@ -134,20 +126,12 @@ class Agents(RuleBasedStateMachine):
         wishes=wishes,
         given=given,
     )
-    def goes_on(
-        self,
-        data: st.DataObject,
-        said: str,
-        back: str,
-        wishes: dict[str, Any],
-        given: list[Sample],
-    ) -> None:
+    def goes_on(self, data: st.DataObject, said: str, back: str, **asked: Any) -> None:
         """The next turn of a talk, or another one for the turn that was."""
         talk = data.draw(st.sampled_from(self.talks[::-1]))
         *messages, answer = talk.messages
         question = {"role": "user", "content": said}
-        messages = [*messages, _sent_back(answer, back), question]
-        self.ask(talk._replace(messages=messages), wishes, given)
+        self.ask(talk._replace(messages=[*messages, _sent_back(answer, back), question]), **asked)
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), given=given)
@@ -158,16 +142,15 @@ class Agents(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), given=given)
     def tries_again(self, data: st.DataObject, given: list[Sample]) -> None:
-        """A request whose answer got lost: nothing is sampled, unless it was a stream."""
+        """A request whose answer got lost: nothing is sampled, unless it was a stream, or a hook
+        refused it."""
         talk, wishes = data.draw(st.sampled_from(self.asked[::-1]))
         before = len(self.attempt.calls)
         self.ask(talk, wishes, given, retry=b"1")
         streamed = "stream" in wishes and "tools" not in talk.settings
-        assert (len(self.attempt.calls) > before) == streamed
+        assert self.hooks() or (len(self.attempt.calls) > before) == streamed
 
-    def ask(
-        self, talk: Talk, wishes: dict[str, Any], given: list[Sample], retry: bytes = b"0"
-    ) -> None:
+    def ask(self, talk: Talk, wishes: Json, given: list[Sample], retry: bytes = b"0") -> None:
         """Asks, with what the engine then samples."""
         self.asked.append((talk, wishes))
         self.engine.script.clear()
@@ -178,31 +161,13 @@ class Agents(RuleBasedStateMachine):
             talk._replace(messages=[*talk.messages, message]) for message in Chat().answers(whole)
         ]
 
-    async def _post(self, agent: str | None, body: dict[str, Any], retry: bytes) -> Any:
-        told: list[dict[str, Any]] = []
-        bodies = [{"type": "http.request", "body": json.dumps(body).encode()}]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": f"/r/{self.attempt.key}/v1/chat/completions",
-            "headers": [(b"x-agent", (agent or "").encode()), (b"x-stainless-retry-count", retry)],
-        }
-
-        async def receive() -> dict[str, Any]:
-            if bodies:
-                return bodies.pop()
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        async def send(message: Any) -> None:
-            told.append(message)
-
-        await self.proxy.asgi()(scope, receive, send)
-        text = b"".join(message.get("body", b"") for message in told)
-        if told[0]["status"] == 400 and json.loads(text)["error"].get("param") == "refused":
+    async def _post(self, agent: str | None, body: Json, retry: bytes) -> Any:
+        headers = [(b"x-agent", (agent or "").encode()), (b"x-stainless-retry-count", retry)]
+        status, text = await asgi_answer(self.proxy, self.attempt.key, body, headers=headers)
+        if status == 400 and json.loads(text)["error"].get("param") == "refused":
             assert self.hooks() is not None
             return {"choices": []}
-        assert told[0]["status"] == 200, text
+        assert status == 200, text
         return Chat().joined(events_of(text)) if body.get("stream") else json.loads(text)
 
     @invariant()
@@ -272,12 +237,6 @@ class HookedAgents(Agents):
                 call.change("a call", answer={**new, "content": text, "tool_calls": [made]})
             case 5:
                 call.answer["content"] = "has no effect"
-
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data(), given=given)
-    def tries_again(self, data: st.DataObject, given: list[Sample]) -> None:
-        """A retry; that of a refused request is a new one."""
-        self.ask(*data.draw(st.sampled_from(self.asked[::-1])), given, retry=b"1")
 
     @invariant()
     def what_the_agent_did_not_get_is_not_trained(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.commands import envserver, read_jsonl
 from support.fake_vllm import ids_of, prompt_ids
-from support.proxy_house import House, house
+from support.proxy_house import house
 
 from envserver import ServiceError, Services
 from envserver.hook_interface import ModelCall
@@ -28,11 +28,6 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-async def raw(made: House, key: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
-    async with made.http.post(f"{made.url}/r/{key}/{path}", json=body) as answer:
-        return answer.status, await answer.text()
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 async def test_the_agent_gets_the_changed_answer_and_the_record_keeps_the_sampled(
@@ -45,8 +40,9 @@ async def test_the_agent_gets_the_changed_answer_and_the_record_keeps_the_sample
     async with house(hooks=HookFunctions(None, change)) as made:
         attempt, _ = made.open()
         body = {"model": "any", **BODIES[path], "stream": streamed}
-        status, text = await raw(made, attempt.key, path, body)
-    assert status == 200
+        async with made.http.post(f"{made.url}/r/{attempt.key}/{path}", json=body) as answer:
+            text = await answer.text()
+    assert answer.status == 200
     assert "Nothing to see." in text
     assert SAMPLED not in text and "H\\u00ebllo" not in text
     (call,) = attempt.calls
@@ -70,7 +66,7 @@ async def test_the_engine_gets_the_changed_request(path: str) -> None:
 
     async with house(hooks=HookFunctions(change, None)) as made:
         attempt, _ = made.open()
-        status, _ = await raw(made, attempt.key, path, {"model": "any", **BODIES[path]})
+        status, _ = await made.post(attempt.key, path, {"model": "any", **BODIES[path]})
     assert status == 200
     (call,) = attempt.calls
     assert call.messages[-1]["content"] == "changed"
@@ -106,6 +102,16 @@ async def test_refusals_are_limits_that_an_agent_may_go_on_after() -> None:
     assert "request_refused" in attempt.flags
 
 
+def raises(error: Exception) -> Any:
+    def fails(*_: object) -> None:
+        raise error
+
+    return fails
+
+
+CHAT, QUESTION = "v1/chat/completions", BODIES["v1/chat/completions"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "kind"),
     [
@@ -114,35 +120,23 @@ async def test_refusals_are_limits_that_an_agent_may_go_on_after() -> None:
         (lambda call: call.change("why", answer=NEW), "hook_error"),
         (lambda call: call.change("", messages=[]), "hook_error"),
         (lambda call: call.change("why", messages=[{"role": "user", "content": 7}]), "hook_error"),
-        (lambda call: _raise(ServiceError("The guard's model is away.")), "service_error"),
-        (lambda call: _raise(TimeoutError()), "service_error"),
+        (raises(ServiceError("The guard's model is away.")), "service_error"),
+        (raises(TimeoutError()), "service_error"),
+        (None, "service_error"),  # a state that cannot be made is no bug of a hook
     ],
 )
 async def test_a_hook_that_fails_is_a_typed_failure(wrong: Any, kind: str) -> None:
-    async with house(hooks=HookFunctions(wrong, None)) as made:
+    services = Services({}, state=raises(OSError("no database"))) if wrong is None else None
+    hooks = HookFunctions(wrong or (lambda call: None), None)
+    async with house(hooks=hooks, services=services) as made:
         attempt, _ = made.open()
-        body = BODIES["v1/chat/completions"]
-        status, answer = await made.post(attempt.key, "v1/chat/completions", body)
+        status, answer = await made.post(attempt.key, CHAT, QUESTION)
     assert status >= 500 and answer["error"]["code"] == kind
+    assert wrong or status == 502
+    assert "database" not in answer["error"]["message"]
     assert attempt.service_failure is not None and attempt.service_failure.kind == kind
     assert ("bug" in attempt.service_failure.detail) == (kind == "hook_error")
     assert not attempt.calls
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-async def test_a_state_that_cannot_be_made_is_no_bug_of_a_hook() -> None:
-    services = Services({}, state=lambda task: _raise(OSError("no database")))
-    hooks = HookFunctions(lambda call: None, None)
-    async with house(hooks=hooks, services=services) as made:
-        attempt, _ = made.open()
-        body = BODIES["v1/chat/completions"]
-        status, answer = await made.post(attempt.key, "v1/chat/completions", body)
-    assert (status, answer["error"]["code"]) == (502, "service_error")
-    assert "database" not in answer["error"]["message"]
-    assert attempt.service_failure is not None and "bug" not in attempt.service_failure.detail
 
 
 async def test_a_hook_that_waits_ends_with_its_attempt() -> None:
@@ -157,8 +151,7 @@ async def test_a_hook_that_waits_ends_with_its_attempt() -> None:
 
     async with house(hooks=HookFunctions(waits, None)) as made:
         attempt, _ = made.open()
-        body = BODIES["v1/chat/completions"]
-        asking = asyncio.create_task(made.post(attempt.key, "v1/chat/completions", body))
+        asking = made.asks(attempt.key, CHAT, QUESTION)
         await begun.wait()
         made.proxy.seal(attempt)
         status, _ = await asking
@@ -206,16 +199,8 @@ class Hooked(Environment):
 
 def test_records_say_what_hooks_did(tmp_path: Path) -> None:
     (tmp_path / "hooked.py").write_text(ENVIRONMENT.replace("FAIL", "pass"))
-    words = (
-        "--env",
-        "hooked.py",
-        "--model",
-        "sim",
-        "--env.group_size",
-        1,
-        "--sim.solve_probability",
-        1,
-    )
+    words = ("--env", "hooked.py", "--model", "sim", "--env.group_size", 1)
+    words += ("--sim.solve_probability", 1)
     ran = envserver("process", *words, "--out", "hooked.jsonl", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     groups = read_jsonl(tmp_path / "hooked.jsonl")

@@ -1,33 +1,80 @@
-"""What clients look up beside their calls, asked for with the official clients."""
+"""Beside calls: what clients look up, and how each API words a refusal and a full context."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from pathlib import Path
 
 import anthropic
 import openai
 import pytest
+from support.commands import envserver, read_jsonl
 from support.proxy_house import ASK, House, house
 
+from envserver.models import ProbeResult
+from envserver.proxy import Capabilities
 
-@pytest.fixture
-async def home() -> AsyncIterator[House]:
-    async with house() as made:
-        yield made
+TOO_LONG = "prompt is too long: 4000 tokens > 2048 maximum"
+NO_ROOM = "input length and `max_tokens` exceed context limit: 2000 + 500 > 2048, decrease"
+MESSAGES = [
+    # vLLM, from old to new
+    ("This model's maximum context length is 2048 tokens. However, you requested 4500 tokens "
+     "(4000 in the messages, 500 in the completion). Please reduce the length.", TOO_LONG),
+    ("The decoder prompt (length 4000) is longer than the maximum model length of 2048.", TOO_LONG),
+    ("This model's maximum context length is 2048 tokens. However, you requested 0 output tokens "
+     "and your prompt contains at least 4000 input tokens.", TOO_LONG),
+    ("This model's maximum context length is 2048 tokens. However, your request has 2000 input "
+     "tokens plus 500 'max_tokens'.", NO_ROOM),
+    # SGLang
+    ("The input (4000 tokens) is longer than the model's context length (2048 tokens).", TOO_LONG),
+    ("Requested token count exceeds the model's maximum context length of 2048 tokens. You "
+     "requested a total of 2500 tokens: 2000 tokens from the input messages and 500 tokens for "
+     "the completion.", NO_ROOM),
+    # llama.cpp, OpenAI, the local engine, an engine that says no numbers
+    ("request (4000 tokens) exceeds the available context size (2048 tokens)", TOO_LONG),
+    ("This model's maximum context length is 2048 tokens. However, your messages resulted in 4000 "
+     "tokens.", TOO_LONG),
+    ("This model's maximum context length is 2048 tokens, and the prompt has 4000.", TOO_LONG),
+    ("The context window is full.", "prompt is too long: "),
+    # TGI, xAI, Gemini, Bedrock
+    ("Input validation error: `inputs` must have less than 2048 tokens. Given: 4000", TOO_LONG),
+    ("`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 4000 `inputs` tokens", TOO_LONG),
+    ("This model's maximum prompt length is 2048 but the request contains 4000 tokens.", TOO_LONG),
+    ("The input token count (4000) exceeds the maximum number of tokens allowed (2048).", TOO_LONG),
+    ("Input is too long for requested model.", "prompt is too long: "),
+    # Anthropic, DeepSpeed, ExLlamaV2
+    ("input length and `max_tokens` exceed context limit: 2000 + 500 > 2048, decrease input length "
+     "or `max_tokens` and try again", NO_ROOM),
+    ("prompt is too long: 4000 tokens > 2048 maximum", TOO_LONG),
+    ("Prompt length 4000 exceeds seq len 2048", TOO_LONG),
+    ("The prompt of 4000 tokens exceeds the sequence length of 2048", TOO_LONG),
+    ("Prompt exceeds max_seq_len (4000 > 2048)", TOO_LONG),
+    ("Requested tokens (4000) exceed context window of 2048", TOO_LONG),
+]  # fmt: skip
 
 
-async def test_the_model_is_found_by_its_name_in_both_forms(home: House) -> None:
+BODIES = {
+    "v1/chat/completions": {"messages": ASK},
+    "v1/completions": {"prompt": "hi"},
+    "v1/responses": {"input": "hi"},
+    "v1/messages": {"max_tokens": 9, "messages": ASK},
+}
+
+
+async def test_what_there_is_is_found_by_the_official_clients(home: House) -> None:
     attempt, client = home.open()
+    claude = home.claude(attempt.key)
     assert (await client.models.retrieve("tiny")).owned_by == "envserver"
-    messages = home.claude(attempt.key)
-    assert (await messages.models.retrieve("tiny")).display_name == "tiny"
-    assert [model.id async for model in messages.models.list()] == ["tiny"]
+    assert (await claude.models.retrieve("tiny")).display_name == "tiny"
+    for models in (client.models, claude.models):
+        assert [model.id async for model in models.list()] == ["tiny"]
+    (model,) = (await client.models.list()).data
+    assert "max_model_len" not in model.model_dump()
     with pytest.raises(openai.NotFoundError, match="There is no model 'gpt-x' here, but 'tiny'"):
         await client.models.retrieve("gpt-x")
+    with pytest.raises(anthropic.NotFoundError, match="does not count"):
+        await claude.messages.count_tokens(model="any", messages=ASK)
 
-
-async def test_a_response_is_found_unless_it_was_not_to_be_stored(home: House) -> None:
-    attempt, client = home.open()
     made = await client.responses.create(model="any", input="hi")
     assert await client.responses.retrieve(made.id) == made
     unstored = await client.responses.create(model="any", input="hi", store=False)
@@ -35,24 +82,142 @@ async def test_a_response_is_found_unless_it_was_not_to_be_stored(home: House) -
         await client.responses.retrieve(unstored.id)
     assert len(attempt.calls) == 2
 
-
-@pytest.mark.parametrize("path", ["", "/", "/v1"])
-async def test_a_client_sees_that_there_is_a_server(home: House, path: str) -> None:
-    attempt, _ = home.open()
-    for ask in (home.http.head, home.http.get):
-        async with ask(f"{home.url}/r/{attempt.key}{path}") as answer:
-            assert answer.status == 200
+    for path in ("", "/", "/v1"):  # is there a server?
+        for ask in (home.http.head, home.http.get):
+            async with ask(f"{home.url}/r/{attempt.key}{path}") as answer:
+                assert answer.status == 200
 
 
-async def test_what_is_not_offered_is_refused_in_the_clients_form(home: House) -> None:
+async def test_the_models_list_says_the_size_of_the_context() -> None:
+    async def find() -> Capabilities:
+        return Capabilities(probe_result=ProbeResult(mode="chat", model="tiny", max_model_len=2048))
+
+    async with house(find=find) as home:
+        _, client = home.open()
+        (model,) = (await client.models.list()).data
+        assert model.model_dump()["max_model_len"] == 2048
+
+
+async def test_what_is_not_offered_is_refused_in_the_form_of_the_api_that_was_meant(
+    home: House,
+) -> None:
     attempt, client = home.open()
     with pytest.raises(openai.NotFoundError, match="is not offered here"):
         await client.embeddings.create(model="any", input="hi")
     with pytest.raises(anthropic.NotFoundError) as refused:
         await home.claude(attempt.key).messages.batches.list()
     assert refused.value.body["error"]["type"] == "not_found_error"
-    params = {"max_tokens": 9, "messages": ASK, "model": "any"}
-    with pytest.raises(anthropic.NotFoundError):
-        await home.claude(attempt.key).messages.batches.create(
-            requests=[{"custom_id": "one", "params": params}]
+    for key in (attempt.key, "nonsense"):
+        for path in ("v1/messages/files", "v1/messages/batches?beta=true", "v1/messages/batches"):
+            status, answer = await home.post(key, path, {})
+            assert (status, answer["type"]) == (404, "error")
+            assert answer["error"]["type"] == "not_found_error"
+        for path in ("v1/responses/resp_1", "v1/messagesx", "v1/embeddings", "v1/files", "generate",
+                     "x", "v1", ""):  # fmt: skip
+            status, answer = await home.post(key, path, {})
+            assert (status, answer["error"]["code"]) == (404, "not_found")
+    assert (await home.get(attempt.key, "v1/chat/completions"))[0] == 405
+    status, answer = await home.get(attempt.key, "v1/messages")
+    assert (status, answer["error"]["type"]) == (405, "invalid_request_error")
+    _, answer = await home.post(attempt.key, "v1/messages", {}, **{"x-api-key": "other"})
+    assert answer["error"]["type"] == "authentication_error"
+    assert home.fake.requests == []
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("levels", "statuses"), [(90, {200, 400}), (120, {413}), (1000, {413})])
+async def test_a_body_that_nests_too_deep_is_refused(
+    home: House, path: str, levels: int, statuses: set[int]
+) -> None:
+    attempt, _ = home.open()
+    nested = "[" * levels + "]" * levels
+    name, value = {
+        "v1/responses": ("metadata", '{"deep": %s}'),
+        "v1/messages": ("tools", '[{"name": "add", "input_schema": {"deep": %s}}]'),
+    }.get(path, ("stop", "%s"))
+    body = json.dumps(BODIES[path])[:-1] + f', "{name}": {value % nested}}}'
+    status, answer = await home.post(attempt.key, path, body.encode())
+    assert status in statuses
+    assert bool(answer.get("error")) == (status != 200)
+
+
+@pytest.mark.parametrize(("words", "known"), MESSAGES)
+async def test_each_api_says_in_its_own_words_that_the_context_is_full(
+    home: House, words: str, known: str
+) -> None:
+    attempt, _ = home.open()
+    home.fake.faults.extend([(400, words)] * 3)
+    for path in ("v1/chat/completions", "v1/responses", "v1/messages"):
+        status, answer = await home.post(attempt.key, path, BODIES[path])
+        error = answer["error"]
+        if path == "v1/messages":
+            assert (status, error["type"]) == (400, "invalid_request_error")
+            assert error["message"].startswith(known)
+        else:
+            assert (status, error["code"]) == (400, "context_length_exceeded")
+            assert "This model's maximum context length is" in error["message"]
+    assert (attempt.limit, attempt.engine_failure) == ("context", None)
+
+
+COUNTING = '''
+import anthropic
+from envserver import Environment, LimitReached, Score, Task
+
+class Counting(Environment):
+    """Counts each prompt before it asks, fills the context, and shortens the conversation."""
+
+    def tasks(self, split):
+        yield Task("one", {}, {})
+
+    async def rollout(self, task, run):
+        client = anthropic.AsyncAnthropic(
+            base_url=run.base_url.removesuffix("/v1"), api_key=run.api_key, max_retries=0
         )
+        tool = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
+        asked = {"model": run.model, "system": "Be brief.", "tools": [tool]}
+        talk = [{"role": "user", "content": "What is 1 + 1?"}]
+        counts = []
+        for _ in range(2):
+            counted = await client.messages.count_tokens(messages=talk, **asked)
+            answer = await client.messages.create(messages=talk, max_tokens=500, **asked)
+            counts.append((counted.input_tokens, answer.usage.input_tokens))
+            talk += [{"role": "assistant", "content": answer.content}]
+            talk += [{"role": "user", "content": "And 2 + 2?"}]
+        long = [{"role": "user", "content": "a b c d " * 20_000}]
+        counted = await client.messages.count_tokens(messages=long, **asked)
+        try:
+            await client.messages.create(messages=long, max_tokens=500, **asked)
+        except anthropic.BadRequestError as error:
+            message = error.body["error"]["message"]
+        try:
+            await run.chat(long)
+        except LimitReached as error:
+            limit = error.detail
+        await client.messages.create(messages=talk, max_tokens=500, **asked)
+        return {"counts": counts, "long": counted.input_tokens, "message": message, "limit": limit}
+
+    def score(self, task, result):
+        return Score(reward=1.0)
+'''
+
+
+@pytest.mark.thorough
+def test_the_count_is_that_of_the_prompt_and_a_shortened_conversation_goes_on(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "counting.py").write_text(COUNTING)
+    ran = envserver(
+        "process", "--env", "counting.py", "--model", "sim", "--sim.latency_seconds", 0,
+        "--sim.context_tokens", 32768,
+        "--workers.processes", 1, "--env.group_size", 1, "--env.total_steps", 1,
+        "--env.data_path_to_save_groups", "out.jsonl",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    (rollout,) = read_jsonl(tmp_path / "out.jsonl")[0]["envserver"]["rollouts"]
+    output = rollout["output"]
+    assert [counted for counted, _ in output["counts"]] == [used for _, used in output["counts"]]
+    assert output["counts"][1][0] > output["counts"][0][0] > 0
+    assert output["message"] == f"prompt is too long: {output['long']} tokens > 32768 maximum"
+    assert output["limit"] == {"limit": "context"}
+    assert (rollout["limit"], rollout["truncated"], rollout["turns"]) == (None, False, 3)

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator
+import threading
 from typing import Any
 
 import pytest
+from envserver_records.records import Message
+from support.fake_scale_out import ScaleOut
 from support.fake_vllm import EOS, ids_of, logprob
 from support.proxy_house import (
     ASK,
     TOOL_CALLS,
     TOOLS,
     House,
+    asgi_answer,
     assert_exact,
     chat,
     house,
 )
+from support.serving import attempt_spec
+from support.templates import CHATML, chat_format
 
 from envserver import TokensConfig
-from envserver.tokens import build
+from envserver.models import ProbeResult
+from envserver.proxy import Capabilities, EngineEndpoint, Proxy
+from envserver.tokens import History, build
 from envserver.tokens.flags import Actions
 
+PATH = "v1/chat/completions"
 IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf"
-
-
-@pytest.fixture
-async def home() -> AsyncIterator[House]:
-    async with house() as made:
-        yield made
+STREAMED = pytest.mark.parametrize("streamed", [False, True])
 
 
 # Recording
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@STREAMED
 async def test_a_call_is_recorded_exactly_and_the_answer_shows_nothing_of_it(
     home: House, streamed: bool
 ) -> None:
@@ -47,6 +51,7 @@ async def test_a_call_is_recorded_exactly_and_the_answer_shows_nothing_of_it(
     text = (await raw.http_response.aread()).decode()
     assert "token_ids" not in text
     assert '"logprob"' not in text
+    assert not streamed or '"completion_tokens"' not in text, "usage is told when asked for"
     (call,) = attempt.calls
     assert_exact(call)
     assert (call.index, call.model, call.finish_reason) == (0, "tiny", "stop")
@@ -56,77 +61,51 @@ async def test_a_call_is_recorded_exactly_and_the_answer_shows_nothing_of_it(
     assert (call.flags, call.delivered, call.streamed) == ([], "full", streamed)
 
 
+@STREAMED
+async def test_logprobs_usage_and_n_answers_are_for_whom_asks(home: House, streamed: bool) -> None:
+    attempt, client = home.open()
+    asked: Any = {"model": "any", "messages": ASK, "n": 3, "logprobs": True, "stream": streamed}
+    if streamed:
+        asked["stream_options"] = {"include_usage": True}
+    answer = await client.chat.completions.create(**asked)
+    parts = [part async for part in answer] if streamed else [answer]
+    got: list[list[float]] = [[], [], []]
+    for choice in (choice for part in parts for choice in part.choices if choice.logprobs):
+        got[choice.index] += [entry.logprob for entry in choice.logprobs.content]
+    assert got == [[logprob(token) for token in ids_of("Hëllo.")]] * 3
+    assert [part.usage.completion_tokens for part in parts if part.usage] == [24]
+    assert [(call.choice, call.index) for call in attempt.calls] == [(n, n) for n in range(3)]
+    for call in attempt.calls:
+        assert_exact(call)
+
+
 @pytest.mark.parametrize("group", [1, 2, 3, 100])
-@pytest.mark.parametrize("cut_bytes", [None, 1, 13])
-async def test_a_stream_gives_the_same_call_however_it_is_chunked(
-    home: House, group: int, cut_bytes: int | None
-) -> None:
+async def test_a_stream_gives_the_same_call_however_it_is_chunked(home: House, group: int) -> None:
     home.fake.text = "€🙂 naïve"
-    home.fake.group, home.fake.cut_bytes = group, cut_bytes
+    home.fake.group, home.fake.cut_bytes = group, 13
     attempt, client = home.open()
     assert await chat(client, streamed=True) == ("€🙂 naïve", "stop")
     assert_exact(attempt.calls[0], "€🙂 naïve")
     assert attempt.calls[0].message["content"] == "€🙂 naïve"
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_each_of_n_answers_is_a_call(home: House, streamed: bool) -> None:
-    attempt, client = home.open()
-    await chat(client, streamed, n=3)
-    assert [call.choice for call in attempt.calls] == [0, 1, 2]
-    assert [call.index for call in attempt.calls] == [0, 1, 2]
-    for call in attempt.calls:
-        assert_exact(call)
-
-
 async def test_tools_are_asked_for_whole_and_streamed_to_the_agent(home: House) -> None:
     home.fake.tool_calls, home.fake.finish = TOOL_CALLS, "tool_calls"
     attempt, client = home.open()
-    stream = await client.chat.completions.create(
-        model="any",
-        messages=ASK,
-        tools=TOOLS,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = [chunk async for chunk in stream]
+    asked: Any = {"model": "any", "messages": ASK, "tools": TOOLS, "stream": True}
+    asked["stream_options"] = {"include_usage": True}
+    chunks = [chunk async for chunk in await client.chat.completions.create(**asked)]
     assert not home.fake.requests[0].get("stream")
-    calls = [c for k in chunks for x in k.choices for c in x.delta.tool_calls or ()]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
     assert [(c.index, c.id) for c in calls] == [(0, "c1"), (1, "c2")]
     assert [c.function.arguments for c in calls] == ['{"a":1}', '{"a":2}']
-    assert [x.finish_reason for k in chunks for x in k.choices][-1] == "tool_calls"
-    assert chunks[0].choices[0].delta.role == "assistant"
+    assert choices[-1].finish_reason == "tool_calls"
+    assert choices[0].delta.role == "assistant"
     assert chunks[-1].usage.completion_tokens == len(ids_of("Hëllo."))
     (call,) = attempt.calls
     assert_exact(call)
-    assert call.message["tool_calls"] == TOOL_CALLS
-    assert call.tools == TOOLS
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_an_agent_that_asks_for_logprobs_gets_them(home: House, streamed: bool) -> None:
-    _, client = home.open()
-    answer = await client.chat.completions.create(
-        model="any", messages=ASK, logprobs=True, stream=streamed
-    )
-    if streamed:
-        held = [
-            c.logprobs.content for k in [k async for k in answer] for c in k.choices if c.logprobs
-        ]
-        got = [entry.logprob for content in held for entry in content]
-    else:
-        got = [entry.logprob for entry in answer.choices[0].logprobs.content]
-    assert got == [logprob(token) for token in ids_of("Hëllo.")]
-
-
-@pytest.mark.parametrize("wanted", [False, True])
-async def test_a_stream_tells_its_usage_only_when_asked(home: House, wanted: bool) -> None:
-    _, client = home.open()
-    stream = await client.chat.completions.create(
-        model="any", messages=ASK, stream=True, stream_options={"include_usage": wanted}
-    )
-    usages = [chunk.usage for chunk in [chunk async for chunk in stream] if chunk.usage]
-    assert [usage.completion_tokens for usage in usages] == ([8] if wanted else [])
+    assert (call.message["tool_calls"], call.tools) == (TOOL_CALLS, TOOLS)
 
 
 async def test_reasoning_that_the_agent_refuses_is_sampled_but_not_shown(home: House) -> None:
@@ -138,12 +117,61 @@ async def test_reasoning_that_the_agent_refuses_is_sampled_but_not_shown(home: H
     assert_exact(attempt.calls[0])
 
 
-async def test_agents_of_one_attempt_have_names(home: House) -> None:
-    attempt, client = home.open(agents=["solver", "critic", "judge"])
-    await chat(client)
-    await chat(home.client(attempt.key, "/a/critic"))
-    await chat(client, extra_headers={"x-agent": "judge"})
-    assert [call.agent for call in attempt.calls] == ["solver", "critic", "judge"]
+async def test_images_pass_and_are_not_continued_by_tokens(home: House) -> None:
+    image = {"type": "image_url", "image_url": {"url": IMAGE}}
+    attempt, client = home.open()
+    await chat(client, messages=[{"role": "user", "content": [image]}])
+    assert home.fake.requests[0]["messages"][0]["content"] == [image]
+    (call,) = attempt.calls
+    assert (call.edge, call.exact) == ("root", True)
+    assert call.flags == ["multimodal_unstitched", "images_unplaced"]
+
+
+TURN: list[Message] = [
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "Two."},
+]
+LIST = "Look at this list, of course: 2 + 2 = 4. " * 500
+
+
+@pytest.mark.parametrize(
+    ("messages", "aside"),
+    [
+        ([*TURN, {"role": "user", "content": "More."}], False),
+        ([*TURN * 100, {"role": "user", "content": "More."}], True),
+        ([*TURN, {"role": "user", "content": LIST}], True),
+    ],
+)
+async def test_a_long_request_is_planned_in_another_thread_with_the_same_result(
+    messages: list[Message], aside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    plan, format = History.plan, chat_format(CHATML, stops=["<|im_end|>"])
+    engine = ScaleOut(format, "Two.")
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        return plan(*args, **kwargs)
+
+    async def find() -> Capabilities:
+        return Capabilities(probe_result=ProbeResult(mode="tokens", model="tiny"), format=format)
+
+    async def talk(key: str) -> None:
+        """Two calls; the second goes on from the first by as much again."""
+        for asked in (messages, [*messages, TURN[1], messages[-1]]):
+            status, answer = await asgi_answer(proxy, key, {"model": "tiny", "messages": asked})
+            assert status == 200, answer
+
+    monkeypatch.setattr(History, "plan", noted)
+    proxy = Proxy(engine, endpoint=EngineEndpoint(engine, find=find))
+    attempts = [proxy.open(attempt_spec(seconds=600.0)) for _ in range(4)]
+    await asyncio.gather(*(talk(attempt.key) for attempt in attempts))
+    assert threads.count(True) == (8 if aside else 0)
+    for attempt in attempts:
+        root, going_on = attempt.calls
+        assert (going_on.planned_parent, going_on.edge) == (0, "exact")
+        seen = [*root.prompt_ids.tolist(), *root.completion_ids.tolist()]
+        assert going_on.prompt_ids.tolist()[: len(seen)] == seen
 
 
 # What is asked of the engine
@@ -151,20 +179,14 @@ async def test_agents_of_one_attempt_have_names(home: House) -> None:
 
 async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) -> None:
     attempt, client = home.open(temperature=0.5, top_p=0.9, max_tokens=50)
-    await chat(
-        client,
-        temperature=0.0,
-        top_p=0.1,
-        stop=["x"],
-        seed=3,
-        frequency_penalty=1.5,
-        max_tokens=20,
-        extra_body={"top_k": 1, "min_p": 0.5, "watermarking": True},
-    )
+    asked: Any = {"temperature": 0.0, "top_p": 0.1, "frequency_penalty": 1.5}
+    kept: Any = {"stop": ["x"], "seed": 3, "max_tokens": 20}
+    extra = {"top_k": 1, "min_p": 0.5, "watermarking": True}
+    await chat(client, **asked, **kept, extra_body=extra)
     sent = home.fake.requests[0]
     assert "watermarking" not in sent
     assert (sent["model"], sent["temperature"], sent["top_p"]) == ("tiny", 0.5, 0.9)
-    assert (sent["stop"], sent["seed"], sent["max_tokens"]) == (["x"], 3, 20)
+    assert {name: sent[name] for name in kept} == kept
     assert (sent["top_k"], sent["min_p"], sent["frequency_penalty"]) == (-1, 0.0, 0.0)
     assert (sent["return_token_ids"], sent["logprobs"]) == (True, True)
     assert attempt.calls[0].sampling["temperature"] == 0.5
@@ -176,210 +198,161 @@ async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) 
 STRICT = [{"type": "function", "function": {"name": "add", "strict": True}}]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"response_format": {"type": "json_object"}},
-        {"tools": TOOLS, "tool_choice": "required"},
-        {"logit_bias": {"5": 1}},
-        {"extra_body": {"structured_outputs": {"choice": ["a", "b"]}}},
-        {"extra_body": {"thinking_token_budget": 16}},
-        {"tools": STRICT},
-    ],
-)
-async def test_constrained_sampling_is_flagged_and_masked(more: dict[str, Any]) -> None:
-    tokens = TokensConfig(constraints="all", strict_tools="keep")
+async def test_constrained_sampling_is_flagged_and_masked() -> None:
+    tokens = TokensConfig(constraints="all", strict_tools="keep", extra_fields=["custom"])
     async with house(tokens=tokens) as home:
-        attempt, client = home.open()
-        await chat(client, **more)
-        assert attempt.calls[0].flags == ["structured_output_masked"]
-        assert build(attempt.calls) == []
-        trained = build(attempt.calls, Actions({"structured_output_masked": "train"}))
-        assert trained[0].flags == ["structured_output_masked"]
-
-
-async def test_strict_is_taken_off_tools_where_it_alone_constrains_a_trained_call() -> None:
-    async with house() as home:
-        attempt, client = home.open()
-        await chat(client, tools=STRICT)
-        await chat(client, tools=STRICT, tool_choice="required")
-        free, forced = home.fake.requests
-        assert [tool["function"]["strict"] for tool in free["tools"]] == [False]
-        assert [tool["function"]["strict"] for tool in forced["tools"]] == [True]
-        assert [call.flags for call in attempt.calls] == [
-            ["strict_dropped"],
-            ["structured_output_masked"],
-        ]
-        assert attempt.calls[0].tools == free["tools"]
-        assert len(build(attempt.calls)) == 1
-
-
-async def test_what_a_run_passes_on_unchecked_is_flagged() -> None:
-    async with house(tokens=TokensConfig(extra_fields=["custom"])) as home:
-        attempt, client = home.open()
+        for more in (
+            {"response_format": {"type": "json_object"}},
+            {"tools": TOOLS, "tool_choice": "required"},
+            {"logit_bias": {"5": 1}},
+            {"extra_body": {"structured_outputs": {"choice": ["a", "b"]}}},
+            {"extra_body": {"thinking_token_budget": 16}},
+            {"tools": STRICT},
+        ):
+            attempt, client = home.open()
+            await chat(client, **more)
+            assert attempt.calls[0].flags == ["structured_output_masked"], more
+            assert build(attempt.calls) == []
+            trained = build(attempt.calls, Actions({"structured_output_masked": "train"}))
+            assert trained[0].flags == ["structured_output_masked"]
+        unchecked, client = home.open()  # what the run passes on as it is
         await chat(client, extra_body={"custom": 1})
-        assert home.fake.requests[0]["custom"] == 1
-        assert "unchecked_fields" in build(attempt.calls)[0].flags
+        assert home.fake.requests[-1]["custom"] == 1
+        assert "unchecked_fields" in build(unchecked.calls)[0].flags
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"messages": []},
-        {"messages": "hi"},
-        {"messages": ["hi"]},
-        {"messages": ASK, "max_tokens": 0},
-        {"messages": ASK, "n": "2"},
-        {"messages": ASK, "n": 1000},
-        {"messages": ASK, "truncate_prompt_tokens": 5},
-        {"messages": ASK, "use_beam_search": True},
-        {"messages": ASK, "chat_template_kwargs": "thinking"},
-        [],
-        b"{",
-        b"\xff",
-        b'{"messages": NaN}',
-        b"[" * 100_000,
-    ],
-)
-async def test_a_request_that_cannot_be_recorded_is_refused(home: House, body: Any) -> None:
-    attempt, _ = home.open(max_turns=1)
-    status, answer = await home.post(attempt.key, "v1/chat/completions", body)
-    assert status == 400
-    assert answer["error"]["code"] == "input"
-    assert not home.fake.requests
-    assert (await home.post(attempt.key, "v1/chat/completions", {"messages": ASK}))[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("v1/chat/completions", '{"messages": [{"role": "user", "content": "hi"}], "stop": %s}'),
-        ("v1/completions", '{"prompt": "hi", "stop": %s}'),
-        ("v1/responses", '{"input": "hi", "metadata": {"deep": %s}}'),
-        (
-            "v1/messages",
-            '{"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}],'
-            ' "tools": [{"name": "add", "input_schema": {"deep": %s}}]}',
-        ),
-    ],
-)
-@pytest.mark.parametrize(("levels", "statuses"), [(90, {200, 400}), (120, {413}), (1000, {413})])
-async def test_a_body_that_nests_too_deep_is_refused(
-    home: House, path: str, body: str, levels: int, statuses: set[int]
+async def test_strict_is_taken_off_tools_where_it_alone_constrains_a_trained_call(
+    home: House,
 ) -> None:
-    attempt, _ = home.open()
-    sent = (body % ("[" * levels + "]" * levels)).encode()
-    status, answer = await home.post(attempt.key, path, sent)
-    assert status in statuses
-    assert bool(answer.get("error")) == (status != 200)
+    attempt, client = home.open()
+    await chat(client, tools=STRICT)
+    await chat(client, tools=STRICT, tool_choice="required")
+    free, forced = home.fake.requests
+    assert [request["tools"][0]["function"]["strict"] for request in (free, forced)] == [
+        False,
+        True,
+    ]
+    flags = [call.flags for call in attempt.calls]
+    assert flags == [["strict_dropped"], ["structured_output_masked"]]
+    assert attempt.calls[0].tools == free["tools"]
+    assert len(build(attempt.calls)) == 1
+
+
+async def test_a_request_that_cannot_be_recorded_is_refused_and_takes_no_turn(home: House) -> None:
+    attempt, _ = home.open(max_turns=1)
+    malformed = [[], b"{", b"\xff", b'{"messages": NaN}', b"[" * 100_000]
+    for body in ({"messages": []}, {"messages": ASK, "n": 1000}, *malformed):
+        status, answer = await home.post(attempt.key, PATH, body)
+        assert (status, answer["error"]["code"]) == (400, "input")
+    assert not home.fake.requests
+    assert (await home.post(attempt.key, PATH, {"messages": ASK}))[0] == 200
 
 
 async def test_gzip_is_read_and_bounded_when_inflated(home: House) -> None:
     attempt, _ = home.open()
-    path = "v1/chat/completions"
     packed = gzip.compress(json.dumps({"messages": ASK}).encode())
-    encoding = {"content-encoding": "gzip"}
-    assert (await home.post(attempt.key, path, packed, **encoding))[0] == 200
     bomb = gzip.compress(b'{"messages": "' + b"x" * 10_000_000)
-    assert (await home.post(attempt.key, path, bomb, **encoding))[0] == 413
-    assert (await home.post(attempt.key, path, packed[:-5], **encoding))[0] == 400
-    assert (await home.post(attempt.key, path, b"{}", **encoding))[0] == 400
-    assert (await home.post(attempt.key, path, b"{}", **{"content-encoding": "br"}))[0] == 400
-    assert (await home.post(attempt.key, path, b"x" * 100_001))[0] == 413
+    for body, encoding, status in (
+        (packed, "gzip", 200),
+        (bomb, "gzip", 413),
+        (packed[:-5], "gzip", 400),
+        (b"{}", "gzip", 400),
+        (b"{}", "br", 400),
+        (b"x" * 100_001, "identity", 413),
+    ):
+        headers = {"content-encoding": encoding}
+        assert (await home.post(attempt.key, PATH, body, **headers))[0] == status
 
 
 # Flags
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+CUT_CALL = '<tool_call>\n{"name": "add", "argu'
+
+
+@STREAMED
 @pytest.mark.parametrize(
-    ("how", "flag"),
+    ("how", "asked", "flags"),
     [
-        ({"omit": frozenset({"token_ids"})}, "missing_token_ids"),
-        ({"omit": frozenset({"prompt_token_ids"})}, "missing_token_ids"),
-        ({"omit": frozenset({"logprobs"})}, "missing_logprobs"),
-        ({"miscount": 1}, "logprob_count_mismatch"),
+        ({"omit": frozenset({"token_ids"})}, {}, ["missing_token_ids"]),
+        ({"omit": frozenset({"prompt_token_ids"})}, {}, ["missing_token_ids"]),
+        ({"omit": frozenset({"logprobs"})}, {}, ["missing_logprobs"]),
+        ({"miscount": 1}, {}, ["logprob_count_mismatch"]),
+        ({"finish": "abort", "stop_reason": EOS}, {}, ["finish_abort"]),
+        ({}, {"max_tokens": 3}, ["truncated_length"]),
+        (
+            {"text": CUT_CALL + "x" * 100},
+            {"tools": TOOLS, "max_tokens": len(CUT_CALL)},
+            ["truncated_length", "truncated_in_tool_call"],
+        ),
+        (
+            {"text": "I will add these two numbers."},
+            {"tools": TOOLS, "max_tokens": 23},
+            ["truncated_length"],
+        ),
     ],
 )
-async def test_what_the_engine_leaves_out_is_flagged_and_not_exact(
-    how: dict[str, Any], flag: str, streamed: bool
+async def test_what_an_answer_lacks_and_how_it_ended_is_flagged(
+    how: dict[str, Any], asked: dict[str, Any], flags: list[str], streamed: bool
 ) -> None:
     async with house(**how) as home:
         attempt, client = home.open()
-        await chat(client, streamed)
-        assert attempt.calls[0].flags == [flag]
-        assert not attempt.calls[0].exact
+        await chat(client, streamed, **asked)
+        (call,) = attempt.calls
+        assert call.flags == flags
+        assert call.exact == (not ("omit" in how or "miscount" in how))
+        if how.get("finish"):
+            assert (call.finish_reason, call.stop_reason) == ("abort", EOS)
+        if asked:
+            assert call.finish_reason == "length"
 
 
 async def test_a_logprob_that_stands_for_minus_infinity_is_flagged_and_not_trained(
-    home: House, monkeypatch: pytest.MonkeyPatch
+    home: House,
 ) -> None:
-    answer = home.fake.answer
+    def extreme(answer: Any) -> None:
+        answer["choices"][0]["logprobs"]["content"][-1]["logprob"] = -9999.0  # vLLM's stand-in
 
-    def extreme(body: Any) -> Any:
-        made = answer(body)
-        made["choices"][0]["logprobs"]["content"][-1]["logprob"] = -9999.0  # vLLM's stand-in
-        return made
-
-    monkeypatch.setattr(home.fake, "answer", extreme)
+    home.spoil(extreme)
     attempt, client = home.open()
     await chat(client)
     (call,) = attempt.calls
-    assert call.exact
-    assert call.flags == ["extreme_logprob"]
+    assert (call.exact, call.flags) == (True, ["extreme_logprob"])
     assert build(attempt.calls) == []
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@STREAMED
 @pytest.mark.parametrize("told", [[], None])
 async def test_nothing_is_missing_where_nothing_was_sampled(
     home: House, monkeypatch: pytest.MonkeyPatch, told: list[int] | None, streamed: bool
 ) -> None:
     nothing = {"finish_reason": "abort", "token_ids": told, "logprobs": None}
-    answer, chunks = home.fake.answer, home.fake.chunks
-
-    def empty_answer(body: Any) -> Any:
-        made = answer(body) | {"usage": {"completion_tokens": 0}}
-        made["choices"][0] |= nothing
-        return made
+    usage = {"usage": {"completion_tokens": 0}}
+    chunks = home.fake.chunks
 
     def empty_chunks(body: Any) -> Any:
-        *_, last, usage = chunks(body)
-        yield next(chunks(body))
+        first, *_, last, end = chunks(body)
         last["choices"][0] |= nothing
-        yield last
-        yield usage | {"usage": {"completion_tokens": 0}}
+        yield from (first, last, end | usage)
 
-    monkeypatch.setattr(home.fake, "answer", empty_answer)
+    home.spoil(lambda answer: (answer.update(usage), answer["choices"][0].update(nothing)))
     monkeypatch.setattr(home.fake, "chunks", empty_chunks)
     attempt, client = home.open()
     await chat(client, streamed)
     (call,) = attempt.calls
-    assert call.exact
+    assert (call.exact, call.flags) == (True, ["finish_abort"])
     assert call.completion_ids.size == call.logprobs.size == 0
-    assert call.flags == ["finish_abort"]
 
 
-async def test_an_engine_without_token_ids_is_recorded_as_text(home: House) -> None:
+async def test_an_engine_without_token_ids_is_recorded_as_text() -> None:
     async with house(server_type="openai") as plain:
         attempt, client = plain.open()
         await chat(client)
         assert not {"return_token_ids", "logprobs", "top_k"} & set(plain.fake.requests[0])
-        assert not attempt.calls[0].exact
-        assert "missing_token_ids" in attempt.calls[0].flags
-        assert attempt.calls[0].message["content"] == "Hëllo."
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_how_an_answer_ended_is_kept(home: House, streamed: bool) -> None:
-    home.fake.finish, home.fake.stop_reason = "abort", EOS
-    attempt, client = home.open()
-    await chat(client, streamed)
-    await chat(client, streamed, max_tokens=3)
-    aborted, cut = attempt.calls
-    assert (aborted.finish_reason, aborted.stop_reason) == ("abort", EOS)
-    assert aborted.flags == ["finish_abort"]
-    assert (cut.finish_reason, cut.flags) == ("length", ["truncated_length"])
+        (call,) = attempt.calls
+        assert not call.exact
+        assert "missing_token_ids" in call.flags
+        assert call.message["content"] == "Hëllo."
 
 
 # Waiting
@@ -395,7 +368,7 @@ async def test_a_client_that_waits_for_a_stream_hears_that_work_goes_on(
     home.fake.tool_calls = TOOL_CALLS if tools else None
     attempt, _ = home.open()
     body = {"model": "any", "messages": ASK, "tools": tools, "stream": True}
-    url = f"{home.url}/r/{attempt.key}/v1/chat/completions"
+    url = f"{home.url}/r/{attempt.key}/{PATH}"
     async with home.http.post(url, json=body) as answer:
         lines = [await answer.content.readuntil(b"\n\n") for _ in range(3)]
         assert set(lines) == {b": keep-alive\n\n"}
@@ -406,30 +379,3 @@ async def test_a_client_that_waits_for_a_stream_hears_that_work_goes_on(
     assert ("This attempt has ended." in rest) == fails
     assert rest.endswith("data: [DONE]\n\n") != fails
     assert len(attempt.calls) == (0 if fails else 1)
-
-
-async def test_images_pass_and_are_not_continued_by_tokens(home: House) -> None:
-    image = {"type": "image_url", "image_url": {"url": IMAGE}}
-    attempt, client = home.open()
-    await chat(client, messages=[{"role": "user", "content": [image]}])
-    assert home.fake.requests[0]["messages"][0]["content"] == [image]
-    (call,) = attempt.calls
-    assert (call.edge, call.exact, call.flags) == (
-        "root",
-        True,
-        ["multimodal_unstitched", "images_unplaced"],
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "flags"),
-    [
-        ('<tool_call>\n{"name": "add", "argu', ["truncated_length", "truncated_in_tool_call"]),
-        ("I will add these two num", ["truncated_length"]),
-    ],
-)
-async def test_a_call_that_is_cut_off_says_so(home: House, text: str, flags: list[str]) -> None:
-    home.fake.text = text + "x" * 100
-    attempt, client = home.open()
-    await chat(client, tools=TOOLS, max_tokens=len(text))
-    assert attempt.calls[0].flags == flags

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -14,14 +13,7 @@ import openai
 import pytest
 from envserver_records.errors import ConfigError, EngineUnavailable, Outcome
 from support.fake_vllm import ids_of
-from support.proxy_house import (
-    ASK,
-    TOOLS,
-    House,
-    asgi_post,
-    chat,
-    house,
-)
+from support.proxy_house import ASK, TOOLS, House, asgi_post, chat, house
 from support.serving import attempt_spec
 from support.waiting import settled, until, with_enough_time
 
@@ -29,13 +21,10 @@ from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine, ProbeResult
 from envserver.proxy import Capabilities, EngineEndpoint, Proxy, ProxyAttempt
 
+PATH = "v1/chat/completions"
+BODY = {"messages": ASK}
 CONTEXT_IS_FULL = "This model's maximum context length is 2048 tokens. However, you requested 4000."
-
-
-@pytest.fixture
-async def home() -> AsyncIterator[House]:
-    async with house() as made:
-        yield made
+STREAMED = pytest.mark.parametrize("streamed", [False, True])
 
 
 # Before the last byte
@@ -46,12 +35,12 @@ async def test_a_call_is_recorded_before_its_end_can_be_seen(
     home: House, tools: list[Any], streamed: bool
 ) -> None:
     attempt, _ = home.open()
-    body = {"messages": ASK, "tools": tools, "stream": streamed, "n": 2}
     seen: list[tuple[bytes, int]] = []
 
     async def send(message: Any) -> None:
         seen.append((message.get("body", b""), len(attempt.calls)))
 
+    body = {**BODY, "tools": tools, "stream": streamed, "n": 2}
     await asgi_post(home.proxy, attempt.key, body, send)
     assert b"".join(text for text, _ in seen).count(b'"finish_reason":"stop"') == 2
     for text, recorded in seen:
@@ -59,7 +48,7 @@ async def test_a_call_is_recorded_before_its_end_can_be_seen(
             assert recorded == 2
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@STREAMED
 async def test_an_agent_that_leaves_before_the_engine_is_known_leaves_nothing(
     streamed: bool,
 ) -> None:
@@ -73,11 +62,11 @@ async def test_an_agent_that_leaves_before_the_engine_is_known_leaves_nothing(
     engine = OpenAIEngine(OpenAIConfig())
     proxy = Proxy(engine, endpoint=EngineEndpoint(engine, find=find))
     attempt, gone = proxy.open(attempt_spec(max_turns=1)), asyncio.Event()
-    body = {"messages": ASK, "stream": streamed}
 
     async def send(message: Any) -> None:
         raise AssertionError(message)
 
+    body = {**BODY, "stream": streamed}
     asking = asyncio.create_task(asgi_post(proxy, attempt.key, body, send, gone))
     await asked.wait()
     gone.set()
@@ -86,9 +75,7 @@ async def test_an_agent_that_leaves_before_the_engine_is_known_leaves_nothing(
     attempt.take_turn()  # the only one
 
 
-async def test_an_agent_that_leaves_a_stream_early_leaves_what_was_sampled(
-    home: House,
-) -> None:
+async def test_an_agent_that_leaves_a_stream_early_leaves_what_was_sampled(home: House) -> None:
     home.fake.held = asyncio.Event()
     attempt, client = home.open()
     stream = await client.chat.completions.create(model="any", messages=ASK, stream=True)
@@ -98,9 +85,8 @@ async def test_an_agent_that_leaves_a_stream_early_leaves_what_was_sampled(
     await stream.close()
     await until(lambda: attempt.calls)
     (call,) = attempt.calls
-    assert call.delivered == "none"
+    assert (call.delivered, call.finish_reason) == ("none", "disconnect")
     assert call.flags == ["undelivered_completion"]
-    assert call.finish_reason == "disconnect"
     assert call.completion_ids.tolist() == ids_of("Hëllo.")[:1]
     await until(lambda: home.fake.aborted == 1)
 
@@ -116,15 +102,14 @@ async def test_a_client_that_hangs_up_leaves_an_undelivered_call(
     attempt, client = home.open()
     asking = asyncio.create_task(chat(client, streamed, tools=tools))
     await until(lambda: home.fake.requests)
-    asking.cancel()
-    await home.has_lost(1)
+    await home.lose(asking)
     home.fake.held.set()
     await until(lambda: attempt.calls)
+    await settled()
     (call,) = attempt.calls
-    assert call.delivered == "none"
-    assert call.exact
+    assert (call.delivered, call.exact, call.finish_reason) == ("none", True, "stop")
     assert call.flags == ["undelivered_completion"]
-    assert call.finish_reason == "stop"
+    assert call.completion_ids.tolist() == ids_of("Hëllo.")
 
 
 async def test_a_client_that_hangs_up_while_it_is_answered_leaves_an_undelivered_call(
@@ -135,11 +120,10 @@ async def test_a_client_that_hangs_up_while_it_is_answered_leaves_an_undelivered
 
     async def send(message: Any) -> None:
         gone.set()
-        await asyncio.sleep(0.01)
+        await settled()
 
-    await asgi_post(home.proxy, attempt.key, {"messages": ASK, "stream": True}, send, gone)
-    assert [call.delivered for call in attempt.calls] == ["none"]
-    assert attempt.calls[0].flags == ["undelivered_completion"]
+    await asgi_post(home.proxy, attempt.key, {**BODY, "stream": True}, send, gone)
+    assert [(c.delivered, c.flags) for c in attempt.calls] == [("none", ["undelivered_completion"])]
 
 
 async def test_an_answer_that_is_being_sent_at_the_end_stays_undelivered(home: House) -> None:
@@ -151,7 +135,7 @@ async def test_an_answer_that_is_being_sent_at_the_end_stays_undelivered(home: H
         with contextlib.suppress(asyncio.CancelledError):
             await sent.wait()
 
-    asking = asyncio.create_task(asgi_post(home.proxy, attempt.key, {"messages": ASK}, send))
+    asking = asyncio.create_task(asgi_post(home.proxy, attempt.key, BODY, send))
     await sending.wait()
     home.proxy.seal(attempt)
     recorded = [(call.delivered, call.flags) for call in attempt.calls]
@@ -188,16 +172,11 @@ async def test_calls_find_out_together_how_a_late_engine_is_asked() -> None:
 
     async with house(find=find) as home:
         attempt, _ = home.open(max_turns=4)
-        path = "v1/chat/completions"
         for statuses in ([503] * 3, [200] * 3):
             before = home.arrived
-            asking = [
-                asyncio.create_task(home.post(attempt.key, path, {"messages": ASK}))
-                for _ in range(4)
-            ]
+            asking = [home.asks(attempt.key, PATH, BODY) for _ in range(4)]
             await home.has_read(before + 4)
-            asking[0].cancel()  # it came first
-            await home.has_lost(home.gone + 1)
+            await home.lose(asking[0])  # it came first
             finds[-1].set()
             assert [(await request)[0] for request in asking[1:]] == statuses
         assert len(finds) == 2
@@ -210,13 +189,13 @@ async def test_an_engine_that_comes_late_and_cannot_be_asked_is_no_doing_of_the_
 
     async with house(find=find) as home:
         attempt, _ = home.open()
-        status, answer = await home.post(attempt.key, "v1/chat/completions", {"messages": ASK})
+        status, answer = await home.post(attempt.key, PATH, BODY)
         assert (status, answer["error"]["code"]) == (502, "engine_error")
         assert attempt.engine_failure is not None
         assert attempt.engine_failure.outcome is Outcome.RETRY
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@STREAMED
 @pytest.mark.parametrize(
     ("fault", "status", "code"),
     [
@@ -235,26 +214,22 @@ async def test_failures_of_the_engine_keep_their_status_and_are_not_retried_by_t
     attempt, client = home.open()
     with pytest.raises(openai.APIStatusError) as caught:
         await chat(client, streamed)
-    assert caught.value.status_code == status
-    assert caught.value.code == code
+    assert (caught.value.status_code, caught.value.code) == (status, code)
     assert attempt.engine_failure is not None
-    assert attempt.engine_failure.kind == code
-    assert attempt.calls == []
+    assert (attempt.engine_failure.kind, attempt.calls) == (code, [])
     assert len(home.fake.requests) <= 2
 
 
 # Limits
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@STREAMED
 async def test_turns_are_limited_also_when_asked_for_at_once(home: House, streamed: bool) -> None:
     attempt, client = home.open(max_turns=3)
-    results = await asyncio.gather(
-        *(chat(client, streamed) for _ in range(8)), return_exceptions=True
-    )
+    asked = (chat(client, streamed) for _ in range(8))
+    results = await asyncio.gather(*asked, return_exceptions=True)
     refused = [r for r in results if isinstance(r, openai.BadRequestError)]
-    assert len(refused) == 5
-    assert {error.code for error in refused} == {"limit_reached"}
+    assert [error.code for error in refused] == ["limit_reached"] * 5
     assert len(attempt.calls) == len(home.fake.requests) == 3
     assert attempt.limit == "turns"
 
@@ -266,41 +241,25 @@ async def test_tokens_are_limited_also_when_asked_for_at_once(home: House) -> No
     assert sum(len(call.completion_ids) for call in attempt.calls) == 25
     assert sorted(sent["max_tokens"] for sent in home.fake.requests) == [5, 10, 10]
     assert sum(isinstance(r, openai.BadRequestError) for r in results) == 5
-    assert attempt.limit == "tokens"
-    assert attempt.engine_failure is None
-
-
-async def test_tokens_that_were_reserved_and_not_used_come_back(home: House) -> None:
+    assert (attempt.limit, attempt.engine_failure) == ("tokens", None)
+    # n answers share what is left
+    sharing, client = home.open(max_completion_tokens=9)
+    await chat(client, n=4)
+    assert [len(call.completion_ids) for call in sharing.calls] == [2, 2, 2, 2]
+    # what was reserved and not used comes back
     home.fake.text = "ab"
-    attempt, client = home.open(max_completion_tokens=12, max_tokens=10)
+    short, client = home.open(max_completion_tokens=12, max_tokens=10)
     await asyncio.gather(*(chat(client) for _ in range(4)))
-    assert [len(call.completion_ids) for call in attempt.calls] == [3, 3, 3, 3]
+    assert [len(call.completion_ids) for call in short.calls] == [3, 3, 3, 3]
     with pytest.raises(openai.BadRequestError):
         await chat(client)
-
-
-async def test_n_answers_share_what_is_left(home: House) -> None:
-    home.fake.text = "x" * 100
-    attempt, client = home.open(max_completion_tokens=9)
-    await chat(client, n=4)
-    assert [len(call.completion_ids) for call in attempt.calls] == [2, 2, 2, 2]
 
 
 async def test_time_that_is_over_is_a_limit_and_no_failure_of_the_engine(home: House) -> None:
     attempt, client = home.open(seconds=-1)
     with pytest.raises(openai.BadRequestError, match="time"):
         await chat(client)
-    assert attempt.limit == "time"
-    assert attempt.engine_failure is None
-
-
-async def test_a_full_context_is_a_limit_and_no_failure_of_the_engine(home: House) -> None:
-    home.fake.faults.append((400, CONTEXT_IS_FULL))
-    attempt, client = home.open()
-    with pytest.raises(openai.BadRequestError, match="context length"):
-        await chat(client)
-    assert attempt.limit == "context"
-    assert attempt.engine_failure is None
+    assert (attempt.limit, attempt.engine_failure) == ("time", None)
 
 
 async def test_who_shortens_a_conversation_that_was_too_long_is_not_cut_off(home: House) -> None:
@@ -308,15 +267,16 @@ async def test_who_shortens_a_conversation_that_was_too_long_is_not_cut_off(home
     critic = home.client(attempt.key, "/a/critic")
     for client in (solver, critic):
         home.fake.faults.append((400, CONTEXT_IS_FULL))
-        with pytest.raises(openai.BadRequestError):
+        with pytest.raises(openai.BadRequestError, match="context length"):
             await chat(client)
+        assert (attempt.limit, attempt.engine_failure) == ("context", None)
     await chat(solver)
     assert attempt.limit == "context", "of the critic"
     await chat(critic)
     assert attempt.limit is None
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@STREAMED
 async def test_a_deadline_while_the_engine_is_at_work_is_the_engines_failure(
     home: House, streamed: bool
 ) -> None:
@@ -337,11 +297,7 @@ async def test_a_deadline_while_the_engine_is_at_work_is_the_engines_failure(
 async def test_work_that_several_wait_for_ends_once_at_the_deadline(home: House) -> None:
     home.fake.held = asyncio.Event()
     attempt, _ = home.open(seconds=600.0)
-    path, key = "v1/chat/completions", {"idempotency-key": "k"}
-    asking = [
-        asyncio.create_task(home.post(attempt.key, path, {"messages": ASK}, **key))
-        for _ in range(3)
-    ]
+    asking = [home.asks(attempt.key, PATH, BODY, **{"idempotency-key": "k"}) for _ in range(3)]
     await home.has_read(3)
     await until(lambda: home.fake.requests)
     attempt.spec = msgspec.structs.replace(attempt.spec, deadline=time.time())

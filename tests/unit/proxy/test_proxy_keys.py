@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import pickle
 import weakref
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import openai
 import orjson
 import pytest
-from envserver_records.errors import AgentError, EngineGarbage, LimitReached, Outcome
+from envserver_records.errors import AgentError, EngineGarbage, LimitReached, Outcome, WorkerGarbage
 from support.fake_vllm import ids_of, logprob
-from support.proxy_house import (
-    ASK,
-    House,
-    chat,
-    house,
-    until,
-)
+from support.proxy_house import ASK, House, chat, house
 from support.serving import serving
+from support.waiting import until
 
 from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
@@ -31,13 +26,6 @@ from envserver.proxy.guest import generate_answer
 from envserver.proxy.worker import job_of
 from envserver.rollouts import ending_limit
 from envserver.workers.attempt import _failure
-
-
-@pytest.fixture
-async def home() -> AsyncIterator[House]:
-    async with house() as made:
-        yield made
-
 
 # Keys
 
@@ -106,29 +94,6 @@ async def test_an_attempt_that_has_ended_is_let_go_and_still_refused(home: House
     assert (status, answer["error"]["code"]) == (409, "conflict")
 
 
-async def test_other_endpoints_are_not_offered_to_an_attempt(home: House) -> None:
-    attempt, _ = home.open()
-    for path in ("v1/embeddings", "generate", "v1/files", "", "v1"):
-        assert (await home.post(attempt.key, path, {"prompt": "x"}))[0] == 404
-    assert (await home.get(attempt.key, "v1/chat/completions"))[0] == 405
-    assert home.fake.requests == []
-
-
-async def test_refusals_have_the_form_of_the_api_that_was_meant(home: House) -> None:
-    attempt, _ = home.open()
-    for key in (attempt.key, "nonsense"):
-        for path in ("v1/messages/files", "v1/messages/batches?beta=true"):
-            _, answer = await home.post(key, path, {})
-            assert (answer["type"], answer["error"]["type"]) == ("error", "not_found_error")
-        for path in ("v1/responses/resp_1", "v1/messagesx", "v1/embeddings", "x"):
-            _, answer = await home.post(key, path, {})
-            assert answer["error"]["code"] == "not_found"
-    _, answer = await home.get(attempt.key, "v1/messages")
-    assert answer["error"]["type"] == "invalid_request_error"
-    _, answer = await home.post(attempt.key, "v1/messages", {}, **{"x-api-key": "other"})
-    assert answer["error"]["type"] == "authentication_error"
-
-
 # The worker's routes
 
 
@@ -155,66 +120,80 @@ async def test_a_task_that_is_not_json_is_a_bug_of_the_environment(home: House) 
     assert caught.value.detail["bug"].startswith("A bug in the environment")
 
 
-@pytest.mark.parametrize(
-    ("kind", "outcome"),
-    [
+async def test_a_posted_failure_means_what_its_kind_means_and_holds_no_key(home: House) -> None:
+    for kind, outcome in (
         ("limit_reached", Outcome.SCORE),
         ("agent_error", Outcome.RETRY),
         ("engine_refused", Outcome.DROP),
-    ],
-)
-async def test_a_posted_failure_means_what_its_kind_means(
-    home: House, kind: str, outcome: Outcome
+    ):
+        attempt, _ = home.open()
+        url = f"{home.url}/r/{attempt.key}/v1"
+        failure = {"kind": kind, "message": f"404 for {url}", "detail": {"limit": "time", "u": url}}
+        assert (await home.post(attempt.key, "result", {"failure": failure}))[0] == 204
+        assert attempt.failure is not None
+        assert (attempt.failure.kind, attempt.failure.outcome) == (kind, outcome)
+        assert attempt.failure.message == f"404 for {home.url}/r/***/v1"
+        assert attempt.failure.detail["limit"] == "time"
+        assert attempt.key not in str(attempt.failure.detail)
+
+
+async def test_a_failure_is_bounded_and_may_come_with_what_the_agent_had_until_then(
+    home: House,
 ) -> None:
     attempt, _ = home.open()
-    failure = {"kind": kind, "message": "m", "detail": {"limit": "time"}}
-    assert (await home.post(attempt.key, "result", {"failure": failure}))[0] == 204
-    assert attempt.failure is not None
-    assert (attempt.failure.kind, attempt.failure.outcome) == (kind, outcome)
-    assert attempt.failure.detail == {"limit": "time"}
-
-
-async def test_a_failure_may_come_with_what_the_agent_had_until_then(home: House) -> None:
-    attempt, _ = home.open()
     error = LimitReached("20 messages", limit="turns", output={"answer": "4\ud800"})
-    body = orjson.loads(_failure(error))
-    assert (await home.post(attempt.key, "result", body))[0] == 204
+    assert (await home.post(attempt.key, "result", orjson.loads(_failure(error))))[0] == 204
     assert attempt.failure is not None and attempt.failure.detail == {"limit": "turns"}
-    assert attempt.output == {"answer": "4\ufffd"} and "result_text_replaced" in attempt.flags
+    assert (attempt.output, attempt.flags) == ({"answer": "4\ufffd"}, {REPLACED})
     assert ending_limit(attempt) == "turns"
+    async with house(max_body_bytes=10_000_000) as large:
+        attempt, _ = large.open()
+        detail = {"limit": "x" * 3_000_000, "deep": [[["\0"]]], **{f"k{n}": n for n in range(9999)}}
+        failure = {"kind": "limit_reached", "message": "m\0" * 100_000, "detail": detail}
+        assert (await large.post(attempt.key, "result", {"failure": failure}))[0] == 204
+        assert attempt.failure is not None
+        assert len(json.dumps([attempt.failure.message, attempt.failure.detail])) < 100_000
+        assert "\0" not in attempt.failure.message
+        assert ending_limit(attempt) == "time"
 
 
-async def test_what_a_worker_tells_holds_its_key_no_more(home: House) -> None:
-    attempt, _ = home.open()
-    url = f"{home.url}/r/{attempt.key}/v1"
-    failure = {"kind": "agent_error", "message": f"404 for {url}", "detail": {"url": url}}
-    assert (await home.post(attempt.key, "result", {"failure": failure}))[0] == 204
-    assert attempt.failure is not None
-    assert attempt.failure.message == f"404 for {home.url}/r/***/v1"
-    assert attempt.key not in str(attempt.failure.detail)
+CUT, REPLACED, LEFT_OUT = "result_cut_off", "result_text_replaced", "metrics_left_out"
+DEEP = b'{"output": ' + b"[" * 900 + b"]" * 900 + b"}"
 
 
 @pytest.mark.parametrize(
-    ("body", "output"),
+    ("body", "flags", "output"),
     [
-        (b'{"output": "a\\ud800b"}', "a\ufffdb"),
-        (b'{"output": "a\\u0000b"}', "a\ufffdb"),
-        (b'{"output": "\xff"}', "\ufffd"),
-        (b'{"output": {"\\ud800": "\\ud83d\\ude00"}}', {"\ufffd": "\U0001f600"}),
-        (b'{"output": ' + b"[" * 50_000, None),
+        ({"output": "an answer", "metrics": {"steps": 3}}, set(), "an answer"),
+        ({"output": "x" * 20_000_000}, {CUT}, None),
+        ({"output": "x" * 1_000_001}, {CUT}, ...),
+        ({"output": [["x"] * 2] * 600_000}, {CUT}, ...),
+        (DEEP, {CUT}, ...),
+        (b'{"output": ' + b"[" * 50_000, {CUT}, None),
+        (b'{"output": "a\\ud800b"}', {REPLACED}, "a\ufffdb"),
+        (b'{"output": "a\\u0000b"}', {REPLACED}, "a\ufffdb"),
+        (b'{"output": "\xff"}', {REPLACED}, "\ufffd"),
+        (b'{"output": {"\\ud800": "\\ud83d\\ude00"}}', {REPLACED}, {"\ufffd": "\U0001f600"}),
+        ({"output": 10**30}, {REPLACED}, ...),
+        ({"output": "cleaned by the worker", "changes": ["replaced"]}, {REPLACED}, ...),
+        ({"output": 1, "metrics": {f"m{number}": 1 for number in range(20_000)}}, {LEFT_OUT}, 1),
+        ({"output": 1, "metrics": {"x" * 5000: 1, "\x1b[2J": 2}}, {LEFT_OUT}, 1),
     ],
 )
-async def test_what_a_model_writes_fails_no_result(home: House, body: bytes, output: Any) -> None:
-    attempt, _ = home.open()
-    assert await home.post(attempt.key, "result", body) == (204, None)
+async def test_a_result_beyond_its_bounds_is_scored_with_a_flag(
+    body: Any, flags: set[str], output: Any
+) -> None:
+    async with house(max_body_bytes=10_000_000) as home:
+        attempt, _ = home.open()
+        status = 413 if output is None and isinstance(body, dict) else 204
+        assert (await home.post(attempt.key, "result", body))[0] == status
+        assert (await home.post(attempt.key, "result", {"output": "second"}))[0] == 409
     assert attempt.failure is None
-    assert attempt.output == output
-
-
-async def test_a_deep_result_is_cut_so_that_it_can_be_scored(home: House) -> None:
-    attempt, _ = home.open()
-    body = b'{"output": ' + b"[" * 900 + b"]" * 900 + b"}"
-    assert (await home.post(attempt.key, "result", body))[0] == 204
+    assert ending_limit(attempt) is None  # neither a failure nor worth another try
+    assert attempt.flags == flags
+    assert output is ... or attempt.output == output
+    assert len(json.dumps([attempt.output, attempt.metrics])) < 9_000_000
+    # It can be scored, by a process of its own.
     assert orjson.loads(orjson.dumps(attempt.output)) == pickle.loads(pickle.dumps(attempt.output))
 
 
@@ -233,11 +212,15 @@ async def test_a_deep_result_is_cut_so_that_it_can_be_scored(home: House) -> Non
     ],
 )
 async def test_a_result_of_no_agreed_form_is_garbage(home: House, body: Any) -> None:
-    attempt, _ = home.open()
-    status, _ = await home.post(attempt.key, "result", body)
-    assert status == 400
+    """It is the model's where its code can post one."""
+    attempt, client = home.open()
+    await chat(client)
+    assert (await home.post(attempt.key, "result", body))[0] == 400
     assert attempt.failure is not None
     assert attempt.failure.kind == "worker_garbage"
+    assert ending_limit(attempt, "sandboxed") == "crash"
+    with pytest.raises(WorkerGarbage):
+        ending_limit(attempt, "pooled")
 
 
 async def test_log_lines_are_checked(home: House) -> None:
@@ -245,11 +228,6 @@ async def test_log_lines_are_checked(home: House) -> None:
     assert (await home.post(attempt.key, "log", {"event": "e", "facts": {"event": 1}}))[0] == 204
     assert (await home.post(attempt.key, "log", {"event": 1}))[0] == 400
     assert (await home.post(attempt.key, "log", {"event": "x" * 70_000}))[0] == 413
-
-
-async def test_the_model_that_is_listed_is_the_attempts(home: House) -> None:
-    _, client = home.open()
-    assert [model.id async for model in client.models.list()] == ["tiny"]
 
 
 # Guests

@@ -1,35 +1,51 @@
-"""Services for agents: called over the proxy, limited, stopped with the attempt."""
+"""Services for agents: called over the proxy, limited, stopped with the attempt.
+
+They get the hidden part of the task and a state of their own for each attempt, and run here or in
+another interpreter: asked over HTTP as any.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from envserver_records.errors import ConflictError
-from envserver_tools.web import WebSettings, services_of
+from envserver_tools.web import WebSettings
+from envserver_tools.web import services_of as web_services
 from support.commands import envserver, read_jsonl
-from support.serving import attempt_spec, serving
-from support.waiting import until
+from support.proxy_house import House, house
+from support.serving import attempt_spec
+from support.waiting import PATIENCE, until
 from support.websites import KEY, websites
 
 from envserver import (
     Caller,
+    ConfigError,
     InputError,
     LimitReached,
-    OpenAIConfig,
-    PublicTask,
     ServiceError,
+    Services,
     Task,
 )
-from envserver.models import OpenAIEngine
-from envserver.proxy import Proxy, ProxyAttempt
+from envserver.api import bodies  # noqa: F401 - as in a server: it has another error of a kind of ours
+from envserver.hook_interface import HookBug, ModelCall
+from envserver.proxy import ProxyAttempt
+from envserver.proxy.worker import job_of
+from envserver.registry import find
+from envserver.registry.hosted_services import HostedServices
+from envserver.registry.installed import Interpreter
+from envserver.registry.service_host import Request, _Host, send
 from envserver.rollouts import ending_limit
+from envserver.tools.serving import services_of
 from envserver.workers.http_client import HttpClient
 from envserver.workers.run import AttemptRun, Job
 
@@ -37,32 +53,19 @@ ZOO = Path(__file__).parents[2] / "support" / "web_zoo.py"
 
 
 class Desk:
-    """A proxy with services, over HTTP; agents' runs at it."""
+    """Agents' runs at a proxy with services, over HTTP."""
 
-    def __init__(
-        self, proxy: Proxy, url: str, http: aiohttp.ClientSession, workers: HttpClient
-    ) -> None:
-        self.proxy = proxy
-        self.url = url
-        self.http = http
-        self.workers = workers
+    def __init__(self, home: House, workers: HttpClient) -> None:
+        self.proxy, self.http = home.proxy, home.http
+        self._url, self._workers = home.url, workers
 
     def open(
         self, seconds: float = 30.0, task: Task | None = None
     ) -> tuple[ProxyAttempt, AttemptRun]:
         spec = attempt_spec(seconds=seconds)
         attempt = self.proxy.open(msgspec.structs.replace(spec, task=task or spec.task))
-        job = Job(
-            rollout_id=spec.rollout_id,
-            attempt=1,
-            env_reference="",
-            env_config={},
-            task=PublicTask("t", {}),
-            model="m",
-            deadline=spec.deadline,
-            max_turns=9,
-        )
-        return attempt, AttemptRun(job, f"{self.url}/r/{attempt.key}", self.workers, _at_once)
+        job = msgspec.json.decode(job_of(attempt), type=Job)
+        return attempt, AttemptRun(job, f"{self._url}/r/{attempt.key}", self._workers, _at_once)
 
 
 def _at_once() -> Any:
@@ -71,14 +74,8 @@ def _at_once() -> Any:
 
 @asynccontextmanager
 async def desk(services: Any) -> AsyncIterator[Desk]:
-    async with OpenAIEngine(OpenAIConfig(base_url="http://127.0.0.1:9")) as dead:
-        proxy = Proxy(dead, services=services)
-        async with (
-            serving(proxy.asgi()) as url,
-            aiohttp.ClientSession() as http,
-            HttpClient() as workers,
-        ):
-            yield Desk(proxy, url, http, workers)
+    async with house(services=services) as home, HttpClient() as workers:
+        yield Desk(home, workers)
 
 
 async def test_an_agent_is_told_what_it_did_wrong() -> None:
@@ -88,8 +85,8 @@ async def test_an_agent_is_told_what_it_did_wrong() -> None:
         caller.flag("echoed")
         return [arguments, caller.task.id]
 
-    async with desk({"a/echo": echo}) as house:
-        attempt, run = house.open()
+    async with desk({"a/echo": echo}) as place:
+        attempt, run = place.open()
         assert await run.call_tool("a/echo", {"x": "ä"}) == [{"x": "ä"}, "add-1"]
         assert attempt.flags == {"echoed"}
         with pytest.raises(InputError, match="that is bad"):
@@ -98,12 +95,12 @@ async def test_an_agent_is_told_what_it_did_wrong() -> None:
             await run.call_tool("none", {})
         with pytest.raises(InputError, match="over"):
             await run.call_tool("a/echo", {"x": "y" * (2 << 20)})
-        async with house.http.post(f"{run.tools_url}/a/echo", data=b"[1]") as answer:
+        async with place.http.post(f"{run.tools_url}/a/echo", data=b"[1]") as answer:
             assert answer.status == 400
-        async with house.http.get(f"{run.tools_url}/a/echo") as answer:
+        async with place.http.get(f"{run.tools_url}/a/echo") as answer:
             assert answer.status == 405
         wrong = {"authorization": "Bearer no"}
-        async with house.http.post(f"{run.tools_url}/a/echo", json={}, headers=wrong) as answer:
+        async with place.http.post(f"{run.tools_url}/a/echo", json={}, headers=wrong) as answer:
             assert answer.status == 401
         assert attempt.service_failure is None
         attempt.posted = True
@@ -117,25 +114,23 @@ async def test_a_failure_of_ours_is_no_words_and_no_reward() -> None:
     async def unsaid(arguments: dict[str, Any], caller: Caller) -> Any:
         return object()
 
-    async with desk({"fails": fails, "unsaid": unsaid}) as house:
-        for name in ("fails", "unsaid"):
-            attempt, run = house.open()
-            with pytest.raises(ServiceError, match=f"'{name}' failed") as caught:
+    def no_state(task: Task) -> Any:
+        raise RuntimeError(f"secret={task.public}")
+
+    for services, name, said in (
+        ({"fails": fails}, "fails", "'fails' failed"),
+        ({"unsaid": unsaid}, "unsaid", "'unsaid' failed"),
+        (Services({"fails": fails}, state=no_state), "fails", "RuntimeError"),
+    ):
+        async with desk(services) as place:
+            attempt, run = place.open()
+            with pytest.raises(ServiceError, match=said) as caught:
                 await run.call_tool(name, {})
             assert "secret" not in str(caught.value)
+            assert attempt.service_failure is not None
             attempt.posted = True  # the agent went on as if nothing had been
             with pytest.raises(ServiceError):
                 ending_limit(attempt)
-
-
-async def test_services_say_what_they_counted() -> None:
-    async with websites() as sites:
-        settings = WebSettings(provider_url=sites.url, allow_private=True)
-        async with services_of(settings, key=KEY) as services, desk(services) as house:
-            _, run = house.open()
-            await run.call_tool("web_search", {"query": "herons"})
-            counts = house.proxy.services.counts()  # `/metrics` shows them
-    assert (counts["web_upstream_calls"], counts["web_credits"], counts["web_hits"]) == (1, 2, 0)
 
 
 async def test_a_call_ends_with_its_attempt_and_in_its_time() -> None:
@@ -148,53 +143,63 @@ async def test_a_call_ends_with_its_attempt_and_in_its_time() -> None:
         finally:
             running.discard(arguments["n"])
 
-    async with desk({"hangs": hangs}) as house:
-        attempt, run = house.open()
+    async with desk({"hangs": hangs}) as place:
+        attempt, run = place.open()
         calls = [asyncio.create_task(run.call_tool("hangs", {"n": n})) for n in range(12)]
         await until(lambda: len(running) == 8)  # the others wait
-        house.proxy.seal(attempt)
+        place.proxy.seal(attempt)
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(error, ServiceError | ConflictError) for error in ended)
         await until(lambda: not running)
 
-        attempt, run = house.open(seconds=0.3)
+        attempt, run = place.open(seconds=0.3)
         with pytest.raises(LimitReached):
             await run.call_tool("hangs", {"n": 1})
         await until(lambda: not running)
 
-        attempt, run = house.open()
+        attempt, run = place.open()
         call = asyncio.create_task(run.call_tool("hangs", {"n": 1}))
         await until(lambda: running)
         call.cancel()
         await until(lambda: not running)
 
 
+@asynccontextmanager
+async def web() -> AsyncIterator[tuple[Any, Desk]]:
+    async with websites() as sites:
+        settings = WebSettings(provider_url=sites.url, allow_private=True)
+        async with web_services(settings, key=KEY) as services, desk(services) as place:
+            yield sites, place
+
+
 async def test_tavilys_own_client_works_against_the_server() -> None:
     tavily = pytest.importorskip("tavily", reason="needs tavily-python of the gaia extra")
-    async with websites() as sites:
-        settings = WebSettings(provider_url=sites.url, allow_private=True)
-        async with services_of(settings, key=KEY) as services, desk(services) as house:
-            _, run = house.open()
-            client = tavily.TavilyClient(run.api_key, api_base_url=f"{run.tools_url}/tavily")
-            found = await asyncio.to_thread(client.search, "herons", max_results=3)
-            assert found["results"][0]["url"] == f"{sites.url}/page"
-            assert "huggingface" not in str(found)
-            urls = [f"{sites.url}/page", f"{sites.url}/none"]
-            pages = await asyncio.to_thread(client.extract, urls)
-            assert "# Visit 1" in pages["results"][0]["raw_content"]
-            assert "404" in pages["failed_results"][0]["error"]
-            assert sites.keys == {f"Bearer {KEY}"}
+    async with web() as (sites, place):
+        _, run = place.open()
+        client = tavily.TavilyClient(run.api_key, api_base_url=f"{run.tools_url}/tavily")
+        found = await asyncio.to_thread(client.search, "herons", max_results=3)
+        assert found["results"][0]["url"] == f"{sites.url}/page"
+        assert "huggingface" not in str(found)
+        urls = [f"{sites.url}/page", f"{sites.url}/none"]
+        pages = await asyncio.to_thread(client.extract, urls)
+        assert "# Visit 1" in pages["results"][0]["raw_content"]
+        assert "404" in pages["failed_results"][0]["error"]
+        assert sites.keys == {f"Bearer {KEY}"}
 
 
-async def test_a_provider_that_fails_is_a_failure_of_ours() -> None:
-    async with websites() as sites:
-        settings = WebSettings(provider_url=sites.url, allow_private=True)
-        async with services_of(settings, key=KEY) as services, desk(services) as house:
-            attempt, run = house.open()
-            sites.failing = [401]
-            with pytest.raises(ServiceError, match="TAVILY_API_KEY"):
-                await run.call_tool("web_search", {"query": "x"})
-            assert attempt.service_failure is not None
+async def test_services_say_what_they_counted_and_a_provider_that_fails_is_a_failure_of_ours() -> (
+    None
+):
+    async with web() as (sites, place):
+        attempt, run = place.open()
+        await run.call_tool("web_search", {"query": "herons"})
+        counts = place.proxy.services.counts()  # `/metrics` shows them
+        names = ("web_upstream_calls", "web_credits", "web_hits")
+        assert [counts[name] for name in names] == [1, 2, 0]
+        sites.failing = [401]
+        with pytest.raises(ServiceError, match="TAVILY_API_KEY"):
+            await run.call_tool("web_search", {"query": "x"})
+        assert attempt.service_failure is not None
 
 
 async def test_walled_agents_of_a_group_see_one_web_and_no_key(tmp_path: Path) -> None:
@@ -216,3 +221,238 @@ async def test_walled_agents_of_a_group_see_one_web_and_no_key(tmp_path: Path) -
     shown = group["envserver"]["services"]["web"]
     assert (shown["mode"], shown["provider"], shown["answers"]) == ("live", "tavily", 3)
     assert KEY not in groups.read_text()
+
+
+# States, and environments in another interpreter
+
+CODE = '''
+import asyncio
+import os
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from envserver import Caller, Environment, InputError, Score, Services, Task, ToolError, tool
+
+
+class Games(Environment):
+    class Config(Environment.Config):
+        log: str = ""
+
+    def tasks(self, split):
+        yield Task("t", {})
+
+    async def rollout(self, task, run):
+        return None
+
+    def score(self, task, result):
+        return Score(reward=0.0)
+
+    def note(self, word):
+        with Path(self.config.log).open("a") as log:
+            log.write(word + "\\n")
+
+    @asynccontextmanager
+    async def state(self, task):
+        self.note(f"open {task.id}")
+        async with asyncio.TaskGroup():  # must be left in the task that entered it
+            yield {"secret": task.hidden["secret"], "guesses": 0}
+        self.note(f"closed {task.id}")
+
+    async def guess(self, arguments, caller):
+        caller.state["guesses"] += 1
+        if arguments["number"] < 0:
+            raise InputError("Guess a positive number.")
+        caller.flag(f"guessed{arguments['number']}")
+        return [arguments["number"] == caller.state["secret"], caller.state["guesses"]]
+
+    async def hangs(self, arguments, caller):
+        self.note("hangs")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.note("stopped")
+
+    async def breaks(self, arguments, caller):
+        raise KeyError("key=hidden")
+
+    async def pid(self, arguments, caller):
+        return os.getpid()
+
+    @tool(on_server=True)
+    def peek(self, far: bool, caller: Caller) -> str:
+        """Tells the secret, in a thread."""
+        if far:
+            raise ToolError("it is too far.")
+        caller.flag("peeked")
+        return str(caller.task.hidden["secret"])
+
+    @asynccontextmanager
+    async def services(self):
+        self.note("up")
+        names = ("guess", "hangs", "breaks", "pid")
+        served = {name: getattr(self, name) for name in names}
+        yield Services(served, state=self.state, counts=lambda: {"games": 1.0})
+        self.note("down")
+
+    async def on_request(self, call):
+        if call.messages[-1]["content"] == "bug":
+            raise KeyError("k")
+        call.caller.flag("looked")
+        call.change("shorter", messages=call.messages[-1:])
+
+
+class Broken(Games):
+    def services(self):
+        raise ValueError("no index")
+'''
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+PYTHON = Interpreter(executable=sys.executable, own_path=[], version=VERSION)
+
+
+def games(folder: Path, kind: str = "Games") -> tuple[str, dict[str, str]]:
+    """An environment's reference and config."""
+    file = folder / "games.py"
+    file.write_text(CODE)
+    return f"{file}:{kind}", {"log": str(folder / "log")}
+
+
+def game(place: Desk, secret: int) -> tuple[ProxyAttempt, AttemptRun]:
+    return place.open(seconds=60.0, task=Task(f"game-{secret}", {}, {"secret": secret}))
+
+
+@asynccontextmanager
+async def playing(folder: Path, elsewhere: bool) -> AsyncIterator[Desk]:
+    reference, config = games(folder)
+    kind = find(reference)
+    running = (
+        HostedServices(PYTHON, reference, config).running()
+        if elsewhere
+        else services_of(kind(kind.Config(**config)))
+    )
+    async with running as services, desk(services) as place:
+        yield place
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_attempts_play_side_by_side_each_with_its_own_state(
+    tmp_path: Path, elsewhere: bool
+) -> None:
+    log = tmp_path / "log"
+    async with playing(tmp_path, elsewhere) as place:
+        one, first = game(place, 1)
+        two, second = game(place, 2)
+        assert log.read_text().split() == ["up"]  # no request, no state
+        assert await first.call_tool("guess", {"number": 2}) == [False, 1]
+        assert await second.call_tool("guess", {"number": 2}) == [True, 1]
+        many = [first.call_tool("guess", {"number": 1}) for _ in range(20)]
+        assert sorted(await asyncio.gather(*many)) == [[True, n] for n in range(2, 22)]
+        with pytest.raises(InputError, match="positive number"):
+            await first.call_tool("guess", {"number": -1})
+        assert await first.call_tool("peek", {"far": False}) == "1"
+        with pytest.raises(InputError, match="it is too far"):
+            await first.call_tool("peek", {"far": True})
+        with pytest.raises(InputError, match="Expected `bool`"):
+            await first.call_tool("peek", {"far": 1})
+        assert one.flags == {"guessed1", "guessed2", "peeked"}
+        assert place.proxy.services.counts() == {"games": 1.0}
+        assert (await second.call_tool("pid", {}) == os.getpid()) != elsewhere
+        # One that fails, and one that hangs, hold nobody up.
+        hanging = asyncio.create_task(first.call_tool("hangs", {}))
+        await until(lambda: "hangs" in log.read_text())
+        with pytest.raises(ServiceError) as failed:
+            await second.call_tool("breaks", {})
+        assert "KeyError" in failed.value.message and "hidden" not in failed.value.message
+        place.proxy.seal(one)
+        await place.proxy.settle(one)
+        with pytest.raises((ServiceError, ConflictError)):
+            await hanging
+        assert elsewhere or "closed game-1" in log.read_text()
+        await until(lambda: "closed game-1" in log.read_text())
+        assert await second.call_tool("guess", {"number": 3}) == [False, 2]
+        await place.proxy.services.close()  # the end of the server
+        assert not two.sealed
+    words = ["up", "open game-1", "open game-2", "hangs", "stopped", "closed game-1"]
+    assert log.read_text().splitlines() == [*words, "closed game-2", "down"]
+
+
+async def test_a_plain_object_is_a_state() -> None:
+    async def count(arguments: dict[str, Any], caller: Caller) -> Any:
+        caller.state.append(1)
+        return len(caller.state)
+
+    async with desk(Services({"count": count}, state=lambda task: [])) as place:
+        _, run = place.open()
+        assert [await run.call_tool("count", {}) for _ in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.thorough
+async def test_a_process_that_dies_fails_its_rollouts_which_may_be_tried_again(
+    tmp_path: Path,
+) -> None:
+    async with playing(tmp_path, elsewhere=True) as place:
+        attempt, run = game(place, 1)
+        hanging = asyncio.create_task(run.call_tool("hangs", {}))
+        await until(lambda: "hangs" in (tmp_path / "log").read_text())
+        os.kill(await run.call_tool("pid", {}), signal.SIGKILL)
+        with pytest.raises(ServiceError, match="ended"):
+            await hanging
+        assert attempt.service_failure is not None
+        with pytest.raises(ServiceError, match="ended"):  # its state is lost
+            await run.call_tool("guess", {"number": 1})
+        _, again = game(place, 1)
+        assert await again.call_tool("guess", {"number": 1}) == [True, 1]
+
+
+@pytest.mark.thorough
+async def test_hooks_look_at_calls_in_the_environments_process(tmp_path: Path) -> None:
+    flags: list[str] = []
+
+    def call(text: str) -> ModelCall:
+        task = Task("t", {}, {"secret": 7})
+        caller = Caller(rollout_id="r", group_id="g", task=task, flag=flags.append)
+        messages = [{"role": "user", "content": "?"}, {"role": "user", "content": text}]
+        return ModelCall(caller=caller, agent=None, messages=messages, tools=[])
+
+    environment = HostedServices(PYTHON, *games(tmp_path))
+    async with environment.running():
+        looked = call("hi")
+        await environment.hook("on_request", looked)
+        assert (looked.reason, looked.refused) == ("shorter", False)
+        assert looked.changes == {"messages": [{"role": "user", "content": "hi"}]}
+        assert flags == ["looked"]
+        with pytest.raises(HookBug, match=r"KeyError: 'k' \(.*games.py:\d+, in Games.on_request"):
+            await environment.hook("on_request", call("bug"))
+
+
+@pytest.mark.thorough
+async def test_what_cannot_be_started_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ValueError: no index"):
+        async with HostedServices(PYTHON, *games(tmp_path, "Broken")).running():
+            pass
+    with pytest.raises(ConfigError, match="None"):
+        async with HostedServices(PYTHON, *games(tmp_path, "None")).running():
+            pass
+
+
+async def test_a_state_whose_answer_crosses_its_cancel_is_left() -> None:
+    left = asyncio.Event()
+
+    @asynccontextmanager
+    async def state(task: Task) -> AsyncIterator[str]:
+        yield "state"
+        left.set()
+
+    sent: list[bytes] = []
+    writer: Any = SimpleNamespace(write=sent.append)
+    nothing: Any = None
+    host = _Host(nothing, Services({}, state=state), writer)
+    reader = asyncio.StreamReader()
+    running = asyncio.create_task(host.run(reader))
+    asked: Any = SimpleNamespace(write=reader.feed_data)
+    send(asked, Request(1, "open_state", (Task("one", {}),)))
+    while not sent:
+        await asyncio.sleep(0)
+    send(asked, Request(1, "cancel"))
+    await asyncio.wait_for(left.wait(), PATIENCE)
+    reader.feed_eof()
+    await running

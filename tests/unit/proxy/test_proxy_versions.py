@@ -1,0 +1,313 @@
+"""Weights that change while calls are made: the version that is recorded; calls wait during an
+update, and those at the engine finish, continue or are sent again."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from envserver_records.records import VersionSpan
+from support.fake_vllm import ids_of
+from support.proxy_house import ASK, House, chat
+from support.serving import attempt_spec
+from support.waiting import settled, until
+
+from envserver.proxy.attempts import ProxyAttempt
+from envserver.tokens import DEFAULT
+
+STREAMED = pytest.mark.parametrize("streamed", [False, True])
+
+
+def named(home: House, name: str = "policy@{version}") -> tuple[ProxyAttempt, openai.AsyncOpenAI]:
+    attempt = home.proxy.open(msgspec.structs.replace(attempt_spec(), model=name))
+    return attempt, home.client(attempt.key)
+
+
+def names_weights(home: House, *versions: Any) -> None:
+    """The engine says of its answers, one after the other, that these sampled them; two names with
+    a blank between them: the first token, and the others."""
+    told = iter(versions)
+
+    def name(answer: dict[str, Any]) -> None:
+        choice, version = answer["choices"][0], next(told)
+        names = version.split() if isinstance(version, str) else [version]
+        edges = [*range(len(names)), len(choice["token_ids"])]
+        choice["weight_versions"] = [
+            {"version": name, "start": start, "end": end}
+            for name, (start, end) in zip(names, pairwise(edges), strict=True)
+        ]
+
+    home.spoil(name)
+
+
+# Which version is recorded
+
+
+@pytest.mark.parametrize("name", ["policy@{version}", "{version}-of-8b", "v{version}.2"])
+async def test_a_version_in_the_models_name_is_asked_for_and_recorded(
+    home: House, name: str
+) -> None:
+    attempt, client = named(home, name)
+    await chat(client)
+    home.proxy.publish_version(3)
+    await chat(client, streamed=True)
+    asked = [sent["model"] for sent in home.fake.requests]
+    assert asked == [name.replace("{version}", version) for version in ("0", "3")]
+    told = [(call.versions[0].version, call.model, call.flags) for call in attempt.calls]
+    assert told == [(0, name, []), (3, name, [])]
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        (7, 7),
+        (7, "step-7"),
+        *((3, x) for x in ("default", "v2.5", "20261120093000", 2**40, -1, True)),
+    ],
+)
+async def test_a_version_that_the_engine_tells_counts_where_it_is_one(
+    home: House, version: int, told: Any
+) -> None:
+    names_weights(home, told)
+    home.proxy.publish_version(3)
+    attempt, client = home.open()
+    await chat(client)
+    assert attempt.calls[0].versions == [VersionSpan(version, 0, 8)]
+
+
+@pytest.mark.parametrize(
+    ("is_named", "told", "flags"),
+    [
+        # The name that was asked for decides: the engine speaks of the weights below the adapter.
+        (True, ["version-40", "default"], [[], []]),
+        # Tokens of an engine that lost its weights are not delivered.
+        (False, ["default", "version-1"] * 2, [[], [], ["weights_lost"], []]),
+    ],
+)
+async def test_whether_an_engine_has_lost_its_weights_is_known(
+    home: House, is_named: bool, told: list[str], flags: list[list[str]]
+) -> None:
+    home.proxy.publish_version(1)
+    names_weights(home, *told)
+    attempt, client = named(home) if is_named else home.open()
+    for _ in told:
+        await chat(client)
+    assert [call.flags for call in attempt.calls] == flags
+    assert not is_named or [call.versions[0].version for call in attempt.calls] == [1, 1]
+    assert DEFAULT.of("weights_lost") == "drop"
+
+
+async def test_an_engine_that_serves_another_version_than_asked_for_is_flagged(home: House) -> None:
+    home.fake.served = "policy@2"
+    home.proxy.publish_version(3)
+    attempt, client = named(home)
+    await chat(client)
+    assert attempt.calls[0].flags == ["other_model_served"]
+
+
+async def test_what_was_sampled_before_the_first_version_is_of_none(home: House) -> None:
+    """The first weights come while calls are at the engine, and go on with them."""
+    change = "default version-0"
+    names_weights(home, change, change, "version-0 default", change)
+    attempt, client = home.open()
+    for _ in range(3):
+        await chat(client)
+    home.proxy.publish_version(0)
+    await chat(client)
+    size = len(attempt.calls[0].completion_ids)
+    assert attempt.calls[0].versions == [VersionSpan(-1, 0, 1), VersionSpan(0, 1, size)]
+    flags = [call.flags for call in attempt.calls]
+    assert flags == [["mixed_versions"]] * 2 + [["weights_lost"]] * 2
+
+
+# Versions that went, or do not come
+
+
+@STREAMED
+async def test_a_version_that_went_is_asked_for_by_the_name_of_now(
+    home: House, streamed: bool
+) -> None:
+    """As when the call waited so long for room that its adapter was unloaded meanwhile."""
+    home.proxy.publish_version(1)
+    home.fake.faults.extend([404, 404])
+    attempt, client = named(home)
+    asking = asyncio.create_task(chat(client, streamed))
+    await until(lambda: home.fake.requests)
+    home.proxy.publish_version(6)
+    await asking
+    assert [sent["model"] for sent in home.fake.requests][::2] == ["policy@1", "policy@6"]
+    (call,) = attempt.calls
+    assert call.versions == [VersionSpan(6, 0, len(call.completion_ids))]
+    assert call.flags == []
+
+
+async def test_a_version_that_does_not_come_is_the_engines_fault(
+    home: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserver.proxy.missing_version.PATIENCE_SECONDS", 1.0)
+    home.proxy.publish_version(1)
+    home.fake.faults.extend([404] * 20)
+    attempt, client = named(home)
+    with pytest.raises(openai.APIError):
+        await chat(client)
+    assert attempt.engine_failure is not None
+    assert attempt.engine_failure.kind == "engine_unavailable"
+    assert "no model 'policy@1'" in attempt.engine_failure.message
+    assert len(home.fake.requests) > 1
+
+
+async def test_other_refusals_are_final(home: House) -> None:
+    for (attempt, client), fault in ((named(home), (400, "too long")), (home.open(), 404)):
+        home.fake.faults.append(fault)
+        with pytest.raises(openai.APIError):
+            await chat(client)
+        assert attempt.engine_failure is not None
+        assert attempt.engine_failure.kind == "engine_refused"
+    assert len(home.fake.requests) == 2
+
+
+# Pauses
+
+
+async def paused_within_a_call(
+    home: House, in_flight: Any, streamed: bool = False
+) -> tuple[Any, asyncio.Task[Any], Any]:
+    """An attempt, its call that is at the engine, and the pause that has begun, if any."""
+    home.proxy.publish_version(1)
+    home.fake.held = asyncio.Event()
+    attempt, client = home.open()
+    asking = asyncio.create_task(chat(client, streamed))
+    await until(lambda: home.fake.requests)
+    pausing = in_flight and asyncio.create_task(home.proxy.gate.pause(in_flight, 60.0))
+    await settled()
+    return attempt, asking, pausing
+
+
+async def test_calls_wait_while_paused_and_are_of_the_new_version(home: House) -> None:
+    gate = home.proxy.gate
+    home.proxy.publish_version(1)
+    assert await gate.pause("drain", 60.0)
+    attempt, client = home.open()
+    asking = [asyncio.create_task(chat(client, streamed)) for streamed in (False, True)]
+    await until(lambda: gate.waiting == 2)
+    assert home.fake.requests == []
+    home.proxy.publish_version(2)
+    gate.resume()
+    await asyncio.gather(*asking)
+    assert [(call.versions[0].version, call.flags) for call in attempt.calls] == [(2, [])] * 2
+    gate.resume()
+
+
+async def test_drain_waits_for_the_calls_at_the_engine_and_says_when_they_do_not_end(
+    home: House,
+) -> None:
+    attempt, asking, pausing = await paused_within_a_call(home, "drain")
+    assert not await home.proxy.gate.pause("drain", 0.05)
+    assert not pausing.done()
+    home.fake.held.set()  # type: ignore[union-attr]
+    assert await pausing
+    await asking
+    assert attempt.calls[0].versions[0].version == 1
+
+
+@STREAMED
+@pytest.mark.parametrize("in_flight", ["keep", None])
+async def test_a_call_that_goes_on_with_new_weights_is_marked(
+    home: House, streamed: bool, in_flight: str | None
+) -> None:
+    attempt, asking, pausing = await paused_within_a_call(home, in_flight, streamed)
+    assert pausing is None or await pausing
+    home.proxy.publish_version(2)
+    home.proxy.gate.resume()
+    home.fake.held.set()  # type: ignore[union-attr]
+    await asking
+    (call,) = attempt.calls
+    assert call.flags == ["mixed_versions"]
+    assert call.versions == [VersionSpan(1, 0, len(call.completion_ids))]
+
+
+async def test_abort_asks_them_again_after_the_pause(home: House) -> None:
+    attempt, asking, pausing = await paused_within_a_call(home, "abort")
+    assert await pausing
+    await until(lambda: home.fake.aborted == 1)
+    home.fake.held.set()  # type: ignore[union-attr]
+    home.proxy.publish_version(2)
+    home.proxy.gate.resume()
+    await asking
+    (call,) = attempt.calls
+    assert (call.versions[0].version, call.flags) == (2, [])
+    assert len(home.fake.requests) == 2
+
+
+async def test_an_end_that_was_held_back_is_not_told_when_the_stream_is_asked_for_again(
+    home: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, chunks = asyncio.Event(), home.fake.chunks
+
+    def ends_only(body: Any) -> Any:
+        *_, last, usage = chunks(body)
+        if not first.is_set():  # it ends at once: only its usage is missing when it is aborted
+            first.set()
+            yield last
+            yield usage | {"choices": []}
+        yield from chunks(body)
+
+    monkeypatch.setattr(home.fake, "chunks", ends_only)
+    home.fake.held = asyncio.Event()
+    attempt, client = home.open()
+    finishes = []
+
+    async def ask() -> None:
+        stream = await client.chat.completions.create(model="any", messages=ASK, stream=True)
+        finishes.extend([chunk.choices[0].finish_reason async for chunk in stream])
+
+    asking = asyncio.create_task(ask())
+    await until(lambda: home.fake.requests)
+    await settled()
+    assert await home.proxy.gate.pause("abort", 60.0)
+    home.fake.held.set()
+    home.proxy.gate.resume()
+    await asking
+    assert finishes[-1] == "stop"
+    assert finishes.count("stop") == 1
+    assert len(home.fake.requests) == 2
+    assert [call.completion_ids.tolist() for call in attempt.calls] == [ids_of("Hëllo.")]
+
+
+async def test_abort_breaks_off_a_stream_that_has_begun(home: House) -> None:
+    home.fake.held = asyncio.Event()
+    attempt, client = home.open()
+    stream = await client.chat.completions.create(model="any", messages=ASK, stream=True)
+    with pytest.raises(openai.APIError, match="paused"):
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                await home.proxy.gate.pause("abort", 60.0)
+    (call,) = attempt.calls
+    assert call.finish_reason == "error"
+    assert attempt.engine_failure is not None
+    assert attempt.engine_failure.kind == "engine_unavailable"
+
+
+async def test_many_pauses_lose_and_double_nothing(home: House) -> None:
+    home.fake.text = None
+    attempt, _ = home.open(max_turns=1000)
+
+    async def agent(number: int) -> None:
+        for turn in range(5):
+            messages = [{"role": "user", "content": f"{number}-{turn}"}]
+            await home.post(attempt.key, "v1/chat/completions", {"messages": messages})
+
+    async def trainer() -> None:
+        for version, how in enumerate(["drain", "keep", "abort"] * 4, start=2):
+            await home.proxy.gate.pause(how, 60.0)
+            home.proxy.publish_version(version)
+            home.proxy.gate.resume()
+            await asyncio.sleep(0.01)
+
+    await asyncio.gather(trainer(), *(agent(number) for number in range(16)))
+    answers = [call.message["content"] for call in attempt.calls]
+    assert sorted(answers) == sorted(f"re: {n}-{t}" for n in range(16) for t in range(5))

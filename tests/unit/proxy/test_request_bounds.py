@@ -1,0 +1,359 @@
+"""What requests may take: space in their attempt's record, time to be read, images."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import struct
+import threading
+import time
+import zlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import msgspec
+import openai
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from support.extent import examples
+from support.proxy_house import ASK, House, chat, house
+from support.serving import attempt_spec
+from support.waiting import until
+
+from envserver import Caller, TokensConfig
+from envserver.proxy import bounds
+from envserver.proxy.bounds import AttemptBounds, InFlight, Totals
+from envserver.proxy.dialects import DIALECTS
+from envserver.proxy.model_request import ModelRequest
+from envserver.proxy.recorded import RecordedRequests, size_of
+from envserver.tokens import images
+from envserver.tokens.image_size import image_size
+
+Json = dict[str, Any]
+PATH = "v1/chat/completions"
+KB = 1000
+BOUNDS = AttemptBounds(max_recorded_mb=0.2)
+
+
+# The record holds what is sent once, counts it and is bounded
+
+
+@pytest.fixture
+async def recorder() -> AsyncIterator[House]:
+    async with house(bounds=BOUNDS) as made:
+        yield made
+
+
+def said(number: int, size: int = 45 * KB) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"{number}".ljust(size, "x")}]
+
+
+async def test_prompts_beyond_the_bound_are_refused_to_their_rollout_only(recorder: House) -> None:
+    (attempt, client), (other, neighbour) = recorder.open(), recorder.open()
+    for number in range(4):
+        await chat(client, streamed=number % 2 == 1, messages=said(number))
+    for asked in (
+        client.chat.completions.create(model="any", messages=said(4)),  # type: ignore[arg-type]
+        client.responses.create(model="any", input=said(5)[0]["content"]),
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"0\.2 MB .* are used up") as refused:
+            await asked
+        assert refused.value.code == "limit_reached"
+    claude = recorder.claude(attempt.key)
+    with pytest.raises(anthropic.BadRequestError) as told:
+        await claude.messages.create(model="any", max_tokens=9, messages=said(6))  # type: ignore[arg-type]
+    assert told.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+
+    assert (attempt.limit, len(attempt.calls)) == ("record", 4)
+    assert recorder.proxy.totals.refused["recorded"] == 3
+    await chat(neighbour)
+    assert (other.limit, other.flags) == (None, set())
+    recorder.proxy.seal(attempt)
+    recorder.proxy.seal(other)
+    assert recorder.proxy.totals.recorded == 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_long_conversation_is_held_once(recorder: House, streamed: bool) -> None:
+    attempt, client = recorder.open()
+    tools = [{"type": "function", "function": {"name": "f", "description": "d" * KB}}]
+    talks: list[list[dict[str, Any]]] = [[], []]
+    for number in range(40):
+        talk = talks[number % 2]  # two conversations that take turns
+        talk += said(number, 2 * KB)
+        answer = await chat(client, streamed, messages=talk, tools=tools)
+        talk.append(
+            {"role": "assistant", "content": answer.message.content if not streamed else "a"}
+        )
+    assert len(attempt.calls) == 40
+    parts = [part for call in attempt.calls for part in [*call.messages, *call.tools]]
+    held = size_of(*{id(part): part for part in parts}.values(), most=10**9)
+    assert held < 200 * KB
+    assert [m["content"] for m in attempt.calls[-1].messages] == [m["content"] for m in talk[:-1]]
+
+
+async def test_only_what_equals_an_earlier_message_is_not_checked_again(recorder: House) -> None:
+    attempt, client = recorder.open()
+
+    def talk(a: Any) -> list[dict[str, Any]]:
+        function = {"name": "f", "arguments": {"a": a, "b": 2}}
+        calls = [{"id": "c", "type": "function", "function": function}]
+        return [
+            *said(1, 9),
+            {"role": "assistant", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "c", "content": "4"},
+        ]
+
+    for a in (1, True, 1.0, 1):
+        await chat(client, messages=talk(a))
+    arguments = [c.messages[1]["tool_calls"][0]["function"]["arguments"] for c in attempt.calls]
+    assert [repr(one["a"]) for one in arguments] == ["1", "True", "1.0", "1"]
+    for wrong in ({"role": "user", "content": [{"type": "x"}]}, {"content": "no role"}, "text"):
+        with pytest.raises(openai.BadRequestError, match="messages"):
+            await chat(client, messages=[*talk(1), wrong])
+    assert len(attempt.calls) == 4
+
+
+async def test_recorded_calls_of_services_take_space_too() -> None:
+    async def echo(arguments: dict[str, Any], caller: Caller) -> Any:
+        return arguments
+
+    async with house(services={"echo": echo}, bounds=BOUNDS) as made:
+        for keep, expected in ((False, [200] * 4), (True, [200, 200, 400, 400])):
+            spec = msgspec.structs.replace(attempt_spec(), keep_services=keep)
+            attempt = made.proxy.open(spec)
+            asked = {"text": "x" * 40 * KB}
+            told = [(await made.post(attempt.key, "tools/echo", asked))[0] for _ in range(4)]
+            assert told == expected
+            assert len(attempt.asked_services) == told.count(200) * keep
+            assert attempt.limit == ("record" if keep else None)
+
+
+async def test_what_the_engine_refuses_takes_no_space(recorder: House) -> None:
+    attempt, client = recorder.open()
+    await chat(client)
+    before = attempt.in_flight.recorded
+    for number in range(9):
+        recorder.fake.faults.append((400, "This model's maximum context length is 9 tokens."))
+        with pytest.raises(openai.BadRequestError, match="context length"):
+            await chat(client, messages=said(number, 90 * KB))
+    await until(lambda: attempt.in_flight.recorded == before == recorder.proxy.totals.recorded)
+
+
+def test_all_records_together_are_bounded_but_each_keeps_a_part() -> None:
+    most = AttemptBounds(max_recorded_mb=8)
+    totals = Totals.of(most)
+    many = [InFlight(most, totals) for _ in range(50)]
+    for one in many[:42]:
+        one.keep(6 * 10**6)
+    with pytest.raises(Exception, match="all rollouts together"):
+        many[44].keep(6 * 10**6)
+    many[45].keep(4 * 10**6)
+    many[0].keep(-6 * 10**6)
+
+
+VALUES = st.recursive(
+    st.sampled_from(["a", "b", 1, 1.0, True, 0, -0.0, None]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("xy"), inner),
+    max_leaves=4,
+)
+TALK = st.lists(st.fixed_dictionaries({"content": VALUES}), max_size=4)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.tuples(TALK, TALK, VALUES), min_size=2, max_size=4))
+def test_sharing_changes_no_request(requests: list[tuple[Any, Any, Any]]) -> None:
+    record = RecordedRequests(InFlight())
+    for messages, tools, value in requests:
+        made = ModelRequest(
+            dialect="chat", body={"v": value}, messages=messages, tools=tools, fields={"v": value}
+        )
+        as_sent = orjson.dumps(copy.deepcopy([made.messages, made.tools, made.fields, made.body]))
+        record.take(made).end(recorded=True)
+        assert orjson.dumps([made.messages, made.tools, made.fields, made.body]) == as_sent
+
+
+# Reading takes a bounded share of the time that all have
+
+DENSE = b'{"messages": [], "x": [%b[]]}' % (b"[]," * 200_000)
+"""A body whose values cost as much to read as a text of a hundred times its size."""
+
+
+async def test_an_attempt_waits_that_had_more_than_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounds, "READING_BURST_SECONDS", 0.01)
+    async with house(max_body_bytes=10**6) as home:
+        (greedy, _), (other, client) = home.open(), home.open()
+        began = time.monotonic()
+        for _ in range(4):
+            before = greedy.in_flight.reading_seconds
+            status, _ = await home.post(greedy.key, PATH, DENSE)
+            assert status == 400
+            least = (before - bounds.READING_BURST_SECONDS) / bounds.READING_SHARE
+            assert time.monotonic() - began >= least
+        assert before > bounds.READING_BURST_SECONDS
+        assert (await chat(client)).message.content
+        assert other.in_flight.reading_seconds < before
+
+
+def test_reading_calls_of_one_answer_takes_linear_time() -> None:
+    """In the number of steps, which any machine counts alike: no list is built anew for each."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
+    def seconds(calls: int) -> float:
+        body = {"input": [call] * calls}
+        began = time.process_time()
+        (message,) = DIALECTS["v1/responses"].read(orjson.loads(orjson.dumps(body)), {}).messages
+        assert len(message["tool_calls"]) == calls
+        return time.process_time() - began
+
+    fewer = min(seconds(4_000) for _ in range(3))
+    assert seconds(64_000) < 16 * 8 * fewer
+
+
+async def test_a_request_of_ordinary_size_never_waits(home: House) -> None:
+    attempt, _ = home.open()
+    for _ in range(20):
+        await home.post(attempt.key, PATH, {"messages": ASK})
+    assert attempt.in_flight.reading_seconds < bounds.READING_BURST_SECONDS / 2
+
+
+# Images: each attack is a clear 400, and the server stays awake
+
+
+def png(width: int, height: int, body: bytes = b"") -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + check
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
+def part(data: bytes | str, kind: str = "image/png") -> Json:
+    if isinstance(data, bytes):
+        data = f"data:{kind};base64," + base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": data}}
+
+
+def shows(*parts: Any) -> Json:
+    return {"model": "m", "messages": [{"role": "user", "content": [*parts]}]}
+
+
+SMALL = png(8, 8)
+MEGABYTE = png(8, 8, bytes(1 << 20))
+GIF = b"GIF89a\1\0\1\0\0\0\0" + b"!\xf9\4\0\0\0\0\0" + b",\0\0\0\0"  # then the frame's size
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([part(MEGABYTE)] * 3, "images, audio and videos of 3.0 MB together: 2 MB at most"),
+        ([part(SMALL), part(png(8, 8, bytes(3 << 19)))], "number 2 with 1.5 MB: 1.25 MB at most"),
+        ([part(SMALL)] * 10_000, "hold 10000 images, audio and videos: 256 at most"),
+        ([part(SMALL), part(png(60_000, 60_000))], "number 2 with 60000 times 60000 pixels"),
+        ([part(png(9_000, 9_000))] * 5, "images of 405 million pixels together: 400 million"),
+        ([part(GIF + b"\xff\xff\xff\xff\0", "image/gif")], "65535 times 65535 pixels"),
+        ([part(part(MEGABYTE)["image_url"]["url"][:-100] + "!!!!")], "not base64 to its end"),
+        ([part(part(MEGABYTE)["image_url"]["url"] + "AAAA")], "not base64 to its end"),
+        ([part(SMALL[:20])], "whose file is broken"),
+        ([part(png(0, 8))], "whose file is broken"),
+        ([part("data:image/png;base64,")], "is not PNG, JPEG"),
+        ([part("http://example.com/a.png")], "must begin with data:image/"),
+        ([part(SMALL, "audio/png")], "must begin with data:image/"),
+        ([{"type": "image_url", "image_url": {"url": 5}}], "must be a text"),
+        ([part(SMALL), "text", 5], "content[1] must be an object"),
+    ],
+)
+async def test_hostile_images_are_refused_with_the_reason(parts: list[Json], said: str) -> None:
+    tokens = TokensConfig(max_medium_mb=1.25, max_media_mb=2)
+    async with house(max_body_bytes=16_000_000, tokens=tokens) as home:
+        attempt, _ = home.open()
+        status, answer = await home.post(attempt.key, PATH, shows(*parts))
+        assert (status, answer["error"]["code"]) == (400, "input")
+        assert said in answer["error"]["message"]
+        assert home.fake.requests == [] and attempt.calls == []
+
+
+async def test_the_limits_are_settings() -> None:
+    tokens = TokensConfig(max_media=1, max_image_megapixels=0.5)
+    async with house(tokens=tokens) as home:
+        attempt, _ = home.open()
+        assert (await home.post(attempt.key, PATH, shows(part(SMALL))))[0] == 200
+        for parts, setting in (
+            ([part(SMALL)] * 2, "max_media"),
+            ([part(png(800, 800))], "max_image_megapixels"),
+        ):
+            status, answer = await home.post(attempt.key, PATH, shows(*parts))
+            assert status == 400 and f"(--tokens.{setting})" in answer["error"]["message"]
+
+
+async def test_a_large_image_is_read_once_and_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[tuple[int, bool]] = []
+    facts = images._facts
+
+    def counted(url: str) -> images.ImageFacts:
+        read.append((len(url), threading.current_thread() is threading.main_thread()))
+        return facts(url)
+
+    monkeypatch.setattr(images, "_facts", counted)
+    large = part(png(8, 8, b"another" * 30_000))
+    async with house(max_body_bytes=16_000_000) as home:
+        _, client = home.open()
+        messages: list[Json] = [{"role": "user", "content": [large]}]
+        for _ in range(3):
+            answer = await chat(client, messages=messages)
+            messages += [answer.message.model_dump(exclude_none=True), messages[0]]
+    assert [on_loop for size, on_loop in read if size > images._LARGE] == [False]
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF"])
+def test_the_size_of_every_format_is_known(form: str) -> None:
+    kept = io.BytesIO()
+    exif = {"exif": b"Exif\0\0" + bytes(50_000)} if form == "JPEG" else {}
+    Image.new("RGB", (123, 45), "red").save(kept, form, **exif)
+    assert picture_size(kept.getvalue()) == (123, 45)
+    facts = images.facts_of(images.url_from(kept.getvalue()))
+    assert (facts.size, facts.is_base64) == ((123, 45), True)
+
+
+def test_a_gif_of_millions_of_parts_costs_no_seconds() -> None:
+    reads: list[int] = []
+
+    def read(at: int, size: int) -> bytes:
+        reads.append(at)
+        return (GIF[:13] + b"!\xfe" + b"\1a" * 30_000)[at : at + size]
+
+    assert image_size(read) is None
+    assert len(reads) < 20_000
+
+
+@given(data=st.binary(max_size=300), start=st.sampled_from([b"\xff\xd8", b"GIF89a", b"II*\0", b""]))
+@settings(max_examples=examples(100), deadline=None)
+def test_no_bytes_break_the_reading_of_sizes(data: bytes, start: bytes) -> None:
+    found = picture_size(start + data)
+    assert found is None or all(side >= 0 for side in found)
+
+
+@given(data=st.binary(max_size=3000), cut=st.integers(0, 40))
+@settings(max_examples=examples(100), deadline=None)
+def test_facts_in_steps_are_those_of_the_whole(data: bytes, cut: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "_STEP", 64)
+        url = images.url_from(data)[: -cut or None]
+        facts = images._facts(url)
+    assert facts.sha256 == images.sha256_of(images.bytes_of(url))
+    assert facts.is_base64 == (images.bytes_of(url) != url.encode() or not url)
+
+
+def picture_size(data: bytes) -> tuple[int, int] | None:
+    return image_size(lambda at, size: data[at : at + size])
