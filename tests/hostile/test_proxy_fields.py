@@ -1,15 +1,18 @@
 """What walled code asks of the engine with its own key: only listed fields arrive there.
 
-The engine keeps every request it gets (support/recording_engine.py).
+The engine keeps every request it gets (support/recording_engine.py). What constrains what is
+sampled: the run decides, and nothing is too hard for the engine.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dialects import json_values, mangled
@@ -27,7 +30,9 @@ from support.recording_engine import (
     send,
 )
 
+CASES: Json = yaml.safe_load((Path(__file__).parent / "hostile_requests.yaml").read_text())
 IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf"
+DIALECTS = pytest.mark.parametrize("path", PLAIN)
 
 
 def user(*parts: Json) -> Json:
@@ -42,10 +47,20 @@ def part(url: Any, kind: str = "image_url") -> Json:
     return {"type": kind, kind: {"url": url}}
 
 
-def shown(kind: str, url: str) -> tuple[str, Json]:
-    """A request of one dialect that shows the model what lies at `url`."""
-    source = {"type": "url", "url": url}
-    image = {"type": "image", "source": source}
+def calling(**call: Any) -> Json:
+    return {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+def function(name: str = "a", **fields: Any) -> Json:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+# Messages
+
+
+def shown(url: str) -> dict[str, tuple[str, Json]]:
+    """Requests that show the model what lies at `url`."""
+    image = {"type": "image", "source": {"type": "url", "url": url}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": [image]}
     picture = {"type": "input_image", "image_url": url}
     output = {"type": "function_call_output", "call_id": "c", "output": [picture]}
@@ -56,79 +71,25 @@ def shown(kind: str, url: str) -> tuple[str, Json]:
         "responses' tool": (RESPONSES, {"input": [output]}),
         "messages": (MESSAGES, {"max_tokens": 9, "messages": [user(image)]}),
         "messages' tool": (MESSAGES, {"max_tokens": 9, "messages": [user(result)]}),
-    }[kind]
+    }
 
 
-WAYS = ("chat", "chat's tool", "responses", "responses' tool", "messages", "messages' tool")
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "url",
-    [
-        METADATA,
-        "file:///etc/passwd",
-        "https://example.com/a.png",
-        "FILE:///etc/passwd",
-        "//169.254.169.254/",
-        "data:text/plain;base64,AAAA",
-        "data:image/png,AAAA",
-        " data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf",
-    ],
-)
-def test_the_engine_fetches_nothing_for_an_agent(way: str, url: str) -> None:
-    refused(*shown(way, url), "url must begin with data:image/", "Let the environment fetch it")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_image_passes_by_value(way: str) -> None:
-    status, _, (asked,) = send(*shown(way, IMAGE))
+@pytest.mark.parametrize("way", shown(IMAGE))
+def test_the_engine_fetches_nothing_for_an_agent(way: str) -> None:
+    for url in CASES["urls"]:
+        request = shown(url)[way]
+        refused(*request, "url must begin with data:image/", "Let the environment fetch it")
+    status, _, (asked,) = send(*shown(IMAGE)[way])  # by value it passes
     assert status == 200
     assert part(IMAGE) in asked["messages"][-1]["content"]
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        part(METADATA, "audio_url"),
-        part(METADATA, "video_url"),
-        {"type": "image_url", "image_url": METADATA},
-        {"type": "input_audio", "input_audio": {"data": METADATA, "format": "wav"}},
-        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav;base64,AAAA#"}},
-        {"type": "image_embeds", "image_embeds": "gAN9cQAu"},
-        {"type": "prompt_embeds", "data": "gAN9cQAu"},
-        {"type": "file", "file": {"file_id": "f"}},
-        {"image_url": METADATA},
-        {"type": ["image_url"]},
-    ],
-)
+@pytest.mark.parametrize("hostile", CASES["parts"])
 def test_no_other_part_of_a_message_names_what_the_engine_loads(hostile: Json) -> None:
     refused(*chat(hostile), "messages[0].content[0]")
 
 
-def test_only_what_was_checked_in_a_part_goes_on() -> None:
-    extra = {"uuid": "another rollout's image", "image_embeds": "x", "url": METADATA}
-    held = {"type": "image_url", "image_url": {**extra, "url": IMAGE, "detail": "low"}, **extra}
-    message = {**user(held, {"type": "text", "text": "a", **extra}), **extra, "media": [METADATA]}
-    _, _, (asked,) = send(CHAT, {"messages": [message]})
-    image = {"type": "image_url", "image_url": {"url": IMAGE, "detail": "low"}}
-    assert asked["messages"] == [user(image, {"type": "text", "text": "a"})]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "#EXTM3U\n#EXTINF:1,\nhttp://169.254.169.254/latest/meta-data\n#EXT-X-ENDLIST\n",
-        "ffconcat version 1.0\nfile /etc/passwd\n",
-        '<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
-        "#EXTM3U\n#\0\nhttp://169.254.169.254/latest/meta-data\n",
-        "#EXTM3U\n#\N{NO-BREAK SPACE}\nhttp://169.254.169.254/latest/meta-data\n",
-        "\N{ZERO WIDTH NO-BREAK SPACE}#EXTM3U\nhttp://169.254.169.254/latest/meta-data\n",
-        "%!PS-Adobe-3.0 EPSF-3.0\n\0",
-        "\0<svg/>",
-        "",
-    ],
-)
+@pytest.mark.parametrize("text", CASES["texts"])
 def test_a_medium_that_is_text_could_name_what_is_fetched(text: str) -> None:
     """So only formats pass that are known by their first bytes."""
     held = base64.b64encode(text.encode()).decode()
@@ -156,80 +117,54 @@ def test_usual_media_pass(kind: str, first: bytes) -> None:
     assert send(*chat(part(url, f"{kind}_url")))[0] == 200
 
 
-COUNT = "v1/messages/count_tokens"
+LONG = "c" * 70_000
+NESTED = [
+    *CASES["nested"],
+    (CHAT, calling(id=LONG, **function(arguments="")), "tool_calls[0].id"),
+    (CHAT, {"messages": [{"role": "x" * 65, "content": "a"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": LONG}]}, "tool_call_id"),
+    (RESPONSES, {"input": "a", "reasoning": {"effort": "x" * 65}}, "reasoning.effort"),
+    (TEXT, {"prompt": ["a"] * 128, "n": 2}, "n "),
+    (
+        "v1/messages/count_tokens",
+        {"messages": [user()], "chat_template_kwargs": {"a": "x" * 20_000}},
+        "chat_template_kwargs",
+    ),
+]
 
 
-def calls(*made: Any) -> Json:
-    return {"messages": [{"role": "assistant", "content": None, "tool_calls": list(made)}]}
-
-
-def function(**fields: Any) -> Json:
-    return {"type": "function", "function": {"name": "a", **fields}}
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "place"),
-    [
-        (CHAT, {"messages": [{"role": 5, "content": "a"}]}, "messages[0].role"),
-        (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
-        (CHAT, calls("a"), "tool_calls[0]"),
-        (CHAT, calls({"type": "mcp"}), "tool_calls[0].type"),
-        (CHAT, calls({"id": [METADATA]}), "tool_calls[0].id"),
-        (CHAT, calls({"id": "c" * 70_000, **function(arguments="")}), "tool_calls[0].id"),
-        (CHAT, calls({"id": "c", **function(arguments=5)}), "tool_calls[0].function.arguments"),
-        (CHAT, {"messages": [{"role": "x" * 65, "content": "a"}]}, "messages[0].role"),
-        (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "c" * 70_000}]},
-         "messages[0].tool_call_id"),
-        (CHAT, calls(function(arguments=[METADATA])), "tool_calls[0].function.arguments"),
-        *(
-            (CHAT, {"messages": [{"role": "user", "content": "a", name: {"url": METADATA}}]}, name)
-            for name in ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
-        ),
-        *(
-            (CHAT, {"messages": [user()], "tools": [function(**{name: [METADATA]})]}, name)
-            for name in ("description", "parameters", "strict")
-        ),
-        (RESPONSES, {"input": "a", "tools": [{"type": "function", "name": "a", "strict": 1}]},
-         "tools[0].strict"),
-        (MESSAGES, {"max_tokens": 9, "messages": [user()], "tools": [
-            {"name": "a", "description": [METADATA], "input_schema": {}}]}, "tools[0].description"),
-        (CHAT, {"messages": [user()], "response_format": {"structures": []}},
-         "response_format.type"),
-        (CHAT, {"messages": [user()], "response_format": {"type": "text", "structures": []}},
-         "response_format.structures"),
-        (CHAT, {"messages": [user()], "tool_choice": {"type": "mcp", "url": METADATA}},
-         "tool_choice.type"),
-        (RESPONSES, {"input": "a", "reasoning": {"effort": "x" * 65}}, "reasoning.effort"),
-        (TEXT, {"prompt": ["a"] * 128, "n": 2}, "n "),
-        (COUNT, {"messages": [user()], "chat_template_kwargs": {"chat_template": "x"}},
-         "chat_template_kwargs.chat_template"),
-        (COUNT, {"messages": [user()], "chat_template_kwargs": {"a": "x" * 20_000}},
-         "chat_template_kwargs"),
-        (COUNT, {"messages": [user()], "priority": 1}, "priority"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "body", "place"), NESTED)
 def test_what_is_nested_has_types_and_bounds(path: str, body: Json, place: str) -> None:
     refused(path, body, place)
 
 
 def test_only_listed_fields_of_what_is_nested_go_on() -> None:
-    extra = {"url": METADATA, "image_url": {"url": METADATA}}
+    extra = {"uuid": "another rollout's image", "image_embeds": "x", "url": METADATA}
+    held = {"type": "image_url", "image_url": {**extra, "url": IMAGE, "detail": "low"}, **extra}
+    message = {**user(held, {"type": "text", "text": "a", **extra}), **extra, "media": [METADATA]}
+    image = {"type": "image_url", "image_url": {"url": IMAGE, "detail": "low"}}
     call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{}"}}
-    made = {**call, "function": {**call["function"], **extra}, **extra}  # type: ignore[dict-item]
+    made = {**call, "function": {"name": "a", "arguments": "{}", **extra}, **extra}
     said = {"role": "assistant", "content": None}
-    choice = {"type": "function", "function": {"name": "a", **extra}, **extra}
-    body = {"messages": [{**said, "tool_calls": [made], "reasoning_details": [extra]}]}
-    status, _, (asked,) = send(CHAT, {**body, "tools": [function()], "tool_choice": choice})
+    tool = {"description": "A.", "parameters": {"type": "object"}}
+    body = {
+        "messages": [message, {**said, "tool_calls": [made], "reasoning_details": [extra]}],
+        "tools": [{**function(**tool, **extra, server_label="x"), **extra}],
+        "tool_choice": {**function(**extra), **extra},
+    }
+    status, _, (asked,) = send(CHAT, body)
     assert status == 200
-    assert asked["messages"] == [{**said, "tool_calls": [call]}]
-    assert asked["tool_choice"] == {"type": "function", "function": {"name": "a"}}
+    assert asked["messages"] == [
+        user(image, {"type": "text", "text": "a"}),
+        {**said, "tool_calls": [call]},
+    ]
+    assert (asked["tools"], asked["tool_choice"]) == ([function(**tool)], function())
 
 
 def test_a_chat_may_allow_some_of_its_tools() -> None:
-    other = {"type": "function", "function": {"name": "b"}}
     allowed = {"mode": "required", "tools": [function()]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    body = {"messages": [user()], "tools": [function(), other], "tool_choice": choice}
+    body = {"messages": [user()], "tools": [function(), function("b")], "tool_choice": choice}
     _, _, (asked,) = send(CHAT, body)
     assert (asked["tools"], asked["tool_choice"]) == ([function()], "required")
 
@@ -270,73 +205,21 @@ def test_media_are_bounded_each_and_together() -> None:
 
 # Fields
 
-DIALECTS = pytest.mark.parametrize("path", PLAIN)
-CONTROL: Json = {
-    "chat_template": "{{ raise_exception('x') }}",
-    "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "169.254.169.254"},
-    "priority": -1_000_000,
-    "request_id": "other",
-    "cache_salt": "x",
-    "vllm_xargs": {"a": 1},
-    "mm_processor_kwargs": {"num_crops": 10**9},
-    "media_io_kwargs": {"video": {"num_frames": -1}},
-    "lora_request": {"lora_path": "/"},
-    "documents": [{"text": "x"}],
-    "prompt_logprobs": 20,
-    "prompt_embeds": "gAN9cQAu",
-    "logits_processors": ["os.system"],
-    "repetition_detection": {},
-}
-CONSTRAINTS: Json = {
-    "structured_outputs": {"regex": BACKTRACKS},
-    "guided_regex": BACKTRACKS,
-    "guided_json": {"type": "object"},
-    "guided_choice": ["a"],
-    "guided_grammar": 'root ::= "a"',
-    "logit_bias": {"5": 100},
-    "allowed_token_ids": [5],
-    "bad_words": ["wrong"],
-    "min_tokens": 10_000,
-    "ignore_eos": True,
-    "thinking_token_budget": 1,
-}
-FORCED = ("truncate_prompt_tokens", "use_beam_search", "best_of")
-
 
 @DIALECTS
-@pytest.mark.parametrize("name", [*CONTROL, *CONSTRAINTS, *FORCED])
+@pytest.mark.parametrize("name", CASES["control"])
 def test_what_steers_the_engine_is_refused_by_name(path: str, name: str) -> None:
-    value = (CONTROL | CONSTRAINTS).get(name, 5)
-    refused(path, {**PLAIN[path], name: value}, name)
+    refused(path, {**PLAIN[path], name: CASES["control"][name]}, name)
 
 
 @DIALECTS
 def test_what_clients_send_by_themselves_is_dropped(path: str) -> None:
-    accounts = ("metadata", "prompt_cache_retention", "service_tier", "store", "user")
-    sent: Json = {name: {} if name == "metadata" else name == "store" or "x" for name in accounts}
-    samplers = {"temperature": 0.1, "top_p": 0.1, "top_k": 1, "min_p": 0.9, "length_penalty": 2}
-    status, _, (asked,) = send(path, {**PLAIN[path], **sent, **samplers})
+    status, _, (asked,) = send(path, {**PLAIN[path], **CASES["dropped"]})
     _, _, (plain,) = send(path, PLAIN[path])
-    assert status == 200
-    assert asked == plain
+    assert (status, asked) == (200, plain)
 
 
-FORWARDED: Json = {
-    "n": 2,
-    "seed": 3,
-    "stop": ["x"],
-    "stop_sequences": ["x"],
-    "stop_token_ids": [5],
-    "parallel_tool_calls": True,
-    "top_logprobs": 2,
-    "reasoning_effort": "low",
-    "chat_template_kwargs": {"tone": 1},
-    "max_tokens": 9,
-    "max_completion_tokens": 9,
-    "max_output_tokens": 9,
-    "skip_special_tokens": False,
-    "logprobs": 2,
-}
+FORWARDED: Json = CASES["forwarded"]
 KNOWN = {
     *("model", "messages", "prompt", "max_tokens", "temperature", "top_p", "logprobs"),
     *(FORWARDED.keys() - {"stop_sequences", "max_output_tokens"}),
@@ -347,7 +230,7 @@ KNOWN = {
 @given(
     path=st.sampled_from(list(PLAIN)),
     extra=st.dictionaries(
-        st.text(min_size=1, max_size=12) | st.sampled_from([*CONTROL, *CONSTRAINTS, *FORCED]),
+        st.text(min_size=1, max_size=12) | st.sampled_from([*CASES["control"]]),
         json_values,
         max_size=3,
     ),
@@ -411,15 +294,6 @@ def test_a_run_may_pass_on_what_is_dropped_otherwise() -> None:
     assert (asked["service_tier"], "user" in asked) == ("flex", False)
 
 
-def test_only_listed_fields_of_a_tool_go_on() -> None:
-    function = {"name": "a", "description": "A.", "parameters": {"type": "object"}}
-    extra = {"url": METADATA, "server_label": "x"}
-    tool = {"type": "function", "function": {**function, **extra}, **extra}
-    _, _, (asked,) = send(CHAT, {**PLAIN[CHAT], "tools": [tool]})
-    assert asked["tools"] == [{"type": "function", "function": function}]
-    refused(CHAT, {**PLAIN[CHAT], "tools": [{"type": "mcp", **extra}]}, "tools[0].type 'mcp'")
-
-
 @pytest.mark.parametrize(
     ("written", "arrives"),
     [(r'{"a": "\udabc!"}', "\ufffd!"), (r'{"a": "\ud83d\ude00"}', "\U0001f600")],
@@ -431,3 +305,52 @@ def test_half_a_surrogate_pair_in_arguments_is_replaced(written: str, arrives: s
     _, _, (asked,) = send(CHAT, {"messages": [*PLAIN[CHAT]["messages"], said, answer]})
     arguments = asked["messages"][1]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == {"a": arrives}
+
+
+# What constrains what is sampled
+
+
+@pytest.mark.parametrize(("path", "fields"), CASES["constrained"])
+def test_a_run_may_refuse_everything_that_constrains_what_is_sampled(
+    path: str, fields: Json
+) -> None:
+    body = {**PLAIN[path], **fields}
+    assert send(path, body)[0] == 200
+    refused(path, body, "--tokens.constraints forms", constraints="none")
+    assert send(path, PLAIN[path], constraints="none")[0] == 200
+
+
+def enforced(schema: Json) -> list[tuple[str, Json]]:
+    """Requests of three APIs whose answers the engine holds to `schema`."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    tool = {"type": "function", "name": "add", "parameters": schema, "strict": True}
+    output = {"format": {"type": "json_schema", "schema": schema}}
+    return [
+        (CHAT, {**PLAIN[CHAT], "response_format": form}),
+        (RESPONSES, {**PLAIN[RESPONSES], "tools": [tool]}),
+        (MESSAGES, {**PLAIN[MESSAGES], "output_config": output}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *CASES["schemas"],
+        {"properties": {f"p{n}": {"pattern": "a{100}"} for n in range(11)}},
+        {"enum": ["x" * 1000] * 280},
+    ],
+)
+def test_a_schema_that_is_hard_for_the_engine_is_refused(schema: Json) -> None:
+    for path, body in enforced(schema):
+        status, _, asked = send(path, body)
+        assert (status, asked) == (400, [])
+        assert send(path, body, constraints="all")[0] == (400 if "enum" in schema else 200)
+
+
+def test_an_ordinary_pattern_passes_and_any_schema_that_nothing_enforces() -> None:
+    for pattern in CASES["patterns"]:
+        for path, body in enforced({"type": "string", "pattern": pattern}):
+            assert send(path, body)[0] == 200
+    body = {**PLAIN[CHAT], "tools": [function(parameters={"pattern": BACKTRACKS})]}
+    assert send(CHAT, body)[0] == 200
+    refused(CHAT, {**body, "tool_choice": "required"}, "parameters.pattern")
