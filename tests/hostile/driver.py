@@ -1,11 +1,10 @@
-# ruff: noqa: E501 - whole programs in strings
 """Runs all hostile programs, and the ordinary ones, against one backend; tells what got through.
 
     python -m hostile.driver BACKEND [--only WORDS] [--every 1] [--at-a-time 8] [--image IMAGE]
         [--elsewhere]                                                                   (in tests/)
 
-It plays the server: the secrets are in its own environment, arguments and folder. The report is the last line
-of its output, as JSON.
+It plays the server: the secrets are in its own environment, arguments and folder. The report is the
+last line of its output, as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,23 +31,21 @@ from envserver import ExecResult, Sandbox, SandboxError, Sandboxes, SandboxSpec
 from envserver.sandbox.remote.address import RemoteAddress
 from envserver.sandbox.remote.machines import Machines
 
-from . import agents, channel, cleanup, controls, disclosure, files, kernel, limits, network, output
-from . import processes as process_control
 from .host import Host, children, random_secret
-from .program import Hostile, Ordinary, Told, python, shell
+from .program import Program, Told, python, shell, table
 
-CATEGORIES: dict[str, Sequence[Hostile | Ordinary]] = {
-    "disclosure": disclosure.PROGRAMS,
-    "process control": process_control.PROGRAMS,
-    "clean-up": cleanup.PROGRAMS,
-    "kernel surface": kernel.PROGRAMS,
-    "limits": limits.PROGRAMS,
-    "output": output.PROGRAMS,
-    "files": files.PROGRAMS,
-    "network": network.PROGRAMS,
-    "result channel": channel.PROGRAMS,
-    "agents in process": agents.PROGRAMS,
-}
+TABLES = [
+    "disclosure",
+    "processes",
+    "cleanup",
+    "kernel",
+    "limits",
+    "output",
+    "files",
+    "network",
+    "channel",
+    "agents",
+]
 _GRACE_SECONDS = 60.0
 _SECRET_VARIABLE = "SERVER_API_KEY"
 _PR_SET_CHILD_SUBREAPER = 36
@@ -88,28 +85,26 @@ async def report_on(
         async with _host(making, Path(name)) as (boxes, host, isolation):
             turns = asyncio.Semaphore(at_a_time)
 
-            async def one(category: str, program: Hostile | Ordinary) -> Verdict:
+            async def one(category: str, program: Program) -> Verdict:
                 async with turns:
                     verdict = Verdict(category, program.name)
-                    if isinstance(program, Hostile):
+                    if program.must:
                         await _try_hostile(program, verdict, boxes, host)
                     else:
-                        await _try_ordinary(program, verdict, boxes, host)
+                        await _try_ordinary(program, verdict, boxes)
                     return verdict
 
-            async def those(programs: dict[str, Sequence[Hostile | Ordinary]]) -> list[Verdict]:
+            async def those(*names: str) -> list[Verdict]:
                 chosen = [
-                    one(category, program)
-                    for category, programs_of_it in programs.items()
-                    for program in programs_of_it
+                    (category, program)
+                    for category, programs in map(table, names)
+                    for program in programs
                     if only in f"{category}: {program.name}" and _is_there(program.needs, image)
                 ]
-                for left_out in [one for number, one in enumerate(chosen) if number % every]:
-                    left_out.close()
-                return list(await asyncio.gather(*chosen[::every]))
+                return list(await asyncio.gather(*(one(*each) for each in chosen[::every])))
 
-            programs = await those(CATEGORIES)
-            ordinary = await those({"controls": controls.CONTROLS})
+            programs = await those(*TABLES)
+            ordinary = await those("controls")
         os.chdir("/")
         afterwards = [f"process {pid} is left: {words}" for pid, words in children().items()]
     took = time.monotonic() - began
@@ -162,7 +157,7 @@ async def _stay(neighbour: Sandbox, words: list[str]) -> None:
         await neighbour.exec(["sh", "-c", source, words[2]], env={"SECRET": words[1]})
 
 
-async def _try_hostile(program: Hostile, verdict: Verdict, boxes: Sandboxes, host: Host) -> None:
+async def _try_hostile(program: Program, verdict: Verdict, boxes: Sandboxes, host: Host) -> None:
     """Runs it and its follow-up in a sandbox of its own, and looks at the host before the end."""
     mark = f"hx{secrets.token_hex(5)}"
     with ExitStack() as stack:
@@ -182,7 +177,7 @@ async def _try_hostile(program: Hostile, verdict: Verdict, boxes: Sandboxes, hos
 
 
 async def _use_sandbox(
-    program: Hostile, verdict: Verdict, boxes: Sandboxes, host: Host, told: Told
+    program: Program, verdict: Verdict, boxes: Sandboxes, host: Host, told: Told
 ) -> bytes:
     """All that came out of the sandbox, by the program or by reading what it left."""
     seen = b""
@@ -205,7 +200,7 @@ async def _use_sandbox(
     return seen
 
 
-async def _run(box: Sandbox, program: Hostile | Ordinary, told: Told) -> ExecResult:
+async def _run(box: Sandbox, program: Program, told: Told) -> ExecResult:
     if program.language == "shell":
         argv = ["/bin/sh", "-c", program.source, str(told["MARK"])]
         return await box.exec(argv, limits=program.limits)
@@ -216,7 +211,7 @@ def _ending(result: ExecResult) -> str:
     return f"signal {result.signal}" if result.signal is not None else f"exit {result.exit}"
 
 
-def _of_result(program: Hostile, result: ExecResult, verdict: Verdict) -> list[str]:
+def _of_result(program: Program, result: ExecResult, verdict: Verdict) -> list[str]:
     found = []
     if program.ends and verdict.ended not in program.ends:
         told = result.stderr[-300:].decode(errors="replace")
@@ -255,8 +250,8 @@ async def _knocking(port: int, mark: str) -> AsyncIterator[list[str]]:
         await asyncio.gather(knocking, return_exceptions=True)
 
 
-async def _try_ordinary(program: Ordinary, verdict: Verdict, boxes: Sandboxes, host: Host) -> None:
-    spec = SandboxSpec(files=program.files or {}, limits=program.limits)
+async def _try_ordinary(program: Program, verdict: Verdict, boxes: Sandboxes) -> None:
+    spec = SandboxSpec(files=program.files, limits=program.limits)
     try:
         async with boxes.open(spec) as box:
             if program.language == "shell":
@@ -268,6 +263,7 @@ async def _try_ordinary(program: Ordinary, verdict: Verdict, boxes: Sandboxes, h
         return
     verdict.ended = result.killed_by or _ending(result)
     verdict.seconds = round(result.usage.wall_seconds, 2)
+    assert program.prints is not None
     if not result.ok or program.prints not in result.stdout.decode():
         told = (result.stdout[-500:] + result.stderr[-1500:]).decode(errors="replace")
         verdict.escapes.append(f"does not work ({verdict.ended}): {told}")

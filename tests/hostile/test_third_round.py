@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tomllib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import msgspec
@@ -30,12 +29,12 @@ from envserver.rollouts.stream import group_id, stream_prefix
 
 from .test_proxy_fields import CHAT, RESPONSES, TEXT, send
 from .test_swe_public_cheats import GOLD, patch, public_task
-from .third_round_programs import MATH, PATCHES, SANDBOXED, SOLUTIONS, TEXTS
 
+TABLES = tomllib.loads((Path(__file__).parent / "programs/third_round.toml").read_text())
 GROUP = "application/vnd.envserver.group+msgpack"
 GROUPS = "application/vnd.envserver.group-list+msgpack"
-ZEROS = b"0" * 5000
-NINES = b"9" * 5000
+LONG = {"ZEROS": "0", "NINES": "9", "RANGES": "0-,", "EQUALS": "="}
+BODY = json.dumps({"messages": ASK}).encode()
 
 
 async def exchange(url: str, sent: bytes) -> bytes:
@@ -49,36 +48,16 @@ async def exchange(url: str, sent: bytes) -> bytes:
         writer.close()
 
 
-def request(path: str, body: bytes, *headers: bytes, method: str = "POST") -> bytes:
-    lines = [f"{method} {path} HTTP/1.1".encode(), b"connection: close", *headers]
-    return b"\r\n".join([*lines, b"", b""]) + body
+def request(path: str, body: bytes, *headers: str, method: str = "POST") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "connection: close", *headers]
+    text = "\r\n".join([*lines, "", ""])
+    for name, word in LONG.items():
+        text = text.replace(name, word * 5000)
+    return text.encode("latin-1") + body
 
 
 def status(answer: bytes) -> int:
     return int(answer.partition(b" ")[2][:3])
-
-
-BODY = json.dumps({"messages": ASK}).encode()
-CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
-HOST, LENGTH = b"host: 127.0.0.1", b"content-length: %d" % len(BODY)
-FRAMES: dict[str, tuple[bytes, tuple[bytes, ...], int]] = {
-    "a length after 5,000 zeros": (BODY, (b"content-length: " + ZEROS + LENGTH[16:],), 200),
-    "a length of 5,000 digits": (BODY, (b"content-length: " + NINES,), 400),
-    "a retry of 5,000 digits": (BODY, (LENGTH, b"x-stainless-retry-count: " + NINES), 200),
-    "two lengths": (BODY, (LENGTH, b"content-length: 3"), 400),
-    "a negative length": (BODY, (b"content-length: -3",), 400),
-    "a length with a sign": (BODY, (b"content-length: +9",), 400),
-    "a length and chunks": (CHUNKED, (LENGTH, b"transfer-encoding: chunked"), 400),
-    "chunks of another name": (CHUNKED, (b"transfer-encoding: xchunked",), 400),
-    "a chunk of 2^72": (b"f" * 18 + b"\r\n" + BODY, (b"transfer-encoding: chunked",), 400),
-    "a zero byte in a header": (BODY, (LENGTH, b"x: a\0b"), 400),
-    "a folded header": (BODY, (LENGTH, b"x: a\r\n b"), 400),
-    "a space before the colon": (BODY, (LENGTH, b"content-length : 1"), 400),
-    "no gzip": (BODY, (LENGTH, b"content-encoding: gzip"), 400),
-    "gzip twice": (BODY, (LENGTH, b"content-encoding: gzip, gzip"), 400),
-    "an agent of no text": (BODY, (LENGTH, b"x-agent: \xff\xfe"), 400),
-    "another's key": (BODY, (LENGTH, b"authorization: Bearer OTHER"), 401),
-}
 
 
 @pytest.fixture
@@ -87,15 +66,29 @@ async def home() -> AsyncIterator[House]:
         yield made
 
 
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    async with running_api(tmp_path / "store.db") as served:
+        yield served
+
+
 async def test_no_frame_of_http_reaches_another_rollout(home: House) -> None:
     (victim, client), (attempt, _) = home.open(), home.open()
-    told = {}
-    for name, (body, headers, expected) in FRAMES.items():
-        sent = request(f"/r/{attempt.key}/v1/chat/completions", body, HOST, *headers)
-        answer = await exchange(home.url, sent.replace(b"OTHER", victim.key.encode()))
+    chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+    wrong = {}
+    for name, row in TABLES["frames"].items():
+        expected, *headers = row if isinstance(row[0], int) else (400, *row)
+        body = BODY
+        if any("chunked" in header for header in headers):
+            body = b"f" * 18 + b"\r\n" + BODY if "2^72" in name else chunks
+        sent = request(f"/r/{attempt.key}/v1/chat/completions", body, *headers)
+        for word, value in (("LENGTH", str(len(BODY))), ("OTHER", victim.key)):
+            sent = sent.replace(word.encode(), value.encode())
+        answer = await exchange(home.url, sent)
         assert answer.count(b"HTTP/1.1 ") == 1, name
-        told[name] = (status(answer), expected)
-    assert {name: both for name, both in told.items() if both[0] != both[1]} == {}
+        if status(answer) != expected:
+            wrong[name] = status(answer)
+    assert not wrong
     assert not victim.calls
     assert (await chat(client)).message.content
 
@@ -107,10 +100,10 @@ async def test_no_path_leads_to_another_rollout(home: House) -> None:
     paths += ["v1//models", "v1/models%00", "V1/MODELS", "tokenize", "load_lora_adapter", "pause"]
     for path in paths:
         for method in ("GET", "POST"):
-            sent = request(f"/r/{attempt.key}/{path}", b"", HOST, method=method)
+            sent = request(f"/r/{attempt.key}/{path}", b"", method=method)
             assert status(await exchange(home.url, sent)) == 404, path
     for stranger in (key[:-1], key + "x", key.swapcase(), "", "%00", "*", "a" * 5000):
-        sent = request(f"/r/{stranger}/v1/models", b"", HOST, method="GET")
+        sent = request(f"/r/{stranger}/v1/models", b"", method="GET")
         assert status(await exchange(home.url, sent)) == 404, stranger
     assert (await chat(client)).message.content
 
@@ -118,7 +111,7 @@ async def test_no_path_leads_to_another_rollout(home: House) -> None:
 async def test_pipelined_calls_and_kept_connections_pass_no_limit(home: House) -> None:
     attempt, _ = home.open(max_turns=2)
     path = f"/r/{attempt.key}/v1/chat/completions"
-    one = request(path, BODY, HOST, LENGTH)
+    one = request(path, BODY, f"content-length: {len(BODY)}")
     kept = one.replace(b"connection: close", b"connection: keep-alive")
     answer = await exchange(home.url, kept * 11 + one)
     assert answer.count(b"HTTP/1.1 200") == len(attempt.calls) == 2
@@ -176,13 +169,10 @@ async def test_no_program_leaves_its_sandbox(
                 assert after.stdout == b"fine\n" or ran.killed_by, source
                 return ran.stdout + after.stdout
 
-        outputs = await asyncio.gather(*map(said, SANDBOXED.values()))
-    through = [
-        name
-        for name, text in zip(SANDBOXED, outputs, strict=True)
-        if b"GOT" in text or b"plover" in text
-    ]
-    assert through == []
+        programs = TABLES["sandboxed"]
+        outputs = await asyncio.gather(*map(said, programs.values()))
+    told = zip(programs, outputs, strict=True)
+    assert [name for name, text in told if b"GOT" in text or b"plover" in text] == []
 
 
 @pytest.mark.parametrize("kind", ["literals", "methods", "variables"])
@@ -191,7 +181,7 @@ async def test_no_patch_is_paid_for_less_than_a_repair(
 ) -> None:
     """Without the search for suspicious code."""
     monkeypatch.setattr("envserver_environments.swe.grading.FRAUD", frozenset())
-    programs = {name: dedent(text) for name, text in PATCHES.items()} | {"a repair": GOLD}
+    programs = TABLES["patches"] | {"a repair": GOLD}
     async with sandboxes() as opened:
         swe = Swe()
         swe.sandboxes = opened
@@ -203,16 +193,7 @@ async def test_no_patch_is_paid_for_less_than_a_repair(
     assert paid == ["a repair"]
 
 
-def unpaid(environment: str, rows: list[dict[str, Any]]) -> None:
-    scored = envserver.score(environment, rows, processes=1).rows
-    assert [
-        (row.get("response", "")[:60], one["reward"], one["error"])
-        for row, one in zip(rows, scored, strict=True)
-        if one["reward"] or one["error"]
-    ] == []
-
-
-def test_no_solution_is_paid_that_computes_nothing() -> None:
+def code_rows() -> list[dict[str, Any]]:
     function = {
         "instruction": "i",
         "entry_point": "f",
@@ -220,111 +201,94 @@ def test_no_solution_is_paid_that_computes_nothing() -> None:
         "testcase": ["assert f(1) == [1, 2]", "assert f(2) == [2, 3]", "assert len(f(3)) == 2"],
     }
     pairs = [{"input": "1", "output": "17"}, {"input": "2", "output": "34"}]
-    tasks = (function, {"instruction": "i", "tests": pairs})
-    unpaid(
-        "code",
-        [
-            {"task": task, "response": f"```python\n{source}\n```"}
-            for source in SOLUTIONS.values()
-            for task in tasks
-        ],
-    )
-
-
-def test_no_formula_is_paid_that_is_not_the_answer() -> None:
-    unpaid("math", [{"task": {"question": "q", "answer": "#### 42"}, "response": t} for t in MATH])
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_no_text_is_paid_that_names_several_answers(name: str) -> None:
-    task, texts = TEXTS[name]
-    unpaid(name, [{"task": task, "response": text} for text in texts])
-
-
-@asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Api]:
-    async with running_api(folder / "store.db") as api:
-        yield api
-
-
-@pytest.mark.parametrize("path", ["/register", "/v1/environments/x/groups", "/v1/runs"])
-async def test_no_header_makes_the_api_fail(tmp_path: Path, path: str) -> None:
-    headers = [
-        b"content-length: " + ZEROS + b"2",
-        b"content-length: 2\r\nlast-event-id: " + NINES,
-        b"content-length: 2\r\nrange: bytes=" + b"0-," * 5000,
-        b"content-length: 2\r\naccept-encoding: gzip;q=" + NINES,
-        b"content-length: 2\r\nauthorization: Bearer \xff\xfe",
-        b"content-length: 2\r\nauthorization: Basic " + b"=" * 5000,
+    return [
+        {"task": task, "response": f"```python\n{source}\n```"}
+        for source in TABLES["solutions"].values()
+        for task in (function, {"instruction": "i", "tests": pairs})
     ]
-    async with serving(tmp_path) as api:
-        for header in headers:
-            assert 200 <= status(await exchange(api.url, request(path, b"{}", HOST, header))) < 500
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"origin: null",
-        b"origin: http://127.0.0.1:9999",
-        b"origin: http://127.0.0.1.evil.example",
-        b"origin: file://",
-        b"sec-fetch-site: same-site",
-        b"sec-fetch-site: cross-site",
-        b"content-type: text/plain\r\norigin: http://evil.example",
-    ],
-)
-async def test_no_page_of_another_origin_changes_anything(tmp_path: Path, header: bytes) -> None:
+def math_rows() -> list[dict[str, Any]]:
+    texts = [*TABLES["math"], r"\boxed{" + "(" * 5000 + "41" + ")" * 5000 + "}"]
+    texts += [r"\boxed{" + r"\frac{1}{" * 3000 + "2" + "}" * 3000 + "}"]
+    texts += [r"\boxed{" + "9**" * 200 + "9}"]
+    return [{"task": {"question": "q", "answer": "#### 42"}, "response": text} for text in texts]
+
+
+@pytest.mark.parametrize("environment", ["code", "math", *TABLES["answers"]])
+def test_nothing_is_paid_that_is_not_the_answer(environment: str) -> None:
+    """Solutions that compute nothing, formulas, and texts that name several answers."""
+    if environment in ("code", "math"):
+        rows = code_rows() if environment == "code" else math_rows()
+    else:
+        answers = TABLES["answers"][environment]
+        texts = [one if isinstance(one, str) else one[0] * one[1] for one in answers["texts"]]
+        rows = [{"task": answers["task"], "response": text} for text in texts]
+    scored = envserver.score(environment, rows, processes=1).rows
+    assert [
+        (row["response"][:60], one["reward"], one["error"])
+        for row, one in zip(rows, scored, strict=True)
+        if one["reward"] or one["error"]
+    ] == []
+
+
+async def test_no_header_makes_the_api_fail(api: Api) -> None:
+    for path in ("/register", "/v1/environments/x/groups", "/v1/runs"):
+        for name, header in TABLES["headers"].items():
+            answer = await exchange(api.url, request(path, b"{}", header))
+            assert 200 <= status(answer) < 500, (path, name)
+
+
+async def test_no_page_of_another_origin_changes_anything(api: Api) -> None:
     body = json.dumps(REGISTRATION).encode()
-    length = b"content-length: %d" % len(body)
-    async with serving(tmp_path) as api:
-        answer = await exchange(api.url, request("/register", body, HOST, length, header))
-        assert status(answer) == 403
+    for header in TABLES["origins"]:
+        sent = request("/register", body, f"content-length: {len(body)}", header)
+        answer = await exchange(api.url, sent)
+        assert status(answer) == 403, header
         assert b"allow-origin" not in answer
-        assert (await api.get("/info"))["batch_size"] == -1
+    assert (await api.get("/info"))["batch_size"] == -1
 
 
-async def test_a_runner_that_lies_stores_nothing_and_harms_nobody(tmp_path: Path) -> None:
+async def test_a_runner_that_lies_stores_nothing_and_harms_nobody(api: Api) -> None:
     def registration(name: str) -> dict[str, Any]:
         facts = {"instance": f"instance-of-{name}", "env": "math", "split": "train", "seed": 0}
         return {"name": name, "group_size": 2, **facts}
 
-    async with serving(tmp_path) as api:
-        liar, honest = [
-            (await api.http.post("/v1/environments", json=registration(name))).json()
-            for name in ("liar", "honest")
-        ]
+    liar, honest = [
+        (await api.http.post("/v1/environments", json=registration(name))).json()
+        for name in ("liar", "honest")
+    ]
 
-        async def post(content: bytes, key: str = liar["key"], kind: str = GROUP) -> Any:
-            place = f"/v1/environments/{liar['id']}/groups"
-            headers = {"x-environment-key": key, "content-type": kind}
-            return await api.http.post(place, content=content, headers=headers)
+    async def post(content: bytes, key: str = liar["key"], kind: str = GROUP) -> Any:
+        place = f"/v1/environments/{liar['id']}/groups"
+        headers = {"x-environment-key": key, "content-type": kind}
+        return await api.http.post(place, content=content, headers=headers)
 
-        good = native_group(ID)
-        lies = [
-            lie(tokens=np.array([-1, 2, 3, 4, 5], np.int32)),
-            lie(tokens=np.array([1], np.int32)),
-            *(lie(logprobs=row(value)) for value in (np.nan, np.inf, -np.inf, 5.0)),
-            lie(mask=np.array([0, 7, 1, 1, 1], np.uint8)),
-            lie(versions=np.full(5, 2**31 - 1, np.int32)),
-            lie(calls=np.full(5, 10**6, np.int32)),
-            *(native_group(ID, score=Score(reward=value)) for value in (float("nan"), 1e308, -1.0)),
-            native_group(ID, trajectories=0),
-            native_group(ID, env="gaia"),
-            native_group("../../etc/passwd\0"),
-        ]
-        wrong = [msgspec.structs.replace(good, index=2**62), msgspec.structs.replace(good, seed=1)]
-        wrong.append(msgspec.structs.replace(good, created_at=float("nan")))
-        sent = [*map(pack, lies + wrong), b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 5000]
-        for number, content in enumerate(sent):
-            alone = await post(content)
-            listed = await post(msgspec.msgpack.encode([content]), kind=GROUPS)
-            assert (alone.status_code, listed.status_code) == (422, 200), (number, alone.text)
-            assert len(listed.json()["refused"]) == 1, number
-        assert (await post(pack(good), key=honest["key"])).status_code == 401
-        assert (await api.get("/v1/status"))["groups"]["queued"] == 0
-        assert (await post(pack(good))).status_code == 200
-        assert (await api.get("/v1/status"))["groups"]["queued"] == 1
+    good = native_group(ID)
+    lies = [
+        lie(tokens=np.array([-1, 2, 3, 4, 5], np.int32)),
+        lie(tokens=np.array([1], np.int32)),
+        *(lie(logprobs=row(value)) for value in (np.nan, np.inf, -np.inf, 5.0)),
+        lie(mask=np.array([0, 7, 1, 1, 1], np.uint8)),
+        lie(versions=np.full(5, 2**31 - 1, np.int32)),
+        lie(calls=np.full(5, 10**6, np.int32)),
+        *(native_group(ID, score=Score(reward=value)) for value in (float("nan"), 1e308, -1.0)),
+        native_group(ID, trajectories=0),
+        native_group(ID, env="gaia"),
+        native_group("../../etc/passwd\0"),
+    ]
+    wrong = [msgspec.structs.replace(good, index=2**62), msgspec.structs.replace(good, seed=1)]
+    wrong.append(msgspec.structs.replace(good, created_at=float("nan")))
+    sent = [*map(pack, lies + wrong), b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 5000]
+    for number, content in enumerate(sent):
+        alone = await post(content)
+        listed = await post(msgspec.msgpack.encode([content]), kind=GROUPS)
+        assert (alone.status_code, listed.status_code) == (422, 200), (number, alone.text)
+        assert len(listed.json()["refused"]) == 1, number
+    assert (await post(pack(good), key=honest["key"])).status_code == 401
+    assert (await api.get("/v1/status"))["groups"]["queued"] == 0
+    assert (await post(pack(good))).status_code == 200
+    assert (await api.get("/v1/status"))["groups"]["queued"] == 1
 
 
 ID = group_id(stream_prefix("math", "train", 0), 0, "task-1")
