@@ -57,6 +57,7 @@ class Verdict:
 
     category: str
     name: str
+    lets_through: tuple[str, ...]
     escapes: list[str] = field(default_factory=list)
     ended: str = ""
     seconds: float = 0.0
@@ -87,7 +88,7 @@ async def report_on(
 
             async def one(category: str, program: Program) -> Verdict:
                 async with turns:
-                    verdict = Verdict(category, program.name)
+                    verdict = Verdict(category, program.name, program.lets_through)
                     if program.must:
                         await _try_hostile(program, verdict, boxes, host)
                     else:

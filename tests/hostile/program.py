@@ -41,6 +41,7 @@ class Program:
         seconds: it must have returned by then (its wall time and a minute where unset).
         files: what is in its sandbox from the start.
         needs: a module or command without which it is left out.
+        lets_through: the backends that are known not to hold it, or not to let it work.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Program:
     preload: tuple[str, ...] = ()
     seconds: float | None = None
     needs: str | None = None
+    lets_through: tuple[str, ...] = ()
 
 
 def table(name: str) -> tuple[str, list[Program]]:
@@ -85,7 +87,7 @@ def _program(row: dict[str, Any], pieces: dict[str, str]) -> Program:
         row["then"] = running(pieces.get(source, source))
     for name, content in (files := row.pop("files", {})).items():
         files[name] = bytes(content) if isinstance(content, int) else content.encode()
-    for name in {"ends", "preload"} & row.keys():
+    for name in {"ends", "preload", "lets_through"} & row.keys():
         row[name] = tuple(row[name])
     return Program(files=files, **row)
 

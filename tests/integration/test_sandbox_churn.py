@@ -16,8 +16,15 @@ from pathlib import Path
 
 import pytest
 from envserver_records.errors import SandboxLost, SandboxUnavailable
-from hostile.host import alive_with
-from support.process_tree import command, descendants, mounts, open_files, own_megabytes, parents
+from support.process_tree import (
+    alive_with,
+    command,
+    descendants,
+    mounts,
+    open_files,
+    own_megabytes,
+    parents,
+)
 from support.sandbox_holder import STAY, STAYING
 from support.sandboxes import sandboxes
 from support.waiting import PATIENCE, until

@@ -39,6 +39,12 @@ class Joined:
         self.news = answer.json()
         return dict(self.news)
 
+    async def put(self, *indices: int, status: int = 200) -> None:
+        """Posts these groups of its stream; all are answered with `status`."""
+        for index in indices:
+            answer = await self.post(pack(self.group(index)))
+            assert answer.status_code == status, answer.text
+
     async def post(self, body: bytes) -> httpx.Response:
         return await self.send("POST", "/groups", content=body, headers=GROUP)
 

@@ -1,4 +1,4 @@
-"""What a server does for many joiners: registrations, polls and silence."""
+"""What a server does for many joiners: registrations, polls, silence, and the room they get."""
 
 from __future__ import annotations
 
@@ -13,37 +13,33 @@ from typing import Any
 
 import httpx
 import pytest
-from envserver_records.errors import StoreFull
-from envserver_records.records import pack
+from envserver_records.errors import ConflictError, StoreFull
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from sqlalchemy import create_engine, func, select
-from support.api import running_api
+from support.api import Api, running_api
 from support.clocks import Clock
 from support.cpu import cpu_limit
+from support.extent import examples
 from support.joined import join, registration
 from support.waiting import until
 
 from envserver.api.runners import runner
+from envserver.api.runners.allotment import ExtraCapacity, fair_shares
+from envserver.api.runners.local_sink import LocalEnvironmentSink
 from envserver.api.runners.polling import LONGEST_SECONDS, poll_seconds
 from envserver.api.runners.registry import RunnerRegistry
 from envserver.api.runners.sharing import SharedCapacity
 from envserver.remote import Heartbeat, Registration
 from envserver.remote.gate import RunnerGate
 from envserver.remote.link import Link
-from envserver.rollouts import Bounds
+from envserver.rollouts import CATCH_UP_GROUPS, Bounds, Share
 from envserver.store import GroupStore, open_store
 from envserver.store.demand import Demand
 from envserver.store.prefixes import begins_with
 from envserver.store.schema import groups
 
 MANY = 1000
-
-
-@pytest.fixture
-def silence(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock by which a server notices who is silent."""
-    clock = Clock()
-    monkeypatch.setattr("envserver.api.heartbeats.time", clock)
-    return clock
 
 
 def registry_of(store: GroupStore) -> RunnerRegistry:
@@ -96,76 +92,73 @@ async def test_the_registrations_of_an_older_store_are_taken_over(tmp_path: Path
 
 
 async def test_those_that_left_make_room_for_others(
-    tmp_path: Path, silence: Clock, monkeypatch: pytest.MonkeyPatch
+    store: GroupStore, silence: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_MOST_RUNNERS", 3)
-    async with open_store(tmp_path / "store.db") as store:
-        registry = registry_of(store)
-        first = [await registry.register(wanted(n)) for n in range(3)]
-        with pytest.raises(StoreFull):
-            await registry.register(wanted(3))
-        for one in (first[1], first[0]):
-            await registry.goodbye(one.id, one.key)
-        back = await registry.register(wanted(1))
-        assert back.id == first[1].id
+    registry = registry_of(store)
+    first = [await registry.register(wanted(n)) for n in range(3)]
+    with pytest.raises(StoreFull):
         await registry.register(wanted(3))
-        again = registry_of(store)
-        await again.load()
-        for known in (registry, again):
-            names = {one.name for one in known.table.known.values()}
-            assert names == {"math@1", "math@2", "math@3"}
-        silence.ahead += 24 * 3600 + 1  # all were killed
-        await registry.register(wanted(4))
-        assert {one.name for one in registry.table.known.values()} == {"math@4"}
+    for one in (first[1], first[0]):
+        await registry.goodbye(one.id, one.key)
+    back = await registry.register(wanted(1))
+    assert back.id == first[1].id
+    await registry.register(wanted(3))
+    again = registry_of(store)
+    await again.load()
+    for known in (registry, again):
+        names = {one.name for one in known.table.known.values()}
+        assert names == {"math@1", "math@2", "math@3"}
+    silence.ahead += 24 * 3600 + 1  # all were killed
+    await registry.register(wanted(4))
+    assert {one.name for one in registry.table.known.values()} == {"math@4"}
 
 
 async def test_those_who_understand_it_poll_less_often_when_there_are_many(
-    tmp_path: Path, silence: Clock, monkeypatch: pytest.MonkeyPatch
+    api: Api, silence: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [poll_seconds(n, 30) for n in (1, 250, 500, MANY, 9 * MANY)] == [5, 5, 10, 20, 20]
     assert poll_seconds(1, 6) == 1
     monkeypatch.setattr("envserver.api.runners.polling._BEATS_PER_SECOND", 0.01)
-    async with running_api(tmp_path / "store.db") as api:
-        old = await join(api, "math@old")
-        assert "next_seconds" not in await old.beat()
-        body = registration("math@new")
-        answer = await api.http.post("/v1/environments?understands=next_seconds", json=body)
-        new = type(old)(api, answer.json())
-        assert (await new.beat())["next_seconds"] == LONGEST_SECONDS
+    old = await join(api, "math@old")
+    assert "next_seconds" not in await old.beat()
+    body = registration("math@new")
+    answer = await api.http.post("/v1/environments?understands=next_seconds", json=body)
+    new = type(old)(api, answer.json())
+    assert (await new.beat())["next_seconds"] == LONGEST_SECONDS
 
-        async def silent() -> list[bool]:
-            shown = (await api.http.get("/v1/environments")).json()["environments"]
-            return [one["silent"] for one in shown]
+    async def silent() -> list[bool]:
+        shown = (await api.http.get("/v1/environments")).json()["environments"]
+        return [one["silent"] for one in shown]
 
-        silence.ahead += 31
-        assert await silent() == [True, False], "it may say nothing for longer"
-        silence.ahead += 30
-        assert await silent() == [True, True]
+    silence.ahead += 31
+    assert await silent() == [True, False], "it may say nothing for longer"
+    silence.ahead += 30
+    assert await silent() == [True, True]
 
 
 async def test_a_joiner_waits_as_long_as_it_is_told_and_stops_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envserver.api.runners.polling._BEATS_PER_SECOND", 0.01)
     sent: list[dict[str, Any]] = []
-    async with running_api(tmp_path / "store.db") as api:
 
-        class Seen(httpx.AsyncHTTPTransport):
-            async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-                if request.url.path.endswith("/heartbeat"):
-                    sent.append(json.loads(request.content))
-                return await super().handle_async_request(request)
+    class Seen(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path.endswith("/heartbeat"):
+                sent.append(json.loads(request.content))
+            return await super().handle_async_request(request)
 
-        gate = RunnerGate()
-        link = Link(api.url, wanted(1), gate=gate, transport=Seen())
-        async with link.open():
-            assert gate.longest_silence_seconds == 15
-            living = asyncio.create_task(link.live())
-            await until(lambda: len(sent) == 2)
-            # The server takes it for silent after 60 seconds.
-            assert gate.longest_silence_seconds == 30
-            living.cancel()
-            await asyncio.wait({living})
+    gate = RunnerGate()
+    link = Link(api.url, wanted(1), gate=gate, transport=Seen())
+    async with link.open():
+        assert gate.longest_silence_seconds == 15
+        living = asyncio.create_task(link.live())
+        await until(lambda: len(sent) == 2)
+        # The server takes it for silent after 60 seconds.
+        assert gate.longest_silence_seconds == 30
+        living.cancel()
+        await asyncio.wait({living})
     assert [beat["wait_seconds"] for beat in sent] == [0, LONGEST_SECONDS]
     assert "next_seconds" not in sent[1]["seen"], "servers of older versions refuse it"
 
@@ -179,20 +172,20 @@ async def test_what_is_stored_of_a_stream_is_counted_over_sessions_and_restarts(
 
     async with running_api(tmp_path / "store.db") as api:
         one = await join(api)
-        await one.post(pack(one.group(0)))
+        await one.put(0)
         assert await shown() == 1
         one = await join(api)
         assert await shown() == 1
-        await one.post(pack(one.group(1)))
+        await one.put(1)
         assert await shown() == 2
     async with running_api(tmp_path / "store.db") as api:
         one.api = api
-        await one.post(pack(one.group(2)))
+        await one.put(2)
         assert await shown() == 3
 
 
 async def test_a_thousand_joiners_cost_one_deal_for_many_beats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: GroupStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deals = 0
     deal = SharedCapacity.deal
@@ -207,17 +200,16 @@ async def test_a_thousand_joiners_cost_one_deal_for_many_beats(
     stopped = SimpleNamespace(monotonic=lambda: now, thread_time=time.thread_time)
     for part in ("runners.news", "heartbeats"):  # on a busy machine the first would be silent
         monkeypatch.setattr(f"envserver.api.{part}.time", stopped)
-    async with open_store(tmp_path / "store.db") as store:
-        registry = registry_of(store)
-        sessions = [await registry.register(wanted(n)) for n in range(MANY)]
-        monkeypatch.setattr(SharedCapacity, "deal", counted)
-        before = time.thread_time()
-        for one in sessions:
-            beat = Heartbeat(capacity=17, begun=1)
-            assert (await registry.heartbeat(one.id, one.key, beat)).room >= 0
-        spent = time.thread_time() - before
-        assert deals == 1, "it serves all beats of the same moment"
-        assert spent < MANY * cpu_limit(0.002)
+    registry = registry_of(store)
+    sessions = [await registry.register(wanted(n)) for n in range(MANY)]
+    monkeypatch.setattr(SharedCapacity, "deal", counted)
+    before = time.thread_time()
+    for one in sessions:
+        beat = Heartbeat(capacity=17, begun=1)
+        assert (await registry.heartbeat(one.id, one.key, beat)).room >= 0
+    spent = time.thread_time() - before
+    assert deals == 1, "it serves all beats of the same moment"
+    assert spent < MANY * cpu_limit(0.002)
 
 
 def test_a_stream_is_counted_without_looking_at_the_others() -> None:
@@ -236,3 +228,118 @@ def test_a_stream_is_counted_without_looking_at_the_others() -> None:
         assert database.execute(text).fetchone() == (3,)
         ((*_, plan),) = database.execute(f"EXPLAIN QUERY PLAN {text}")
         assert plan.startswith("SEARCH"), plan
+
+
+@settings(max_examples=examples(60))
+@given(
+    free=st.integers(0, 60),
+    wants=st.dictionaries(st.sampled_from("abcd"), st.integers(-2, 30), min_size=1),
+    weights=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
+    minimums=st.lists(st.floats(0, 1), min_size=4, max_size=4),
+)
+@example(free=2, wants={"a": 2, "d": 2}, weights=[1.0] * 4, minimums=[0, 0, 1, 5e-324])
+def test_places_are_dealt_to_those_who_want_them(
+    free: int, wants: dict[str, int], weights: list[float], minimums: list[float]
+) -> None:
+    shares = fair_shares(map(Share, "abcd", weights, minimums))
+    dealt = shares.upcoming(free, wants)
+    wanted = {name: max(0, want) for name, want in wants.items()}
+    assert all(0 <= dealt[name] <= wanted[name] for name in wants)
+    assert sum(dealt.values()) == min(free, sum(wanted.values()))
+    # The same as one turn after the other.
+    asking = {name for name, want in wanted.items() if want}
+    for _ in range(sum(dealt.values())):
+        name = shares.next(asking)
+        shares.begin(name)
+        wanted[name] -= 1
+        if not wanted[name]:
+            asking.discard(name)
+    given = {name: max(0, want) - wanted[name] for name, want in wants.items()}
+    assert all(abs(given[name] - dealt[name]) <= 1 for name in wants), "equal turns in any order"
+
+
+def test_a_thousand_are_dealt_all_places_at_little_cost() -> None:
+    names = [f"joiner-{number}" for number in range(1000)]
+    shares = fair_shares(map(Share, names))
+    before = time.thread_time()
+    for _ in range(10):
+        dealt = shares.upcoming(16_000, dict.fromkeys(names, 17))
+    assert set(dealt.values()) == {16}
+    assert time.thread_time() - before < 10 * cpu_limit(0.02)
+
+
+async def test_one_that_begins_nothing_does_not_get_all_places(store: GroupStore) -> None:
+    demand = Demand(store, Bounds(most_groups=256, most_batches=3))
+    registry = RunnerRegistry(store, demand, stretches=False)
+    stuck, works = [
+        await registry.register(Registration(**registration(f"math@{name}")))
+        for name in ("stuck", "works")
+    ]
+    begun = held = room = 0
+    for _ in range(40):
+        beats = Heartbeat(capacity=400), Heartbeat(capacity=400, begun=begun)
+        held, room = [
+            (await registry.heartbeat(one.id, one.key, beat)).room
+            for one, beat in zip((stuck, works), beats, strict=True)
+        ]
+        begun += room
+    assert held <= 128 + CATCH_UP_GROUPS
+    assert held + room == 256
+
+
+async def test_what_was_begun_before_a_restart_of_the_server_counts_for_nothing(api: Api) -> None:
+    one, two = await join(api), await join(api, "math@two")
+    rooms = [
+        (await joined.beat(capacity=400, begun=begun))["room"]
+        for joined, begun in 2 * ((one, 100_000), (two, 3))
+    ]
+    assert rooms[2:] == [128, 128]
+
+
+def test_in_the_long_run_each_has_its_share() -> None:
+    shares = fair_shares([Share("a", 1), Share("b", 1, minimum=0.6), Share("c", 3)])
+    begun = dict.fromkeys("abc", 0)
+    for _ in range(500):
+        for name, count in shares.upcoming(2, dict.fromkeys("abc", 5)).items():
+            for _ in range(count):
+                shares.begin(name)
+                begun[name] += 1
+    assert {name: round(groups / 1000, 1) for name, groups in begun.items()} == {
+        "a": 0.1,
+        "b": 0.6,
+        "c": 0.3,
+    }
+
+
+def test_more_may_be_open_where_rollouts_are_long_and_no_more_where_trainers_are_slow() -> None:
+    slack, begun, used = ExtraCapacity(), 8, 8
+    assert slack.groups(0, 8, used, begun, at=0) == 4
+    for _ in range(3):
+        assert slack.groups(0, 8, 12, begun, at=1) == 4, "nothing was begun since"
+    assert slack.groups(0, 8, 12, begun + 12, at=2) == 10
+    assert slack.groups(0, 8, 11, begun + 99, at=2) == 10, "not all places are taken"
+    assert [slack.groups(7, 8, 0, begun, at=second) for second in (3, 3.1, 4, 5, 6)] == [
+        *(5, 5, 2, 1, 0)
+    ]
+
+
+async def test_the_servers_own_environments_share_the_room(store: GroupStore) -> None:
+    demand = Demand(store, Bounds(most_groups=4, most_batches=3))
+    elsewhere = RunnerRegistry(store, demand, stretches=False)
+    own = LocalEnvironmentSink(
+        store, demand, elsewhere, share=Share("math"), prefix="math-train-0-", capacity=9
+    )
+    with pytest.raises(ConflictError):
+        await elsewhere.register(Registration(**registration("math")))
+    one = await elsewhere.register(Registration(**registration()))
+    assert one.seed == 1, "the server itself makes the stream of seed 0"
+    news = await elsewhere.heartbeat(one.id, one.key, Heartbeat(capacity=9))
+    assert news.room == 2
+    for _ in range(2):
+        await own.wait_for_capacity()
+        own.opened(1)
+    third = asyncio.create_task(own.wait_for_capacity())
+    await asyncio.sleep(0.05)
+    assert not third.done()
+    await elsewhere.goodbye(one.id, one.key)
+    await third

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tomllib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,13 @@ from hypothesis import strategies as st
 from support.api import Api, running_api
 from support.clocks import Clock
 from support.commands import free_port
+from support.doors import doors
 from support.extent import examples
 from support.joined import join, registration, sampled, spoiled, stream_group
 from support.waiting import settled, until
 
-from envserver.api import Metrics, Stream, create_token
+from envserver.api import Stream, create_token
 from envserver.api.runners.validation import read_group
-from envserver.proxy import Gate
 from envserver.proxy.gate import Aborted
 from envserver.remote import Heartbeat, Registration
 from envserver.remote.gate import RunnerGate
@@ -46,12 +48,12 @@ from envserver.running.run_settings import JoinSettings
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 
 
-@pytest.fixture
-def silence(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock by which a server notices who is silent: after 30 seconds."""
-    clock = Clock()
-    monkeypatch.setattr("envserver.api.heartbeats.time", clock)
-    return clock
+def linked(url: str, **more: Any) -> Link:
+    return Link(url, Registration(**registration()), **{"gate": RunnerGate(), **more})
+
+
+async def environments(api: Api) -> list[dict[str, Any]]:
+    return list((await api.get("/v1/environments"))["environments"])
 
 
 # Who is who
@@ -62,13 +64,13 @@ async def test_each_name_has_a_stream_of_its_own_that_outlives_the_server(tmp_pa
         one, two = await join(api), await join(api, "math@two")
         other = await join(api, "other", env="code")
         assert (one.seed, two.seed, other.seed) == (0, 1, 0)
-        assert (await one.post(pack(one.group(0)))).status_code == 200
+        await one.put(0)
     async with running_api(tmp_path / "store.db") as api:
         one.api = api
-        assert (await one.post(pack(one.group(1)))).status_code == 200, "the session goes on"
+        await one.put(1)  # the session goes on
         again = await join(api)
         assert (again.id, again.seed, again.stored) == (one.id, 0, 2)
-        assert (await one.post(pack(one.group(2)))).status_code == 401
+        await one.put(2, status=401)
         assert (await join(api, "math@three")).seed == 2
         taken = await api.http.post("/v1/environments", json=registration(instance="another one"))
         assert taken.status_code == 409
@@ -79,28 +81,27 @@ async def test_each_name_has_a_stream_of_its_own_that_outlives_the_server(tmp_pa
 async def test_a_stream_that_the_server_made_itself_is_nobody_elses(tmp_path: Path) -> None:
     async with running_api(tmp_path / "store.db") as api:
         first = await join(api)
-        await first.post(pack(first.group(0)))
+        await first.put(0)
         await api.store.set_values({f"environment:{first.id}": None})
     async with running_api(tmp_path / "store.db") as api:
         assert (await join(api, "math@two")).seed == 1
 
 
-async def test_a_wrong_key_does_nothing(tmp_path: Path) -> None:
-    async with running_api(tmp_path / "store.db") as api:
-        one, two = await join(api), await join(api, "math@two")
-        for key in ({}, {"x-environment-key": ""}, {"x-environment-key": "guess"}, two.key):
-            one.key = key
-            for ask in (
-                one.post(pack(one.group(0))),
-                one.send("POST", "/heartbeat", json={}),
-                one.send("POST", "/known", json={"group_ids": []}),
-                one.send("DELETE", ""),
-            ):
-                answer = await ask
-                assert answer.status_code == 401, answer.text
-                assert answer.json()["type"].endswith("wrong_key")
-        assert (await api.get("/v1/status"))["groups"]["queued"] == 0
-        assert not any(shown["gone"] for shown in await environments(api))
+async def test_a_wrong_key_does_nothing(api: Api) -> None:
+    one, two = await join(api), await join(api, "math@two")
+    for key in ({}, {"x-environment-key": ""}, {"x-environment-key": "guess"}, two.key):
+        one.key = key
+        for ask in (
+            one.post(pack(one.group(0))),
+            one.send("POST", "/heartbeat", json={}),
+            one.send("POST", "/known", json={"group_ids": []}),
+            one.send("DELETE", ""),
+        ):
+            answer = await ask
+            assert answer.status_code == 401, answer.text
+            assert answer.json()["type"].endswith("wrong_key")
+    assert (await api.get("/v1/status"))["groups"]["queued"] == 0
+    assert not any(shown["gone"] for shown in await environments(api))
 
 
 def test_a_name_is_held_by_one_process_and_kept_for_the_next(tmp_path: Path) -> None:
@@ -130,71 +131,56 @@ def test_a_runner_that_starts_on_another_machine_is_given_its_identity() -> None
 # Groups
 
 
-async def test_a_group_is_stored_once_and_known(tmp_path: Path) -> None:
-    async with running_api(tmp_path / "store.db") as api:
-        one = await join(api)
-        group = one.group(0)
-        for _ in range(2):
-            assert (await one.post(pack(group))).status_code == 200
-        ids = {"group_ids": [group.group_id, "other"]}
-        assert (await one.send("POST", "/known", json=ids)).json() == {"known": [group.group_id]}
-        assert (await api.get("/v1/status"))["groups"]["queued"] == 1
-        (row,) = await api.store.rows([group.group_id])
-        assert (row.env, row.size, row.tokens, row.policy_version) == ("math", 2, 10, 7)
+async def test_a_group_is_stored_once_and_known(api: Api) -> None:
+    one = await join(api)
+    await one.put(0, 0)
+    name = one.group(0).group_id
+    known = await one.send("POST", "/known", json={"group_ids": [name, "other"]})
+    assert known.json() == {"known": [name]}
+    assert (await api.get("/v1/status"))["groups"]["queued"] == 1
+    (row,) = await api.store.rows([name])
+    assert (row.env, row.size, row.tokens, row.policy_version) == ("math", 2, 10, 7)
 
 
-NAN = float("nan")
+COLUMNS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text())
+GOOD = pack(stream_group(0))
 REFUSED = {
-    "$": [b"", b"no group", pack(stream_group(0))[:-9], pack([stream_group(0)])],
-    "$.group_id": [pack(stream_group(0)).replace(b"math-train-0-000000", b"math-train-0-000001")],
+    "$": [b"", b"no group", GOOD[:-9], pack([stream_group(0)])],
+    "$.group_id": [GOOD.replace(b"math-train-0-000000", b"math-train-0-000001")],
     "$.seed": [pack(stream_group(0, seed=1))],
     "$.trajectories": [pack(stream_group(0, trajectories=0))],
     "$.trajectories[0].score.reward": [
-        pack(stream_group(0)).replace(b"reward\xcb" + bytes(8), b"reward\xcb\x7f\xf8" + bytes(6))
+        GOOD.replace(b"reward\xcb" + bytes(8), b"reward\xcb\x7f\xf8" + bytes(6))
     ],
     "$.trajectories[0].sequences": [pack(stream_group(0, sequences=[]))],
-    "$.trajectories[0].output": [],
     "$.trajectories[0]": [pack(stream_group(0, output=b"bytes"))],
-    "$.trajectories[0].sequences[0].tokens": [spoiled(tokens=[1, 2, 3, 4, -5])],
-    "$.trajectories[0].sequences[0].mask": [
-        spoiled(mask=[0, 0, 1, 1]), spoiled(mask=[0, 0, 1, 1, 2]),
-        spoiled(mask=[0] * 5, logprobs=[0] * 5),
-    ],
-    "$.trajectories[0].sequences[0].logprobs": [
-        spoiled(logprobs=[0, 0, NAN, -1, -1]),
-        spoiled(logprobs=[0, 0, 1, -1, -1]),
-        spoiled(logprobs=[-1, 0, -1, -1, -1]),
-        spoiled(logprobs=[0, 0, -1, -1, -float("inf")]),
-        spoiled(logprobs=[0, 0, -1, -1, -9999]),
-    ],
-    "$.trajectories[0].sequences[0].calls": [
-        spoiled(calls=[-1, -1, -1, 0, 0]), spoiled(calls=[-1, -1, 0, 3, 3]),
-    ],
-    "$.trajectories[0].sequences[0].versions": [spoiled(versions=[7, -1, 7, 7, 7])],
     "$.policy_version": [spoiled(versions=[-1, -1, 6, 7, 7])],
     "$.digest": [
         pack(msgspec.structs.replace(sealed(stream_group(0)), created_at=1.0)),
         pack(msgspec.structs.replace(stream_group(0), digest="0" * 64)),
     ],
-    "$.trajectories[0].sequences[0].sampling[0]": [
-        sampled(SamplingSpan(2, 6)), sampled(SamplingSpan(-1, 5)), sampled(SamplingSpan(3, 3)),
-        sampled(SamplingSpan(2, 5, NAN)), sampled(SamplingSpan(2, 5, -0.5)),
-        sampled(SamplingSpan(2, 5, float("inf"))),
-    ],
-    "$.trajectories[0].sequences[0].sampling[1]": [
-        sampled(SamplingSpan(2, 4), SamplingSpan(3, 5)),
-    ],
-}  # fmt: skip
+    "$.trajectories[0].sequences[0].mask": [spoiled(mask=[0] * 5, logprobs=[0] * 5)],
+}
+
+
+def spoiled_rows() -> Iterator[tuple[str, bytes]]:
+    """The places of REFUSED and of COLUMNS, with what is refused there."""
+    for place, bodies in REFUSED.items():
+        yield from ((place, body) for body in bodies)
+    for name, rows in COLUMNS.items():
+        for row in rows:
+            is_span = name.startswith("sampling")
+            body = sampled(*(SamplingSpan(*s) for s in row)) if is_span else spoiled(**{name: row})
+            yield f"$.trajectories[0].sequences[0].{name}", body
 
 
 async def test_malformed_groups_are_refused_with_their_place(tmp_path: Path) -> None:
     async with running_api(tmp_path / "store.db", server={"max_body_bytes": 100_000}) as api:
         one = await join(api)
-        for place, bodies in REFUSED.items():
-            for body in bodies:
-                answer = await one.post(body)
-                assert answer.status_code == 422, (place, answer.text)
-                assert answer.json()["place"] == place
+        for place, body in spoiled_rows():
+            answer = await one.post(body)
+            assert answer.status_code == 422, (place, answer.text)
+            assert answer.json()["place"] == place
         assert (await one.post(bytes(200_000))).status_code == 413
         plain = await one.send("POST", "/groups", content=pack(one.group(0)))
         assert plain.status_code == 415
@@ -214,7 +200,7 @@ def test_what_was_asked_changed_and_fetched_comes_with_a_group() -> None:
     assert read_group(pack(sealed(group)), STREAM).trajectories[0].hooks == trajectory.hooks
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(seed=st.integers(0, 2**32))
 def test_no_spoiled_bytes_come_through_as_what_cannot_be_trained_on(seed: int) -> None:
     chance = random.Random(seed)
@@ -256,73 +242,69 @@ async def test_a_heartbeat_hears_of_a_version_at_once(
 
 
 async def test_a_pause_waits_until_joiners_hold_still_but_not_for_silent_ones(
-    tmp_path: Path, silence: Clock
+    api: Api, silence: Clock
 ) -> None:
-    async with running_api(tmp_path / "store.db", gate=Gate()) as api:
-        one = await join(api)
-        await one.beat()
-        pausing = asyncio.create_task(api.post("/v1/policy/pause", {"timeout_seconds": 20}))
-        pause = (await one.beat(wait_seconds=10))["pause"]
-        assert pause["in_flight"] == "drain"
-        assert not pausing.done()
-        await one.beat(quiet=pause["id"])
-        assert (await pausing)["idle"]
-        await api.post("/v1/policy/resume", {"version": 4})
-        news = await one.beat()
-        assert (news["pause"], news["policy_version"]) == (None, 4)
-        # It says nothing from now on: first the pause waits for it, then no longer.
-        impatient = await api.post("/v1/policy/pause", {"timeout_seconds": 0.1})
-        assert not impatient["idle"]
-        silence.ahead += 31
-        assert (await api.post("/v1/policy/pause", {"timeout_seconds": 20}))["idle"]
+    one = await join(api)
+    await one.beat()
+    pausing = asyncio.create_task(api.post("/v1/policy/pause", {"timeout_seconds": 20}))
+    pause = (await one.beat(wait_seconds=10))["pause"]
+    assert pause["in_flight"] == "drain"
+    assert not pausing.done()
+    await one.beat(quiet=pause["id"])
+    assert (await pausing)["idle"]
+    await api.post("/v1/policy/resume", {"version": 4})
+    news = await one.beat()
+    assert (news["pause"], news["policy_version"]) == (None, 4)
+    # It says nothing from now on: first the pause waits for it, then no longer.
+    impatient = await api.post("/v1/policy/pause", {"timeout_seconds": 0.1})
+    assert not impatient["idle"]
+    silence.ahead += 31
+    assert (await api.post("/v1/policy/pause", {"timeout_seconds": 20}))["idle"]
 
 
 async def test_a_silent_one_gives_its_room_and_its_minimum_share_to_others(
-    tmp_path: Path, silence: Clock
+    api: Api, silence: Clock
 ) -> None:
-    async with running_api(tmp_path / "store.db") as api:
-        # A batch is four sequences, two groups, a half of which must be code's while it is there.
-        await api.start(batch_size=4)
-        one = await join(api, "math@one")
-        code = await join(api, "code@two", env="code", minimum_share=0.5)
-        rooms = {(await joined.beat(capacity=400))["room"] for joined in (one, code)}
-        for index in range(2):
-            assert (await one.post(pack(one.group(index)))).status_code == 200
-        await code.beat(capacity=400)
-        assert await api.batch_marks() is None, "half a batch is code's"
-        silence.ahead += 31
-        assert (await environments(api))[1]["silent"]
-        await one.beat()
-        assert await api.batch_marks() is not None
-        assert (await one.beat(capacity=400))["room"] > max(rooms) // 2
-        back = await code.beat(capacity=400)
-        assert back["room"] >= 0
-        assert not (await environments(api))[1]["silent"]
+    # A batch is four sequences, two groups, a half of which must be code's while it is there.
+    await api.start(batch_size=4)
+    one = await join(api, "math@one")
+    code = await join(api, "code@two", env="code", minimum_share=0.5)
+    rooms = {(await joined.beat(capacity=400))["room"] for joined in (one, code)}
+    await one.put(0, 1)
+    await code.beat(capacity=400)
+    assert await api.batch_marks() is None, "half a batch is code's"
+    silence.ahead += 31
+    assert (await environments(api))[1]["silent"]
+    await one.beat()
+    assert await api.batch_marks() is not None
+    assert (await one.beat(capacity=400))["room"] > max(rooms) // 2
+    back = await code.beat(capacity=400)
+    assert back["room"] >= 0
+    assert not (await environments(api))[1]["silent"]
 
 
-async def test_one_that_is_to_leave_is_told_and_people_see_how_all_are(tmp_path: Path) -> None:
-    async with running_api(tmp_path / "store.db", metrics=Metrics()) as api:
-        one = await join(api)
-        assert not (await one.beat())["drain"]
-        assert (await one.send("POST", "/drain")).status_code == 204
-        assert (await one.beat())["drain"]
-        assert (await one.send("DELETE", "")).status_code == 204
-        (shown,) = await environments(api)
-        assert (shown["gone"], shown["open"]) == (True, 0)
-        await join(api, "math@two")
-        status = (await api.http.get("/v1/status")).json()
-        assert status["joined"] == {"present": 1, "silent": 0, "gone": 1}
-        lines = (await api.http.get("/metrics")).text
-        for standing in ("present", "gone"):
-            labels = f'environment="math",standing="{standing}"'
-            assert f"envserver_joined_environments{{{labels}}} 1.0" in lines
-        assert 'envserver_joined_wanted_groups{environment="math"} 256.0' in lines
+async def test_one_that_is_to_leave_is_told_and_people_see_how_all_are(api: Api) -> None:
+    one = await join(api)
+    assert not (await one.beat())["drain"]
+    assert (await one.send("POST", "/drain")).status_code == 204
+    assert (await one.beat())["drain"]
+    assert (await one.send("DELETE", "")).status_code == 204
+    (shown,) = await environments(api)
+    assert (shown["gone"], shown["open"]) == (True, 0)
+    await join(api, "math@two")
+    status = (await api.http.get("/v1/status")).json()
+    assert status["joined"] == {"present": 1, "silent": 0, "gone": 1}
+    lines = (await api.http.get("/metrics")).text
+    for standing in ("present", "gone"):
+        labels = f'environment="math",standing="{standing}"'
+        assert f"envserver_joined_environments{{{labels}}} 1.0" in lines
+    assert 'envserver_joined_wanted_groups{environment="math"} 256.0' in lines
 
 
 # The joiner's half
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(has=st.sets(st.integers(0, 40)), asked_at_once=st.integers(1, 7))
 def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_once: int) -> None:
     requests = [
@@ -350,8 +332,8 @@ async def test_a_link_outlives_its_server_and_loses_nothing(
     server = {"port": free_port()}
     gate = RunnerGate()
     versions: list[int] = []
-    async with served(tmp_path, server) as api:
-        link = Link(api.url, Registration(**registration()), gate=gate)
+    async with running_api(tmp_path / "store.db", server=server) as api:
+        link = linked(api.url, gate=gate)
         link.publish = versions.append
         link.facts = lambda: Heartbeat(capacity=9)
         opened = link.open()
@@ -363,13 +345,13 @@ async def test_a_link_outlives_its_server_and_loses_nothing(
     posting = asyncio.create_task(link.post(pack(stream_group(1))))
     await asyncio.sleep(0.3)
     assert not posting.done()
-    async with served(tmp_path, server) as api:
+    async with running_api(tmp_path / "store.db", server=server) as api:
         await api.post("/v1/policy-version", {"version": 5})
         await posting
         await until(lambda: versions == [5])
         assert len(await link.known([stream_group(n).group_id for n in range(3)])) == 2
         # A server that has forgotten everything: it is registered with again.
-    async with served(tmp_path / "new", server) as api:
+    async with running_api(tmp_path / "new.db", server=server) as api:
         await link.post(pack(stream_group(2)))
         assert (await api.get("/v1/status"))["groups"]["queued"] == 1
         living.cancel()
@@ -380,7 +362,7 @@ async def test_a_link_outlives_its_server_and_loses_nothing(
 
 @pytest.mark.parametrize("in_flight", ["drain", "abort"])
 async def test_no_call_spans_an_update_of_an_engine_that_joiner_and_trainer_share(
-    tmp_path: Path, in_flight: str
+    api: Api, in_flight: str
 ) -> None:
     gate, weights, known = RunnerGate(), -1, -1
     sampled: list[tuple[int, int, int]] = []
@@ -398,33 +380,21 @@ async def test_no_call_spans_an_update_of_an_engine_that_joiner_and_trainer_shar
                     sampled.append((told, before, weights))
             await asyncio.sleep(0)
 
-    async with running_api(tmp_path / "store.db", gate=Gate()) as api:
-        link = Link(api.url, Registration(**registration()), gate=gate, publish=publish)
-        async with link.open():
-            work = [asyncio.create_task(one) for one in (link.live(), *(calls() for _ in range(4)))]
-            await until(lambda: sampled)
-            for version in range(4):
-                paused = await api.post("/v1/policy/pause", {"in_flight": in_flight})
-                assert paused["idle"]
-                weights = version
-                await api.post("/v1/policy/resume", {"version": version})
-                await until(lambda: sampled[-1][0] == version)  # noqa: B023
-            for task in work:
-                task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
+    link = linked(api.url, gate=gate, publish=publish)
+    async with link.open():
+        work = [asyncio.create_task(one) for one in (link.live(), *(calls() for _ in range(4)))]
+        await until(lambda: sampled)
+        for version in range(4):
+            paused = await api.post("/v1/policy/pause", {"in_flight": in_flight})
+            assert paused["idle"]
+            weights = version
+            await api.post("/v1/policy/resume", {"version": version})
+            await until(lambda: sampled[-1][0] == version)  # noqa: B023
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
     assert {told for told, _, _ in sampled} == set(range(-1, 4))
     assert all(told == before == after for told, before, after in sampled)
-
-
-async def test_a_link_whose_name_was_taken_ends(tmp_path: Path) -> None:
-    async with running_api(tmp_path / "store.db") as api:
-        link = Link(api.url, Registration(**registration()), gate=RunnerGate())
-        async with link.open():
-            await join(api)
-            with pytest.raises(ConflictError):
-                await link.live()
-            with pytest.raises(ConflictError):
-                await link.post(b"")
 
 
 async def test_a_link_needs_a_token_where_the_server_has_some(tmp_path: Path) -> None:
@@ -433,10 +403,10 @@ async def test_a_link_needs_a_token_where_the_server_has_some(tmp_path: Path) ->
     wrong, _ = create_token(path, "trainer", "trainer")
     async with running_api(tmp_path / "store.db", server={"tokens_file": path}) as api:
         for bad in ("", "guess", wrong):
-            link = Link(api.url, Registration(**registration()), gate=RunnerGate(), token=bad)
+            link = linked(api.url, token=bad)
             with pytest.raises(ConfigError):
                 await link.open().__aenter__()
-        link = Link(api.url, Registration(**registration()), gate=RunnerGate(), token=token)
+        link = linked(api.url, token=token)
         async with link.open():
             await link.post(pack(stream_group(0)))
         assert (await api.store.counts())["queued"] == 1
@@ -464,10 +434,47 @@ async def test_what_is_sampled_without_hearing_of_the_server_is_asked_again(
         await call(16)
 
 
-async def environments(api: Api) -> list[dict[str, Any]]:
-    return list((await api.get("/v1/environments"))["environments"])
+async def test_a_session_goes_on_at_another_server_and_late_copies_do_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserver.remote.link._POLL_SECONDS", 0.2)
+    versions: list[int] = []
+    async with running_api(tmp_path / "store.db") as api, doors(api.url) as (first, second):
+        first.shut("loses answers")
+        link = linked(f"{first.url},{second.url}")
+        link.publish, link.facts = versions.append, lambda: Heartbeat(capacity=9)
+        async with link.open() as welcome:
+            asked = [line.split()[1].partition("?")[0] for line in first.came + second.came]
+            assert asked == ["/v1/environments"] * 2
+            living = asyncio.create_task(link.live())
+            for index, (here, other) in enumerate(((second, first), (first, second))):
+                here.shut("loses answers")
+                here.losing = b"/groups"
+                other.shut("open")
+                await link.post(pack(stream_group(index, welcome.seed)))
+                await api.post("/v1/policy-version", {"version": index})
+                await until(lambda: versions[-1:] == [index])  # noqa: B023
+            here.shut("open")
+            await first.come_late()
+            await second.come_late()
+            await link.post(pack(stream_group(2, welcome.seed)))
+            assert not living.done()
+            living.cancel()
+            await asyncio.gather(living, return_exceptions=True)
+        assert (await api.store.counts())["queued"] == 3
+        assert [shown["gone"] for shown in await environments(api)] == [True]
 
 
-def served(folder: Path, server: dict[str, Any]) -> Any:
-    folder.mkdir(exist_ok=True)
-    return running_api(folder / "store.db", server=server)
+async def test_another_process_of_the_same_name_ends_a_session(api: Api) -> None:
+    link = linked(api.url)
+    async with link.open(), linked(api.url).open():
+        for ended in (link.live(), link.post(b"")):
+            with pytest.raises(ConflictError, match="Another process"):
+                await ended
+
+
+def test_each_url_of_join_is_checked() -> None:
+    assert JoinSettings(url=" http://a:1/, https://b:2").url == "http://a:1,https://b:2"
+    assert JoinSettings().url == ""
+    with pytest.raises(ValueError, match="must look like"):
+        JoinSettings(url="http://a:1,b:2")

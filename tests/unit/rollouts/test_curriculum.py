@@ -1,13 +1,13 @@
-"""The choice of the next task.
+"""The choice of the next task, and the estimates in the store that it follows.
 
-Estimates follow the policy, shares hold, no task waits forever, unsolved tasks return, and more
-groups have a learning signal.
+Shares hold, no task waits forever, unsolved tasks return, and more groups have a learning signal.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +16,15 @@ from typing import Any
 import httpx
 import pytest
 from envserver_clients.estimates import TaskEstimate
-from envserver_clients.http import SyncEnvClient
-from envserver_records.records import Task
+from envserver_clients.http import EnvClient, SyncEnvClient
+from envserver_records.records import Task, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.api import running_api, wire_group
 from support.commands import envserver, free_port, read_jsonl, running, until
 from support.extent import examples
+from support.joined import join
+from support.stores import group
 from support.waiting import PATIENCE
 
 from envserver import CurriculumConfig
@@ -29,8 +32,9 @@ from envserver.rollouts import Scored, group_id
 from envserver.rollouts.curriculum import LONGEST_REST, Candidate, choose, to_forget, wanted
 from envserver.rollouts.estimates import UNTRIED, Estimate, as_of, updated
 from envserver.rollouts.events import GroupDropped
-from envserver.rollouts.stream import GroupRequest
+from envserver.rollouts.stream import GroupRequest, again_prefix
 from envserver.rollouts.task_stream import Known, TaskStream
+from envserver.store import GroupPut, open_store
 
 DIFFICULTY = CurriculumConfig(sampler="difficulty", explore=0.2)
 REPLAY = CurriculumConfig(sampler="replay", replay_share=0.3)
@@ -97,7 +101,7 @@ CANDIDATES = st.lists(st.none() | ESTIMATES, max_size=40).map(
 )
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     CANDIDATES,
     st.sampled_from(["uniform", "difficulty", "replay"]),
@@ -206,7 +210,7 @@ def test_uniform_is_the_order_of_the_environment() -> None:
     assert played.held == 0
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.integers(0, 10**6), st.sampled_from([None, 7, 60]), st.sampled_from([8, 64]))
 def test_streams_hold_their_shares_and_bounds_and_starve_nobody(
     seed: int, tasks: int | None, memory: int
@@ -245,11 +249,8 @@ def test_groups_near_the_target_are_many_more() -> None:
 def test_unsolved_tasks_come_back_with_their_share_and_all_of_them(order: Any) -> None:
     rules = REPLAY.model_copy(update={"replay_order": order})
     played = Played(rules, 60).play(1200)
-    back = [
-        one
-        for one, name in zip(played.task_ids, played.group_ids, strict=True)
-        if "-again-" in name
-    ]
+    names = zip(played.task_ids, played.group_ids, strict=True)
+    back = [one for one, name in names if "-again-" in name]
     assert 0.24 < len(back) / 1200 < 0.33
     counts = Counter(back)
     assert {int(one[2:]) % 3 for one in back} <= {0, 1}  # 1 in 16 groups of a half solved one
@@ -264,12 +265,19 @@ def test_unsolved_tasks_come_back_with_their_share_and_all_of_them(order: Any) -
         last[task_id] = number
 
 
+def knowing(known: dict[str, Estimate], rules: CurriculumConfig, **more: Any) -> TaskStream:
+    """A stream of tasks with these estimates."""
+    return TaskStream(
+        rules,
+        look=lambda asked: Known(set(), {one.task.id: known[one.task.id] for one in asked}),
+        **more,
+    )
+
+
 def test_solved_tasks_are_passed_over_mostly_and_never_for_ever() -> None:
     rules = CurriculumConfig(solved_above=0.8, solved_share=0.1)
     known = {f"t-{n}": Estimate(attempts=40, weight=40, solved=40.0 * (n % 2)) for n in range(10)}
-    stream = TaskStream(
-        rules, look=lambda asked: Known(set(), {one.task.id: known[one.task.id] for one in asked})
-    )
+    stream = knowing(known, rules)
     drawn = Counter(one.task.id for one in itertools.islice(stream.requests(own_order(10)), 2000))
     solved = sum(drawn[f"t-{n}"] for n in range(1, 10, 2))
     assert 0.06 < solved / 2000 < 0.13  # 1 of 11
@@ -277,9 +285,7 @@ def test_solved_tasks_are_passed_over_mostly_and_never_for_ever() -> None:
     assert stream.passed_over > 1500
     known = dict.fromkeys(known, Estimate(attempts=400, weight=400, solved=400.0))
     rules = rules.model_copy(update={"solved_share": 1e-9})
-    stream = TaskStream(
-        rules, look=lambda asked: Known(set(), {one.task.id: known[one.task.id] for one in asked})
-    )
+    stream = knowing(known, rules)
     assert len(list(itertools.islice(stream.requests(own_order(10)), 3))) == 3
 
 
@@ -290,11 +296,7 @@ def test_tasks_lately_never_solved_are_passed_over_until_that_is_long_ago() -> N
         for n in range(10)
     }
     for version, least, most in ((0, 0.05, 0.14), (3, 0.49, 0.51)):  # weight 16, and 2
-        stream = TaskStream(
-            rules,
-            look=lambda asked: Known(set(), {one.task.id: known[one.task.id] for one in asked}),
-            version=lambda: version,  # noqa: B023 (used within this turn)
-        )
+        stream = knowing(known, rules, version=lambda: version)  # noqa: B023 (used within this turn)
         drawn = [*itertools.islice(stream.requests(own_order(10)), 1000)]
         unsolved = [one for one in drawn if int(one.task.id[2:]) % 2 == 0]
         assert least < len(unsolved) / 1000 < most
@@ -450,3 +452,141 @@ def test_serve_counts_what_it_drops_and_brings_unsolved_tasks_back_also_after_a_
             )
 
         assert until(went_on, server.output)
+
+
+def of_group(group_id: str, task_id: str, rewards: float, **fields: object) -> Scored:
+    facts = {"env": "math", "split": "train", "attempts": 4, "policy_version": 0}
+    return Scored(group_id=group_id, task_id=task_id, rewards=rewards, **(facts | fields))  # type: ignore[arg-type]
+
+
+def put(group_id: str, task_id: str, rewards: float, **fields: object) -> GroupPut:
+    return group(group_id, scored=of_group(group_id, task_id, rewards, **fields))
+
+
+async def test_what_is_scored_counts_once_and_is_there_after_a_restart(where: str) -> None:
+    async with open_store(where) as store:
+        assert await store.put([put("g-1", "a", 1), put("g-2", "b", 0), put("g-1", "a", 4)])
+        assert await store.put([put("g-1", "a", 1)]) == [False]
+        # Dropped as of zero variance, told twice: a joiner that got no answer tells it again.
+        assert await store.count_dropped([of_group("g-3", "b", 4), of_group("g-3", "b", 4)]) == 1
+        assert await store.count_dropped([of_group("g-3", "b", 4), of_group("g-4", "c", 4)]) == 1
+        assert await store.put([group("of no task")]) == [True]
+    async with open_store(where) as store:
+        found = await store.estimates_of("math", "train", ["a", "b", "c", "d"])
+        assert {name: (one.attempts, one.mean_reward) for name, one in found.items()} == {
+            "a": (4, 0.25),
+            "b": (8, 0.5),
+            "c": (4, 1.0),
+        }
+        assert await store.made(["g-1", "g-3", "g-9"]) == {"g-1", "g-3"}
+        assert await store.count_made("g-") == 4
+        assert await store.existing(["g-3"]) == set()  # it may still be made and delivered
+
+
+async def test_an_estimate_follows_the_policy(where: str) -> None:
+    async with open_store(where) as store:
+        store.discount = 0.5
+        await store.put([put("g-1", "a", 0, policy_version=3)])
+        await store.put([put("g-2", "a", 4, policy_version=5)])
+        (estimate,) = (await store.estimates_of("math", "train", ["a"])).values()
+        assert (estimate.attempts, estimate.policy_version) == (8, 5)
+        assert (estimate.weight, estimate.solved) == (4 + 4 * 0.25, 4)
+        await store.put([put("g-3", "a", 0, policy_version=3)])  # late: it counts as much as g-1
+        (estimate,) = (await store.estimates_of("math", "train", ["a"])).values()
+        assert (estimate.weight, estimate.solved) == (4 + 8 * 0.25, 4)
+
+
+async def test_estimates_are_read_in_pages_and_by_environment_and_split(where: str) -> None:
+    puts = [put(f"m-{n}", f"t-{n}", 2) for n in range(5)]
+    puts += [put(f"c-{n}", f"t-{n}", 2, env="code") for n in range(3)]
+    puts += [put("v-1", "t-1", 2, split="validation")]
+    async with open_store(where) as store:
+        await store.put(puts)
+        await store.put([put("again", "t-0", 4)])
+        seen, after = [], 0
+        while rows := await store.task_estimates(after, 4):
+            after = rows[-1].number
+            seen += [(row.env, row.split, row.task_id) for row in rows]
+        assert len(seen) == len(set(seen)) == 9
+        of_math = await store.task_estimates(0, 10, env="math")
+        assert [row.task_id for row in of_math] == ["t-0", "t-1", "t-2", "t-3", "t-4", "t-1"]
+        assert of_math[0].estimate.attempts == 8
+        (one,) = await store.task_estimates(0, 10, env="math", split="validation")
+        assert one.task_id == "t-1"
+
+
+async def test_nothing_of_a_transaction_that_fails_counts(where: str) -> None:
+    async with open_store(where) as store:
+        await store.put([put("g-1", "a", 4)])
+        too_large = put("g-3", "a", 4, attempts=2**63)
+        with pytest.raises(Exception):  # noqa: B017 - each database has its own
+            await store.put([put("g-2", "a", 4), too_large])
+        assert await store.existing(["g-2", "g-3"]) == set()
+        (estimate,) = (await store.estimates_of("math", "train", ["a"])).values()
+        assert estimate.attempts == 4
+        assert await store.put([put("g-2", "a", 4)]) == [True]
+
+
+@pytest.mark.parametrize("tasks", [3_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+async def test_however_many_tasks_there_are_each_is_found_by_its_index(
+    tmp_path: Path, tasks: int
+) -> None:
+    path = tmp_path / "store.db"
+    async with open_store(path):
+        pass
+    with sqlite3.connect(path) as file:
+        file.executemany(
+            "INSERT INTO estimates VALUES (?, 'math', 'train', ?, 4, 4.0, 2.0, 0, 0.0)",
+            ((number, f"task-{number}") for number in range(1, tasks + 1)),
+        )
+    async with open_store(path) as store:
+        await store.put([put("g-1", f"task-{tasks // 2}", 4), put("g-2", "new", 0)])
+        found = await store.estimates_of("math", "train", [f"task-{tasks // 2}", "new"])
+        assert [found[name].attempts for name in (f"task-{tasks // 2}", "new")] == [8, 4]
+        (last,) = await store.task_estimates(tasks, 10, env="math")
+        assert (last.number, last.task_id) == (tasks + 1, "new")
+    with sqlite3.connect(path) as file:
+        for query in (
+            "SELECT * FROM estimates WHERE env='a' AND split='b' AND task_id IN ('c','d')",
+            "SELECT * FROM estimates WHERE number > 5 AND env='a' ORDER BY number LIMIT 5",
+        ):
+            plan = " ".join(row[3] for row in file.execute(f"EXPLAIN QUERY PLAN {query}"))
+            assert "SEARCH" in plan, plan
+            assert "SCAN" not in plan, plan
+
+
+async def test_groups_of_other_machines_count_where_they_name_a_task(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "store.db") as api:
+        one = await join(api)
+        for _ in range(2):
+            assert (await one.post(pack(one.group(0)))).status_code == 200
+        again = one.group(3)
+        again.group_id = group_id(again_prefix("math-train-0-"), 3, "task-1")
+        assert (await one.post(pack(again))).status_code == 200
+        dropped = {"task_id": "t", "attempts": 4, "rewards": 4.0, "policy_version": 9}
+        for _ in range(2):
+            told = {"groups": [dropped | {"group_id": "math-train-0-000009-0"}]}
+            assert (await one.send("POST", "/scored", json=told)).status_code == 204
+        foreign = {"groups": [dropped | {"group_id": "code-train-0-000009-0"}]}
+        assert (await one.send("POST", "/scored", json=foreign)).status_code == 422
+        await api.start()
+        wire = wire_group(2, scores=[1.0, -1.0], group_overrides={"task_id": "w"})
+        for posted in (wire, wire_group(), wire | {"group_overrides": {"task_id": "w\x00"}}):
+            assert (await api.http.post("/scored_data", json=posted)).status_code == 200
+        assert (await join(api)).stored == 2
+        async with EnvClient(api.url, run="trainer") as client:
+            found = await client.task_estimates(limit=10)
+            assert found == await client.task_estimates()
+            assert [one.task_id for one in await client.task_estimates(environment="math")] == [
+                "task-1",
+                "t",
+            ]
+            assert await client.task_estimates(split="test") == []
+        assert [
+            (one.environment, one.task_id, one.attempts, one.mean_reward, one.policy_version)
+            for one in found
+        ] == [
+            ("math", "task-1", 4, pytest.approx(0.5), 7),
+            ("math", "t", 4, 1.0, 9),
+            ("atropos", "w", 2, 0.5, -1),
+        ]

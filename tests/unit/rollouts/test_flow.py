@@ -1,31 +1,64 @@
-"""Rollouts and groups that are late, stale or lost are handled by declared rules."""
+"""Rollouts and groups that are late, stale, lost or ended: declared rules and causes decide."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import pytest
-from envserver_records.errors import Outcome, Stale
-from envserver_records.records import Call, VersionSpan
-from hypothesis import given
+from envserver_clients.http import Retries
+from envserver_records.errors import (
+    AgentError,
+    EngineError,
+    EngineRefused,
+    EngineUnavailable,
+    Failure,
+    LimitReached,
+    Outcome,
+    RolloutError,
+    SandboxError,
+    SandboxLost,
+    SandboxUnavailable,
+    Stale,
+    TooMuchUntrained,
+    WorkerDied,
+    WorkerError,
+    WorkerGarbage,
+    WorkerHung,
+)
+from envserver_records.records import Call, Task, VersionSpan
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import native_group
+from support.extent import examples
+from support.forests import call
 from support.serving import attempt_spec
+from support.waiting import settled
 
 from envserver import Group, RolloutsConfig, Score, pack, unpack
+from envserver.models import Replica
 from envserver.proxy import ProxyAttempt
-from envserver.rollouts import StalenessMonitor, is_stale
+from envserver.rollouts import StalenessMonitor, ending_limit, is_stale
+from envserver.rollouts.events import Event, GroupDropped
 from envserver.rollouts.policy import (
     Drop,
     GroupRules,
+    counts_as_attempt,
     group_seconds_left,
     is_retried,
     judge_group,
     judge_losses,
+    limit_of_death,
+    retry_delay_seconds,
     rules_of,
 )
+from envserver.rollouts.scheduler import Scheduler
+from envserver.rollouts.stream import GroupRequest
+from envserver.rollouts.untrained import Untrained, UntrainedCeiling, untrained_of
+from envserver.tokens import build
+from envserver.tokens.flags import Actions
 
 VERSIONS = st.integers(-1, 20)
 MOST = st.none() | st.integers(0, 6)
@@ -40,21 +73,8 @@ RULES = st.builds(
 )
 
 
-def call(version: int, *, trained: bool = True) -> Call:
-    nothing = np.zeros(3, np.int32)
-    return Call(
-        index=0,
-        model="m",
-        prompt_ids=nothing,
-        completion_ids=nothing,
-        logprobs=nothing.astype(np.float32),
-        versions=[VersionSpan(version, 0, 3)],
-        exact=True,
-        finish_reason="stop",
-        message={},
-        messages=[],
-        trained=trained,
-    )
+def versioned(version: int, *, trained: bool = True) -> Call:
+    return call(0, [0] * 3, [0] * 3, versions=[VersionSpan(version, 0, 3)], trained=trained)
 
 
 def attempt(*calls: Call) -> ProxyAttempt:
@@ -76,7 +96,7 @@ def test_the_oldest_token_is_a_trained_one_also_of_a_call_at_the_engine(
     made: list[tuple[int, bool]], at_engine: int | None
 ) -> None:
     known = [version for version, trained in made if trained and version >= 0]
-    one = attempt(*(call(version, trained=trained) for version, trained in made))
+    one = attempt(*(versioned(version, trained=trained) for version, trained in made))
     assert one.oldest_version == min(known, default=-1)
     if at_engine is not None:
         with one.sampling(at_engine):
@@ -99,7 +119,7 @@ def test_after_a_publish_nothing_goes_on_that_is_too_old(
             except Stale as error:
                 ended[number] = error
 
-        attempts = [attempt(call(version)) for version in oldest]
+        attempts = [attempt(versioned(version)) for version in oldest]
         running = [asyncio.create_task(rollout(*one)) for one in enumerate(attempts)]
         await asyncio.sleep(0)
         gone: set[int] = set()
@@ -122,7 +142,7 @@ async def test_what_is_cancelled_from_outside_is_not_called_stale() -> None:
     staleness = StalenessMonitor(0)
 
     async def rollout() -> None:
-        async with staleness.watching(attempt(call(3))):
+        async with staleness.watching(attempt(versioned(3))):
             await asyncio.Event().wait()
 
     running = asyncio.create_task(rollout())
@@ -135,8 +155,8 @@ async def test_what_is_cancelled_from_outside_is_not_called_stale() -> None:
             raise TimeoutError
 
 
-@given(LOST, RULES)
-def test_what_a_group_may_lack_is_declared(lost: list[str], rules: GroupRules) -> None:
+@given(LOST, RULES, st.sampled_from(KINDS))
+def test_what_a_group_may_lack_is_declared(lost: list[str], rules: GroupRules, kind: str) -> None:
     counted = Counter(lost)
     late = counted["straggler"] + counted["stale"]
     kept = (
@@ -151,13 +171,7 @@ def test_what_a_group_may_lack_is_declared(lost: list[str], rules: GroupRules) -
         assert (drop.reason, drop.failed) == (
             ("stale", False) if is_stale else ("incomplete", True)
         )
-
-
-@given(LOST, st.sampled_from(KINDS), RULES)
-def test_a_group_that_is_given_up_would_never_have_been_delivered(
-    lost: list[str], kind: str, rules: GroupRules
-) -> None:
-    if judge_losses(Counter(lost), rules) is not None:
+        # A group that is given up would never have been delivered.
         assert judge_losses(Counter([*lost, kind]), rules) is not None
 
 
@@ -228,3 +242,282 @@ def test_a_grace_without_a_least_size_is_refused() -> None:
     for wrong in ({}, {"min_group_size": 2, "stragglers": "wait"}):
         with pytest.raises(ValueError, match="straggler_grace_seconds works only"):
             RolloutsConfig.model_validate({"straggler_grace_seconds": 5} | wrong)
+
+
+AWAY, REFUSED = EngineUnavailable("away"), EngineRefused("no such field")
+GONE, NO_ROOM = SandboxLost("it is gone"), SandboxUnavailable("no room")
+RAISED, LIMITED = AgentError("KeyError: 'x'"), LimitReached("no turns are left", limit="turns")
+
+
+def ended(
+    posted: RolloutError | None,
+    engine: EngineError | None = None,
+    limit: str | None = None,
+    sandbox: SandboxError | None = None,
+) -> ProxyAttempt:
+    """An attempt whose worker posted a result, or `posted`."""
+    failure = None if posted is None else posted.failure()
+    attempt = ProxyAttempt("key", attempt_spec(), posted=True, failure=failure)
+    if limit is not None:
+        attempt.reached(limit, "")
+    if engine is not None:
+        attempt.engine_failed(engine, recorded=False)
+    if sandbox is not None:
+        attempt.sandbox_failed(sandbox)
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("attempt", "limit"),
+    [
+        (ended(None), None),
+        (ended(None, limit="turns"), "turns"),
+        (ended(None, REFUSED), None),
+        (ended(LIMITED), "turns"),
+        (ended(LIMITED, limit="tokens"), "tokens"),
+        (ended(RAISED, limit="turns"), "turns"),
+        (ended(None, AWAY), EngineUnavailable),
+        (ended(RAISED), AgentError),
+        (ended(RAISED, AWAY), EngineUnavailable),
+        (ended(RAISED, REFUSED), EngineRefused),
+        (ended(LIMITED, AWAY, limit="turns"), EngineUnavailable),
+        (ended(AWAY), EngineUnavailable),
+        (ended(GONE), SandboxLost),
+        (ended(None, sandbox=GONE), SandboxLost),
+        (ended(RAISED, sandbox=NO_ROOM), SandboxUnavailable),
+        (ended(LIMITED, limit="time", sandbox=NO_ROOM), SandboxUnavailable),
+        (ended(RAISED, AWAY, sandbox=GONE), EngineUnavailable),
+        (ProxyAttempt("key", attempt_spec()), WorkerGarbage),
+    ],
+)
+def test_what_is_the_models_is_scored_and_nothing_else(attempt: ProxyAttempt, limit: Any) -> None:
+    try:
+        assert ending_limit(attempt) == limit
+    except RolloutError as error:
+        assert type(error) is limit
+
+
+def over_bound(attempt: ProxyAttempt, *, spoke: bool = True) -> ProxyAttempt:
+    attempt.flags.add("over_bound")
+    attempt.calls += [call(0, [1], [2])] if spoke else []
+    return attempt
+
+
+@pytest.mark.parametrize("posted", [RAISED, WorkerGarbage("?"), None])
+def test_who_asks_too_much_of_the_proxy_pays_for_what_came_of_it(
+    posted: RolloutError | None,
+) -> None:
+    def one() -> ProxyAttempt:
+        return ended(posted) if posted else ProxyAttempt("key", attempt_spec())
+
+    assert ending_limit(over_bound(one()), "sandboxed") == "crash"
+    for attempt, isolation in (
+        (over_bound(one(), spoke=False), "sandboxed"),
+        (over_bound(one()), "dedicated"),
+    ):
+        with pytest.raises((AgentError, WorkerGarbage)):
+            ending_limit(attempt, isolation)  # type: ignore[arg-type]
+    without_engine = over_bound(one())
+    without_engine.engine_failed(AWAY, recorded=False)
+    with pytest.raises(RolloutError):
+        ending_limit(without_engine, "sandboxed")
+
+
+def test_an_engine_that_came_back_is_not_blamed_for_what_the_agent_did_later() -> None:
+    attempt = ended(RAISED, AWAY)
+    attempt.engine_answered()
+    with pytest.raises(AgentError):
+        ending_limit(attempt)
+
+
+def test_a_sandbox_that_came_late_is_no_failure_and_one_that_was_lost_always_is() -> None:
+    attempt = ended(None, sandbox=NO_ROOM)
+    attempt.sandbox_opened()
+    assert ending_limit(attempt) is None
+    for later in (GONE, NO_ROOM):
+        attempt.sandbox_failed(later)
+        attempt.sandbox_opened()
+    with pytest.raises(SandboxLost):
+        ending_limit(attempt)
+
+
+def test_a_failure_of_the_engine_costs_no_turn() -> None:
+    attempt = ProxyAttempt("key", attempt_spec(max_turns=1))
+    for _ in range(3):
+        attempt.take_turn()
+        attempt.engine_failed(AWAY, recorded=False)
+    attempt.take_turn()
+    attempt.engine_failed(REFUSED, recorded=False)
+    with pytest.raises(LimitReached):
+        attempt.take_turn()
+
+
+def test_a_worker_may_call_its_facts_as_it_likes() -> None:
+    failure = Failure(**{**_fields(RAISED.failure()), "detail": {"message": "m", "hint": "h"}})
+    attempt = ProxyAttempt("key", attempt_spec(), posted=True, failure=failure)
+    with pytest.raises(AgentError) as caught:
+        ending_limit(attempt)
+    assert caught.value.detail == {"message": "m", "hint": "h"}
+
+
+def _fields(failure: Failure) -> dict[str, object]:
+    return {name: getattr(failure, name) for name in failure.__struct_fields__}
+
+
+KILLED = WorkerDied("killed", signal="SIGKILL")
+HUNG = WorkerHung("It went on after it was cancelled.")
+
+
+@pytest.mark.parametrize(
+    ("death", "limit"),
+    [
+        (KILLED, "crash"),
+        (WorkerDied("gone", exit_code=0), "crash"),
+        (HUNG, "time"),
+        (WorkerDied("our code raised", exit_code=70), None),
+        (WorkerDied("the machine had no memory", signal="SIGKILL", out_of_memory=True), None),
+        (WorkerDied("another one's", signal="SIGKILL", mate=True), None),
+        (WorkerDied("nobody saw it"), None),
+        (WorkerGarbage("?"), None),
+    ],
+)
+def test_who_ends_its_own_worker_is_scored_and_ours_are_not(
+    death: WorkerError, limit: str | None
+) -> None:
+    assert limit_of_death(death, "sandboxed", spoke=True, overdue=True) == limit
+    assert limit_of_death(death, "sandboxed", spoke=False, overdue=True) is None
+    assert limit_of_death(death, "dedicated", spoke=True, overdue=True) is None
+    if death is HUNG:  # a worker that fell silent before its deadline may be ours
+        assert limit_of_death(death, "sandboxed", spoke=True, overdue=False) is None
+
+
+def test_only_the_pool_says_that_a_death_was_anothers() -> None:
+    assert not counts_as_attempt(WorkerDied("killed", mate=True))
+    assert counts_as_attempt(AgentError("raised", mate=True))
+
+
+@given(st.integers(1, 10**7), st.floats(0, 1))
+def test_pauses_are_bounded_after_any_number_of_failures(failures: int, jitter: float) -> None:
+    assert 0 < retry_delay_seconds(failures, jitter) <= 10
+    assert 0 < Retries().pause_seconds(failures) <= 10
+
+
+def test_an_engine_may_be_away_for_any_number_of_requests() -> None:
+    replica = Replica("http://engine", 1, lambda: 0.0)
+    for _ in range(5000):
+        replica.refused("no connection")
+    assert replica.aside_until <= 30
+
+
+class Maker:
+    """Makes the first group, and drops the second while the first is being stored."""
+
+    environment: Any = SimpleNamespace(config=SimpleNamespace(group_size=1))
+    rollouts = RolloutsConfig(max_concurrent=2)
+    ceiling = UntrainedCeiling(0.1, 1)
+
+    def __init__(self) -> None:
+        self.storing, self.dropped = asyncio.Event(), asyncio.Event()
+
+    def observer(self, event: Event) -> None:
+        if isinstance(event, GroupDropped):
+            self.dropped.set()
+
+    async def make(self, request: GroupRequest) -> Group | Drop:
+        if request.index == 0:
+            return native_group(request.group_id)
+        await self.storing.wait()
+        return Drop("untrained", "too much", True)
+
+
+class Sink:
+    def __init__(self, maker: Maker) -> None:
+        self.maker = maker
+        self.stored: list[str] = []
+
+    async def put(self, group: Group) -> None:
+        self.maker.storing.set()
+        await self.maker.dropped.wait()
+        await settled()
+        self.stored.append(group.group_id)
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        return set()
+
+    async def wait_for_capacity(self) -> None:
+        return
+
+
+async def test_a_run_that_ends_by_one_group_stores_those_that_are_made() -> None:
+    maker = Maker()
+    sink = Sink(maker)
+    requests = (
+        GroupRequest(
+            group_id=f"g{number}", index=number, env="math", split="train", seed=0,
+            task=Task(f"t{number}", {}),
+        )
+        for number in range(9)
+    )  # fmt: skip
+    scheduler = Scheduler(maker, requests, sink, wanted=None, stop_on_failures=True)
+    with pytest.raises(TooMuchUntrained):
+        await scheduler.run()
+    assert (sink.stored, scheduler.delivered) == (["g0"], 1)
+
+
+FLAGS = ("structured_output_masked", "undelivered_completion", "truncated_length")
+
+
+def sampled(index: int, size: int, flags: list[str], versions: list[int], exact: bool) -> Call:
+    cut = size // 2 if len(versions) > 1 else size
+    spans = [VersionSpan(versions[0], 0, cut), VersionSpan(versions[-1], cut, size)]
+    kept = [span for span in spans if span.start < span.end]
+    return call(index, [index, 1], [7] * size, versions=kept, flags=flags, exact=exact)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 9),
+            st.lists(st.sampled_from(FLAGS), max_size=2, unique=True),
+            st.sampled_from([[3], [3, 4]]),
+            st.booleans(),
+        ),
+        max_size=4,
+    )
+)
+@settings(max_examples=examples(80))
+def test_trained_and_untrained_tokens_are_all_that_was_sampled(
+    drawn: list[tuple[int, list[str], list[int], bool]],
+) -> None:
+    calls = [sampled(index, *facts) for index, facts in enumerate(drawn)]
+    for actions in (Actions(), Actions({"mixed_versions": "mask"})):
+        rows = build(calls, actions)
+        counted = untrained_of(calls, rows, [], actions, need_exact=True)
+        trained = sum(int(row.mask.sum()) for row in rows)
+        assert counted.sampled == sum(len(one.completion_ids) for one in calls if one.exact)
+        assert counted.tokens + trained == counted.sampled
+        assert all(actions.of(flag) != "train" for flag in counted.by_flag)
+
+
+def test_a_dropped_rollout_counts_whole_where_exact_tokens_are_needed() -> None:
+    calls = [sampled(0, 5, [], [3], True), sampled(1, 4, ["missing_logprobs"], [3], False)]
+    flags = ["missing_logprobs", "truncated_length"]
+    rows = build(calls)
+    counted = untrained_of(calls, rows, flags, Actions(), need_exact=True)
+    assert counted == Untrained(9, {"missing_logprobs": 9})
+    assert untrained_of(calls, rows, flags, Actions(), need_exact=False) == Untrained(5, {})
+
+
+def test_groups_over_the_share_are_not_offered_while_a_full_window_is_over_it() -> None:
+    ceiling = UntrainedCeiling(0.1, 3)
+    bad, good = Untrained(10, {"finish_abort": 5}), Untrained(10)
+    judged = [ceiling.judge(one) is None for one in (bad, good, bad, good, good, good, bad, good)]
+    assert judged == [True, True, False, True, True, True, False, True]
+    assert ceiling.is_over
+    assert ceiling.report()["tokens"] == {"finish_abort": 5}
+    assert "--tokens.train finish_abort" in ceiling.hint()
+    for _ in range(3):
+        ceiling.judge(good)
+    assert not ceiling.is_over and ceiling.report()["message"] == ""
+    off = UntrainedCeiling(1.0, 1)
+    assert off.judge(Untrained(10, {"finish_abort": 10})) is None

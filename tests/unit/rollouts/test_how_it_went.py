@@ -1,4 +1,4 @@
-"""What a rollout keeps of how it went: times, failures of earlier attempts, what it printed."""
+"""How rollouts went: times, failures, what was printed, what their groups lack and why."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from envserver_records.timings import MOST_PRINTED, MOST_TIMINGS, Timing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support import commands
 from support.api import native_group, put_native, running_api
 from support.extent import examples
 from support.forests import ACTIONS, forests
@@ -233,7 +234,7 @@ async def test_the_rollouts_of_a_large_group_come_without_their_texts(tmp_path: 
         assert alone["rollout"]["messages"] == talk
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(forests(), st.sampled_from(sorted(ACTIONS)), st.data())
 def test_times_cover_all_trained_tokens_once(
     calls: list[Call], actions: str, data: st.DataObject
@@ -274,7 +275,7 @@ def test_what_one_rollout_keeps_is_bounded() -> None:
 SECRETS = st.text(min_size=4, max_size=30) | st.integers(min_value=1000)
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(st.recursive(SECRETS, lambda inner: st.lists(inner, max_size=3), max_leaves=4), st.text())
 def test_no_value_of_the_hidden_part_stays_in_a_message(hidden: Any, around: str) -> None:
     values = list(flat(hidden))
@@ -299,3 +300,149 @@ def test_older_groups_have_no_times() -> None:
     noted = [replace(one, timings=[timing]) for one in made.trajectories]
     again = unpack(pack(replace(made, trajectories=noted)), Group)
     assert again.trajectories[1].timings == [timing]
+
+
+UNEVEN = '''
+import asyncio, os
+from pathlib import Path
+from envserver import Environment, Score, Task
+
+class Uneven(Environment):
+    """One rollout of each group does not end, or raises."""
+
+    class Config(Environment.Config):
+        folder: str = "."
+
+    def tasks(self, split):
+        for name in ("fine", "slow", "broken"):
+            yield Task(name, {"name": name}, {})
+
+    async def rollout(self, task, run):
+        answer = await run.chat([{"role": "user", "content": "hi"}])
+        if task.public["name"] != "fine" and self.first(task.public["name"]):
+            if task.public["name"] == "broken":
+                raise ValueError("no such tool")
+            await asyncio.Event().wait()
+        return answer.content
+
+    def first(self, name):
+        try:
+            os.close(os.open(Path(self.config.folder) / name, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def score(self, task, result):
+        return Score(reward=0.5)
+'''
+
+
+def processed(folder: Path, source: str, *words: object) -> tuple[list[dict[str, Any]], str]:
+    """The groups that `envserver process` writes for this environment, and what it says."""
+    (folder / "made.py").write_text(source)
+    ran = commands.envserver(
+        "process", "--env", "made.py", "--model", "sim", "--sim.latency_seconds", 0,
+        "--workers.processes", 1, "--env.data_path_to_save_groups", "out.jsonl", *words,
+        folder=folder,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return commands.read_jsonl(folder / "out.jsonl"), ran.stderr
+
+
+def test_a_group_that_lacks_rollouts_says_which_and_why(tmp_path: Path) -> None:
+    lines, told = processed(
+        tmp_path, UNEVEN, "--env.folder", tmp_path, "--env.group_size", 4,
+        "--rollouts.max_attempts", 1, "--rollouts.min_group_size", 3,
+        "--rollouts.straggler_grace_seconds", 5,
+    )  # fmt: skip
+    said = {line["envserver"]["task_id"]: line for line in lines}
+    lost = {name: line["envserver"]["lost"] for name, line in said.items()}
+    assert lost == {"fine": {}, "slow": {"straggler": 1}, "broken": {"agent_error": 1}}
+    for name, line in said.items():
+        assert line["envserver"]["asked"] == 4
+        assert len(line["scores"]) == (4 if name == "fine" else 3)
+    assert "straggler" in told
+
+
+BURNING = '''
+import os
+from pathlib import Path
+from envserver import Environment, Score, Task
+
+class Burning(Environment):
+    """The text of one rollout keeps its scorer busy for ever."""
+
+    score_cpu_seconds = 1.0
+
+    class Config(Environment.Config):
+        folder: str = "."
+
+    def tasks(self, split):
+        yield Task("one", {}, {})
+
+    async def rollout(self, task, run):
+        answer = await run.chat([{"role": "user", "content": "hi"}])
+        try:
+            os.close(os.open(Path(self.config.folder) / "first", os.O_CREAT | os.O_EXCL))
+            return "burn"
+        except FileExistsError:
+            return answer.content
+
+    def score(self, task, result):
+        while result.output == "burn":
+            pass
+        return Score(reward=0.5)
+'''
+
+
+def test_a_text_that_uses_up_the_scorers_time_scores_zero_with_a_flag(tmp_path: Path) -> None:
+    words = ("--env.folder", tmp_path, "--env.group_size", 4)
+    (line,), _ = processed(tmp_path, BURNING, *words)
+    assert sorted(line["scores"]) == [0.0, 0.5, 0.5, 0.5]
+    flags = [set(rollout["flags"]) for rollout in line["envserver"]["rollouts"]]
+    assert sorted("scorer_killed" in some for some in flags) == [False, False, False, True]
+    assert line["envserver"]["lost"] == {}
+
+
+ASKING = '''
+import asyncio
+from envserver import Environment, Score, Task
+
+class Asking(Environment):
+    """One agent retries every error for ever; another is refused thrice at once, and goes on."""
+
+    def tasks(self, split):
+        yield Task("one", {}, {})
+
+    async def rollout(self, task, run):
+        async def ask():
+            try:
+                await run.client.chat.completions.create(
+                    model=run.model, messages=[{"role": "user", "content": "hi"}]
+                )
+            except Exception as error:
+                return error
+
+        if run.rollout_id.endswith("0"):
+            await asyncio.gather(*(ask() for _ in range(4)))
+            await asyncio.sleep(5)
+            return "done"
+        while True:
+            await ask()
+            await asyncio.sleep(0.3)
+
+    def score(self, task, result):
+        return Score(reward=float(result.output == "done" and not result.truncated))
+'''
+
+
+@pytest.mark.thorough
+def test_an_agent_that_keeps_asking_after_its_last_turn_is_ended_and_scored(tmp_path: Path) -> None:
+    (line,), told = processed(
+        tmp_path, ASKING, "--env.group_size", 2, "--env.total_steps", 1, "--env.max_turns", 1,
+        "--env.worker_timeout", 3600,
+    )  # fmt: skip
+    assert sorted(line["scores"]) == [0.0, 1.0]
+    assert [one["limit"] for one in line["envserver"]["rollouts"]] == ["turns", "turns"]
+    assert sorted(one["truncated"] for one in line["envserver"]["rollouts"]) == [False, True]
+    assert "attempt" not in told, "none failed"

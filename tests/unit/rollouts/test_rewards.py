@@ -361,7 +361,7 @@ def scores(draw: st.DrawFn) -> Score:
 
 
 @given(scores())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_an_agents_reward_is_its_outcome_and_its_turns(score: Score) -> None:
     checked = checked_score(score, RESULT, RULES)
     assert checked_score(checked, RESULT, RULES) == checked, "score_group may return it unchanged"
@@ -419,7 +419,7 @@ def ranges() -> Iterator[RewardRange]:
 
 
 @given(st.sampled_from(list(ranges())), st.floats(-20, 20), st.floats(-20, 20))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_a_share_rises_with_the_reward_up_to_a_solved_task(
     bounds: RewardRange, one: float, two: float
 ) -> None:

@@ -1,21 +1,167 @@
-"""Scorer processes that misbehave."""
+"""Scorer processes that misbehave; `envserver score`: rows of every form, a full disk, a stop."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from support.waiting import PATIENCE, until
 
-from envserver import ConfigError, Result, Score, ScorerError, Task
+from envserver import ConfigError, NotFoundError, Result, Score, ScorerError, StoreError, Task
+from envserver.cli import main
 from envserver.rollouts.scoring import ScorerPool
+from envserver.running.scoring import MAX_LINE_BYTES, Summary, run_score
+
+ENVIRONMENT = '''
+import asyncio, math, os, socket, sys, time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from envserver import Environment, Score, ScorerError, Task
+
+
+class Moody(Environment):
+    """Does what the response says."""
+
+    score_cpu_seconds = 0.2
+    score_timeout_seconds = 600.0
+    prepared = 0
+
+    class Config(Environment.Config):
+        bonus: float = 0.0
+        cpu_seconds_to_load: float = 0.0
+
+    def tasks(self, split):
+        for i in range(3):
+            yield Task(f"t{i}", {"question": i}, {"answer": i})
+
+    async def rollout(self, task, run):
+        return None
+
+    def prepare_scoring(self):
+        Moody.prepared += 1
+        while time.process_time() < self.config.cpu_seconds_to_load:
+            pass
+
+    def task_from_row(self, row):
+        return Task("row", row, row)
+
+    def score(self, task, result):
+        while "burn" in task.hidden:
+            pass
+        match result.output:
+            case "hang":
+                Path(__file__).with_name("hanging").touch()
+                time.sleep(3600)
+            case "burn":
+                while True:
+                    pass
+            case "full memory":
+                os.kill(os.getpid(), 9)
+            case "wait":
+                time.sleep(3)
+                return Score(reward=1.0)
+            case "die once":
+                dead = Path(__file__).with_name("dead")
+                if not dead.exists():
+                    dead.touch()
+                    os._exit(7)
+                return Score(reward=1.0)
+            case "prepared":
+                return Score(reward=1.0, metrics={"times": self.prepared})
+            case "die":
+                os._exit(7)
+            case "fork":
+                if (child := os.fork()) == 0:
+                    return Score(reward=0.25)
+                os.waitpid(child, 0)
+                return Score(reward=1.0)
+            case "talk":
+                for number in range(3, 64):
+                    try:
+                        stream = socket.socket(fileno=os.dup(number))
+                    except OSError:
+                        continue
+                    if stream.family == socket.AF_UNIX:
+                        stream.send((5).to_bytes(4, "big") + b"hello")
+                return Score(reward=1.0)
+            case "unreadable":
+                raise ScorerError("no", why=Moody.Config())
+            case "exit":
+                sys.exit(3)
+            case "raise":
+                raise ValueError("no idea")
+            case "nan":
+                return Score(reward=math.nan)
+            case "two":
+                return Score(reward=2.0)
+            case "text":
+                return Score(reward="1")
+            case "metric":
+                return Score(reward=1.0, metrics={"x": math.inf})
+            case "nothing":
+                return None
+            case "judge":
+                return Score(reward=1.0, error="the judge is down")
+            case "unscorable":
+                return Score(reward=None)
+            case "async":
+                return self.later()
+            case "pid":
+                return Score(reward=1.0, metrics={"pid": os.getpid()})
+        return Score(reward=1.0 if result.output == task.hidden.get("answer") else 0.0)
+
+    async def later(self):
+        await asyncio.sleep(0)
+        return Score(reward=0.5 + self.config.bonus)
+
+    def score_group(self, task, results, scores):
+        return [Score(reward=score.reward / len(scores)) for score in scores]
+'''
+
+
+of_module = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def moody(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("moody") / "moody.py"
+    path.write_text(ENVIRONMENT)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def hasty(moody: str) -> str:
+    """The same, with little time for what hangs: the rest needs some milliseconds."""
+    path = Path(moody).with_name("hasty.py")
+    path.write_text(ENVIRONMENT.replace("seconds = 600.0", "seconds = 3.0"))
+    return str(path)
+
+
+@pytest.fixture
+def hanging(moody: str) -> Path:
+    """What is there as soon as a scorer hangs."""
+    path = Path(moody).with_name("hanging")
+    path.unlink(missing_ok=True)
+    return path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool(moody: str) -> AsyncIterator[ScorerPool]:
+    """One process, which is replaced when it has died."""
+    async with ScorerPool(moody, {}, 1) as started:
+        yield started
+
 
 TASK = Task("t", {}, {"answer": "right"})
 
@@ -54,16 +200,17 @@ async def test_the_limit_is_cpu_time_and_loading_and_waiting_are_not_in_it(moody
     assert before.metrics == after.metrics == {"times": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("output", "hidden"), [("full memory", {}), ("", {"burn": True}), ("x", {"burn": True})]
-)
-async def test_what_the_text_is_not_to_blame_for_is_no_zero(
-    moody: str, output: str, hidden: dict[str, Any]
-) -> None:
-    """A kill from outside, and a task that takes too long whatever the answer is."""
-    async with ScorerPool(moody, {}, 1) as pool:
+@of_module
+async def test_what_the_text_is_not_to_blame_for_is_no_zero(pool: ScorerPool) -> None:
+    """A kill from outside, a task that takes too long in any case, a score that is none."""
+    burning = Task("t", {}, {"burn": True})
+    wrong = ("nan", "two", "text", "metric", "nothing", "judge")
+    for task, output in (
+        *((TASK, output) for output in ("full memory", *wrong)),
+        *((burning, output) for output in ("", "x")),
+    ):
         with pytest.raises(ScorerError):
-            await pool.score(Task("t", {}, hidden), Result(output=output))
+            await pool.score(task, Result(output=output))
 
 
 async def test_a_rubric_loads_its_own_libraries_and_those_of_the_environment(
@@ -86,77 +233,72 @@ async def test_a_rubric_loads_its_own_libraries_and_those_of_the_environment(
     assert score == Score(reward=0.5, metrics={"times": 1.0, "ready": 1.0})
 
 
-@pytest.mark.parametrize("output", ["nan", "two", "text", "metric", "nothing", "judge"])
-async def test_invalid_scores_are_errors(moody: str, output: str) -> None:
-    async with ScorerPool(moody, {}, 1) as pool:
-        with pytest.raises(ScorerError):
-            await pool.score(TASK, Result(output=output))
-
-
-async def test_what_cannot_be_sent_is_an_error_not_a_hang(moody: str) -> None:
+@of_module
+async def test_what_cannot_be_sent_is_an_error_not_a_hang(pool: ScorerPool) -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    async with ScorerPool(moody, {}, 1) as pool:
-        for output in (deep, lambda: 1):
-            with pytest.raises(ScorerError, match="cannot be pickled"):
-                await pool.score(TASK, Result(output=output))
-        assert (await pool.score(TASK, Result(output="right"))).reward == 1.0
+    for output in (deep, lambda: 1):
+        with pytest.raises(ScorerError, match="cannot be pickled"):
+            await pool.score(TASK, Result(output=output))
+    assert (await pool.score(TASK, Result(output="right"))).reward == 1.0
 
 
-async def test_a_scorer_that_dies_while_idle_is_replaced(moody: str) -> None:
-    async with ScorerPool(moody, {}, 1) as pool:
-        pid = int((await pool.score(TASK, Result(output="pid"))).metrics["pid"])
-        os.kill(pid, signal.SIGKILL)
-        for _ in range(2):
-            later = await pool.score(TASK, Result(output="pid"))
-            assert later.metrics["pid"] != pid
+@of_module
+async def test_a_scorer_that_dies_while_idle_is_replaced(pool: ScorerPool) -> None:
+    pid = int((await pool.score(TASK, Result(output="pid"))).metrics["pid"])
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(2):
+        later = await pool.score(TASK, Result(output="pid"))
+        assert later.metrics["pid"] != pid
 
 
-async def test_scorers_that_died_leave_no_descriptor_to_the_collector(moody: str) -> None:
+@of_module
+async def test_scorers_that_died_leave_no_descriptor_to_the_collector(
+    pool: ScorerPool,
+) -> None:
     def open_ones() -> int:
         return len([*Path("/proc/self/fd").iterdir()])
 
-    async with ScorerPool(moody, {}, 1) as pool:
+    await pool.score(TASK, Result(output="right"))
+    before = open_ones()
+    gc.disable()
+    try:
+        await rewards_or_errors(pool, ["die"] * 8)
         await pool.score(TASK, Result(output="right"))
-        before = open_ones()
-        gc.disable()
-        try:
-            await rewards_or_errors(pool, ["die"] * 8)
-            await pool.score(TASK, Result(output="right"))
-            await until(lambda: open_ones() <= before)
-        finally:
-            gc.enable()
+        await until(lambda: open_ones() <= before)
+    finally:
+        gc.enable()
 
 
-async def test_cancelling_frees_the_scorer_at_once(moody: str, tmp_path: Path) -> None:
-    async with ScorerPool(moody, {}, 1) as pool:
-        pid = (await pool.score(TASK, Result(output="pid"))).metrics["pid"]
-        hanging = asyncio.create_task(pool.score(TASK, Result(output="hang")))
-        await until((tmp_path / "hanging").exists)
-        hanging.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await hanging
-        assert (await pool.score(TASK, Result(output="pid"))).metrics["pid"] != pid
+@of_module
+async def test_cancelling_frees_the_scorer_at_once(pool: ScorerPool, hanging: Path) -> None:
+    pid = (await pool.score(TASK, Result(output="pid"))).metrics["pid"]
+    scoring = asyncio.create_task(pool.score(TASK, Result(output="hang")))
+    await until(hanging.exists)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    assert (await pool.score(TASK, Result(output="pid"))).metrics["pid"] != pid
 
 
-async def test_no_score_is_that_of_another_rollout(moody: str) -> None:
+@of_module
+async def test_no_score_is_that_of_another_rollout(pool: ScorerPool) -> None:
     """Whatever comes from the process beside its answers: a fork's, garbage, unknown classes."""
-    async with ScorerPool(moody, {}, 1) as pool:
-        scores = []
-        for output in ("fork", "wrong", "talk", "right", "wrong", "unreadable", "right"):
-            scores += await rewards_or_errors(pool, [output])
+    scores = []
+    for output in ("fork", "wrong", "talk", "right", "wrong", "unreadable", "right"):
+        scores += await rewards_or_errors(pool, [output])
     assert [each if isinstance(each, Exception) else each.reward for each in scores[:2]] == [1, 0]
     assert isinstance(scores[2], ScorerError) and isinstance(scores[5], ScorerError)
     assert [scores[position].reward for position in (3, 4, 6)] == [1.0, 0.0, 1.0]
 
 
-async def test_groups_are_scored_in_the_scorer(moody: str) -> None:
-    async with ScorerPool(moody, {}, 1) as pool:
-        scores = await pool.score_group(TASK, [Result()] * 4, [Score(reward=1.0)] * 4)
-        assert [score.reward for score in scores] == [0.25] * 4
-        with pytest.raises(ScorerError):
-            await pool.score_group(TASK, [Result()], [Score(reward=None)])
+@of_module
+async def test_groups_are_scored_in_the_scorer(pool: ScorerPool) -> None:
+    scores = await pool.score_group(TASK, [Result()] * 4, [Score(reward=1.0)] * 4)
+    assert [score.reward for score in scores] == [0.25] * 4
+    with pytest.raises(ScorerError):
+        await pool.score_group(TASK, [Result()], [Score(reward=None)])
 
 
 async def test_an_environment_that_cannot_be_loaded_is_said_at_the_start(
@@ -189,18 +331,195 @@ async def main(environment, hanging):
             await asyncio.sleep(0.01)
         os.kill(os.getpid(), 9)
 
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[1]).with_name("hanging")))
+asyncio.run(main(sys.argv[1], Path(sys.argv[1]).with_name("hanging")))
 """
 
 
+@pytest.mark.usefixtures("hanging")
 @pytest.mark.parametrize("output", ["right", "hang"])
-async def test_scorers_end_with_their_server(moody: str, tmp_path: Path, output: str) -> None:
-    script = tmp_path / "server.py"
-    script.write_text(KILLED)
-    command = [sys.executable, str(script), moody, output]
+async def test_scorers_end_with_their_server(moody: str, output: str) -> None:
+    command = [sys.executable, "-c", KILLED, moody, output]
     done = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=PATIENCE
     )
     pid = int(done.stdout)
     await until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+async def score_lines(
+    tmp_path: Path, lines: list[bytes | dict[str, Any]], env: str = "math", **config: Any
+) -> tuple[Summary, list[dict[str, Any]]]:
+    source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    encoded = [json.dumps(line).encode() if isinstance(line, dict) else line for line in lines]
+    source.write_bytes(b"\n".join(encoded))
+    summary = await run_score(env, config, source, target, processes=2)
+    assert [path.name for path in tmp_path.glob(".*.partial")] == []
+    return summary, [json.loads(line) for line in target.read_text().splitlines()]
+
+
+GSM8K = {"question": "q", "answer": "#### 42"}
+AQUA = {"question": "q", "options": ["A)1", "B)2"], "correct": "B"}
+
+
+async def test_rows_of_every_form_are_scored_in_order_whatever_hostile_ones_do(
+    tmp_path: Path,
+) -> None:
+    said = {"role": "assistant", "content": r"\boxed{42}"}
+    finish = {"type": "function", "function": {"name": "finish", "arguments": '{"answer": "42"}'}}
+    called = {"role": "assistant", "content": None, "tool_calls": [finish]}
+    parts = {"role": "assistant", "content": [{"type": "text", "text": r"\boxed{42}"}]}
+    rows: list[tuple[dict[str, Any], float]] = [
+        ({"task": GSM8K, "response": r"\boxed{42}"}, 1.0),
+        ({"task": GSM8K, "response": r"\boxed{41}"}, 0.0),
+        ({"task": GSM8K, "response": ""}, 0.0),
+        ({"task": "sample-gsm8k-02", "response": r"\boxed{-11}"}, 1.0),
+        ({"task": GSM8K, "messages": [{"role": "user", "content": "q"}, said]}, 1.0),
+        ({"task": GSM8K, "messages": [called]}, 1.0),
+        ({"task": GSM8K, "messages": [parts]}, 1.0),
+        ({"task": GSM8K, "response": r"\boxed{42}", "finish_reason": "length"}, 0.0),
+        ({"task": AQUA, "response": "B"}, 1.0),
+    ]  # fmt: skip
+    seven = {"problem": "p", "solution": r"\boxed{7}"}
+    hostile = (r"\boxed{10^{8}!}", r"\boxed{9^{9^{9^{9}}}}")
+    rows = [*(({"task": seven, "response": text}, 0.0) for text in hostile), *rows * 5]
+    summary, scores = await score_lines(tmp_path, [row for row, _ in rows])
+    assert [score["reward"] for score in scores] == [reward for _, reward in rows]
+    assert [score["line"] for score in scores] == list(range(1, len(rows) + 1))
+    assert set(scores[0]) == {"line", "reward", "components", "metrics", "error", "rewards"}
+    assert all(score["error"] is None for score in scores)
+    assert summary.rows == summary.scored == 47 and summary.errors == 0
+    assert summary.mean_reward == pytest.approx(30 / 47)
+
+
+BAD_LINES: list[tuple[bytes, str]] = [
+    (b"{", "not JSON: Expecting property name enclosed in double quotes at character"),
+    (b'{"task": {"a": NaN}, "response": ""}', "not JSON"),
+    (b"[1]", "not a JSON object"),
+    (b"\xff\xfe{}", "not UTF-8"),
+    (b'{"response": ""}', "'task'"),
+    (b'{"task": 7, "response": ""}', "'task'"),
+    (b'{"task": "sample-gsm8k-01"}', "neither"),
+    (b'{"task": "sample-gsm8k-01", "response": 7}', "'response'"),
+    (b'{"task": "sample-gsm8k-01", "messages": [7]}', "'messages'"),
+    (b'{"task": "sample-gsm8k-01", "messages": [{"role": "user"}]}', "assistant"),
+    (b'{"task": "sample-gsm8k-99", "response": ""}', "no task"),
+    (b'{"task": {"text": "x"}, "response": ""}', "no data set"),
+    (b'{"task": {"question": "q", "answer": "42"}, "response": ""}', "no answer"),
+    (b'{"task": {"\\ud800": 1}, "response": ""}', "no data set"),
+    (b'{"a":' * 100_000, "deep"),
+    (b'{"task": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b', "response": ""}', ""),
+    (b'{"task": "' + b"x" * MAX_LINE_BYTES + b'"}', "longer than"),
+]
+
+
+async def test_bad_rows_are_error_rows_and_never_a_stop(tmp_path: Path) -> None:
+    good = json.dumps({"task": GSM8K, "response": r"\boxed{42}"}).encode()
+    lines: list[bytes | dict[str, Any]] = []
+    for line, _ in BAD_LINES:
+        lines += [line, good]
+    summary, scores = await score_lines(tmp_path, lines)
+    assert [score["line"] for score in scores] == list(range(1, len(lines) + 1))
+    for score, (line, words) in zip(scores[::2], BAD_LINES, strict=True):
+        assert score["reward"] is None and words in score["error"], line[:80]
+    assert [score["reward"] for score in scores[1::2]] == [1.0] * len(BAD_LINES)
+    assert summary.errors == summary.scored == len(BAD_LINES)
+    assert summary.first_error is not None and summary.first_error.startswith("line 1:")
+
+
+async def test_scorer_failures_are_error_rows(tmp_path: Path, hasty: str) -> None:
+    outputs = ["right", "die", "hang", "nan", "unscorable", "right"]
+    rows = [{"task": {"answer": "right"}, "response": output} for output in outputs]
+    summary, scores = await score_lines(tmp_path, [*rows, b"", b"  "], env=hasty)
+    assert [score["reward"] for score in scores] == [1.0, None, None, None, None, 1.0]
+    assert [score["error"] is None for score in scores] == [True, False, False, False, True, True]
+    assert (summary.scored, summary.errors, summary.unscorable) == (2, 3, 1)
+
+
+async def test_a_row_whose_scorer_died_is_scored_once_more(tmp_path: Path, moody: str) -> None:
+    rows = [{"task": {"answer": "right"}, "response": text} for text in ("die once", "right")]
+    summary, scores = await score_lines(tmp_path, list(rows), env=moody)
+    assert [score["reward"] for score in scores] == [1.0, 1.0] and summary.errors == 0
+
+
+@pytest.mark.parametrize(("response", "status"), [("right", 0), ("raise", 1)])
+def test_the_command_says_by_its_exit_status_that_rows_have_errors(
+    tmp_path: Path, moody: str, response: str, status: int
+) -> None:
+    source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    source.write_text(json.dumps({"task": {"answer": "right"}, "response": response}))
+    argv = ["score", "--env", moody, "--input", str(source), "--out", str(target)]
+    assert main(argv) == status
+    assert json.loads(target.read_text())["reward"] == (None if status else 1.0)
+
+
+async def test_missing_files_are_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        await run_score("math", {}, tmp_path / "none.jsonl", tmp_path / "out.jsonl")
+    source = tmp_path / "rows.jsonl"
+    source.write_text("{}\n")
+    with pytest.raises(StoreError):
+        await run_score("math", {}, source, tmp_path / "no folder" / "out.jsonl")
+
+
+async def test_progress_counts_rows_and_a_failed_run_leaves_the_old_output(tmp_path: Path) -> None:
+    source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    source.write_text("{}\n" * 5)
+    seen: list[tuple[int, float]] = []
+
+    def stop(rows: int, share: float) -> None:
+        raise KeyboardInterrupt
+
+    def note(rows: int, share: float) -> None:
+        seen.append((rows, share))
+
+    await run_score("math", {}, source, target, processes=1, progress=note)
+    assert [rows for rows, _ in seen] == [1, 2, 3, 4, 5] and seen[-1][1] == 1.0
+    target.write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        await run_score("math", {}, source, target, processes=1, progress=stop)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "scores.jsonl"]
+    assert target.read_text() == "old"
+
+
+async def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
+    source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    source.write_text("{}\n" * 1000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(StoreError, match="cannot be written"):
+            await run_score("math", {}, source, target, processes=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+async def test_a_pipe_gets_the_scores_and_a_link_keeps_pointing(tmp_path: Path) -> None:
+    source, pipe, link = tmp_path / "rows.jsonl", tmp_path / "pipe", tmp_path / "link"
+    source.write_text("{}\n")
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "scores.jsonl")
+    reader = asyncio.create_task(asyncio.to_thread(pipe.read_text))
+    await asyncio.gather(*(run_score("math", {}, source, to, processes=1) for to in (pipe, link)))
+    assert await reader == (tmp_path / "scores.jsonl").read_text() != ""
+    assert pipe.is_fifo() and link.is_symlink()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_a_stopped_command_leaves_nothing_behind(
+    tmp_path: Path, moody: str, number: int, status: int
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    row = json.dumps({"task": {}, "response": "hang"})
+    source.write_text(f"{row}\n" * 100)
+    words = ["score", "--env", moody, "--input", str(source), "--out", str(tmp_path / "out")]
+    command = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "envserver", *words,
+        stderr=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    await until(lambda: list(tmp_path.glob(".out.*.partial")))
+    os.killpg(command.pid, number)
+    _, said = await command.communicate()
+    assert command.returncode == status, said
+    assert b"Stopped" in said and b"Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -75,7 +75,7 @@ def test_who_was_away_catches_up_a_little_and_nobody_waits_long(
     assert in_a_row <= CATCH_UP_GROUPS + 2 * longest + 2
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     MIX,
     st.integers(1, 12),

@@ -6,11 +6,8 @@ That every promise of a sandbox holds there, too, is shown by `test_sandbox.py` 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -23,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 from support.extent import examples
-from support.process_tree import alive_with
+from support.process_tree import alive_with, children_of, marked
 from support.sandboxes import sandbox_machine
 from support.waiting import PATIENCE, until
 
@@ -49,8 +46,7 @@ from envserver.sandbox.requests import Exec
 from envserver.sandbox.supervisor import READY
 
 of_module = pytest.mark.asyncio(loop_scope="module")
-
-_numbers = itertools.count()
+PLAIN = SandboxSpec()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -89,10 +85,6 @@ def stay(box: Sandbox, mark: str) -> asyncio.Task[ExecResult]:
     return asyncio.create_task(box.exec(["sleep", mark]))
 
 
-def marked() -> str:
-    return f"{3600 + next(_numbers)}.{os.getpid()}"
-
-
 @of_module
 async def test_numbers_come_as_the_machine_counted_them(
     served: ServedSandboxes, boxes: Machines
@@ -121,7 +113,7 @@ async def test_a_program_is_talked_to_and_ends_with_its_sandbox(boxes: Machines)
     mark = marked()
     source = 'while read line; do echo "<$line>"; done; sleep "$0"'
     async with (
-        boxes.open(SandboxSpec()) as box,
+        boxes.open(PLAIN) as box,
         box.start(["sh", "-c", source, mark], env={}, wall_seconds=3600.0) as program,
     ):
         reader, writer = await asyncio.open_unix_connection(sock=program.stdio)
@@ -137,7 +129,7 @@ async def test_a_program_is_talked_to_and_ends_with_its_sandbox(boxes: Machines)
 @of_module
 async def test_what_ends_by_itself_says_how(boxes: Machines) -> None:
     async with (
-        boxes.open(SandboxSpec()) as box,
+        boxes.open(PLAIN) as box,
         box.start(["sh", "-c", "echo bye; exit 3"], env={}, wall_seconds=60.0) as program,
     ):
         reader, writer = await asyncio.open_unix_connection(sock=program.stdio)
@@ -150,7 +142,7 @@ async def test_what_ends_by_itself_says_how(boxes: Machines) -> None:
 @of_module
 async def test_sandboxes_end_with_their_client(served: ServedSandboxes) -> None:
     mark = marked()
-    async with client_of(served) as gone, gone.open(SandboxSpec()) as box:
+    async with client_of(served) as gone, gone.open(PLAIN) as box:
         running = stay(box, mark)
         await until(lambda: alive_with(mark))
         assert isinstance(box._websocket, aiohttp.ClientWebSocketResponse)
@@ -168,11 +160,11 @@ async def test_programs_and_sandboxes_wait_in_order(
     ended = []
 
     async def use(number: int) -> None:
-        async with boxes.open(SandboxSpec()) as box:
+        async with boxes.open(PLAIN) as box:
             assert (await box.run_python("pass")).ok
             ended.append(number)
 
-    async with boxes.open(SandboxSpec()) as box:
+    async with boxes.open(PLAIN) as box:
         holding = stay(box, mark := marked())  # takes the only room
         await until(lambda: alive_with(mark))
         others = []
@@ -216,7 +208,7 @@ async def test_a_token_of_the_role_environment_is_needed(
             with pytest.raises(ConfigError, match="refuses the access token"):
                 await machines.check()
             with pytest.raises(SandboxUnavailable, match="refuses the access token"):
-                async with machines.open(SandboxSpec()):
+                async with machines.open(PLAIN):
                     pass
         assert not token or token not in repr(machines._address)
     machines_at.cache_clear()
@@ -224,16 +216,22 @@ async def test_a_token_of_the_role_environment_is_needed(
     assert all(token not in told.out + told.err for token in TOKENS.values())
 
 
-@settings(deadline=None, max_examples=examples(40))
-@given(st.binary(max_size=200) | st.binary(max_size=200).map(frame))
-@pytest.mark.usefixtures("impatient")
-@of_module
-async def test_nonsense_ends_only_its_own_connection(served: ServedSandboxes, data: bytes) -> None:
+@asynccontextmanager
+async def connected(served: ServedSandboxes) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
     headers = {"authorization": f"Bearer {TOKENS['environment']}"}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
         session.ws_connect(served.url + PATH) as websocket,
     ):
+        yield websocket
+
+
+@settings(max_examples=examples(40))
+@given(st.binary(max_size=200) | st.binary(max_size=200).map(frame))
+@pytest.mark.usefixtures("impatient")
+@of_module
+async def test_nonsense_ends_only_its_own_connection(served: ServedSandboxes, data: bytes) -> None:
+    async with connected(served) as websocket:
         await websocket.send_bytes(data)
     await until(lambda: served.machine.load.open == 0)
 
@@ -241,12 +239,8 @@ async def test_nonsense_ends_only_its_own_connection(served: ServedSandboxes, da
 @of_module
 async def test_a_client_has_only_what_it_opened(served: ServedSandboxes) -> None:
     """Nothing in a request names a sandbox, and nothing is answered before one is open."""
-    headers = {"authorization": f"Bearer {TOKENS['environment']}"}
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.ws_connect(served.url + PATH) as websocket,
-    ):
-        await websocket.send_bytes(frame(msgspec.msgpack.encode((1, "total", None))))
+    async with connected(served) as websocket:
+        await websocket.send_bytes(asked(1, "total", None))
         answer = msgspec.msgpack.decode((await websocket.receive_bytes())[4:])
         assert answer[:2] == [1, "error"] and "begin with `open`" in answer[2]["message"]
 
@@ -256,11 +250,7 @@ async def opened(
     served: ServedSandboxes, spec: SandboxSpec
 ) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, AsyncIterator[list[Any]]]]:
     """Yields the connection of an open sandbox, and the answers that come."""
-    headers = {"authorization": f"Bearer {TOKENS['environment']}"}
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.ws_connect(served.url + PATH) as websocket,
-    ):
+    async with connected(served) as websocket:
         reader = FrameReader(1 << 20)
 
         async def answers() -> AsyncIterator[list[Any]]:
@@ -299,7 +289,7 @@ async def test_requests_that_wait_do_not_fill_the_machines_memory(
 ) -> None:
     small = SandboxLimits(disk_mb=1, input_kb=1024)
     async with (
-        boxes.open(SandboxSpec()) as box,
+        boxes.open(PLAIN) as box,
         opened(served, SandboxSpec(limits=small)) as (websocket, answers),
     ):
         holding = stay(box, mark := marked())  # takes the only room
@@ -322,7 +312,7 @@ async def test_what_a_lost_machine_had_is_lost_and_the_next_is_made_elsewhere(
 ) -> None:
     async with sandbox_machine(concurrent=2) as other, client_of(served, other) as machines:
         await machines.look()
-        async with machines.open(SandboxSpec()) as first, machines.open(SandboxSpec()) as second:
+        async with machines.open(PLAIN) as first, machines.open(PLAIN) as second:
             assert {first.url, second.url} == {served.url, other.url}, "the emptiest is taken"
             there = first if first.url == other.url else second
             here = second if there is first else first
@@ -334,7 +324,7 @@ async def test_what_a_lost_machine_had_is_lost_and_the_next_is_made_elsewhere(
             with pytest.raises(SandboxLost):
                 await there.total()
             assert (await here.run_python("pass")).ok
-        async with machines.open(SandboxSpec()) as third:
+        async with machines.open(PLAIN) as third:
             assert third.url == served.url
         known = {one.url: one for one in machines.known}
         assert known[other.url].is_aside and known[other.url].counts["lost"] == 1
@@ -345,11 +335,11 @@ async def test_what_a_lost_machine_had_is_lost_and_the_next_is_made_elsewhere(
 @of_module
 async def test_a_machine_that_drains_takes_no_more(served: ServedSandboxes) -> None:
     async with sandbox_machine(concurrent=2) as other, client_of(other) as machines:
-        async with machines.open(SandboxSpec()) as box:
+        async with machines.open(PLAIN) as box:
             draining = asyncio.create_task(other.drain())
             await asyncio.sleep(0)
             with pytest.raises(SandboxUnavailable, match="about to stop"):
-                async with machines.open(SandboxSpec()):
+                async with machines.open(PLAIN):
                     pass
             assert (await box.run_python("pass")).ok and not draining.done()
         await draining
@@ -409,7 +399,7 @@ async def test_programs_reach_the_proxy_of_their_client(boxes: Machines) -> None
         writer.close()
 
     code = "import urllib.request as u; print(len(u.urlopen('http://api.test/').read()))"
-    async with boxes.open(SandboxSpec()) as box:
+    async with boxes.open(PLAIN) as box:
         server = await box.lead_out(serve)
         if server is None:
             pytest.skip(f"programs have no network of their own in {box.isolation}")
@@ -433,13 +423,9 @@ async def test_more_stand_ready_while_more_are_asked_for() -> None:
             zygotes = [zygote for outer in children_of(supervisor) for zygote in children_of(outer)]
             return sum(len(children_of(zygote)) for zygote in zygotes)
 
-        async with client.open(SandboxSpec()):
+        async with client.open(PLAIN):
             await until(lambda: living() == 1 + READY)
         async with AsyncExitStack() as stack:
-            opening = (stack.enter_async_context(client.open(SandboxSpec())) for _ in range(8))
+            opening = (stack.enter_async_context(client.open(PLAIN)) for _ in range(8))
             await asyncio.gather(*opening)
         await until(lambda: living() == 8)
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

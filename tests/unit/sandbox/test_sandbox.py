@@ -1,16 +1,16 @@
-"""What a sandbox promises: how programs run and end, its files, its limits."""
+"""What a sandbox promises: how programs run and end, its files, its limits, what it counts."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from support.process_tree import alive_with
+from support.process_tree import alive_with, marked
 from support.sandboxes import archive, sandboxes, sandboxes_elsewhere
 from support.waiting import PATIENCE, settled, until
 
@@ -28,8 +28,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MB = 1 << 20
 HOUR = 3600.0  # a limit that no program reaches
-PATIENT = SandboxSpec(limits=SandboxLimits(wall_seconds=HOUR))
-_numbers = itertools.count()
+
+
+def limited(**limits: float) -> SandboxSpec:
+    return SandboxSpec(limits=SandboxLimits(**limits))  # type: ignore[arg-type]
+
+
+PLAIN, PATIENT = SandboxSpec(), limited(wall_seconds=HOUR)
 
 
 @pytest_asyncio.fixture(
@@ -47,11 +52,6 @@ async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
 async def box(boxes: Sandboxes) -> AsyncIterator[Sandbox]:
     async with boxes.open(PATIENT) as one:
         yield one
-
-
-def marked() -> str:
-    """Returns a number of seconds that nobody else sleeps."""
-    return f"{3600 + next(_numbers)}.{os.getpid()}"
 
 
 def stay(
@@ -185,7 +185,7 @@ async def test_what_cannot_be_preloaded_is_told(boxes: Sandboxes) -> None:
     with pytest.raises(SandboxError, match="no_such_module"):
         async with boxes.open(SandboxSpec(preload=("no_such_module",))):
             pass
-    async with boxes.open(SandboxSpec()) as box:
+    async with boxes.open(PLAIN) as box:
         assert (await box.exec(["true"])).ok
 
 
@@ -250,7 +250,7 @@ async def test_a_request_that_waits_for_its_turn_can_be_cancelled(box: Sandbox) 
 
 
 async def test_the_end_of_a_sandbox_may_be_asked_for_twice(boxes: Sandboxes) -> None:
-    async with boxes.open(SandboxSpec()) as box:
+    async with boxes.open(PLAIN) as box:
         await box.close()
         await box.close()
         asked = (box.exec(["true"]), box.run_python(""), box.read("x"), box.write("x", b""))
@@ -274,15 +274,15 @@ async def test_more_sandboxes_than_there_is_room_for_wait() -> None:
     async with sandboxes(concurrent=2) as few:
 
         async def one(number: int) -> int:
-            async with few.open(SandboxSpec()) as box:
+            async with few.open(PLAIN) as box:
                 return int((await box.run_python(f"print({number})")).stdout)
 
         assert await asyncio.gather(*[one(number) for number in range(12)]) == list(range(12))
-        async with few.open(SandboxSpec()), few.open(SandboxSpec()):
+        async with few.open(PLAIN), few.open(PLAIN):
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3), few.open(SandboxSpec()):
+                async with asyncio.timeout(0.3), few.open(PLAIN):
                     pass
-        async with few.open(SandboxSpec()), few.open(SandboxSpec()) as box:
+        async with few.open(PLAIN), few.open(PLAIN) as box:
             assert (await box.exec(["true"])).ok
 
 
@@ -290,7 +290,7 @@ async def test_more_sandboxes_than_there_is_room_for_wait() -> None:
 
 
 async def test_input_over_its_limit_is_refused(boxes: Sandboxes) -> None:
-    async with boxes.open(SandboxSpec(limits=SandboxLimits(input_kb=4))) as box:
+    async with boxes.open(limited(input_kb=4)) as box:
         assert (await box.exec(["wc", "-c"], stdin=bytes(4096))).stdout.split() == [b"4096"]
         long = bytes(4097)
         for request in (box.exec(["cat"], stdin=long), box.run_python("", stdin=long)):
@@ -306,7 +306,7 @@ async def test_input_need_not_be_read(box: Sandbox) -> None:
 
 
 async def test_long_output_is_cut_and_marked(boxes: Sandboxes) -> None:
-    async with boxes.open(SandboxSpec(limits=SandboxLimits(output_kb=4))) as box:
+    async with boxes.open(limited(output_kb=4)) as box:
         whole = await box.run_python("import sys; sys.stdout.write('x' * 4096)")
         assert (whole.stdout, whole.truncated) == (b"x" * 4096, False)
         cut = await box.run_python(
@@ -339,11 +339,11 @@ time.sleep(3600)
 
 @pytest.mark.parametrize("reason", ONE_REASON_EACH)
 async def test_each_limit_ends_a_program_by_its_name(boxes: Sandboxes, reason: str) -> None:
-    ample = SandboxLimits(wall_seconds=HOUR, cpu_seconds=HOUR, memory_mb=64, output_kb=4)
+    ample = limited(wall_seconds=HOUR, cpu_seconds=HOUR, memory_mb=64, output_kb=4)
     tight = SandboxLimits(
         wall_seconds=0.3 if reason == "wall" else HOUR, cpu_seconds=0.4 if reason == "cpu" else HOUR
     )
-    async with boxes.open(SandboxSpec(limits=ample)) as box:
+    async with boxes.open(ample) as box:
         result = await box.run_python(ONE_REASON_EACH[reason], limits=tight)
         assert result.killed_by == reason
         assert result.exit is None and not result.ok
@@ -353,7 +353,6 @@ async def test_each_limit_ends_a_program_by_its_name(boxes: Sandboxes, reason: s
 
 
 async def test_what_is_full_stays_full_and_harms_nobody(boxes: Sandboxes) -> None:
-    limits = SandboxLimits(disk_mb=4, inodes=64)
     fill = """
 import itertools
 try:
@@ -366,16 +365,11 @@ try:
 except OSError as error:
     print(error.errno, number)
 """
-    async with boxes.open(SandboxSpec(limits=limits)) as box:
+    async with boxes.open(limited(disk_mb=4, inodes=64)) as box:
         result = await box.run_python(fill)
         assert result.killed_by in ("", "disk", "inodes")
-        assert (
-            await box.run_python("import os; print(os.path.getsize('big') <= 4 << 20)")
-        ).stdout == b"True\n"
-        assert (
-            len((await box.run_python("import os; print(' '.join(os.listdir()))")).stdout.split())
-            <= 64
-        )
+        look = "import os; print(os.path.getsize('big') <= 4 << 20, len(os.listdir()) <= 64)"
+        assert (await box.run_python(look)).stdout == b"True True\n"
         with pytest.raises(InputError):
             await box.write("more", bytes(4 * MB))
         await box.exec(["sh", "-c", "rm -r /work/*"])
@@ -393,7 +387,7 @@ for forked in range(40):
         break
 print(forked)
 """
-    async with boxes.open(SandboxSpec(limits=SandboxLimits(processes=8))) as box:
+    async with boxes.open(limited(processes=8)) as box:
         result = await box.run_python(code)
         assert result.killed_by == "processes" or int(result.stdout) <= 8
         assert result.usage.peak_processes <= 9
@@ -402,9 +396,9 @@ print(forked)
 
 async def test_limits_of_one_program_only_tighten(boxes: Sandboxes) -> None:
     wide = SandboxLimits(wall_seconds=HOUR, output_kb=64)
-    async with boxes.open(SandboxSpec(limits=SandboxLimits(wall_seconds=0.3))) as box:
+    async with boxes.open(limited(wall_seconds=0.3)) as box:
         assert (await box.exec(["sleep", "3600"], limits=wide)).killed_by == "wall"
-    async with boxes.open(SandboxSpec(limits=SandboxLimits(wall_seconds=HOUR, output_kb=4))) as box:
+    async with boxes.open(limited(wall_seconds=HOUR, output_kb=4)) as box:
         result = await box.exec(["sh", "-c", "yes | head -c 8000"], limits=wide)
         assert (result.killed_by, len(result.stdout)) == ("", 4096)
         tight = await box.exec(["sleep", "3600"], limits=SandboxLimits(wall_seconds=0.1))
@@ -451,7 +445,7 @@ async def test_names_that_are_no_text_do_no_harm(box: Sandbox) -> None:
 
 
 async def test_deep_folders_do_not_hinder_the_end(boxes: Sandboxes) -> None:
-    async with boxes.open(SandboxSpec()) as box:
+    async with boxes.open(PLAIN) as box:
         code = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nopen('end', 'w')"
         await box.run_python(code)
         with pytest.raises(InputError):
@@ -491,5 +485,74 @@ async def test_what_cannot_be_unpacked_is_the_callers_mistake(
     with pytest.raises(InputError):
         async with boxes.open(spec):
             pass
-    async with boxes.open(SandboxSpec()) as box:
+    async with boxes.open(PLAIN) as box:
         assert (await box.exec(["true"])).ok
+
+
+# What programs used.
+
+
+async def test_what_programs_used_is_plausible(box: Sandbox) -> None:
+    code = """
+import os, time
+data = bytearray(b"x" * (50 << 20))
+with open("file", "wb") as file:
+    file.write(data[: 8 << 20])
+end = time.process_time() + 0.5
+while time.process_time() < end:
+    pass
+print(len(open("file", "rb").read()), time.process_time())
+"""
+    began = time.monotonic()
+    result = await box.run_python(code)
+    elapsed, used = time.monotonic() - began, result.usage
+    size, cpu_seconds = map(float, result.stdout.split())
+    assert size == 8 * MB
+    assert cpu_seconds * 0.9 < used.cpu_seconds < cpu_seconds * 2
+    assert used.cpu_seconds * 0.9 < used.wall_seconds <= elapsed
+    assert 50 < used.peak_memory_mb < 120
+    assert 8 * MB - 4096 < used.written_bytes < 9 * MB
+    assert 8 * MB - 4096 < used.read_bytes < 9 * MB
+    assert 8 <= used.disk_mb < 9
+    assert (used.output_bytes, used.executions, used.killed) == (len(result.stdout), 1, {})
+    assert used.peak_processes == 1
+
+
+async def test_children_are_counted_too(box: Sandbox) -> None:
+    used = (
+        await box.run_python("""
+import os, time
+for _ in range(2):
+    if os.fork() == 0:
+        while time.process_time() < 0.2: pass
+        os._exit(0)
+os.wait(), os.wait()
+""")
+    ).usage
+    assert used.cpu_seconds > 0.35
+    assert used.peak_processes >= 3
+    left = await box.run_python("""
+import os, time
+if os.fork() == 0:
+    while time.process_time() < 0.05: pass
+    open("spun", "w")
+    while True: pass
+while not os.path.exists("spun"): time.sleep(0.02)
+""")
+    assert left.ok and left.usage.cpu_seconds > 0.02
+
+
+async def test_the_total_is_of_all_programs(box: Sandbox) -> None:
+    first = (await box.run_python("data = bytes(40 << 20); print('one')")).usage
+    second = (await box.exec(["sh", "-c", "echo second; echo more >&2"])).usage
+    killed = (await box.exec(["sleep", "9"], limits=SandboxLimits(wall_seconds=0.1))).usage
+    total = await box.total()
+    assert total.executions == 3
+    assert total.killed == killed.killed == {"wall": 1}
+    assert total.output_bytes == 4 + 12
+    assert total.wall_seconds == pytest.approx(
+        first.wall_seconds + second.wall_seconds + killed.wall_seconds
+    )
+    assert total.peak_memory_mb == max(
+        first.peak_memory_mb, second.peak_memory_mb, killed.peak_memory_mb
+    )

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import mmap
+import operator
 import os
 import platform
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +38,6 @@ from envserver.sandbox import (
     bubblewrap,
     hidden,
     landlock,
-    linux,
     seccomp,
     selection,
     service,
@@ -48,6 +51,7 @@ PROJECT = Path(__file__).parents[3]
 OURS = hidden.OUR_PACKAGES
 X86 = platform.machine() == "x86_64"
 LIBC = ctypes.CDLL(None, use_errno=True)
+TABLE = tomllib.loads(Path(__file__).with_name("seccomp_calls.toml").read_text())
 
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -58,69 +62,52 @@ def call(name: str, *arguments: Any) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def family(number: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> Callable[[], Any]:
-    return lambda: socket.socket(number, kind, protocol).close()
+def ran(*command: object) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
-REFUSED: dict[str, Callable[[], Any]] = {
-    "unshare": lambda: call("unshare", linux.CLONE_NEWUSER),
-    "clone": lambda: call("syscall", 56 if X86 else 220, linux.CLONE_NEWUSER | 17, 0, 0, 0, 0),
-    "setns": lambda: call("setns", os.open("/proc/self/ns/user", os.O_RDONLY), 0),
-    "mount": lambda: call("mount", b"none", b"/tmp", b"tmpfs", 0, b""),
-    "chroot": lambda: call("chroot", b"/"),
-    "ptrace": lambda: call("ptrace", 0, 0, 0, 0),
-    "another's memory": lambda: call("process_vm_readv", os.getppid(), 0, 0, 0, 0, 0),
-    "another's limits": lambda: call("prlimit", os.getppid(), 7, 0, 0),
-    "another's priority": lambda: call("setpriority", 0, os.getppid(), 19),
-    "another's processors": lambda: os.sched_setaffinity(os.getppid(), {0}),
-    "bpf": lambda: call("syscall", 321 if X86 else 280, 0, 0, 0),
-    "io_uring": lambda: call("syscall", 425, 1, 0),
-    "keyring": lambda: call("syscall", 250 if X86 else 219, 0, 0, 0),
-    "hidden memory": lambda: call("memfd_create", b"x", 0),
-    "shared memory": lambda: call("shmget", 0, 4096, 0o1600),
-    "message queue": lambda: call("msgget", 0, 0o1600),
-    "large pipe": lambda: call("fcntl", os.pipe()[0], 1031, 1 << 20),
-    "a lease": lambda: call("fcntl", os.open(__file__, os.O_RDONLY), 1024, 0),
-    "a file's flags": lambda: call("ioctl", os.open(__file__, os.O_RDONLY), 0x40086602, b"\0" * 8),
-    "extended attribute": lambda: os.setxattr(__file__, "user.x", b"y"),
-    "a device": lambda: os.mknod("/tmp/device", 0o020600, os.makedev(1, 3)),
-    "typing into a terminal": lambda: call("ioctl", 0, 0x5412, b"x"),
-    "a personality": lambda: call("personality", 0x40000),
-    "the clock": lambda: call("settimeofday", b"\0" * 16, 0),
-    "the host's name": lambda: call("sethostname", b"x", 1),
-    "vsock": family(40),
-    "packets": family(17, socket.SOCK_RAW),
-    "netlink": family(16, socket.SOCK_RAW),
-    "the kernel's ciphers": family(38, socket.SOCK_SEQPACKET),
-    "raw IP": family(2, socket.SOCK_RAW, 1),
-    "ping": family(2, socket.SOCK_DGRAM, 1),
-    "sctp": family(2, socket.SOCK_STREAM, 132),
-    "a call of tomorrow": lambda: call("syscall", 1000),
-}
+def made(family: int, kind: int = 1) -> Callable[[], None]:
+    """Makes a socket."""
+    return functools.partial(call, "socket", family, kind, 0)
 
 
-@pytest.fixture(scope="module")
-def ended_in() -> dict[str, str]:
-    """Every call of REFUSED, made behind the filter."""
-
+def test_the_filter_refuses_what_no_program_needs() -> None:
     def attempts() -> dict[str, str]:
+        known = {
+            "PARENT": os.getppid(),
+            "FILE": os.open(__file__, os.O_RDONLY),
+            "NAMESPACE": os.open("/proc/self/ns/user", os.O_RDONLY),
+            "PIPE": os.pipe()[0],
+            "PATH": __file__.encode(),
+        }
+
+        def argument(told: Any) -> Any:
+            if isinstance(told, list):  # the number of a call on x86-64, and on aarch64
+                return told[not X86]
+            return known.get(told, told.encode()) if isinstance(told, str) else told
+
         seccomp.install(seccomp.program(inet=True))
-        return {name: words(attempt) for name, attempt in REFUSED.items()}
+        return {
+            name: words(functools.partial(call, function, *map(argument, told)))
+            for name, (function, *told) in TABLE["tried"].items()
+        }
 
-    return forked(attempts)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_filter_refuses(name: str, ended_in: dict[str, str]) -> None:
+    said = forked(attempts)
     refusals = [errno.EPERM, errno.ENOSYS, errno.EAFNOSUPPORT, errno.EOPNOTSUPP]
-    assert any(f"[Errno {number}]" in ended_in[name] for number in refusals), ended_in[name]
+    assert len(said) == 33
+    assert {
+        name: text
+        for name, text in said.items()
+        if not any(f"[Errno {number}]" in text for number in refusals)
+    } == {}
 
 
 def test_without_a_network_there_is_no_socket_that_could_reach_a_server() -> None:
     def attempts() -> list[str]:
         seccomp.install(seccomp.program(inet=False))
         datagrams = lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # noqa: E731
-        return [words(family(1)), words(family(2)), words(datagrams), words(socket.socketpair)]
+        return [words(made(1)), words(made(2)), words(datagrams), words(socket.socketpair)]
 
     *refused, pair = forked(attempts)
     assert all(refused), refused
@@ -137,7 +124,7 @@ def test_on_the_hosts_network_only_tcp_that_landlock_sees_goes_out() -> None:
 
         def attempts() -> list[str]:
             seccomp.install(seccomp.program(inet=True, host=True))
-            refused = (family(1), family(2, socket.SOCK_DGRAM), fast_open)
+            refused = (made(1), made(2, 2), fast_open)
             connecting = lambda: socket.create_connection(address).close()  # noqa: E731
             return [words(connecting), *map(words, refused)]
 
@@ -184,6 +171,63 @@ def test_calls_by_another_table_kill() -> None:
     assert forked(attempt) == -signal.SIGSYS
 
 
+# The filter in an interpreter, to cover architectures other than this one.
+
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+VERDICTS = {"allow": 0x7FFF0000, "kill": 0x80000000, "nothing": 0x50000}
+VERDICTS |= {name: 0x50000 | getattr(errno, name) for name in ("EPERM", "ENOSYS", "EAFNOSUPPORT")}
+JUMPS: dict[int, Callable[[int, int], object]] = {
+    0x15: operator.eq,
+    0x25: operator.gt,
+    0x35: operator.ge,
+    0x45: operator.and_,
+}
+
+
+def verdict(program: bytes, audit: int, number: int, *arguments: int) -> int:
+    """What the kernel would do about a call: classic BPF, as far as filters use it."""
+    data = struct.pack("=IIQ6Q", number, audit, 0, *arguments, *[0] * (6 - len(arguments)))
+    code = list(struct.iter_unpack("HBBI", program))
+    place = value = 0
+    while True:
+        operation, if_so, if_not, operand = code[place]
+        place += 1
+        if operation in JUMPS:
+            place += if_so if JUMPS[operation](value, operand) else if_not
+        elif operation == 0x20:
+            (value,) = struct.unpack_from("=I", data, operand)
+        elif operation == 0x54:
+            value &= operand
+        elif operation == 0x05:
+            place += operand
+        else:
+            assert operation == 0x06, f"{operation:#x} is unknown"
+            return int(operand)
+
+
+@pytest.mark.parametrize("machine", AUDIT)
+@pytest.mark.parametrize("inet", [True, False], ids=["own network", "no network"])
+def test_every_call_gets_its_verdict(
+    machine: str, inet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    program = seccomp.program.__wrapped__(inet=inet)
+    assert len(program) // 8 < 4096  # the kernel takes no longer one
+    audit, other = AUDIT[machine], AUDIT["aarch64" if machine == "x86_64" else "x86_64"]
+    for name, (numbers, arguments, with_it, *without) in TABLE["verdicts"].items():
+        number = numbers[machine == "aarch64"]
+        expected = with_it if inet else [with_it, *without][-1]
+        assert verdict(program, audit, number, *arguments) == VERDICTS[expected], name
+    assert verdict(program, other, 0) == VERDICTS["kill"]
+    assert verdict(program, audit, 0x40000000) == VERDICTS["kill"]
+
+
+def test_a_machine_without_a_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(ConfigError, match="riscv64"):
+        seccomp.program.__wrapped__(inet=True)
+
+
 ORDINARY_WORK = """
 import asyncio, multiprocessing, os, sqlite3, subprocess, tempfile, threading
 import numpy
@@ -221,13 +265,7 @@ def test_ordinary_programs_work_under_the_filter() -> None:
     enclose = (
         f"from envserver.sandbox import seccomp; seccomp.install({seccomp.program(inet=True)})"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", f"{enclose}\n{ORDINARY_WORK}"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    result = ran(sys.executable, "-c", f"{enclose}\n{ORDINARY_WORK}")
     assert result.stdout.endswith("done\n"), result.stderr
 
 
@@ -291,9 +329,7 @@ def test_no_file_of_the_project_is_visible() -> None:
 
 def test_packages_that_bring_environments_are_hidden_wherever_they_are(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=PATIENCE
-    )
+    assert ran(sys.executable, "-m", "venv", "--without-pip", venv).returncode == 0
     site = next(venv.glob("lib/python*/site-packages"))
     for name, points in (("graders", "[envserver.environments]\nx = graders:X\n"), ("fine", "")):
         info = site / f"{name}-1.0.dist-info"
@@ -306,13 +342,8 @@ def test_packages_that_bring_environments_are_hidden_wherever_they_are(tmp_path:
     (site / "project.pth").write_text(f"{PROJECT}\n")
     (site / "linked").symlink_to(PROJECT / "tools" / "envserver_tools")
     code = "from envserver.sandbox import system; print(*system.visible_paths(), sep='\\n')"
-    shown = subprocess.run(
-        [venv / "bin/python", "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE,
-    )
+    shown = ran(venv / "bin/python", "-c", code)
+    assert shown.returncode == 0, shown.stderr
     seen = {Path(path).name for path in shown.stdout.split() if path.startswith(str(site))}
     assert seen == {"fine", "fine-1.0.dist-info"}
 
@@ -432,13 +463,7 @@ def test_where_namespaces_are_forbidden_landlock_is_taken() -> None:
         "open('/proc/sys/user/max_user_namespaces', 'w').write('0');"
         "os.execv(sys.executable, [sys.executable, '-m', 'envserver', 'doctor', '--json'])"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", forbid],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    told = ran(sys.executable, "-c", forbid)
     found = orjson.loads(told.stdout)
     assert found["backend"] == "landlock"
     (namespace,) = [report for report in found["backends"] if report["backend"] == "namespace"]

@@ -1,28 +1,52 @@
-"""The backend `docker`: the engine's command line, and containers that behave like any sandbox."""
+"""Sandboxes that others make: an engine's containers and their pool, and makers of users.
+
+The maker is the class in docs/sandboxes.md, against a cloud that plays it.
+"""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import os
+import re
+import selectors
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from envserver_records.errors import ConfigError, SandboxImageMissing
+from aiohttp import web
+from envserver_records.errors import (
+    ConfigError,
+    SandboxImageMissing,
+    SandboxLost,
+    SandboxUnavailable,
+)
 from support import fake_engine
+from support.sandboxes import archive, sandboxes
 from support.waiting import until
 
-from envserver import InputError, SandboxConfig, SandboxLimits, SandboxSpec
+from envserver import InputError, SandboxConfig, Sandboxes, SandboxLimits, SandboxSpec
 from envserver.sandbox import (
     SandboxClient,
     SandboxService,
     docker_leftovers,
+    docker_pool,
     find_engine,
     service,
 )
 from envserver.sandbox.cgroups import CgroupAccounts
+from envserver.sandbox.docker import ContainerKey, Engine, PoolRules
 from envserver.sandbox.docker_leftovers import new_prefix, remove_leftovers
+from envserver.sandbox.docker_pool import Container, NoContainer, Pool, Wanted
+from envserver.sandbox.elsewhere import foreign
+from envserver.sandbox.maker import sandboxes_at
 from envserver.sandbox.service import probe
+from envserver.sandbox.watched import WatchedSandboxes
 
 CONFIG = SandboxConfig(backend="docker", docker_image=fake_engine.IMAGE)
 
@@ -59,31 +83,6 @@ async def test_a_container_holds_all_that_walls_promise(engine: Path) -> None:
         "--pull never",
     ):
         assert words in line
-
-
-async def test_a_container_is_used_like_any_sandbox(containers: SandboxClient) -> None:
-    spec = SandboxSpec(
-        files={"a/b.txt": b"here"}, preload=("envserver_tools.inside", "json"), env={"X": "1"}
-    )
-    async with containers.open(spec) as sandbox:
-        assert sandbox.isolation == "docker"
-        assert await sandbox.read("a/b.txt") == b"here"
-        await sandbox.write("c.bin", bytes(range(256)) * 5000)
-        told = await sandbox.exec(
-            ["bash", "-c", "cat - a/b.txt; echo $X; wc -c < c.bin"], stdin=b"i"
-        )
-        assert told.stdout == b"ihere1\n1280000\n"
-        warm = await sandbox.run_python(
-            "import envserver_tools.inside; print(len(envserver_tools.inside.TOOLS))"
-        )
-        assert warm.ok, warm.stderr
-        slow = await sandbox.run_python("while 1: pass", limits=SandboxLimits(wall_seconds=0.3))
-        assert slow.killed_by == "wall"
-        left = await sandbox.exec(["bash", "-c", "(setsid sleep 60 &) ; exit 3"])
-        assert left.exit == 3
-        assert (await sandbox.total()).executions == 4
-        with pytest.raises(InputError):
-            await sandbox.read("nothing")
 
 
 async def test_a_closed_container_is_gone(engine: Path, containers: SandboxClient) -> None:
@@ -204,3 +203,304 @@ def test_the_numbers_of_cgroups_are_read_in_both_layouts(
 async def test_a_real_engine_holds_it_too(docker_image: str) -> None:
     report = await probe("docker", SandboxConfig(backend="docker", docker_image=docker_image))
     assert report.works, report.failure
+
+
+ENGINE = Engine(program="/usr/bin/docker", image="image", variables={})
+
+
+class House:
+    """A pool whose engine is this test, and whose clock it sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **rules: Any) -> None:
+        self.now = 1000.0
+        self.commands: list[Started] = []
+        self.given: list[tuple[int, Container | NoContainer]] = []
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(docker_pool, "time", clock)
+        monkeypatch.setattr(docker_pool, "Child", self._child)
+        usual = {"pull": "never", "warm": 0, "most_warm": 8, "starts": 2, "starts_per_second": 1.0}
+        self._selector = selectors.DefaultSelector()
+        settings = PoolRules(prefix="p", **{**usual, **rules})
+        self.pool = Pool(ENGINE, settings, self._selector)
+
+    def _child(self, selector: Any, argv: list[str], *rest: Any, talks: bool = False) -> Any:
+        started = Started(argv, rest[1], rest[2])
+        self.commands.append(started)
+        return started
+
+    @property
+    def starts(self) -> list[Started]:
+        return [each for each in self.commands if each.argv[1] == "run"]
+
+    def want(self, number: int, image: str = "image") -> None:
+        key = ContainerKey(image, (), (), 1, 1, 1, 1)
+        self.pool.want(Wanted(key, lambda found: self.given.append((number, found))))
+
+    def look(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        while ready := self._selector.select(0):
+            for key, _ in ready:
+                key.data()
+        self.pool.tend()
+
+
+class Started:
+    """A command of the engine."""
+
+    def __init__(self, argv: list[str], seconds: float, then: Callable[[int], None]) -> None:
+        self.argv, self.then, self.said = argv, then, b"Error: no such thing\n"
+        self.expires = 1000.0 + seconds
+        self.their_input, stdin = os.pipe()
+        stdout, self.their_output = os.pipe()
+        self.process = SimpleNamespace(
+            stdin=os.fdopen(stdin, "wb", 0), stdout=os.fdopen(stdout, "rb", 0), kill=lambda: None
+        )
+
+    def is_ready(self) -> None:
+        os.set_blocking(self.their_input, False)
+        while True:
+            try:
+                os.read(self.their_input, 2**20)
+            except BlockingIOError:
+                break
+        os.write(self.their_output, docker_pool.CONTAINER_READY)
+
+
+def test_starts_are_bounded_at_once_and_per_second_and_the_first_is_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    house = House(monkeypatch)
+    for number in range(4):
+        house.want(number)
+    counts = []
+    for seconds in (0.0, 0.5, 0.5, 1.0, 1.0):
+        house.look(seconds)
+        counts.append(len(house.starts))
+    assert counts == [1, 1, 2, 2, 2]  # one a second, two at once
+    for started in house.starts:
+        house.look()
+        started.is_ready()
+    house.look()
+    house.look()
+    assert [number for number, _ in house.given] == [0, 1]
+    assert len(house.starts) == 3
+
+
+def test_a_kind_that_was_used_often_is_kept_warm_for_two_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    house = House(monkeypatch, warm=2, starts=8, starts_per_second=100.0)
+    starts = []
+    for number in range(8):
+        house.want(number)
+        house.look(1.0)
+        house.starts[-1].is_ready()
+        house.look(1.0)
+        house.look(1.0)
+        starts.append(len(house.starts))
+    assert starts == [1, 2, 3, 5, 6, 7, 8, 10]  # the fourth and the eighth bring one in advance
+    assert [number for number, _ in house.given] == list(range(8))
+    house.starts[-2].is_ready()
+    house.starts[-1].is_ready()
+    house.look()
+    house.look()
+    house.want(8)
+    house.look(200.0)
+    kept = [each for each in house.starts[8:10] if not each.process.stdin.closed]
+    (_, given) = house.given[-1]
+    assert isinstance(given, Container)
+    assert kept == [given.child]  # the other was let go
+
+
+def test_a_missing_image_is_told_to_all_who_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(monkeypatch)
+    house.want(0, "other")
+    house.want(1, "other")
+    (asked,) = house.commands
+    assert asked.argv[1:] == ["image", "inspect", "other"]
+    asked.then(1)
+    assert [(n, str(why)) for n, why in house.given] == [
+        (n, "Error: no such thing") for n in (0, 1)
+    ]
+    assert all(isinstance(why, NoContainer) and why.image_missing for _, why in house.given)
+
+
+def test_an_image_is_pulled_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(monkeypatch, pull="missing")
+    house.want(0, "other")
+    house.want(1, "other")
+    house.commands[0].then(1)
+    assert house.commands[1].argv[1:] == ["pull", "--quiet", "other"]
+    house.commands[1].then(0)
+    house.look(2.0)
+    house.look(2.0)
+    assert len(house.commands) == 4 and len(house.starts) == 2
+
+
+DOCS = Path(__file__).parents[3] / "docs" / "sandboxes.md"
+LIMITS = SandboxLimits(wall_seconds=3600.0)
+
+
+class Cloud:
+    """The routes of the example's service, over real sandboxes."""
+
+    def __init__(self, boxes: Sandboxes) -> None:
+        self.boxes = boxes
+        self.open: dict[str, AsyncExitStack] = {}
+        self.is_broken = False
+        self.app = web.Application(middlewares=[self.answered], client_max_size=1 << 24)
+        self.app.add_routes(
+            [
+                web.post("/boxes", self.make),
+                web.post("/boxes/{id}/run", self.run),
+                web.get("/boxes/{id}/files", self.read),
+                web.put("/boxes/{id}/files", self.write),
+                web.delete("/boxes/{id}", self.end),
+            ]
+        )
+        self.made: dict[str, object] = {}
+
+    @web.middleware
+    async def answered(self, request: web.Request, handler: object) -> web.StreamResponse:
+        if self.is_broken:
+            raise web.HTTPServiceUnavailable
+        return await handler(request)  # type: ignore[operator,no-any-return]
+
+    async def make(self, request: web.Request) -> web.Response:
+        stack = AsyncExitStack()
+        env = (await request.json())["env"]
+        box = await stack.enter_async_context(self.boxes.open(SandboxSpec(env=env, limits=LIMITS)))
+        self.open[box.id], self.made[box.id] = stack, box
+        return web.json_response({"id": box.id})
+
+    async def run(self, request: web.Request) -> web.Response:
+        wanted = await request.json()
+        result = await self.box(request).exec(
+            wanted["argv"],
+            stdin=base64.b64decode(wanted["stdin"]),
+            cwd=wanted["cwd"],
+            env=wanted["env"],
+            limits=SandboxLimits(wall_seconds=wanted["seconds"]),
+        )
+        told = {
+            "exit": result.exit,
+            "stdout": base64.b64encode(result.stdout).decode(),
+            "stderr": base64.b64encode(result.stderr).decode(),
+            "seconds": result.usage.wall_seconds,
+            "cpu_seconds": result.usage.cpu_seconds,
+            "timed_out": result.killed_by == "wall",
+        }
+        return web.json_response(told)
+
+    async def read(self, request: web.Request) -> web.Response:
+        try:
+            return web.Response(body=await self.box(request).read(request.query["path"]))
+        except InputError:
+            raise web.HTTPNotFound from None
+
+    async def write(self, request: web.Request) -> web.Response:
+        await self.box(request).write(request.query["path"], await request.read())
+        return web.Response()
+
+    async def end(self, request: web.Request) -> web.Response:
+        if (stack := self.open.pop(request.match_info["id"], None)) is not None:
+            await stack.aclose()
+        return web.Response()
+
+    def box(self, request: web.Request):  # type: ignore[no-untyped-def]
+        return self.made[request.match_info["id"]]
+
+
+@pytest.fixture
+async def cloud(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cloud]:
+    async with sandboxes() as boxes:
+        cloud = Cloud(boxes)
+        runner = web.AppRunner(cloud.app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        monkeypatch.setenv("EXAMPLE_CLOUD_URL", f"http://127.0.0.1:{port}")
+        try:
+            yield cloud
+        finally:
+            await runner.cleanup()
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    (tmp_path / "example_cloud.py").write_text(code)
+    assert 55 <= len(code.splitlines()) <= 80
+    return f"{tmp_path}/example_cloud.py:ExampleCloud"
+
+
+@pytest.fixture(params=["docker", "foreign"])
+def maker(request: pytest.FixtureRequest) -> Any:
+    """Sandboxes of each maker, from whose side nothing may be left open."""
+    if request.param == "docker":
+        return request.getfixturevalue("containers")
+    request.getfixturevalue("cloud")
+    return sandboxes_at(foreign(request.getfixturevalue("reference")).address)
+
+
+async def test_sandboxes_of_others_are_used_like_any(
+    maker: Any, request: pytest.FixtureRequest
+) -> None:
+    is_ours = isinstance(maker, SandboxClient)
+    spec = SandboxSpec(files={"a/b.txt": b"6 7"}, archive=archive(c=b"!"), env={"COLOR": "blue"})
+    async with contextlib.AsyncExitStack() as stack:
+        boxes = maker if is_ours else await stack.enter_async_context(maker)
+        box = await stack.enter_async_context(boxes.open(spec))
+        result = await box.exec(["sh", "-c", "cat a/b.txt c; cat; echo $COLOR; exit 3"], stdin=b"?")
+        assert (result.exit, result.stdout) == (3, b"6 7!?blue\n")
+        assert (await box.run_python("print(6 * 7)")).stdout == b"42\n"
+        await box.write("c.bin", bytes(range(256)) * 5000)
+        assert (await box.exec(["sh", "-c", "wc -c < c.bin"])).stdout == b"1280000\n"
+        assert await box.read("a/b.txt") == b"6 7"
+        with pytest.raises(InputError):
+            await box.read("nothing")
+        slow = await box.exec(["sleep", "99"], limits=SandboxLimits(wall_seconds=0.3))
+        assert slow.killed_by == "wall"
+        assert (await box.total()).executions == 4
+        if is_ours:
+            assert box.isolation == "docker"
+            left = await box.exec(["bash", "-c", "(setsid sleep 60 &) ; exit 3"])
+            assert left.exit == 3
+        else:
+            with pytest.raises(SandboxUnavailable, match="example-cloud cannot"):
+                async with box.start(["cat"], env={}, wall_seconds=1.0):
+                    pass
+    assert is_ours or not request.getfixturevalue("cloud").open
+
+
+async def test_modules_are_preloaded_in_a_container(containers: SandboxClient) -> None:
+    names = ("envserver_tools.inside", "json")
+    async with containers.open(SandboxSpec(preload=names)) as sandbox:
+        warm = await sandbox.run_python(
+            "import envserver_tools.inside; print(len(envserver_tools.inside.TOOLS))"
+        )
+        assert warm.ok, warm.stderr
+
+
+async def test_a_failing_cloud_is_never_the_models_fault(cloud: Cloud, reference: str) -> None:
+    watched = WatchedSandboxes(foreign(reference).address)
+    async with watched.open(SandboxSpec()) as box:
+        cloud.is_broken = True
+        with pytest.raises(SandboxLost, match="503"):
+            await box.exec(["true"])
+        assert isinstance(watched.failure, SandboxLost)
+        cloud.is_broken = False
+    cloud.is_broken = True
+    with pytest.raises(SandboxUnavailable, match="503"):
+        async with watched.open(SandboxSpec()):
+            pass
+
+
+async def test_what_is_no_maker_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text("class Other: pass\n")
+    for wrong in (f"{tmp_path}/none.py:Other", f"{tmp_path}/none.py:Absent", "no.such:Thing"):
+        with pytest.raises(ConfigError, match=r"sandbox\.maker"):
+            foreign(wrong)
+    with pytest.raises(ValueError, match="not from both"):
+        SandboxConfig(remote="http://one:1", maker="a:B")

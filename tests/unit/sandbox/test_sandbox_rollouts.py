@@ -22,7 +22,7 @@ import pytest_asyncio
 from envserver_records.errors import SandboxUnavailable, WorkerDied
 from envserver_records.records import SandboxLimits, Usage
 from support.commands import envserver, read_jsonl
-from support.process_tree import alive_with
+from support.process_tree import alive_with, children_of, marked
 from support.waiting import until, with_enough_time
 from support.worker_standin import alive
 
@@ -37,6 +37,7 @@ from envserver import (
     pack,
     unpack,
 )
+from envserver.proxy import ProxyAttempt
 from envserver.registry import find
 from envserver.rollouts import StalenessMonitor, make_group
 from envserver.rollouts.attempt import Finished, run_attempt
@@ -101,11 +102,6 @@ async def run(
     )
 
 
-def marked() -> str:
-    """Returns a number of seconds that nobody else sleeps."""
-    return f"{3600 + next(_numbers)}.{os.getpid()}"
-
-
 def supervisors() -> Iterator[int]:
     """Our own supervisors of sandboxes."""
     for entry in Path(f"/proc/{os.getpid()}/task").iterdir():
@@ -119,10 +115,6 @@ def sandboxes_of(supervisor: int) -> Iterator[list[int]]:
     for outer in children_of(supervisor):
         for zygote in children_of(outer):
             yield children_of(zygote)
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def test_an_agent_uses_a_sandbox_and_what_it_used_is_told(zoo: RolloutContext) -> None:
@@ -245,20 +237,18 @@ async def test_without_a_declaration_there_is_none_and_nothing_is_started() -> N
 
 
 async def test_a_supervisor_that_dies_is_replaced_and_no_rollout_is_scored_for_it(
-    tmp_path: Path,
+    zoo: RolloutContext, tmp_path: Path
 ) -> None:
-    before = set(supervisors())
-    async with house("Zoo") as parts:
-        (pid,) = set(supervisors()) - before
-        marker = tmp_path / "open"
-        rollout = asyncio.create_task(run(parts, "swallow", str(marker)))
-        await until(marker.exists)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(SandboxError):
-            await rollout
-        await until(lambda: set(supervisors()) - before - {pid})
-        finished = await patient_run(parts, "sums")
-        assert finished.result.output["executions"] == 3
+    (pid,) = supervisors()
+    marker = tmp_path / "open"
+    rollout = asyncio.create_task(run(zoo, "swallow", str(marker)))
+    await until(marker.exists)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SandboxError):
+        await rollout
+    await until(lambda: set(supervisors()) - {pid})
+    finished = await patient_run(zoo, "sums")
+    assert finished.result.output["executions"] == 3
 
 
 async def patient_run(parts: RolloutContext, do: str) -> Finished:
@@ -299,41 +289,40 @@ async def test_who_gets_no_room_in_time_is_tried_again(tmp_path: Path) -> None:
         assert (await run(parts, "sums")).usage.sandbox is not None
 
 
+async def scored(
+    parts: RolloutContext, do: str, marker: str = "", answer: str = "42"
+) -> float | None:
+    """The reward of a scorer that does so."""
+    output = {"score": do, "marker": marker}
+    return (
+        await parts.scorer.score(Task("t", {}, {"answer": answer}), Result(output=output))
+    ).reward
+
+
 async def test_a_scorer_has_sandboxes_of_its_own(zoo: RolloutContext) -> None:
-    task = Task("t", {}, {"answer": "42"})
-    assert (await zoo.scorer.score(task, Result(output={"score": "sums"}))).reward == 1.0
-    wrong = Task("t", {}, {"answer": "43"})
-    assert (await zoo.scorer.score(wrong, Result(output={"score": "sums"}))).reward == 0.0
+    assert [await scored(zoo, "sums", answer=answer) for answer in ("42", "43")] == [1.0, 0.0]
 
 
 async def test_a_scorer_that_is_killed_takes_its_sandboxes_along(zoo: RolloutContext) -> None:
     marker = marked()
-    scoring = asyncio.create_task(
-        zoo.scorer.score(
-            Task("t", {}, {"answer": "42"}), Result(output={"score": "hang", "marker": marker})
-        )
-    )
+    scoring = asyncio.create_task(scored(zoo, "hang", marker))
     await until(lambda: alive_with(marker))
     scoring.cancel()
     await asyncio.gather(scoring, return_exceptions=True)
     await until(lambda: not alive_with(marker))
 
 
-async def test_a_scorer_that_hides_a_lost_sandbox_gives_no_score(tmp_path: Path) -> None:
-    before = set(supervisors())
-    async with house("Zoo") as parts:
-        (pid,) = set(supervisors()) - before
-        marker = tmp_path / "open"
-        scoring = asyncio.create_task(
-            parts.scorer.score(
-                Task("t", {}, {"answer": "42"}),
-                Result(output={"score": "swallow", "marker": str(marker)}),
-            )
-        )
-        await until(marker.exists)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(SandboxError):
-            await scoring
+async def test_a_scorer_that_hides_a_lost_sandbox_gives_no_score(
+    zoo: RolloutContext, tmp_path: Path
+) -> None:
+    (pid,) = supervisors()
+    marker = tmp_path / "open"
+    scoring = asyncio.create_task(scored(zoo, "swallow", str(marker)))
+    await until(marker.exists)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SandboxError):
+        await scoring
+    await patient_run(zoo, "sums")
 
 
 @pytest.mark.slow
@@ -376,49 +365,62 @@ async def test_two_hundred_rollouts_whose_workers_are_killed_at_random() -> None
 # A worker that was taken over.
 
 
+encode = msgspec.msgpack.encode
+
+
 async def post(url: str, body: bytes) -> tuple[int, bytes]:
     async with aiohttp.ClientSession() as http, http.post(url, data=body) as answer:
         return answer.status, await answer.read()
 
 
+async def opened(zoo: RolloutContext, name: str, wanted: Open) -> tuple[ProxyAttempt, str, str]:
+    """An attempt, the address of its sandboxes, and that of one that is open."""
+    attempt = zoo.proxy.open(attempt_spec(zoo, Task("t", {}), name, 1))
+    url = f"{zoo.proxy_url}/r/{attempt.key}/sandbox"
+    status, body = await post(f"{url}/open", encode(wanted))
+    box = msgspec.msgpack.decode(body, type=Opened)
+    assert (status, box.isolation) == (200, "namespace")
+    return attempt, url, f"{url}/{box.id}"
+
+
+def command(*argv: str) -> bytes:
+    return encode(Exec(argv=list(argv), stdin=b"", cwd="/", env=None, limits=None))
+
+
 async def test_a_hostile_worker_is_refused(zoo: RolloutContext) -> None:
-    encode = msgspec.msgpack.encode
-    task = Task("t", {})
-    mine, other = (zoo.proxy.open(attempt_spec(zoo, task, name, 1)) for name in ("a", "b"))
-    my_url, other_url = (f"{zoo.proxy_url}/r/{one.key}/sandbox" for one in (mine, other))
-    command = encode(Exec(argv=["id"], stdin=b"", cwd="/", env=None, limits=None))
+    mine, url, box = await opened(zoo, "a", Open())
+    other = zoo.proxy.open(attempt_spec(zoo, Task("t", {}), "b", 1))
+    other_box = box.replace(mine.key, other.key)
+    run = command("id")
     try:
-        status, body = await post(f"{my_url}/open", encode(Open()))
-        opened = msgspec.msgpack.decode(body, type=Opened)
-        assert (status, opened.isolation) == (200, "namespace")
-        assert (await post(f"{my_url}/{opened.id}/exec", command))[0] == 200
-        for url, request in (
-            (f"{other_url}/{opened.id}/exec", command),
-            (f"{my_url}/2/exec", command),
-            (f"{my_url}/../{other.key}/sandbox/{opened.id}/exec", command),
-            (f"{my_url}/{opened.id}/exec", b"\xff" * 100),
-            (f"{my_url}/{opened.id}/exec", encode({"argv": "id"})),
-            (f"{my_url}/{opened.id}/fly", command),
-            (f"{my_url}/{opened.id}/read", encode({"path": "x", "max_bytes": -1})),
-            (f"{my_url}/{opened.id}/read", encode({"path": "x", "max_bytes": 1 << 40})),
-            (f"{my_url}/{opened.id}/read", encode({"path": "/proc/1/environ", "max_bytes": 9})),
-            (f"{my_url}/open", encode({"spec": {"limits": {"wall_seconds": "1"}}})),
-            (f"{my_url}/open", encode({"spec": {"archive": b"no tar"}})),
-            (f"{my_url}/open", encode({"spec": None, "wall": "unsafe-local"})),
-            (f"{my_url}/open/open", b""),
-            (f"{my_url}/", b""),
+        assert (await post(f"{box}/exec", run))[0] == 200
+        for place, request in (
+            (f"{other_box}/exec", run),
+            (f"{url}/2/exec", run),
+            (f"{url}/../{other_box.partition('/r/')[2]}/exec", run),
+            (f"{box}/exec", b"\xff" * 100),
+            (f"{box}/exec", encode({"argv": "id"})),
+            (f"{box}/fly", run),
+            (f"{box}/read", encode({"path": "x", "max_bytes": -1})),
+            (f"{box}/read", encode({"path": "x", "max_bytes": 1 << 40})),
+            (f"{box}/read", encode({"path": "/proc/1/environ", "max_bytes": 9})),
+            (f"{url}/open", encode({"spec": {"limits": {"wall_seconds": "1"}}})),
+            (f"{url}/open", encode({"spec": {"archive": b"no tar"}})),
+            (f"{url}/open", encode({"spec": None, "wall": "unsafe-local"})),
+            (f"{url}/open/open", b""),
+            (f"{url}/", b""),
         ):
-            status, body = await post(url, request)
-            assert status in (400, 404), (url, status, body)
+            status, body = await post(place, request)
+            assert status in (400, 404), (place, status, body)
             assert orjson.loads(body)["error"]["message"]
-        assert (await post(f"{my_url}/{opened.id}/exec", bytes(20 << 20)))[0] == 413
-        assert (await post(f"{my_url}/open", bytes(100 << 20)))[0] == 413
+        assert (await post(f"{box}/exec", bytes(20 << 20)))[0] == 413
+        assert (await post(f"{url}/open", bytes(100 << 20)))[0] == 413
         assert mine.sandbox_failure is other.sandbox_failure is None
     finally:
         zoo.proxy.seal(mine)
         zoo.proxy.seal(other)
-    assert (await post(f"{my_url}/open", encode(Open())))[0] == 409
-    assert (await post(f"{my_url}/{opened.id}/exec", command))[0] == 409
+    assert (await post(f"{url}/open", encode(Open())))[0] == 409
+    assert (await post(f"{box}/exec", run))[0] == 409
     used = await zoo.proxy.settle(mine)
     assert used is not None and used.executions == 1
     assert await zoo.proxy.settle(other) is None
@@ -426,12 +428,8 @@ async def test_a_hostile_worker_is_refused(zoo: RolloutContext) -> None:
 
 async def test_an_attempt_that_is_sealed_interrupts_what_it_asks(zoo: RolloutContext) -> None:
     marker = marked()
-    attempt = zoo.proxy.open(attempt_spec(zoo, Task("t", {}), "sealed", 1))
-    url = f"{zoo.proxy_url}/r/{attempt.key}/sandbox"
-    _, body = await post(f"{url}/open", msgspec.msgpack.encode(Open()))
-    name = msgspec.msgpack.decode(body, type=Opened).id
-    command = Exec(argv=["sleep", marker], stdin=b"", cwd="/", env=None, limits=None)
-    asking = asyncio.create_task(post(f"{url}/{name}/exec", msgspec.msgpack.encode(command)))
+    attempt, _, box = await opened(zoo, "sealed", Open())
+    asking = asyncio.create_task(post(f"{box}/exec", command("sleep", marker)))
     await until(lambda: alive_with(marker))
     (pid,) = alive_with(marker)
     zoo.proxy.seal(attempt)
@@ -439,6 +437,16 @@ async def test_an_attempt_that_is_sealed_interrupts_what_it_asks(zoo: RolloutCon
     used = await zoo.proxy.settle(attempt)
     assert not alive(pid)
     assert used is not None and used.killed == {"cancelled": 1}
+
+
+async def test_a_spec_may_say_less_than_the_environments(zoo: RolloutContext) -> None:
+    less = Open(SandboxSpec(limits=SandboxLimits(wall_seconds=0.3)))
+    attempt, _, box = await opened(zoo, "less", less)
+    try:
+        _, body = await post(f"{box}/exec", command("sleep", "9"))
+        assert msgspec.msgpack.decode(body)["killed_by"] == "wall"
+    finally:
+        zoo.proxy.seal(attempt)
 
 
 # Sums, and the whole from the command line.
@@ -456,20 +464,6 @@ async def test_limits_are_cut_down_one_by_one() -> None:
     most = SandboxLimits(wall_seconds=5.0, memory_mb=100)
     cut = cut_down(SandboxLimits(wall_seconds=9.0, memory_mb=50, processes=2), most)
     assert (cut.wall_seconds, cut.memory_mb, cut.processes) == (5.0, 50, 2)
-
-
-async def test_a_spec_may_say_less_than_the_environments(zoo: RolloutContext) -> None:
-    attempt = zoo.proxy.open(attempt_spec(zoo, Task("t", {}), "less", 1))
-    try:
-        url = f"{zoo.proxy_url}/r/{attempt.key}/sandbox"
-        wanted = SandboxSpec(limits=SandboxLimits(wall_seconds=0.3))
-        _, body = await post(f"{url}/open", msgspec.msgpack.encode(Open(wanted)))
-        name = msgspec.msgpack.decode(body, type=Opened).id
-        command = Exec(argv=["sleep", "9"], stdin=b"", cwd="/", env=None, limits=None)
-        _, body = await post(f"{url}/{name}/exec", msgspec.msgpack.encode(command))
-        assert msgspec.msgpack.decode(body)["killed_by"] == "wall"
-    finally:
-        zoo.proxy.seal(attempt)
 
 
 async def test_the_usage_stands_in_the_output_of_process(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
-"""Agents that execute code in their own process: the whole process is sandboxed."""
+"""Agents that execute code in their own process: the whole process is sandboxed.
+
+The small process beside it, its companion, may do what the worker may, and no more.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import resource
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,23 +16,25 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from envserver_records.errors import WorkerDied, WorkerHung
+from envserver_records.errors import ConfigError, WorkerDied, WorkerHung
 from support.commands import envserver, read_jsonl
+from support.ordinary_user import run_as_ordinary_user
+from support.process_tree import alive_with, marked
 from support.waiting import until
-from support.worker_standin import StandIn, alive, serving
+from support.worker_standin import StandIn, serving
 
 from envserver import WorkersConfig
 from envserver.rollouts.policy import limit_of_death
 from envserver.workers import Assignment, LocalPool, WorkerSandbox
+from envserver.workers.pool import Spent
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-ZOO = str(Path(__file__).parents[2] / "support" / "sandboxed_zoo.py")
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def proxy() -> AsyncIterator[StandIn]:
-    async with serving() as standin:
-        yield standin
+SUPPORT = Path(__file__).parents[2] / "support"
+ZOO = str(SUPPORT / "sandboxed_zoo.py")
+COMPANIONS = str(SUPPORT / "companion_zoo.py")
+BACKENDS = ["namespace"]
+if shutil.which("bwrap") and os.geteuid() == 0:  # else nobody may join what bubblewrap made
+    BACKENDS.append("bubblewrap")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -51,6 +57,12 @@ async def said(pool: LocalPool, proxy: StandIn, do: str, **public: Any) -> Any:
     await pool.run(assignment)
     posted = proxy.posted(assignment)
     return posted["output"] if "output" in posted else posted["failure"]["message"]
+
+
+async def death(pool: LocalPool, proxy: StandIn, do: str) -> WorkerDied:
+    with pytest.raises(WorkerDied) as caught:
+        await pool.run(assign(proxy, do))
+    return caught.value
 
 
 async def test_it_sees_nothing_of_the_machine(
@@ -96,9 +108,7 @@ async def test_ordinary_work_goes_on(pool: LocalPool, proxy: StandIn) -> None:
 async def test_memory_is_bounded_for_all_its_processes_together(
     pool: LocalPool, proxy: StandIn, do: str
 ) -> None:
-    with pytest.raises(WorkerDied) as caught:
-        await pool.run(assign(proxy, do))
-    assert "passed its 400 MB" in caught.value.detail["output"]
+    assert "passed its 400 MB" in (await death(pool, proxy, do)).detail["output"]
 
 
 async def test_it_may_hold_a_few_hundred_files(pool: LocalPool, proxy: StandIn) -> None:
@@ -109,45 +119,37 @@ async def test_a_worker_that_used_up_its_descriptors_is_told_so(
     pool: LocalPool, proxy: StandIn
 ) -> None:
     """It cannot post a large result; without its exit code that would be a failure of ours."""
-    with pytest.raises(WorkerDied) as caught:
-        await pool.run(assign(proxy, "hold_files_and_hang_up"))
-    assert "Too many open files" in caught.value.detail["output"]
-    assert limit_of_death(caught.value, "sandboxed", spoke=True, overdue=False) == "crash"
+    died = await death(pool, proxy, "hold_files_and_hang_up")
+    assert "Too many open files" in died.detail["output"]
+    assert limit_of_death(died, "sandboxed", spoke=True, overdue=False) == "crash"
 
 
 async def test_a_server_without_descriptors_says_so(pool: LocalPool, proxy: StandIn) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
-        with pytest.raises(WorkerDied, match="Too many open files") as caught:
-            await pool.run(assign(proxy, "compute"))
+        died = await death(pool, proxy, "compute")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert "ulimit -n" in caught.value.hint
+    assert "Too many open files" in died.message and "ulimit -n" in died.hint
     assert await said(pool, proxy, "compute") == ["42", "kept here"]
 
 
 async def test_its_death_is_told_as_it_was(pool: LocalPool, proxy: StandIn) -> None:
-    with pytest.raises(WorkerDied) as caught:
-        await pool.run(assign(proxy, "crash"))
-    assert caught.value.detail["signal"] == "SIGSEGV"
-    assert "last words" in caught.value.detail["output"]
-    with pytest.raises(WorkerDied) as caught:
-        await pool.run(assign(proxy, "leave"))
-    assert caught.value.detail["exit_code"] == 9
+    crashed = (await death(pool, proxy, "crash")).detail
+    assert crashed["signal"] == "SIGSEGV" and "last words" in crashed["output"]
+    assert (await death(pool, proxy, "leave")).detail["exit_code"] == 9
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-async def test_no_signal_from_inside_ends_or_stops_it(
-    pool: LocalPool, proxy: StandIn, number: signal.Signals
-) -> None:
-    assert await said(pool, proxy, "attack", signal=int(number)) == "still here"
+async def test_no_signal_from_inside_ends_or_stops_it(pool: LocalPool, proxy: StandIn) -> None:
+    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):
+        assert await said(pool, proxy, "attack", signal=int(number)) == "still here"
 
 
 async def test_nothing_outlives_it(pool: LocalPool, proxy: StandIn) -> None:
-    marker = f"sandboxed-{os.getpid()}"
-    assert await said(pool, proxy, "leave_something", marker=marker) == "left"
-    await until(lambda: not processes_with(marker))
+    seconds = marked()
+    assert await said(pool, proxy, "leave_something", seconds=seconds) == "left"
+    await until(lambda: not alive_with(seconds))
 
 
 async def test_one_that_blocks_is_killed_and_others_go_on(pool: LocalPool, proxy: StandIn) -> None:
@@ -157,29 +159,94 @@ async def test_one_that_blocks_is_killed_and_others_go_on(pool: LocalPool, proxy
         await stuck
 
 
-def processes_with(marker: str) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if marker.encode() in (entry / "cmdline").read_bytes() and alive(int(entry.name)):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
 @pytest.mark.thorough
 async def test_a_command_runs_walled_agents(tmp_path: Path) -> None:
-    coder = Path(__file__).parents[2] / "support" / "walled_coder.py"
     groups = tmp_path / "groups.jsonl"
     done = await asyncio.to_thread(
         envserver,
-        *("process", "--env", coder, "--model", "sim", "--sim.solve_probability", "0.5"),
-        *("--env.total_steps", "8", "--env.data_path_to_save_groups", groups),
+        *("process", "--env", SUPPORT / "walled_coder.py", "--model", "sim", "--env.total_steps"),
+        *(8, "--sim.solve_probability", 0.5, "--env.data_path_to_save_groups", groups),
         folder=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     rewards = [score for group in read_jsonl(groups) for score in group["scores"]]
     assert len(rewards) == 32
     assert 0 < sum(rewards) < 32  # some solve it, some do not, and all ran
+
+
+# The companion.
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=BACKENDS)
+async def pair(proxy: StandIn, request: pytest.FixtureRequest) -> AsyncIterator[LocalPool]:
+    config = WorkersConfig(processes=1, dedicated=4, kill_grace_seconds=0.3)
+    sandbox = WorkerSandbox(
+        backend=request.param, port=proxy.port, memory_mb=400, disk_mb=32, processes=20
+    )
+    async with LocalPool(
+        config, [f"{COMPANIONS}:Accompanied"], sandbox=sandbox, listen=proxy.also_on
+    ) as started:
+        yield started
+
+
+async def played(pair: LocalPool, proxy: StandIn, do: str) -> tuple[dict[str, Any], Spent | None]:
+    asked = proxy.open(do, file=COMPANIONS, kind="Accompanied", isolation="sandboxed")
+    spent = await pair.run(asked)
+    return proxy.posted(asked)["output"], spent
+
+
+async def test_a_companion_has_what_the_worker_has_and_no_more(
+    pair: LocalPool, proxy: StandIn
+) -> None:
+    told, _ = await played(pair, proxy, "facts")
+    for fact, own in told["own"].items():
+        assert told["its"][fact] == own, fact
+    rights = told["its"]["rights"]
+    assert set(rights["CapEff"] + rights["CapPrm"]) == {"0" * 16}
+    assert rights["Seccomp"] == ["2"] and rights["Uid"] == ["1000"] * 4
+    assert len(told["its"]["open"]) == 4  # standard streams and its channel
+    assert not {"msgspec", "envserver.registry", "envserver.workers.run"} & set(
+        told["its"]["modules"]
+    )
+
+
+async def test_the_end_and_the_work_of_a_companion_are_told(
+    pair: LocalPool, proxy: StandIn
+) -> None:
+    _, idle = await played(pair, proxy, "facts")
+    told, busy = await played(pair, proxy, "work")
+    assert os.waitstatus_to_exitcode(told["status"]) == 1
+    assert idle is not None and busy is not None
+    assert busy.cpu_seconds > 0.5
+    told, _ = await played(pair, proxy, "die")
+    assert os.waitstatus_to_exitcode(told["status"]) == -signal.SIGKILL
+
+
+async def test_a_companion_that_is_not_used_ends_with_its_worker(
+    pair: LocalPool, proxy: StandIn
+) -> None:
+    for _ in range(3):
+        told, spent = await played(pair, proxy, "nothing")
+        assert told is None and spent is not None
+
+
+async def test_a_companion_that_has_died_is_not_given(pair: LocalPool, proxy: StandIn) -> None:
+    told, _ = await played(pair, proxy, "be lost")
+    assert told is True
+
+
+async def test_a_companion_that_cannot_be_imported_is_told_at_the_start() -> None:
+    sandbox = WorkerSandbox(backend="namespace", port=1, memory_mb=400, disk_mb=32)
+    with pytest.raises(ConfigError, match="no_such_module"):
+        async with LocalPool(WorkersConfig(), [f"{COMPANIONS}:Lost"], sandbox=sandbox):
+            pass
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user runs it already")
+async def test_this_holds_for_an_ordinary_user() -> None:
+    words = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [*words, __file__, "-k", "companion"]
+    done = await asyncio.to_thread(run_as_ordinary_user, command)
+    assert done.returncode == 0, done.stdout
+    assert "5 passed" in done.stdout

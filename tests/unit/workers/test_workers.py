@@ -1,4 +1,7 @@
-"""Workers: agents run, fail and misbehave in their own processes, and the server reports how."""
+"""Workers: agents run, fail and misbehave in their own processes, and the server reports how.
+
+Nothing survives them, nor a server that is killed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,7 +29,7 @@ from envserver_records.errors import (
 )
 from structlog.testing import capture_logs
 from support.waiting import until, with_enough_time
-from support.worker_standin import ZOO, StandIn, alive, serving
+from support.worker_standin import ZOO, StandIn, alive
 
 from envserver import WorkersConfig
 from envserver.workers import Assignment, LocalPool
@@ -37,12 +43,6 @@ def pool_with(*kinds: str, **settings: float) -> LocalPool:
     patient = {"processes": 1, "heartbeat_seconds": 60, "kill_grace_seconds": 60}
     config = WorkersConfig.model_validate({**patient, **settings})
     return LocalPool(config, [f"{ZOO}:{kind}" for kind in kinds or ("Zoo", "Plain")])
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def proxy() -> AsyncIterator[StandIn]:
-    async with serving() as standin:
-        yield standin
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -85,6 +85,7 @@ async def pid_of_pooled(pool: LocalPool, proxy: StandIn) -> int:
 async def test_an_agent_runs_and_its_result_is_posted(
     pool: LocalPool, proxy: StandIn, isolation: str
 ) -> None:
+    logged = len(proxy.logs)
     echo = proxy.open("echo", isolation=isolation, text="four")
     chat = proxy.open("chat", isolation=isolation)
     plain = proxy.open("chat", kind="Plain", isolation=isolation)
@@ -96,7 +97,7 @@ async def test_an_agent_runs_and_its_result_is_posted(
     assert proxy.posted(chat)["output"] == ["hello", "stop", "assistant"]
     assert proxy.posted(plain)["output"] == "hello"
     facts = {"turns": 1, "path": repr(Path("/tmp"))}
-    assert proxy.logs == [{"event": "chatted", "facts": facts}]
+    assert proxy.logs[logged:] == [{"event": "chatted", "facts": facts}]
     assert {chat["model"] for chat in proxy.chats} == {"tiny"}
     assert any(chat["headers"].get("x-agent") == "solver" for chat in proxy.chats)
 
@@ -447,3 +448,88 @@ async def test_an_environment_that_cannot_be_imported_is_said_at_once(
         async with LocalPool(WorkersConfig(), [str(broken)]):
             raise AssertionError("it started")
     assert not list(tmp_path.glob("envserver-workers-*"))
+
+
+SERVER = """
+import asyncio, sys, uvloop
+from envserver.config import WorkersConfig
+config = WorkersConfig(processes=2, heartbeat_seconds=60)
+from envserver.workers.local import LocalPool
+from support.worker_standin import ZOO, serving
+
+async def main():
+    async with serving() as proxy, LocalPool(config, [f"{ZOO}:Zoo"]) as pool:
+        await pool.run(proxy.open("echo"))
+        parent = proxy.open("grandchildren", pids=sys.argv[1], rest_seconds=3600)
+        alone = proxy.open("sleep", isolation="dedicated", started=sys.argv[2])
+        await asyncio.gather(pool.run(parent), pool.run(alone))
+
+uvloop.run(main())
+"""
+
+
+async def test_nothing_survives_a_killed_server(tmp_path: Path) -> None:
+    pids, started = tmp_path / "pids", tmp_path / "started"
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(pids), str(started)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    try:
+        await until(lambda: started.exists() and pids.exists() and pids.read_text())
+        (root,) = tmp_path.glob("envserver-workers-*")
+        family = [int(pid) for pid in pids.read_text().split()] + marked_by(root)
+        assert len(set(family)) >= 7  # forkserver, 3 workers, 3 grandchildren
+    finally:
+        server.kill()
+        server.wait()
+    await until(lambda: not any(alive(pid) for pid in family) and not marked_by(root))
+    assert not root.exists()
+
+
+KILLED_AT_ITS_START = """
+import asyncio, os, signal, subprocess
+from envserver import SandboxConfig, WorkersConfig
+from envserver.sandbox.service import SandboxService
+from envserver.workers import LocalPool
+
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+subprocess.Popen = Popen
+asyncio.run({}.__aenter__())
+"""
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        f"LocalPool(WorkersConfig(processes=1), ['{ZOO}:Zoo'])",
+        "SandboxService(SandboxConfig(backend='namespace'))",
+    ],
+    ids=["workers", "sandboxes"],
+)
+async def test_a_server_that_is_killed_while_it_starts_leaves_nothing(starts: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # its path is short enough for sockets
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED_AT_ITS_START.format(starts)],
+            env={**os.environ, "TMPDIR": folder},
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+        assert killed.returncode == -signal.SIGKILL
+        await until(lambda: not list(Path(folder).iterdir()))
+
+
+def marked_by(root: Path) -> list[int]:
+    """Processes whose environment variables name `root`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.fsencode(root) in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return [pid for pid in found if alive(pid)]

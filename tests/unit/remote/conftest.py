@@ -1,0 +1,34 @@
+"""A server with a store, and the clock by which it notices who is silent."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support.api import Api, running_api
+from support.clocks import Clock
+
+from envserver.api import Metrics
+from envserver.proxy import Gate
+from envserver.store import GroupStore, open_store
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    async with running_api(tmp_path / "store.db", metrics=Metrics(), gate=Gate()) as served:
+        yield served
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[GroupStore]:
+    async with open_store(tmp_path / "store.db") as opened:
+        yield opened
+
+
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """After 30 seconds."""
+    clock = Clock()
+    monkeypatch.setattr("envserver.api.heartbeats.time", clock)
+    return clock
