@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_records.records import Task
+from support.api import requested
 
 from envserver import Settings
 from envserver.registry import find
 from envserver.rollouts.group import make_group
-from envserver.rollouts.stream import GroupRequest
 from envserver.running.context import rollout_context
 
 ENVIRONMENT = '''
@@ -122,10 +121,7 @@ async def test_sandboxed_code_reaches_what_is_listed_and_nothing_else(
     async with rollout_context(
         settings, environment, reference, egress_addresses_for_tests={"api.test": "127.0.0.1"}
     ) as context:
-        request = GroupRequest(
-            group_id="g-0", index=0, env="outgoing", split="train", seed=0, task=Task("t", {})
-        )
-        group = await make_group(context, request)
+        group = await make_group(context, requested(0, env="outgoing"))
     outside.close()
     (trajectory,) = group.trajectories
     said = trajectory.output

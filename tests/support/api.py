@@ -12,10 +12,11 @@ from typing import Any
 
 import httpx
 import numpy as np
-from envserver_records.records import Group, Score, Sequence, Trajectory, Usage, pack
+from envserver_records.records import Group, Score, Sequence, Task, Trajectory, Usage, pack
 
 from envserver import ServerConfig
 from envserver.api import create_api, serve_api
+from envserver.rollouts.stream import GroupRequest
 from envserver.store import Store, open_store
 from envserver.store.sink import put_of
 
@@ -164,6 +165,13 @@ def native_group(group_id: str, trajectories: int = 2, **changes: Any) -> Group:
         policy_version=7,
         generation_params={"temperature": 0.7},
     )
+
+
+def requested(index: int, **changes: Any) -> GroupRequest:
+    """What asks for the group "g0", "g1" ... of one of our own environments."""
+    facts: dict[str, Any] = {"group_id": f"g{index}", "env": "math", "split": "train", "seed": 0}
+    facts["task"] = Task(f"t{index}", {})
+    return GroupRequest(index=index, **(facts | changes))
 
 
 async def put_native(store: Store, group: Group) -> None:

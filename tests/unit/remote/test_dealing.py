@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from envserver_records.errors import ConflictError, InputError, TooLargeError
-from envserver_records.records import Task, pack
+from envserver_records.records import pack
 from envserver_records.zstd import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.api import Api, native_group
+from support.api import Api, native_group, requested
 from support.extent import examples
 from support.joined import Joined, join, stream_group
 from support.waiting import settled
@@ -27,20 +27,12 @@ from envserver.remote import GROUP_LIST_MSGPACK
 from envserver.remote.batch import MOST_GROUPS, compressed, encode_batch
 from envserver.remote.dealing import Dealer, Made, Rules, Take
 from envserver.remote.posts import GroupPoster
-from envserver.rollouts.stream import GroupRequest
 
 RUNNERS = ("a", "b", "c")
 STEPS = st.lists(
     st.tuples(st.sampled_from(("take", "send", "send twice", "lose")), st.sampled_from(RUNNERS)),
     max_size=30,
 )
-
-
-def requested(number: int) -> GroupRequest:
-    return GroupRequest(
-        group_id=f"g{number}", index=number, env="math", split="train", seed=0,
-        task=Task(f"t{number}", {}),
-    )  # fmt: skip
 
 
 def made(group_id: str) -> Made:

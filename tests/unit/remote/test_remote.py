@@ -17,13 +17,13 @@ from envserver_records.costs import Cost, JudgeUsage
 from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import ConfigError, ConflictError, InputError
 from envserver_records.hook_events import HookEvent
-from envserver_records.records import Group, ServiceCall, Task, pack, unpack
+from envserver_records.records import Group, ServiceCall, pack, unpack
 from envserver_records.sampling import SamplingSpan
 from envserver_records.scores import RewardRange
 from envserver_records.seals import sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.api import Api, running_api
+from support.api import Api, requested, running_api
 from support.clocks import Clock
 from support.commands import free_port
 from support.doors import doors
@@ -40,7 +40,6 @@ from envserver.remote.identity import held_identity
 from envserver.remote.link import Link
 from envserver.remote.messages import LONGEST_POLL_SECONDS
 from envserver.remote.sink import missing_requests
-from envserver.rollouts.stream import GroupRequest
 from envserver.running.api_settings import spec_of
 from envserver.running.joining import identity
 from envserver.running.run_settings import JoinSettings
@@ -307,10 +306,6 @@ async def test_one_that_is_to_leave_is_told_and_people_see_how_all_are(api: Api)
 @settings(max_examples=examples(50))
 @given(has=st.sets(st.integers(0, 40)), asked_at_once=st.integers(1, 7))
 def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_once: int) -> None:
-    requests = [
-        GroupRequest(group_id=f"g{n}", index=n, env="", split="train", seed=0, task=Task("", {}))
-        for n in range(40)
-    ]
     ids = {f"g{n}" for n in has}
     asked: list[str] = []
 
@@ -319,7 +314,8 @@ def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_onc
         return ids & set(group_ids)
 
     with mock.patch("envserver.remote.sink._ASKED_AT_ONCE", asked_at_once):
-        left = [request.index for request in missing_requests(iter(requests), known, len(has))]
+        missing = missing_requests(map(requested, range(40)), known, len(has))
+        left = [request.index for request in missing]
     assert left == [n for n in range(40) if n not in has]
     assert len(asked) == len(set(asked))
 

@@ -48,33 +48,29 @@ def taker(name: str = "t", batch: int = 4, *environments: str, own: bool = False
     return Taker(name=name, queue=queue, batch=batch, environments=frozenset(environments))
 
 
-def test_without_a_trainer_so_many_groups_wait_and_no_more() -> None:
-    assert free_capacity("a", [], {}, {}, BOUNDS) == 9
-    assert free_capacity("a", [], depths(a=5, b=4), {}, BOUNDS) == 0
-    only_b = taker("t", 4, "b")
-    assert free_capacity("a", [only_b], depths(a=5, b=8), {}, BOUNDS) == 4
+ONLY_A, ONLY_B, ALL = taker("a", 2, "a"), taker("b", 4, "b"), taker("all")
+FAST, SLOW = taker("fast", own=True), taker("slow", own=True)
+SLOWLY = {"fast": {"a": Depth(1)}, "slow": {"a": Depth(9)}}
+ROOM: dict[str, tuple[str, list[Taker], Any, dict[str, int], int]] = {
+    "without a trainer so many groups wait": ("a", [], {}, {}, 9),
+    "and no more": ("a", [], depths(a=5, b=4), {}, 0),
+    "also of those that no trainer takes": ("a", [ONLY_B], depths(a=5, b=8), {}, 4),
+    "a broadcast run bounds": ("a", [FAST], SLOWLY, {}, 8),
+    "the slowest of them decides": ("a", [FAST, SLOW], SLOWLY, {}, 0),
+    "of runs that share one that wants more is enough": (
+        *("a", [ALL, ONLY_A], depths(a=1, b=20), {}, most_waiting(2, BOUNDS) - 1),
+    ),
+    "for what it takes": ("b", [ALL, ONLY_A], depths(a=1, b=20), {}, 0),
+    "others of its queue count": ("a", [ALL], depths(a=1, b=20), {}, 0),
+    "who has nothing may begin one": ("c", [ALL], depths(a=50, b=50), {"a": 5}, 1),
+    "and only one": ("c", [ALL], depths(a=50, b=50), {"c": 1}, 0),
+}
 
 
-def test_the_slowest_broadcast_run_decides() -> None:
-    fast, slow = taker("fast", own=True), taker("slow", own=True)
-    waiting = {"fast": {"a": Depth(1)}, "slow": {"a": Depth(9)}}
-    assert free_capacity("a", [fast], waiting, {}, BOUNDS) == 8
-    assert free_capacity("a", [fast, slow], waiting, {}, BOUNDS) == 0
-
-
-def test_of_runs_that_share_one_that_wants_more_is_enough() -> None:
-    everything, only_a = taker("everything"), taker("only a", 2, "a")
-    waiting = depths(a=1, b=20)
-    assert free_capacity("b", [everything, only_a], waiting, {}, BOUNDS) <= 0
-    assert (
-        free_capacity("a", [everything, only_a], waiting, {}, BOUNDS) == most_waiting(2, BOUNDS) - 1
-    )
-    assert free_capacity("a", [everything], waiting, {}, BOUNDS) <= 0
-
-
-def test_who_has_nothing_may_begin_one_whatever_the_others_do() -> None:
-    assert free_capacity("c", [taker()], depths(a=50, b=50), {"a": 5}, BOUNDS) == 1
-    assert free_capacity("c", [taker()], depths(a=50, b=50), {"c": 1}, BOUNDS) <= 0
+@pytest.mark.parametrize("name", ROOM)
+def test_so_many_groups_may_be_begun(name: str) -> None:
+    env, takers, waiting, made, free = ROOM[name]
+    assert max(0, free_capacity(env, takers, waiting, made, BOUNDS)) == free
 
 
 def test_what_would_be_too_old_is_not_begun() -> None:

@@ -20,7 +20,7 @@ from envserver_clients.http import EnvClient, SyncEnvClient
 from envserver_records.records import Task, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.api import running_api, wire_group
+from support.api import requested, running_api, wire_group
 from support.commands import envserver, free_port, read_jsonl, running, until
 from support.extent import examples
 from support.joined import join
@@ -89,10 +89,14 @@ def test_what_an_old_policy_did_counts_less() -> None:
     assert estimate.attempts == 320
 
 
+def tried(attempts: int, solved: float, **more: int) -> Estimate:
+    return Estimate(attempts=attempts, weight=attempts, solved=solved, **more)
+
+
 # Choices
 
 ESTIMATES = st.builds(
-    lambda attempts, part: Estimate(attempts=attempts, weight=attempts, solved=attempts * part),
+    lambda attempts, part: tried(attempts, attempts * part),
     st.integers(1, 64),
     st.floats(0, 1),
 )
@@ -157,14 +161,9 @@ def own_order(tasks: int | None) -> Iterator[GroupRequest]:
     """An environment's order: `tasks` again and again, or always new ones."""
     for index in itertools.count():
         number = index if tasks is None else index % tasks
-        yield GroupRequest(
-            group_id=group_id("e-train-0-", index, f"t-{number}"),
-            index=index,
-            env="e",
-            split="train",
-            seed=0,
-            task=Task(f"t-{number}", {}),
-        )
+        name = f"t-{number}"
+        group = group_id("e-train-0-", index, name)
+        yield requested(index, group_id=group, env="e", task=Task(name, {}))
 
 
 def nothing(asked: list[GroupRequest]) -> Known:
@@ -276,14 +275,14 @@ def knowing(known: dict[str, Estimate], rules: CurriculumConfig, **more: Any) ->
 
 def test_solved_tasks_are_passed_over_mostly_and_never_for_ever() -> None:
     rules = CurriculumConfig(solved_above=0.8, solved_share=0.1)
-    known = {f"t-{n}": Estimate(attempts=40, weight=40, solved=40.0 * (n % 2)) for n in range(10)}
+    known = {f"t-{n}": tried(40, 40.0 * (n % 2)) for n in range(10)}
     stream = knowing(known, rules)
     drawn = Counter(one.task.id for one in itertools.islice(stream.requests(own_order(10)), 2000))
     solved = sum(drawn[f"t-{n}"] for n in range(1, 10, 2))
     assert 0.06 < solved / 2000 < 0.13  # 1 of 11
     assert len(drawn) == 10
     assert stream.passed_over > 1500
-    known = dict.fromkeys(known, Estimate(attempts=400, weight=400, solved=400.0))
+    known = dict.fromkeys(known, tried(400, 400.0))
     rules = rules.model_copy(update={"solved_share": 1e-9})
     stream = knowing(known, rules)
     assert len(list(itertools.islice(stream.requests(own_order(10)), 3))) == 3
@@ -291,10 +290,7 @@ def test_solved_tasks_are_passed_over_mostly_and_never_for_ever() -> None:
 
 def test_tasks_lately_never_solved_are_passed_over_until_that_is_long_ago() -> None:
     rules = CurriculumConfig(unsolved_share=0.1, discount=0.5)
-    known = {
-        f"t-{n}": Estimate(attempts=16, weight=16, solved=8.0 * (n % 2), policy_version=0)
-        for n in range(10)
-    }
+    known = {f"t-{n}": tried(16, 8.0 * (n % 2), policy_version=0) for n in range(10)}
     for version, least, most in ((0, 0.05, 0.14), (3, 0.49, 0.51)):  # weight 16, and 2
         stream = knowing(known, rules, version=lambda: version)  # noqa: B023 (used within this turn)
         drawn = [*itertools.islice(stream.requests(own_order(10)), 1000)]
@@ -306,9 +302,7 @@ def test_tasks_lately_never_solved_are_passed_over_until_that_is_long_ago() -> N
 
 def test_a_stream_goes_on_where_it_was_and_remembers_what_was_scored() -> None:
     made = {one.group_id for one in itertools.islice(own_order(60), 50)}
-    estimates = {
-        f"t-{n}": Estimate(attempts=4, weight=4, solved=4 * CHANCES[n % 3]) for n in range(50)
-    }
+    estimates = {f"t-{n}": tried(4, 4 * CHANCES[n % 3]) for n in range(50)}
     asked_at_once = []
 
     def look(asked: list[GroupRequest]) -> Known:

@@ -28,10 +28,10 @@ from envserver_records.errors import (
     WorkerGarbage,
     WorkerHung,
 )
-from envserver_records.records import Call, Task, VersionSpan
+from envserver_records.records import Call, VersionSpan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.api import native_group
+from support.api import native_group, requested
 from support.extent import examples
 from support.forests import call
 from support.serving import attempt_spec
@@ -451,14 +451,7 @@ class Sink:
 async def test_a_run_that_ends_by_one_group_stores_those_that_are_made() -> None:
     maker = Maker()
     sink = Sink(maker)
-    requests = (
-        GroupRequest(
-            group_id=f"g{number}", index=number, env="math", split="train", seed=0,
-            task=Task(f"t{number}", {}),
-        )
-        for number in range(9)
-    )  # fmt: skip
-    scheduler = Scheduler(maker, requests, sink, wanted=None, stop_on_failures=True)
+    scheduler = Scheduler(maker, map(requested, range(9)), sink, wanted=None, stop_on_failures=True)
     with pytest.raises(TooMuchUntrained):
         await scheduler.run()
     assert (sink.stored, scheduler.delivered) == (["g0"], 1)

@@ -82,11 +82,18 @@ class Game(Environment):
 '''
 
 
-@pytest.fixture
-def game(tmp_path: Path) -> str:
-    path = tmp_path / "game.py"
+@pytest.fixture(scope="module")
+def game(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("game") / "game.py"
     path.write_text(GAME)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def played(game: str) -> bytes:
+    """A packed group of two games."""
+    (group,) = envserver.groups(game, model="sim", env={"group_size": 2, "total_steps": 1})
+    return pack(group)
 
 
 def points_of(numbers: RolloutNumbers) -> dict[tuple[str, str], float]:
@@ -99,14 +106,8 @@ def points_of(numbers: RolloutNumbers) -> dict[tuple[str, str], float]:
     return {(one.labels["agent"], one.labels["sign"]): one.value for one in points.samples}
 
 
-def one_group(game: str, **changes: Any) -> Group:
-    groups = envserver.groups(game, model="sim", env={"group_size": 2, "total_steps": 1, **changes})
-    (group,) = groups
-    return group
-
-
-def test_each_agent_and_turn_has_its_reward_on_the_native_wire(game: str) -> None:
-    group = unpack(pack(one_group(game)), Group)
+def test_each_agent_and_turn_has_its_reward_on_the_native_wire(played: bytes) -> None:
+    group = unpack(played, Group)
     tally, numbers = Tally(), RolloutNumbers()
     tally(GroupDelivered(group=group))
     numbers.observer("game")(GroupDelivered(group=group))
@@ -127,7 +128,7 @@ def test_each_agent_and_turn_has_its_reward_on_the_native_wire(game: str) -> Non
         env="game",
         format="group",
         policy_version=-1,
-        body=memoryview(pack(group)),
+        body=memoryview(played),
     )
     rows = wire.rows
     assert {row.agent for row in rows} == {"one", "two"}
@@ -158,9 +159,9 @@ def test_each_agent_and_turn_has_its_reward_on_the_native_wire(game: str) -> Non
 
 
 def test_a_written_rollout_keeps_its_conversation_also_without_a_row_of_its_main_agent(
-    game: str,
+    played: bytes,
 ) -> None:
-    group = one_group(game)
+    group = unpack(played, Group)
     for rollout in group.trajectories:
         rollout.sequences = [row for row in rollout.sequences if row.agent == "two"]
     for shown in (True, False):
@@ -270,32 +271,34 @@ class Relative(Environment):
 '''
 
 
-def test_what_is_shown_is_what_score_group_delivered(tmp_path: Path) -> None:
+@pytest.fixture
+def relative(tmp_path: Path) -> str:
     path = tmp_path / "relative.py"
     path.write_text(RELATIVE)
+    return str(path)
+
+
+def test_what_is_shown_is_what_score_group_delivered(relative: str) -> None:
     numbers, tally = RolloutNumbers(), Tally()
-    observers = [numbers.observer("relative"), tally]
-    (group,) = envserver.groups(str(path), model="sim", env={"group_size": 2, "total_steps": 1})
-    for observe in observers:
-        observe(GroupDelivered(group=group))
+    result = envserver.process(relative, model="sim", env={"group_size": 2, "total_steps": 2})
+    for observe in (numbers.observer("relative"), tally):
+        observe(GroupDelivered(group=result.groups[0]))
     assert (tally.rewards.mean, str(tally.rewards)) == (1.0, "lowest: 1  between: 0  solved: 1")
     assert points_of(numbers) == {("", "positive"): 3.0, ("", "negative"): 1.0}
-    result = envserver.process(str(path), model="sim", env={"group_size": 2, "total_steps": 2})
     assert result.mean_reward == 1.0
 
 
-def test_an_evaluation_passes_what_the_environment_calls_solved(tmp_path: Path) -> None:
-    path = tmp_path / "relative.py"
-    path.write_text(RELATIVE)
-    found = envserver.evaluate(
-        str(path),
-        model="sim",
-        env={"group_size": 2, "total_steps": 2},
-        out=tmp_path / "out",
-        no_baselines=True,
-    )
-    report = found.report
-    assert isinstance(report, Report)
+def evaluated(environment: str, out: Path, steps: int) -> Report:
+    env = {"group_size": 2, "total_steps": steps}
+    found = envserver.evaluate(environment, model="sim", env=env, out=out, no_baselines=True)
+    assert isinstance(found.report, Report)
+    return found.report
+
+
+def test_an_evaluation_passes_what_the_environment_calls_solved(
+    relative: str, tmp_path: Path
+) -> None:
+    report = evaluated(relative, tmp_path / "out", 2)
     assert report.rules.pass_at == 3.0
     overall = report.run.overall
     assert overall is not None
@@ -303,15 +306,7 @@ def test_an_evaluation_passes_what_the_environment_calls_solved(tmp_path: Path) 
 
 
 def test_an_evaluation_measures_each_agent(game: str, tmp_path: Path) -> None:
-    found = envserver.evaluate(
-        game,
-        model="sim",
-        env={"group_size": 2, "total_steps": 3},
-        out=tmp_path / "out",
-        no_baselines=True,
-    )
-    report = found.report
-    assert isinstance(report, Report)
+    report = evaluated(game, tmp_path / "out", 3)
     by_agent = report.run.by["agent"]
     means = {name: measures.mean_reward.value for name, measures in by_agent.items()}
     # Outcomes, turn rewards, and what score_group takes from the second rollout of a group.

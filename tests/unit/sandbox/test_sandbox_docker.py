@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from envserver_records.errors import (
     ConfigError,
     SandboxImageMissing,
@@ -30,7 +31,7 @@ from support import fake_engine
 from support.sandboxes import archive, sandboxes
 from support.waiting import until
 
-from envserver import InputError, SandboxConfig, Sandboxes, SandboxLimits, SandboxSpec
+from envserver import InputError, Sandbox, SandboxConfig, Sandboxes, SandboxLimits, SandboxSpec
 from envserver.sandbox import (
     SandboxClient,
     SandboxService,
@@ -346,43 +347,42 @@ class Cloud:
 
     def __init__(self, boxes: Sandboxes) -> None:
         self.boxes = boxes
-        self.open: dict[str, AsyncExitStack] = {}
+        self.open: dict[str, tuple[AsyncExitStack, Sandbox]] = {}
         self.is_broken = False
-        self.app = web.Application(middlewares=[self.answered], client_max_size=1 << 24)
-        self.app.add_routes(
-            [
-                web.post("/boxes", self.make),
-                web.post("/boxes/{id}/run", self.run),
-                web.get("/boxes/{id}/files", self.read),
-                web.put("/boxes/{id}/files", self.write),
-                web.delete("/boxes/{id}", self.end),
-            ]
-        )
-        self.made: dict[str, object] = {}
+        self.app = web.Application(client_max_size=1 << 24)
+        self.app.router.add_route("*", "/boxes{path:.*}", self.answer)
 
-    @web.middleware
-    async def answered(self, request: web.Request, handler: object) -> web.StreamResponse:
+    async def answer(self, request: web.Request) -> web.Response:
         if self.is_broken:
             raise web.HTTPServiceUnavailable
-        return await handler(request)  # type: ignore[operator,no-any-return]
+        path = request.query.get("path", "")
+        match request.method, request.path.split("/")[2:]:
+            case "POST", []:
+                stack, env = AsyncExitStack(), (await request.json())["env"]
+                spec = SandboxSpec(env=env, limits=LIMITS)
+                box = await stack.enter_async_context(self.boxes.open(spec))
+                self.open[box.id] = stack, box
+                return web.json_response({"id": box.id})
+            case "POST", [name, "run"]:
+                return web.json_response(await self.run(name, **await request.json()))
+            case "GET", [name, "files"]:
+                try:
+                    return web.Response(body=await self.open[name][1].read(path))
+                except InputError:
+                    raise web.HTTPNotFound from None
+            case "PUT", [name, "files"]:
+                await self.open[name][1].write(path, await request.read())
+            case "DELETE", [name] if name in self.open:
+                await self.open.pop(name)[0].aclose()
+        return web.Response()
 
-    async def make(self, request: web.Request) -> web.Response:
-        stack = AsyncExitStack()
-        env = (await request.json())["env"]
-        box = await stack.enter_async_context(self.boxes.open(SandboxSpec(env=env, limits=LIMITS)))
-        self.open[box.id], self.made[box.id] = stack, box
-        return web.json_response({"id": box.id})
-
-    async def run(self, request: web.Request) -> web.Response:
-        wanted = await request.json()
-        result = await self.box(request).exec(
-            wanted["argv"],
-            stdin=base64.b64decode(wanted["stdin"]),
-            cwd=wanted["cwd"],
-            env=wanted["env"],
-            limits=SandboxLimits(wall_seconds=wanted["seconds"]),
-        )
-        told = {
+    async def run(
+        self, name: str, argv: list[str], stdin: str, seconds: float, **more: Any
+    ) -> dict[str, Any]:
+        limits = SandboxLimits(wall_seconds=seconds)
+        given = base64.b64decode(stdin)
+        result = await self.open[name][1].exec(argv, stdin=given, limits=limits, **more)
+        return {
             "exit": result.exit,
             "stdout": base64.b64encode(result.stdout).decode(),
             "stderr": base64.b64encode(result.stderr).decode(),
@@ -390,41 +390,13 @@ class Cloud:
             "cpu_seconds": result.usage.cpu_seconds,
             "timed_out": result.killed_by == "wall",
         }
-        return web.json_response(told)
-
-    async def read(self, request: web.Request) -> web.Response:
-        try:
-            return web.Response(body=await self.box(request).read(request.query["path"]))
-        except InputError:
-            raise web.HTTPNotFound from None
-
-    async def write(self, request: web.Request) -> web.Response:
-        await self.box(request).write(request.query["path"], await request.read())
-        return web.Response()
-
-    async def end(self, request: web.Request) -> web.Response:
-        if (stack := self.open.pop(request.match_info["id"], None)) is not None:
-            await stack.aclose()
-        return web.Response()
-
-    def box(self, request: web.Request):  # type: ignore[no-untyped-def]
-        return self.made[request.match_info["id"]]
 
 
 @pytest.fixture
 async def cloud(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cloud]:
-    async with sandboxes() as boxes:
-        cloud = Cloud(boxes)
-        runner = web.AppRunner(cloud.app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        monkeypatch.setenv("EXAMPLE_CLOUD_URL", f"http://127.0.0.1:{port}")
-        try:
-            yield cloud
-        finally:
-            await runner.cleanup()
+    async with sandboxes() as boxes, TestServer((cloud := Cloud(boxes)).app) as server:
+        monkeypatch.setenv("EXAMPLE_CLOUD_URL", str(server.make_url("/")).rstrip("/"))
+        yield cloud
 
 
 @pytest.fixture

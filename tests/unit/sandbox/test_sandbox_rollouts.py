@@ -21,6 +21,7 @@ import pytest
 import pytest_asyncio
 from envserver_records.errors import SandboxUnavailable, WorkerDied
 from envserver_records.records import SandboxLimits, Usage
+from support.api import requested
 from support.commands import envserver, read_jsonl
 from support.process_tree import alive_with, children_of, marked
 from support.waiting import until, with_enough_time
@@ -42,7 +43,6 @@ from envserver.registry import find
 from envserver.rollouts import StalenessMonitor, make_group
 from envserver.rollouts.attempt import Finished, run_attempt
 from envserver.rollouts.group import RolloutContext, attempt_spec
-from envserver.rollouts.stream import GroupRequest
 from envserver.running import rollout_context
 from envserver.sandbox import Open
 from envserver.sandbox.attempt_sandboxes import summed
@@ -336,10 +336,7 @@ async def test_two_hundred_rollouts_whose_workers_are_killed_at_random() -> None
     async with house("Plain", **settings) as parts:
         parts.environment.config.group_size = 8
         (task, *_) = parts.environment.tasks("train")
-        requests = [
-            GroupRequest(group_id=f"g{n}", index=n, env="plain", split="train", seed=0, task=task)
-            for n in range(25)
-        ]
+        requests = (requested(number, env="plain", task=task) for number in range(25))
         making = asyncio.gather(*(make_group(parts, request) for request in requests))
         seen: set[int] = set()
         while not making.done():

@@ -12,11 +12,12 @@ import select
 import socket
 import struct
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import pytest_asyncio
 from envserver_records.errors import SandboxLost
 from support.process_tree import descendants
 from support.sandboxes import sandboxes
@@ -28,7 +29,13 @@ from envserver.sandbox.backend import HostBackend
 from envserver.sandbox.client import ConnectedSandbox
 from envserver.sandbox.wire import encode
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def boxes() -> AsyncIterator[SandboxClient]:
+    async with sandboxes(concurrent=400) as client:
+        yield client
 
 
 def connected(client: SandboxClient) -> socket.socket:
@@ -44,7 +51,7 @@ def hung_up(one: socket.socket) -> bool:
     return any(events & select.POLLHUP for _, events in poll.poll(0))
 
 
-async def test_what_clients_send_does_not_end_the_supervisor() -> None:
+async def test_what_clients_send_does_not_end_the_supervisor(boxes: SandboxClient) -> None:
     nonsense = [
         b"\xff" * 100,
         b"\x93\xa2\xff\xfe\x01\x90",  # a word that is not text
@@ -52,7 +59,7 @@ async def test_what_clients_send_does_not_end_the_supervisor() -> None:
         msgspec.msgpack.encode(("no such word", 1, ())),
         msgspec.msgpack.encode(("open", 2**64 - 1, ("no such\0module",))),
     ]
-    async with sandboxes() as boxes, boxes.open(SandboxSpec()) as box:
+    async with boxes.open(SandboxSpec()) as box:
         for data in nonsense:
             with connected(boxes) as broken:
                 broken.send(data)
@@ -63,17 +70,16 @@ async def test_what_clients_send_does_not_end_the_supervisor() -> None:
         assert (await box.run_python("print('alive')")).ok
 
 
-async def test_a_client_that_does_not_listen_holds_up_nobody() -> None:
+async def test_a_client_that_does_not_listen_holds_up_nobody(boxes: SandboxClient) -> None:
     """Its answers wait in the kernel, which usually has room for some 300."""
     asked = msgspec.msgpack.encode(("open", 1, ()))
-    async with sandboxes(concurrent=400) as boxes:
-        with connected(boxes) as deaf:
-            with contextlib.suppress(OSError):  # it is hung up on
-                for _ in range(360):
-                    await asyncio.get_running_loop().sock_sendall(deaf, asked)
-            await until(lambda: hung_up(deaf) or len(descendants(os.getpid())) > 360)
-            async with asyncio.timeout(PATIENCE), boxes.open(SandboxSpec()) as box:
-                assert (await box.run_python("print('alive')")).ok
+    with connected(boxes) as deaf:
+        with contextlib.suppress(OSError):  # it is hung up on
+            for _ in range(360):
+                await asyncio.get_running_loop().sock_sendall(deaf, asked)
+        await until(lambda: hung_up(deaf) or len(descendants(os.getpid())) > 360)
+        async with asyncio.timeout(PATIENCE), boxes.open(SandboxSpec()) as box:
+            assert (await box.run_python("print('alive')")).ok
 
 
 class Exhausted(HostBackend):
@@ -175,12 +181,11 @@ async def test_more_than_was_asked_for_is_not_taken() -> None:
         await box.close()
 
 
-async def test_a_broken_archive_is_the_callers_mistake() -> None:
-    async with sandboxes() as boxes:
-        for packing in ("gz", "bz2", "xz"):
-            with pytest.raises(InputError):
-                async with boxes.open(SandboxSpec(archive=broken(packing))):
-                    pass
+async def test_a_broken_archive_is_the_callers_mistake(boxes: SandboxClient) -> None:
+    for packing in ("gz", "bz2", "xz"):
+        with pytest.raises(InputError):
+            async with boxes.open(SandboxSpec(archive=broken(packing))):
+                pass
 
 
 def broken(packing: str) -> bytes:
