@@ -1,4 +1,4 @@
-"""A worker and its companion that say what they may do, for test_companions.py."""
+"""A worker and its companion that say what they may do, for test_sandboxed_workers.py."""
 
 from __future__ import annotations
 

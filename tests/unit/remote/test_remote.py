@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 from envserver_records.costs import Cost, JudgeUsage
 from envserver_records.egress_requests import EgressRequest
@@ -19,10 +18,11 @@ from envserver_records.errors import ConfigError, ConflictError, InputError
 from envserver_records.hook_events import HookEvent
 from envserver_records.records import Group, ServiceCall, pack, unpack
 from envserver_records.sampling import SamplingSpan
-from envserver_records.scores import RewardRange
+from envserver_records.scores import RewardRange, Score
 from envserver_records.seals import sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.api import Api, requested, running_api
 from support.clocks import Clock
 from support.commands import free_port
@@ -34,7 +34,8 @@ from support.waiting import settled, until
 from envserver.api import Stream, create_token
 from envserver.api.runners.validation import read_group
 from envserver.proxy.gate import Aborted
-from envserver.remote import Heartbeat, Registration
+from envserver.remote import GROUP_LIST_MSGPACK, Heartbeat, Registration
+from envserver.remote.batch import encode_batch
 from envserver.remote.gate import RunnerGate
 from envserver.remote.identity import held_identity
 from envserver.remote.link import Link
@@ -144,28 +145,37 @@ async def test_a_group_is_stored_once_and_known(api: Api) -> None:
 COLUMNS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text())
 GOOD = pack(stream_group(0))
 REFUSED = {
-    "$": [b"", b"no group", GOOD[:-9], pack([stream_group(0)])],
-    "$.group_id": [GOOD.replace(b"math-train-0-000000", b"math-train-0-000001")],
-    "$.seed": [pack(stream_group(0, seed=1))],
+    "$": [b"", b"no group", GOOD[:-9], b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 5000],
     "$.trajectories": [pack(stream_group(0, trajectories=0))],
     "$.trajectories[0].score.reward": [
-        GOOD.replace(b"reward\xcb" + bytes(8), b"reward\xcb\x7f\xf8" + bytes(6))
+        pack(stream_group(0, score=Score(reward=reward)))
+        for reward in (float("nan"), 1e308, -1.0)
     ],
     "$.trajectories[0].sequences": [pack(stream_group(0, sequences=[]))],
     "$.trajectories[0]": [pack(stream_group(0, output=b"bytes"))],
+    "$.trajectories[0].task_id": [pack(stream_group(0, env="gaia"))],
     "$.policy_version": [spoiled(versions=[-1, -1, 6, 7, 7])],
-    "$.digest": [
-        pack(msgspec.structs.replace(sealed(stream_group(0)), created_at=1.0)),
-        pack(msgspec.structs.replace(stream_group(0), digest="0" * 64)),
+    "$.trajectories[0].sequences[0].mask": [
+        spoiled(mask=[0] * 5, logprobs=[0] * 5), spoiled(tokens=[1]),
     ],
-    "$.trajectories[0].sequences[0].mask": [spoiled(mask=[0] * 5, logprobs=[0] * 5)],
+}  # fmt: skip
+CHANGED: dict[str, list[dict[str, Any]]] = {
+    "$.group_id": [{"group_id": "math-train-0-000001-0"}, {"group_id": "../../etc/passwd\0"}],
+    "$.index": [{"index": 2**62}],
+    "$.seed": [{"seed": 1}],
+    "$.created_at": [{"created_at": float("nan")}],
+    "$.digest": [{"digest": "0" * 64}],
 }
 
 
 def spoiled_rows() -> Iterator[tuple[str, bytes]]:
-    """The places of REFUSED and of COLUMNS, with what is refused there."""
+    """Places, and what is refused there."""
     for place, bodies in REFUSED.items():
         yield from ((place, body) for body in bodies)
+    yield "$", pack([stream_group(0)])
+    yield "$.digest", pack(replace(sealed(stream_group(0)), created_at=1.0))
+    for place, changes in CHANGED.items():
+        yield from ((place, pack(replace(stream_group(0), **change))) for change in changes)
     for name, rows in COLUMNS.items():
         for row in rows:
             is_span = name.startswith("sampling")
@@ -180,12 +190,17 @@ async def test_malformed_groups_are_refused_with_their_place(tmp_path: Path) -> 
             answer = await one.post(body)
             assert answer.status_code == 422, (place, answer.text)
             assert answer.json()["place"] == place
+            headers = {"content-type": GROUP_LIST_MSGPACK}
+            content = encode_batch([body])
+            listed = await one.send("POST", "/groups", content=content, headers=headers)
+            assert [said["place"] for said in listed.json()["refused"]] == [place]
         assert (await one.post(bytes(200_000))).status_code == 413
         plain = await one.send("POST", "/groups", content=pack(one.group(0)))
         assert plain.status_code == 415
         assert (await api.get("/v1/status"))["groups"]["queued"] == 0
         whole = sealed(unpack(sampled(SamplingSpan(2, 4, 0.7), SamplingSpan(4, 5)), Group))
         assert (await one.post(pack(whole))).status_code == 200
+        assert (await api.get("/v1/status"))["groups"]["queued"] == 1
 
 
 def test_what_was_asked_changed_and_fetched_comes_with_a_group() -> None:

@@ -452,16 +452,18 @@ def test_the_command_says_by_its_exit_status_that_rows_have_errors(
     assert json.loads(target.read_text())["reward"] == (None if status else 1.0)
 
 
-async def test_missing_files_are_clear_errors(tmp_path: Path) -> None:
+async def test_missing_files_are_clear_errors(tmp_path: Path, moody: str) -> None:
     with pytest.raises(NotFoundError):
-        await run_score("math", {}, tmp_path / "none.jsonl", tmp_path / "out.jsonl")
+        await run_score(moody, {}, tmp_path / "none.jsonl", tmp_path / "out.jsonl")
     source = tmp_path / "rows.jsonl"
     source.write_text("{}\n")
     with pytest.raises(StoreError):
-        await run_score("math", {}, source, tmp_path / "no folder" / "out.jsonl")
+        await run_score(moody, {}, source, tmp_path / "no folder" / "out.jsonl")
 
 
-async def test_progress_counts_rows_and_a_failed_run_leaves_the_old_output(tmp_path: Path) -> None:
+async def test_progress_counts_rows_and_a_failed_run_leaves_the_old_output(
+    tmp_path: Path, moody: str
+) -> None:
     source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
     source.write_text("{}\n" * 5)
     seen: list[tuple[int, float]] = []
@@ -472,35 +474,35 @@ async def test_progress_counts_rows_and_a_failed_run_leaves_the_old_output(tmp_p
     def note(rows: int, share: float) -> None:
         seen.append((rows, share))
 
-    await run_score("math", {}, source, target, processes=1, progress=note)
+    await run_score(moody, {}, source, target, processes=1, progress=note)
     assert [rows for rows, _ in seen] == [1, 2, 3, 4, 5] and seen[-1][1] == 1.0
     target.write_text("old")
     with pytest.raises(KeyboardInterrupt):
-        await run_score("math", {}, source, target, processes=1, progress=stop)
+        await run_score(moody, {}, source, target, processes=1, progress=stop)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "scores.jsonl"]
     assert target.read_text() == "old"
 
 
-async def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
+async def test_a_full_disk_is_a_clear_error(tmp_path: Path, moody: str) -> None:
     source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
     source.write_text("{}\n" * 1000)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         with pytest.raises(StoreError, match="cannot be written"):
-            await run_score("math", {}, source, target, processes=1)
+            await run_score(moody, {}, source, target, processes=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == [source]
 
 
-async def test_a_pipe_gets_the_scores_and_a_link_keeps_pointing(tmp_path: Path) -> None:
+async def test_a_pipe_gets_the_scores_and_a_link_keeps_pointing(tmp_path: Path, moody: str) -> None:
     source, pipe, link = tmp_path / "rows.jsonl", tmp_path / "pipe", tmp_path / "link"
     source.write_text("{}\n")
     os.mkfifo(pipe)
     link.symlink_to(tmp_path / "scores.jsonl")
     reader = asyncio.create_task(asyncio.to_thread(pipe.read_text))
-    await asyncio.gather(*(run_score("math", {}, source, to, processes=1) for to in (pipe, link)))
+    await asyncio.gather(*(run_score(moody, {}, source, to, processes=1) for to in (pipe, link)))
     assert await reader == (tmp_path / "scores.jsonl").read_text() != ""
     assert pipe.is_fifo() and link.is_symlink()
 
