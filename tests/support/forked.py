@@ -38,3 +38,8 @@ def words(function: Callable[[], Any]) -> str:
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def failures(attempts: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """How each of them fails, in `words`."""
+    return {name: words(attempt) for name, attempt in attempts.items()}

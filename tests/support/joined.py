@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -9,6 +10,8 @@ import numpy as np
 from envserver_records.records import Group, pack
 from envserver_records.sampling import SamplingSpan
 
+from envserver.remote import GROUP_LIST_MSGPACK
+from envserver.remote.batch import encode_batch
 from envserver.rollouts import group_id
 from support.api import Api, native_group
 
@@ -47,6 +50,13 @@ class Joined:
 
     async def post(self, body: bytes) -> httpx.Response:
         return await self.send("POST", "/groups", content=body, headers=GROUP)
+
+    async def post_all(self, bodies: Sequence[bytes]) -> list[tuple[int, str]]:
+        """Posts them in one request; index and place of the refused ones."""
+        headers = {"content-type": GROUP_LIST_MSGPACK}
+        answer = await self.send("POST", "/groups", content=encode_batch(bodies), headers=headers)
+        assert answer.status_code == 200, answer.text
+        return [(said["index"], said["place"]) for said in answer.json()["refused"]]
 
     def group(self, index: int, **changes: Any) -> Group:
         """The group at `index` of its stream."""

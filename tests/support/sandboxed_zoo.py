@@ -118,7 +118,7 @@ class Sandboxed(Environment):
                 file.write(b"x" * 2**20)
 
     async def leave_something(self, public, run):
-        sleep = f"sleep {public['seconds']}"
+        sleep = f"sleep {public['mark']}"
         for _ in range(3):
             subprocess.Popen(["sh", "-c", f"setsid {sleep} & exec {sleep}"], start_new_session=True)
         return "left"

@@ -17,7 +17,7 @@ from envserver_records.errors import ConflictError, StoreFull
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, func, select
-from support.api import Api, running_api
+from support.api import Api
 from support.clocks import Clock
 from support.cpu import cpu_limit
 from support.extent import examples
@@ -161,27 +161,6 @@ async def test_a_joiner_waits_as_long_as_it_is_told_and_stops_in_time(
         await asyncio.wait({living})
     assert [beat["wait_seconds"] for beat in sent] == [0, LONGEST_SECONDS]
     assert "next_seconds" not in sent[1]["seen"], "servers of older versions refuse it"
-
-
-async def test_what_is_stored_of_a_stream_is_counted_over_sessions_and_restarts(
-    tmp_path: Path,
-) -> None:
-    async def shown() -> int:
-        (one,) = (await api.http.get("/v1/environments")).json()["environments"]
-        return int(one["stored"])
-
-    async with running_api(tmp_path / "store.db") as api:
-        one = await join(api)
-        await one.put(0)
-        assert await shown() == 1
-        one = await join(api)
-        assert await shown() == 1
-        await one.put(1)
-        assert await shown() == 2
-    async with running_api(tmp_path / "store.db") as api:
-        one.api = api
-        await one.put(2)
-        assert await shown() == 3
 
 
 async def test_a_thousand_joiners_cost_one_deal_for_many_beats(

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from envserver_records.records import Call, Group, pack, unpack
-from envserver_records.timings import MOST_PRINTED, MOST_TIMINGS, Timing
+from envserver_records.records import Call, Group, pack
+from envserver_records.timings import MOST_PRINTED, MOST_TIMINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 from support import commands
 from support.api import native_group, put_native, running_api
 from support.extent import examples
@@ -290,16 +289,6 @@ def flat(value: Any) -> Any:
             yield from flat(inner)
     else:
         yield value
-
-
-def test_older_groups_have_no_times() -> None:
-    made = native_group("old")
-    body = pack(made)
-    assert unpack(body, Group).trajectories[0].timings == []
-    timing = Timing(kind="engine", started=0.5, seconds=1.0)
-    noted = [replace(one, timings=[timing]) for one in made.trajectories]
-    again = unpack(pack(replace(made, trajectories=noted)), Group)
-    assert again.trajectories[1].timings == [timing]
 
 
 UNEVEN = '''

@@ -27,7 +27,7 @@ import orjson
 import pytest
 from envserver_records.errors import ConfigError
 from structlog.testing import capture_logs
-from support.forked import forked, words
+from support.forked import failures, forked, words
 from support.sandboxes import sandboxes
 from support.waiting import PATIENCE
 
@@ -88,10 +88,12 @@ def test_the_filter_refuses_what_no_program_needs() -> None:
             return known.get(told, told.encode()) if isinstance(told, str) else told
 
         seccomp.install(seccomp.program(inet=True))
-        return {
-            name: words(functools.partial(call, function, *map(argument, told)))
-            for name, (function, *told) in TABLE["tried"].items()
-        }
+        return failures(
+            {
+                name: functools.partial(call, function, *map(argument, told))
+                for name, (function, *told) in TABLE["tried"].items()
+            }
+        )
 
     said = forked(attempts)
     refusals = [errno.EPERM, errno.ENOSYS, errno.EAFNOSUPPORT, errno.EOPNOTSUPP]
@@ -288,22 +290,23 @@ def test_landlock_leaves_nothing_but_what_was_named(tmp_path: Path) -> None:
 
         def attempts() -> dict[str, str]:
             landlock.restrict(system.visible_paths(), [str(work)], connect_ports=ports[:1])
-            return {
-                "read": words(secret.read_text),
-                "list": words(lambda: list(PROJECT.iterdir())),
-                "write": words(lambda: (tmp_path / "new").write_text("x")),
-                "system": words(lambda: os.open(os.__file__, os.O_WRONLY)),
-                "signal": words(lambda: os.kill(os.getppid(), 0)),
-                "bind": words(lambda: socket.create_server(("127.0.0.1", 0))),
-                "other port": words(lambda: socket.create_connection(("127.0.0.1", ports[1]))),
-                "abstract": words(lambda: connect_unix(f"\0landlock-{os.getppid()}")),
-                "ok: work": words(lambda: (work / "a").write_text("x")),
-                "ok: rename": words(lambda: (work / "a").rename(work / "b")),
-                "ok: import": words(lambda: __import__("wave")),
-                "ok: null": words(lambda: Path("/dev/null").write_text("x")),
-                "ok: named port": words(lambda: socket.create_connection(("127.0.0.1", ports[0]))),
-                "ok: memory": words(lambda: mmap.mmap(-1, 4096)),
+            attempted = {
+                "read": secret.read_text,
+                "list": lambda: list(PROJECT.iterdir()),
+                "write": lambda: (tmp_path / "new").write_text("x"),
+                "system": lambda: os.open(os.__file__, os.O_WRONLY),
+                "signal": lambda: os.kill(os.getppid(), 0),
+                "bind": lambda: socket.create_server(("127.0.0.1", 0)),
+                "other port": lambda: socket.create_connection(("127.0.0.1", ports[1])),
+                "abstract": lambda: connect_unix(f"\0landlock-{os.getppid()}"),
+                "ok: work": lambda: (work / "a").write_text("x"),
+                "ok: rename": lambda: (work / "a").rename(work / "b"),
+                "ok: import": lambda: __import__("wave"),
+                "ok: null": lambda: Path("/dev/null").write_text("x"),
+                "ok: named port": lambda: socket.create_connection(("127.0.0.1", ports[0])),
+                "ok: memory": lambda: mmap.mmap(-1, 4096),
             }
+            return failures(attempted)
 
         found = forked(attempts)
     assert {

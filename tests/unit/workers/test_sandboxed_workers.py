@@ -147,9 +147,9 @@ async def test_no_signal_from_inside_ends_or_stops_it(pool: LocalPool, proxy: St
 
 
 async def test_nothing_outlives_it(pool: LocalPool, proxy: StandIn) -> None:
-    seconds = marked()
-    assert await said(pool, proxy, "leave_something", seconds=seconds) == "left"
-    await until(lambda: not alive_with(seconds))
+    mark = marked()
+    assert await said(pool, proxy, "leave_something", mark=mark) == "left"
+    await until(lambda: not alive_with(mark))
 
 
 async def test_one_that_blocks_is_killed_and_others_go_on(pool: LocalPool, proxy: StandIn) -> None:
