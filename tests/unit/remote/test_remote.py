@@ -60,7 +60,8 @@ async def environments(api: Api) -> list[dict[str, Any]]:
 
 async def test_each_name_has_a_stream_of_its_own_that_outlives_the_server(tmp_path: Path) -> None:
     async def stored() -> int:
-        return int((await environments(api))[0]["stored"])
+        known = {shown["name"]: shown["stored"] for shown in await environments(api)}
+        return int(known["math@one"])
 
     async with running_api(tmp_path / "store.db") as api:
         one, two = await join(api), await join(api, "math@two")

@@ -9,7 +9,7 @@ import itertools
 import random
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from envserver.rollouts.estimates import UNTRIED, Estimate, as_of, updated
 from envserver.rollouts.events import GroupDropped
 from envserver.rollouts.stream import GroupRequest, again_prefix
 from envserver.rollouts.task_stream import Known, TaskStream
-from envserver.store import GroupPut, open_store
+from envserver.store import GroupPut, GroupStore, open_store
 
 DIFFICULTY = CurriculumConfig(sampler="difficulty", explore=0.2)
 REPLAY = CurriculumConfig(sampler="replay", replay_share=0.3)
@@ -448,6 +448,12 @@ def test_serve_counts_what_it_drops_and_brings_unsolved_tasks_back_also_after_a_
         assert until(went_on, server.output)
 
 
+@pytest.fixture
+async def store(where: str) -> AsyncIterator[GroupStore]:
+    async with open_store(where) as opened:
+        yield opened
+
+
 def of_group(group_id: str, task_id: str, rewards: float, **fields: object) -> Scored:
     facts = {"env": "math", "split": "train", "attempts": 4, "policy_version": 0}
     return Scored(group_id=group_id, task_id=task_id, rewards=rewards, **(facts | fields))  # type: ignore[arg-type]
@@ -477,48 +483,45 @@ async def test_what_is_scored_counts_once_and_is_there_after_a_restart(where: st
         assert await store.existing(["g-3"]) == set()  # it may still be made and delivered
 
 
-async def test_an_estimate_follows_the_policy(where: str) -> None:
-    async with open_store(where) as store:
-        store.discount = 0.5
-        await store.put([put("g-1", "a", 0, policy_version=3)])
-        await store.put([put("g-2", "a", 4, policy_version=5)])
-        (estimate,) = (await store.estimates_of("math", "train", ["a"])).values()
-        assert (estimate.attempts, estimate.policy_version) == (8, 5)
-        assert (estimate.weight, estimate.solved) == (4 + 4 * 0.25, 4)
-        await store.put([put("g-3", "a", 0, policy_version=3)])  # late: it counts as much as g-1
-        (estimate,) = (await store.estimates_of("math", "train", ["a"])).values()
-        assert (estimate.weight, estimate.solved) == (4 + 8 * 0.25, 4)
+async def test_an_estimate_follows_the_policy(store: GroupStore) -> None:
+    store.discount = 0.5
+    await store.put([put("g-1", "a", 0, policy_version=3)])
+    await store.put([put("g-2", "a", 4, policy_version=5)])
+    (estimate,) = (await store.estimates_of("math", "train", ["a"])).values()
+    assert (estimate.attempts, estimate.policy_version) == (8, 5)
+    assert (estimate.weight, estimate.solved) == (4 + 4 * 0.25, 4)
+    await store.put([put("g-3", "a", 0, policy_version=3)])  # late: it counts as much as g-1
+    (estimate,) = (await store.estimates_of("math", "train", ["a"])).values()
+    assert (estimate.weight, estimate.solved) == (4 + 8 * 0.25, 4)
 
 
-async def test_estimates_are_read_in_pages_and_by_environment_and_split(where: str) -> None:
+async def test_estimates_are_read_in_pages_and_by_environment_and_split(store: GroupStore) -> None:
     puts = [put(f"m-{n}", f"t-{n}", 2) for n in range(5)]
     puts += [put(f"c-{n}", f"t-{n}", 2, env="code") for n in range(3)]
     puts += [put("v-1", "t-1", 2, split="validation")]
-    async with open_store(where) as store:
-        await store.put(puts)
-        await store.put([put("again", "t-0", 4)])
-        seen, after = [], 0
-        while rows := await store.task_estimates(after, 4):
-            after = rows[-1].number
-            seen += [(row.env, row.split, row.task_id) for row in rows]
-        assert len(seen) == len(set(seen)) == 9
-        of_math = await store.task_estimates(0, 10, env="math")
-        assert [row.task_id for row in of_math] == ["t-0", "t-1", "t-2", "t-3", "t-4", "t-1"]
-        assert of_math[0].estimate.attempts == 8
-        (one,) = await store.task_estimates(0, 10, env="math", split="validation")
-        assert one.task_id == "t-1"
+    await store.put(puts)
+    await store.put([put("again", "t-0", 4)])
+    seen, after = [], 0
+    while rows := await store.task_estimates(after, 4):
+        after = rows[-1].number
+        seen += [(row.env, row.split, row.task_id) for row in rows]
+    assert len(seen) == len(set(seen)) == 9
+    of_math = await store.task_estimates(0, 10, env="math")
+    assert [row.task_id for row in of_math] == ["t-0", "t-1", "t-2", "t-3", "t-4", "t-1"]
+    assert of_math[0].estimate.attempts == 8
+    (one,) = await store.task_estimates(0, 10, env="math", split="validation")
+    assert one.task_id == "t-1"
 
 
-async def test_nothing_of_a_transaction_that_fails_counts(where: str) -> None:
-    async with open_store(where) as store:
-        await store.put([put("g-1", "a", 4)])
-        too_large = put("g-3", "a", 4, attempts=2**63)
-        with pytest.raises(Exception):  # noqa: B017 - each database has its own
-            await store.put([put("g-2", "a", 4), too_large])
-        assert await store.existing(["g-2", "g-3"]) == set()
-        (estimate,) = (await store.estimates_of("math", "train", ["a"])).values()
-        assert estimate.attempts == 4
-        assert await store.put([put("g-2", "a", 4)]) == [True]
+async def test_nothing_of_a_transaction_that_fails_counts(store: GroupStore) -> None:
+    await store.put([put("g-1", "a", 4)])
+    too_large = put("g-3", "a", 4, attempts=2**63)
+    with pytest.raises(Exception):  # noqa: B017 - each database has its own
+        await store.put([put("g-2", "a", 4), too_large])
+    assert await store.existing(["g-2", "g-3"]) == set()
+    (estimate,) = (await store.estimates_of("math", "train", ["a"])).values()
+    assert estimate.attempts == 4
+    assert await store.put([put("g-2", "a", 4)]) == [True]
 
 
 @pytest.mark.parametrize("tasks", [3_000, pytest.param(1_000_000, marks=pytest.mark.slow)])

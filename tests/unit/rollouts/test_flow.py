@@ -29,7 +29,7 @@ from envserver_records.errors import (
     WorkerHung,
 )
 from envserver_records.records import Call, VersionSpan
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.api import native_group, requested
 from support.extent import examples
@@ -156,6 +156,7 @@ async def test_what_is_cancelled_from_outside_is_not_called_stale() -> None:
 
 
 @given(LOST, RULES, st.sampled_from(KINDS))
+@example(["stale"] * 8, GroupRules(size=8, least=1), "stale")
 def test_what_a_group_may_lack_is_declared(lost: list[str], rules: GroupRules, kind: str) -> None:
     counted = Counter(lost)
     late = counted["straggler"] + counted["stale"]

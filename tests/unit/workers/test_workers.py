@@ -262,6 +262,7 @@ async def test_a_thread_that_ignores_its_deadline_is_killed_and_its_mates_are_to
 ) -> None:
     mate = proxy.open("sleep", started=str(tmp_path / "mate"))
     waiting = asyncio.create_task(death_of(hasty_pool, mate))
+    await until((tmp_path / "mate").exists)
 
     async def overtaken(seconds: float) -> WorkerError | None:
         started = tmp_path / "late"
