@@ -17,21 +17,21 @@ from pathlib import Path
 
 from envserver.sandbox import linux
 
+from .waiting import PATIENCE
+
 UID = 61_000 + os.getpid() % 4_000
 """Of no other command that runs at the same time: users of one name may signal each other."""
 PROJECT = Path(__file__).resolve().parents[2]
 
 
-def run_as_ordinary_user(
-    argv: list[str], *, timeout: float = 120.0
-) -> subprocess.CompletedProcess[str]:
+def run_as_ordinary_user(argv: list[str]) -> subprocess.CompletedProcess[str]:
     """The command's result; `argv[0]` may be "python". Only root can call it."""
     return subprocess.run(
         [sys.executable, "-m", "tests.support.ordinary_user", *argv],
         cwd=PROJECT,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=PATIENCE,
         check=False,
     )
 
