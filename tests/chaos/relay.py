@@ -4,9 +4,7 @@ groups producers were told are accepted.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
@@ -15,6 +13,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 from support.beside import beside
+from support.relay import Forwarder
 
 from envserver.remote import GROUP_LIST_MSGPACK
 
@@ -42,34 +41,19 @@ class Told:
         self.seen: Counter[str] = Counter()
 
 
-class FaultyRelay:
+class FaultyRelay(Forwarder):
     """Made by `faulty_relay`."""
 
+    longest_seconds = 120.0
+
     def __init__(self, server_url: str, told: Told) -> None:
-        self.url = ""
+        super().__init__(server_url, force_close=True)
         self._told = told
-        self._server_url = server_url
         self._troubles: deque[Trouble] = deque()
 
     def trouble(self, kind: Trouble, requests: int = 1) -> None:
         """The next `requests` requests meet it, whosever they are."""
         self._troubles.extend([kind] * requests)
-
-    async def serve(self, started: threading.Event, ended: asyncio.Event) -> None:
-        app = web.Application(client_max_size=2**28)
-        app.router.add_route("*", "/{path:.*}", self._forward)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        timeout = aiohttp.ClientTimeout(total=120)
-        async with aiohttp.ClientSession(
-            connector=connector, auto_decompress=False, timeout=timeout
-        ) as self._http:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            started.set()
-            await ended.wait()
-            await runner.cleanup()
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()

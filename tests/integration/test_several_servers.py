@@ -81,35 +81,29 @@ def parted(made: list[Server]) -> tuple[Server, list[Server]]:
     return leaders[0], [one for one in made if one not in leaders]
 
 
+def asked(server: Server, path: str, **more: Any) -> Any:
+    """The answer to a POST, which is repeated until it is accepted: that is safe."""
+    wanted = 204 if path.endswith("/ack") else 200
+
+    def accepted() -> httpx.Response | None:
+        answer = server.ask("POST", path, **more)
+        return answer if answer is not None and answer.status_code == wanted else None
+
+    return until(accepted, server.said)
+
+
 def post(server: Server, mark: int) -> None:
-    """Posts a group until it is accepted; repeating it is safe, because it has a key."""
-
-    def posted() -> bool:
-        key = {"idempotency-key": f"group-{mark}"}
-        answer = server.ask("POST", "/scored_data", json=wire_group(2, mark), headers=key)
-        return answer is not None and answer.status_code == 200
-
-    until(posted, server.said)
+    key = {"idempotency-key": f"group-{mark}"}
+    asked(server, "/scored_data", json=wire_group(2, mark), headers=key)
 
 
 def lease(server: Server, **more: Any) -> Any:
     """The next group and its lease."""
-
-    def leased() -> Any:
-        answer = server.ask("POST", "/v1/runs/trainer/lease", json={"max_groups": 1, **more})
-        return answer.json() if answer is not None and answer.status_code == 200 else None
-
-    return until(leased, server.said)
+    return asked(server, "/v1/runs/trainer/lease", json={"max_groups": 1, **more}).json()
 
 
 def ack(server: Server, leased: Any) -> None:
-    wanted = {"lease_id": leased["lease_id"]}
-
-    def acked() -> bool:
-        answer = server.ask("POST", "/v1/runs/trainer/ack", json=wanted)
-        return answer is not None and answer.is_success
-
-    until(acked, server.said)
+    asked(server, "/v1/runs/trainer/ack", json={"lease_id": leased["lease_id"]})
 
 
 def test_all_answer_and_another_leads_when_the_leader_is_killed(

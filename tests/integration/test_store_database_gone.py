@@ -1,7 +1,6 @@
-"""What the store does while PostgreSQL is gone, silent or another's (envserver/store/README.md).
+"""What the store does while PostgreSQL is gone, silent, full or another's.
 
-What holds throughout: what was acknowledged is there, nothing is delivered twice while a lease
-holds, every refusal is a typed StoreError, and the event loop goes on.
+What holds is what test_store_survives.py says.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from typing import Any
 
 import asyncpg
 import pytest
-from envserver_records.errors import StoreError, StoreLost
+from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull, StoreLost
 from support.commands import free_port, running
 from support.postgres import Postgres
 from support.stores import group, ids, noise, patiently
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, until
 
 from envserver.store import Store, database, open_store
 from envserver.store.retry import DatabaseUnreachable, RetryGate
 
-pytestmark = pytest.mark.thorough
+thorough = pytest.mark.thorough
 
 
 class Load:
@@ -74,6 +73,10 @@ class Load:
             await asyncio.sleep(0.02)
             return None
 
+    async def has_grown(self, by: int = 30) -> None:
+        accepted, acked = len(self.accepted) + by, len(self.acked) + by
+        await until(lambda: len(self.accepted) >= accepted and len(self.acked) >= acked)
+
     async def settle(self) -> None:
         """What a lost answer left leased comes back, and is delivered to the end."""
         await self.store.expire(time.time() + 10_000)
@@ -102,36 +105,30 @@ async def under_load(store: Store) -> Any:
         load.stopping = True
 
 
-async def has_grown(load: Load, by: int = 30) -> None:
-    before = len(load.accepted), len(load.acked)
-    async with asyncio.timeout(PATIENCE):
-        while len(load.accepted) < before[0] + by or len(load.acked) < before[1] + by:
-            await asyncio.sleep(0.02)
-
-
-async def kills(postgres: Postgres, store: Store, times: int) -> None:
-    await store.create_run("trainer", batch_size=1)
-    async with under_load(store) as load:
-        for _ in range(times):
-            await has_grown(load)
-            known = len(load.failures)
-            await asyncio.to_thread(postgres.kill)
-            async with asyncio.timeout(PATIENCE):
-                while len(load.failures) < known + 10:
-                    await asyncio.sleep(0.02)
-            await asyncio.to_thread(postgres.start)
-        await has_grown(load)
-    await load.settle()
-    await load.check()
-
-
-async def test_a_database_that_is_killed_comes_back(postgres: Postgres, postgres_url: str) -> None:
+@pytest.mark.parametrize(
+    "times", [pytest.param(1, marks=thorough), pytest.param(12, marks=pytest.mark.slow)]
+)
+async def test_a_database_that_is_killed_comes_back(
+    postgres: Postgres, postgres_url: str, times: int
+) -> None:
     async with open_store(postgres_url) as store:
-        await kills(postgres, store, 1)
-        with pytest.raises(StoreError, match="open in another process"):
-            await refused_as_open(postgres_url)
+        await store.create_run("trainer", batch_size=1)
+        async with under_load(store) as load:
+            for _ in range(times):
+                await load.has_grown()
+                known = len(load.failures)
+                await asyncio.to_thread(postgres.kill)
+                await until(lambda most=known + 10: len(load.failures) >= most)
+                await asyncio.to_thread(postgres.start)
+            await load.has_grown()
+        await load.settle()
+        await load.check()
+        with pytest.raises(ConflictError, match="open in another process"):
+            async with open_store(postgres_url):
+                pass
 
 
+@thorough
 async def test_a_server_waits_for_a_database_that_is_started_after_it(
     postgres: Postgres, postgres_url: str, tmp_path: Path
 ) -> None:
@@ -151,6 +148,7 @@ async def test_a_server_waits_for_a_database_that_is_started_after_it(
         assert server.end() == 128 + signal.SIGTERM  # it does not wait for the database first
 
 
+@thorough
 async def test_a_database_that_is_starting_is_waited_for(
     postgres: Postgres, postgres_url: str
 ) -> None:
@@ -180,20 +178,7 @@ async def test_a_database_that_is_starting_is_waited_for(
     assert refusals == 0
 
 
-async def refused_as_open(where: str) -> None:
-    try:
-        async with open_store(where):
-            pass
-    except Exception as error:
-        raise StoreError(str(error)) from error
-
-
-@pytest.mark.slow
-async def test_a_database_may_be_killed_many_times(postgres: Postgres, postgres_url: str) -> None:
-    async with open_store(postgres_url) as store:
-        await kills(postgres, store, 12)
-
-
+@thorough
 async def test_another_process_that_came_between_ends_this_one(
     postgres: Postgres, postgres_url: str
 ) -> None:
@@ -223,6 +208,7 @@ async def test_another_process_that_came_between_ends_this_one(
         assert ids(await third.pending()) == ["first's", "second's"]
 
 
+@thorough
 async def test_a_connection_that_hangs_is_given_up_and_the_lock_taken_again(
     postgres: Postgres, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +268,7 @@ async def cut_after(word: bytes, port: int, cuts: list[bytes]) -> AsyncIterator[
         server.close()
 
 
+@thorough
 async def test_a_commit_whose_answer_is_lost_has_happened_once(
     postgres: Postgres, postgres_url: str
 ) -> None:
@@ -333,3 +320,117 @@ def test_tries_are_further_and_further_apart() -> None:
     gate.failed(DatabaseUnreachable("gone"))
     now += 0.11
     gate.check()
+
+
+# While it goes on
+
+
+async def test_a_full_tablespace_refuses_and_goes_on(postgres: Postgres, postgres_url: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            stack.enter_context(postgres.small_disk(8))
+        except PermissionError:
+            pytest.skip("A small disk for PostgreSQL: needs a root that may mount tmpfs")
+        stack.callback(postgres.emptied)
+        store = await stack.enter_async_context(open_store(postgres_url))
+        accepted: dict[str, bytes] = {}
+        with pytest.raises(StoreFull):
+            for index in range(200):
+                name, body = f"g{index}", noise(100_000, index)
+                await store.put([group(name, body)])
+                accepted[name] = body
+        assert accepted
+        assert ids(await store.pending()) == list(accepted)
+        assert await store.bodies(list(accepted)) == list(accepted.values())
+        assert (await store.counts())["queued"] == len(accepted)
+        postgres.execute("ALTER TABLE bodies SET TABLESPACE pg_default")
+        assert await store.put([group("after", noise(100_000))]) == [True]
+
+
+async def test_a_database_that_stands_still_makes_callers_wait(
+    postgres: Postgres, postgres_url: str
+) -> None:
+    async with open_store(postgres_url) as store:
+        await store.put([group("before")])
+        with postgres.paused():
+            waiting = [asyncio.create_task(store.put([group(f"g{index}")])) for index in range(50)]
+            reading = asyncio.create_task(store.pending())
+            await asyncio.sleep(0.2)
+            assert not any(task.done() for task in [*waiting, reading])
+            assert (await store.counts())["queued"] == 1  # from memory
+        assert all(result == [True] for result in await asyncio.gather(*waiting))
+        assert "before" in ids(await reading)
+        assert (await store.counts())["queued"] == 51
+
+
+async def test_a_database_that_stands_still_does_not_keep_the_store_open(
+    postgres: Postgres, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "COMMAND_SECONDS", 5.0)
+    monkeypatch.setattr(database, "CLOSE_SECONDS", 0.5)
+    async with contextlib.AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(postgres_url))
+        await store.put([group("before")])
+        with postgres.paused():
+            await asyncio.wait_for(stack.aclose(), PATIENCE)
+    async with open_store(postgres_url) as store:
+        assert ids(await store.pending()) == ["before"]
+
+
+async def test_postgresql_without_a_connection_left_refuses_reads_and_recovers(
+    postgres: Postgres, postgres_url: str
+) -> None:
+    async with open_store(postgres_url) as store:
+        await store.put([group("a")])
+        others: list[Any] = []
+        try:
+            with contextlib.suppress(asyncpg.PostgresError):
+                while True:
+                    others.append(await asyncpg.connect(postgres_url))
+            results = await asyncio.gather(
+                *[store.pending() for _ in range(10)], return_exceptions=True
+            )
+            assert any(isinstance(result, StoreError) for result in results)
+            assert await store.put([group("b")]) == [True]  # its connection is its own
+        finally:
+            for connection in others:
+                await connection.close()
+        assert ids(await patiently(store.pending)) == ["a", "b"]
+
+
+async def test_postgresql_may_cut_the_connections(postgres_url: str) -> None:
+    cut_others = (
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    connection = await asyncpg.connect(postgres_url)
+    async with open_store(postgres_url) as store:
+        await store.put([group("before")])
+        await connection.execute(cut_others)
+        results = await asyncio.gather(
+            *[store.put([group(f"g{index}")]) for index in range(5)], return_exceptions=True
+        )
+        assert all(result == [True] or isinstance(result, StoreError) for result in results)
+        await store.put([group("after")])
+        assert (await store.counts())["queued"] == len(await store.pending())
+        with pytest.raises(ConflictError):  # the lock came back with the connection
+            async with open_store(postgres_url):
+                pass
+    await connection.close()
+
+
+async def test_postgresql_tables_of_others_are_left_alone(postgres_url: str) -> None:
+    connection = await asyncpg.connect(postgres_url)
+    await connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    async with open_store(postgres_url) as store:
+        assert await store.put([group("a")]) == [True]
+    await connection.execute("DROP TABLE schema_version")
+    with pytest.raises(ConfigError, match="another program"):
+        async with open_store(postgres_url):
+            pass
+    assert await connection.fetchval("SELECT count(*) FROM groups") == 1
+    await connection.close()
+    with pytest.raises(StoreError) as unreachable:
+        async with open_store("postgresql://someone:secret@127.0.0.1:1/none"):
+            pass
+    assert "secret" not in str(unreachable.value)

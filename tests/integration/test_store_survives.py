@@ -1,50 +1,39 @@
-"""What the store keeps when everything around it fails, and what it refuses to open."""
+"""The store while everything around it fails: the table in envserver/store/README.md, row by row.
+
+What always holds: acknowledged groups are kept, nothing is delivered twice while a lease holds,
+every refusal is a typed StoreError, and the event loop stays responsive. What PostgreSQL alone can
+do to it is in test_store_database_gone.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import asyncpg
+import httpx
 import pytest
-from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull
+from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull, StoreLost
 from envserver_records.extras import install_command
 from sqlalchemy import Engine, event
+from support.api import ENVIRONMENT, REGISTRATION, api_process, mark_of, wire_group
+from support.commands import free_port, running
 from support.stores import group, ids, noise
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, settled, until
 
-from envserver.store import open_store
+from envserver.store import Store, database, open_store
+from envserver.store.clock import ForwardClock, SteadyClock
 
-
-async def test_one_process_at_a_time(where: str, tmp_path: Path) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", _WRITER, where, "1"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline()
-        with pytest.raises(ConflictError, match="open in another process"):
-            async with open_store(where):
-                pass
-    finally:
-        holder.send_signal(signal.SIGKILL)
-        holder.communicate()
-    async with open_store(where) as store:
-        assert (await store.counts())["queued"] >= 1
-        with pytest.raises(ConflictError):
-            async with open_store(where):
-                pass
-
+# Killed
 
 _WRITER = textwrap.dedent(
     """
@@ -73,8 +62,7 @@ _WRITER = textwrap.dedent(
 
     async def main():
         async with open_store(sys.argv[1]) as store:
-            writers = [write(store, writer) for writer in range(int(sys.argv[2]))]
-            await asyncio.gather(train(store), *writers)
+            await asyncio.gather(train(store), *(write(store, writer) for writer in range(6)))
 
     if __name__ == "__main__":
         asyncio.run(main())
@@ -83,24 +71,31 @@ _WRITER = textwrap.dedent(
 
 
 async def test_kill_9_loses_nothing_that_was_accepted(where: str) -> None:
-    writer = subprocess.Popen(
-        [sys.executable, "-c", _WRITER, where, "6"], stdout=subprocess.PIPE, text=True
-    )
-    assert writer.stdout is not None
+    command = [sys.executable, "-c", _WRITER, where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        try:
+            printed = [writer.stdout.readline()]
+            with pytest.raises(ConflictError, match="open in another process"):
+                async with open_store(where):
+                    pass
+            printed += [writer.stdout.readline() for _ in range(300)]
+        finally:
+            writer.kill()
+        rest, _ = writer.communicate()
     said: dict[str, set[str]] = {"put": set(), "leased": set(), "acked": set()}
-    printed = [writer.stdout.readline() for _ in range(300)]
-    writer.send_signal(signal.SIGKILL)
-    rest, _ = writer.communicate()
     for line in [*printed, *rest.splitlines(keepends=True)]:
         if "\n" in line:
             word, name = line.split()
             said[word].add(name)
     assert len(said["put"]) >= 100
     assert said["acked"]
-
     makers: dict[str, Any] = {"__name__": "writer"}
     exec(_WRITER, makers)
     async with open_store(where) as store:
+        with pytest.raises(ConflictError):
+            async with open_store(where):
+                pass
         waiting = set(ids(await store.pending()))
         counts = await store.counts()
         # The kill may have cut off the answer of one lease; its group is leased then, not lost.
@@ -114,50 +109,111 @@ async def test_kill_9_loses_nothing_that_was_accepted(where: str) -> None:
         assert await store.put([group("after")]) == [True]
 
 
-async def test_a_closed_store_refuses(tmp_path: Path) -> None:
-    async with open_store(tmp_path / "store.db") as store:
-        waiting = asyncio.create_task(store.put([group("last")]))
-        await asyncio.sleep(0)
-    with pytest.raises(StoreError):
-        await store.put([group("late")])
-    # What was under way at the end was either stored or refused, and its caller was told which.
-    [result] = await asyncio.gather(waiting, return_exceptions=True)
-    async with open_store(tmp_path / "store.db") as store:
-        assert await store.existing(["last"]) == ({"last"} if result == [True] else set())
+def ask(method: str, url: str, **more: Any) -> Any:
+    answer = httpx.request(method, url, timeout=PATIENCE, **more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
-@contextmanager
-def at_most_pages(pages: int) -> Iterator[None]:
-    """Every SQLite file opened meanwhile is full at so many pages."""
+def fetch(url: str) -> list[int]:
+    return [mark_of(group) for group in ask("GET", f"{url}/batch")["batch"] or []]
 
-    def limit(connection: Any, record: object) -> None:
-        cursor = connection.cursor()
-        cursor.execute(f"PRAGMA max_page_count={pages}")
-        cursor.close()
 
-    event.listen(Engine, "connect", limit)
-    try:
-        yield
-    finally:
-        event.remove(Engine, "connect", limit)
+@pytest.mark.thorough
+def test_of_a_killed_server_posts_are_delivered_once_and_nobody_registers_again(
+    tmp_path: Path,
+) -> None:
+    place, port = tmp_path / "store.db", free_port()
+    url = f"http://127.0.0.1:{port}"
+    accepted: list[int] = []
+    fetched: list[int] = []
+    kills, posts_of_each_life = 3, 12
+    stop = threading.Event()
+
+    def post_until_stopped() -> None:
+        mark = 1
+        while not stop.is_set():
+            try:
+                key = {"idempotency-key": f"group-{mark}"}
+                ask("POST", f"{url}/scored_data", json=wire_group(2, mark, env_id=0), headers=key)
+            except httpx.TransportError:
+                stop.wait(0.02)  # the same once more
+            else:
+                accepted.append(mark)
+                mark += 1
+
+    poster = threading.Thread(target=post_until_stopped)
+    for life in range(kills):
+        with api_process(place, port) as server:
+            if life == 0:
+                ask("POST", f"{url}/register", json=REGISTRATION)
+                assert ask("GET", f"{url}/batch") == {"batch": None}
+                assert ask("POST", f"{url}/register-env", json=ENVIRONMENT)["env_id"] == 0
+                poster.start()
+            wanted = len(accepted) + posts_of_each_life
+            while len(accepted) < wanted:
+                assert poster.is_alive()
+                fetched += fetch(url)
+                stop.wait(0.02)  # the poster's turn
+            server.kill()
+    stop.set()
+    with api_process(place, port):
+        poster.join(PATIENCE)
+        ask("GET", f"{url}/status-env", json={"env_id": 0})
+        while batch := fetch(url):
+            fetched += batch
+        left = ask("GET", f"{url}/status")["queue_size"]
+    assert len(fetched) == len(set(fetched))
+    assert fetched == sorted(fetched)
+    # The last one may wait for a second to make a batch.
+    assert left <= 1
+    assert set(accepted) - set(fetched) <= {max(accepted)}
+
+
+@pytest.mark.thorough
+def test_a_batch_that_was_formed_and_not_fetched_survives(tmp_path: Path) -> None:
+    place, port = tmp_path / "store.db", free_port()
+    url = f"http://127.0.0.1:{port}"
+    with api_process(place, port) as server:
+        ask("POST", f"{url}/register", json=REGISTRATION)
+        for mark in range(7):
+            ask("POST", f"{url}/scored_data", json=wire_group(2, mark))
+        leased = httpx.get(f"{url}/batch", headers={"x-envserver-ack": "lease"}, timeout=PATIENCE)
+        assert [mark_of(group) for group in leased.json()["batch"]] == [0, 1]
+        before = ask("GET", f"{url}/status")
+        server.kill()
+    with api_process(place, port):
+        assert ask("GET", f"{url}/status") == before == {"current_step": 6, "queue_size": 1}
+        assert fetch(url) == [2, 3]
+        assert ask("GET", f"{url}/status") == before
+        ack = {"lease_id": leased.headers["x-envserver-lease"]}
+        assert ask("POST", f"{url}/ack", json=ack) == {"status": "success"}
+        assert [fetch(url), fetch(url)] == [[4, 5], []]
+        assert mark_of(ask("GET", f"{url}/latest_example")) == 6
+
+
+# Full
+
+
+def limit_pages(connection: Any, record: object) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA max_page_count=64")
+    cursor.close()
 
 
 async def test_a_full_file_refuses_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     accepted: dict[str, bytes] = {}
-    with at_most_pages(64):
+    event.listen(Engine, "connect", limit_pages)
+    try:
         async with open_store(path) as store:
             await store.create_run("trainer", batch_size=1)
             await store.put([group("first")])
-            for index in range(100):
-                name, body = f"g{index}", noise(100_000, index)
-                try:
+            with pytest.raises(StoreFull):
+                for index in range(100):
+                    name, body = f"g{index}", noise(100_000, index)
                     await store.put([group(name, body)])
-                except StoreFull:
-                    break
-                accepted[name] = body
-            else:
-                pytest.fail("it never got full")
+                    accepted[name] = body
             # A put that does not fit takes nothing with it: neither a part of itself nor others.
             lease, small, large, mixed = await asyncio.gather(
                 store.lease("trainer", max_groups=1, seconds=60),
@@ -171,6 +227,8 @@ async def test_a_full_file_refuses_and_goes_on(tmp_path: Path) -> None:
             await store.ack(lease.lease_id)  # type: ignore[union-attr]
             counts = await store.counts()
             assert (counts["queued"], counts["acked"]) == (len(accepted) + 1, 1)
+    finally:
+        event.remove(Engine, "connect", limit_pages)
     async with open_store(path) as store:
         assert await store.counts() == counts
         assert ids(await store.pending()) == [*accepted, "small"]
@@ -178,140 +236,435 @@ async def test_a_full_file_refuses_and_goes_on(tmp_path: Path) -> None:
         assert await store.put([group("large", noise(500_000))]) == [True]
 
 
-_FILL = textwrap.dedent(
-    """
-    import asyncio, os, sys
-    from pathlib import Path
-    from envserver_records.errors import StoreFull
-    from envserver.store import GroupPut, open_store
+_FILL = """
+import asyncio, os, sys
+from pathlib import Path
+from envserver_records.errors import StoreFull
+from envserver.store import GroupPut, open_store
 
-    def group(name):
-        return GroupPut(group_id=name, env="e", format="group", body=os.urandom(50_000),
-                        size=1, tokens=1, max_length=1)
+def group(name):
+    return GroupPut(group_id=name, env="e", format="group", body=os.urandom(50_000),
+                    size=1, tokens=1, max_length=1)
 
-    async def fill(store, accepted):
-        for index in range(1_000):
-            bodies = [group(f"g{index}-{part}") for part in range(4)]
-            results = await asyncio.gather(*[store.put([one]) for one in bodies],
-                                           return_exceptions=True)
-            accepted |= {one.group_id: one.body
-                         for one, result in zip(bodies, results) if result == [True]}
-            wrong = [r for r in results if r != [True] and not isinstance(r, StoreFull)]
-            assert not wrong, wrong
-            if any(isinstance(result, StoreFull) for result in results):
-                return
-        raise AssertionError("the disk never got full")
+async def fill(store, accepted):
+    for index in range(1_000):
+        bodies = [group(f"g{index}-{part}") for part in range(4)]
+        results = await asyncio.gather(*[store.put([one]) for one in bodies],
+                                       return_exceptions=True)
+        accepted |= {one.group_id: one.body
+                     for one, result in zip(bodies, results) if result == [True]}
+        wrong = [r for r in results if r != [True] and not isinstance(r, StoreFull)]
+        assert not wrong, wrong
+        if any(isinstance(result, StoreFull) for result in results):
+            return
+    raise AssertionError("the disk never got full")
 
-    async def check(store, accepted):
-        names = [row.group_id for row in await store.pending()]
-        assert set(names) == set(accepted), (len(names), len(accepted))
-        assert await store.bodies(names) == [accepted[name] for name in names]
-        assert (await store.counts())["queued"] == len(accepted)
+async def check(store, accepted):
+    names = [row.group_id for row in await store.pending()]
+    assert set(names) == set(accepted), (len(names), len(accepted))
+    assert await store.bodies(names) == [accepted[name] for name in names]
+    assert (await store.counts())["queued"] == len(accepted)
 
-    async def main(folder):
-        ballast = folder / "ballast"
-        ballast.write_bytes(bytes(4_000_000))
-        accepted = {}
-        async with open_store(folder / "store.db") as store:
-            await fill(store, accepted)
-            await check(store, accepted)
-            ballast.unlink()
-            later = group("later")
-            assert await store.put([later]) == [True]
-            accepted["later"] = later.body
-        async with open_store(folder / "store.db") as store:
-            await check(store, accepted)
-        print("whole", len(accepted))
+async def main(folder):
+    ballast = folder / "ballast"
+    ballast.write_bytes(bytes(4_000_000))
+    accepted = {}
+    async with open_store(folder / "store.db") as store:
+        await fill(store, accepted)
+        await check(store, accepted)
+        ballast.unlink()
+        later = group("later")
+        assert await store.put([later]) == [True]
+        accepted["later"] = later.body
+    async with open_store(folder / "store.db") as store:
+        await check(store, accepted)
+    print("whole")
 
-    asyncio.run(main(Path(sys.argv[1])))
-    """
+asyncio.run(main(Path(sys.argv[1])))
+"""
+_DRAIN = """
+import asyncio, random, sys
+from pathlib import Path
+
+import httpx
+import orjson
+
+from envserver.running.api_serving import api_serving
+from envserver.running.run_settings import RunApiSettings
+
+disk = Path(sys.argv[1])
+settings = RunApiSettings.model_validate(
+    {"store": str(disk / "store.db"), "server": {"port": 0}}
 )
 
+def post():
+    rows = [random.choices(range(10**8, 10**9), k=4_000) for _ in range(4)]
+    return orjson.dumps({"tokens": rows, "masks": rows, "scores": [0, 1, 0, 1]})
 
-def test_a_full_disk_refuses_and_goes_on_when_there_is_space(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = f"mount -t tmpfs -o size=16m tmpfs {disk}"
+async def fill(http):
+    accepted = 0
+    while True:
+        answers = await asyncio.gather(*[http.post("/scored_data", content=post())
+                                         for _ in range(8)])
+        accepted += sum(answer.status_code == 200 for answer in answers)
+        full = [answer for answer in answers if answer.status_code != 200]
+        if full:
+            assert {answer.status_code for answer in full} == {507}, full
+            later = await http.post("/scored_data", content=post())
+            assert later.status_code == 507, later.text
+            assert "leases and acks go on" in later.json()["detail"]
+            return accepted
+
+async def disk_part(http):
+    ready = await http.get("/readyz")
+    assert ready.status_code == 200, ready.text
+    return ready.json()["status"], ready.json()["parts"]["disk"]["state"]
+
+async def lease(http):
+    answer = await http.post("/v1/runs/late/lease", json={"max_groups": 32})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+async def end(http, found, how):
+    body = {"lease_id": found["lease_id"]}
+    answer = await http.post(f"/v1/runs/late/{how}", json=body)
+    assert answer.is_success, answer.text
+
+async def main():
+    drained = 0
+    async with api_serving(settings) as url, httpx.AsyncClient(base_url=url) as http:
+        assert await disk_part(http) == ("ok", "ready")
+        (disk / "ballast").write_bytes(bytes(75_000_000))
+        accepted = await fill(http)
+        assert await disk_part(http) == ("limited", "limited")
+        metrics = (await http.get("/metrics")).text
+        assert 'envserver_part_ready{part="disk"} 0.0' in metrics
+        created = await http.post("/v1/runs", json={"name": "late", "batch_size": 4})
+        assert created.status_code == 201, created.text
+        await end(http, await lease(http), "nack")
+        for _ in range(3):
+            found = await lease(http)
+            drained += len(found["groups"])
+            await end(http, found, "ack")
+    # A restart changes nothing: the disk is still full.
+    async with api_serving(settings) as url, httpx.AsyncClient(base_url=url) as http:
+        accepted += await fill(http)
+        assert (await disk_part(http))[1] == "limited"
+        while drained < accepted / 2:
+            found = await lease(http)
+            drained += len(found["groups"])
+            await end(http, found, "ack")
+        # Retention removes what was acknowledged, and new groups take its place.
+        while (await http.post("/scored_data", content=post())).status_code == 507:
+            await asyncio.sleep(0.2)
+        assert (await disk_part(http))[1] == "limited"
+        (disk / "ballast").unlink()
+        while (await disk_part(http))[1] == "limited":
+            await asyncio.sleep(0.2)
+    print("whole")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "megabytes"),
+    [
+        pytest.param(_FILL, 16, id="store"),
+        pytest.param(_DRAIN, 128, id="server", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_full_disk_refuses_is_drained_and_takes_groups_when_there_is_space(
+    tmp_path: Path, program: str, megabytes: int
+) -> None:
+    mount = f"mount -t tmpfs -o size={megabytes}m tmpfs {tmp_path}"
     inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
     if shutil.which("unshare") is None or subprocess.run([*inside, mount]).returncode:
         pytest.skip("A small disk: needs user namespaces that may mount tmpfs")
     done = subprocess.run(
-        [*inside, f'{mount}; exec "$0" -c "$1" "$2"', sys.executable, _FILL, str(disk)],
+        [*inside, f'{mount}; exec "$0" -c "$1" "$2"', sys.executable, program, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("whole ")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "whole"
+
+
+# Damaged, removed, locked
 
 
 @pytest.mark.parametrize("body", [b"token " * 10_000, b"token " * 100, noise(10_000)])
-@pytest.mark.parametrize(
-    "harm", ["substr(body, 1, 20)", "CAST(body || 'x' AS BLOB)", "zeroblob(length(body))"]
-)
-async def test_a_damaged_body_is_said_to_be_damaged(tmp_path: Path, body: bytes, harm: str) -> None:
+async def test_a_damaged_body_is_said_to_be_damaged(tmp_path: Path, body: bytes) -> None:
     path = tmp_path / "store.db"
+    harms = ["substr(body, 1, 20)", "CAST(body || 'x' AS BLOB)", "zeroblob(length(body))"]
     async with open_store(path) as store:
-        await store.put([group("a", body)])
-    with sqlite3.connect(path) as connection:
-        connection.execute(f"UPDATE bodies SET body = {harm}")
-    connection.close()
+        await store.put([group(harm, body) for harm in harms])
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        for seq, harm in enumerate(harms, 1):
+            connection.execute(f"UPDATE bodies SET body = {harm} WHERE seq = {seq}")
     async with open_store(path) as store:
-        with pytest.raises(StoreError, match="damaged"):
-            await store.bodies(["a"])
-        # Who puts it again is told that it was stored, and others are not held up.
-        both = await asyncio.gather(store.put([group("a", body)]), store.put([group("b")]))
-        assert both == [[False], [True]]
+        for harm in harms:
+            with pytest.raises(StoreError, match="damaged"):
+                await store.bodies([harm])
+            # Who puts it again is told that it was stored, and others are not held up.
+            other = store.put([group(f"beside {harm}")])
+            assert await asyncio.gather(store.put([group(harm, body)]), other) == [[False], [True]]
+
+
+async def test_a_corrupt_file_is_an_error_each_time_and_no_wrong_answer(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    bodies = {f"g{index}": noise(40_000, index) for index in range(40)}
+    async with open_store(path) as store:
+        await store.put([group(name, body) for name, body in bodies.items()])
+    whole = path.read_bytes()
+    with path.open("r+b") as file:
+        for name in list(bodies)[10:20]:  # in the midst of what these have
+            file.seek(whole.index(bodies[name][20_000:20_100]))
+            file.write(noise(3_000))
+    right = failed = 0
+    async with open_store(path) as store:
+        for name, body in bodies.items():
+            try:
+                right += await store.bodies([name]) == [body]
+            except StoreError:
+                failed += 1
+    assert (right, failed) == (30, 10)
+
+
+def rename(path: Path) -> None:
+    path.rename(path.with_name("aside.db"))
+
+
+def replace(path: Path) -> None:
+    path.with_name("other.db").rename(path)
+
+
+@pytest.mark.parametrize(
+    ("ending", "harm", "what"),
+    [
+        ("", rename, "removed"),
+        ("", replace, "replaced"),
+        ("-wal", Path.unlink, "removed"),
+        (".lock", Path.unlink, "removed"),
+    ],
+)
+async def test_a_file_that_is_removed_or_replaced_ends_the_store(
+    tmp_path: Path, ending: str, harm: Callable[[Path], None], what: str
+) -> None:
+    path, harmed = tmp_path / "store.db", tmp_path / f"store.db{ending}"
+    async with open_store(tmp_path / "other.db") as other:
+        await other.put([group("other")])
+
+    async def serve() -> None:
+        async with open_store(path) as store:
+            await store.put([group(name) for name in "ab"])
+            harm(harmed)
+            with pytest.raises(StoreLost, match=f"{harmed.name} has been {what}"):
+                await store.put([group("into nowhere")])
+            with pytest.raises(StoreLost):
+                await store.pending()
+            await asyncio.Event().wait()  # the body is cancelled
+
+    with pytest.raises(StoreLost, match=what):
+        await asyncio.wait_for(serve(), PATIENCE)
+    if harm is replace:
+        return
+    if harm is rename:
+        # Who puts it back finds all that was acknowledged: the log was written into it at the end.
+        path.with_name("aside.db").rename(path)
+    async with open_store(path) as store:
+        found = ids(await store.pending())
+    assert found == ["a", "b"] if harm is rename else set(found) >= {"a", "b"}
+
+
+@pytest.mark.slow
+def test_a_server_whose_file_is_removed_ends_and_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with running("run-api", "--store", path, "--port", free_port(), folder=tmp_path) as server:
+        server.wait_for("Trainers")
+        path.unlink()
+        assert server.end() == 1  # it looks for overdue leases by itself
+        assert f"{path} has been removed" in server.output().splitlines()[-1]
+
+
+async def test_another_program_that_keeps_the_file_locked_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store.db"
+
+    @contextlib.contextmanager
+    def locked() -> Iterator[sqlite3.Connection]:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            yield other
+
+    monkeypatch.setattr(database, "_BUSY_TIMEOUT_MS", 200)
+    async with open_store(path) as store:
+        await store.put([group("before")])
+        with locked():
+            with pytest.raises(StoreError, match="locked"):
+                await store.put([group("meanwhile")])
+            assert ids(await store.pending()) == ["before"]
+    monkeypatch.setattr(database, "_BUSY_TIMEOUT_MS", 600_000)
+    async with open_store(path) as store:
+        with locked() as other:
+            waiting = asyncio.create_task(store.put([group("waiting")]))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            other.execute("ROLLBACK")
+            assert await waiting == [True]
+        assert ids(await store.pending()) == ["before", "waiting"]
+
+
+# Time
+
+
+async def test_a_lease_lasts_as_long_as_it_was_given_whatever_the_wall_says(where: str) -> None:
+    wall, passed = 1_000_000.0, 50.0
+
+    def opened() -> Any:
+        return open_store(where, clock=SteadyClock(lambda: wall, lambda: passed))
+
+    async def lease(store: Store) -> str:
+        found = await store.lease("trainer", seconds=60)
+        assert found is not None
+        return found.lease_id
+
+    async with opened() as store:
+        await store.create_run("trainer", batch_size=1)
+        await store.put([group("a")])
+        first = await lease(store)
+        wall += 100_000  # set forward, then far back
+        assert await store.expire() == []
+        wall -= 900_000
+        passed += 59
+        assert await store.expire() == []
+        passed += 2
+        assert await store.expire() == [first]
+        again = await lease(store)
+    # A restart with a wall clock that went back: time goes on from where it was.
+    async with opened() as store:
+        assert await store.expire() == []
+        passed += 61
+        assert await store.expire() == [again]
+        await store.put([group("later")])
+        times = [row.created_at for row in await store.pending()]
+        assert times == sorted(times)
+    wall += 2_000_000
+    async with opened() as store:
+        await store.put([group("wall")])
+        assert (await store.rows(["wall"]))[0].created_at == pytest.approx(wall)
+
+
+async def test_time_never_goes_back_and_is_kept_while_the_store_works(tmp_path: Path) -> None:
+    times = iter([10.0, 11.0, 5.0, 12.0])
+    clock = ForwardClock(lambda: next(times), 20.0)  # the first is asked for at its making
+    assert [clock() for _ in range(3)] == [21.0, 21.0, 22.0]
+    now = 1000.0
+    async with open_store(tmp_path / "store.db", clock=lambda: now) as store:
+        for now in (1000.0, 1030.0, 1035.0):
+            await store.put([group(f"at {now}")])
+        # As another process would find it had this one been killed now.
+        with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as connection:
+            [(kept,)] = connection.execute("SELECT value FROM \"values\" WHERE key = 'store.time'")
+        assert float(kept) == 1030.0
+
+
+# Slow
+
+
+@contextlib.contextmanager
+def held_commits() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Yields (reached, released): a commit of SQLite's sets the first and waits for the second.
+
+    It waits in the thread that writes, and does not wait for ever: the event loop may be held up.
+    """
+    reached, released = threading.Event(), threading.Event()
+    released.set()
+
+    def hold(statement: str) -> None:
+        if statement == "COMMIT":
+            reached.set()
+            released.wait(PATIENCE)
+
+    def set_up(connection: Any, record: object) -> None:
+        if isinstance(connection, sqlite3.Connection):  # only what writes is a plain one
+            connection.set_trace_callback(hold)
+
+    event.listen(Engine, "connect", set_up)
+    try:
+        yield reached, released
+    finally:
+        released.set()
+        event.remove(Engine, "connect", set_up)
+
+
+async def test_a_slow_disk_makes_callers_wait_but_not_the_loop(tmp_path: Path) -> None:
+    names = [f"g{index}" for index in range(300)]
+    with held_commits() as (reached, released):
+        async with open_store(tmp_path / "store.db") as store:
+            before = store.changes
+            reached.clear()
+            released.clear()
+            first = asyncio.create_task(store.put([group("first")]))
+            await until(reached.is_set)
+            assert await store.pending() == []  # others read meanwhile
+            puts = [asyncio.create_task(store.put([group(name)])) for name in names]
+            await settled()
+            assert not any(task.done() for task in (first, *puts))
+            assert store.changes == before
+            released.set()
+            assert await asyncio.gather(first, *puts) == [[True]] * 301
+            assert ids(await store.pending()) == ["first", *names]
+
+
+async def test_more_readers_than_connections_wait_and_none_is_lost(where: str) -> None:
+    async with open_store(where) as store:
+        names = [f"g{index}" for index in range(20)]
+        await store.put([group(name, noise(5_000, index)) for index, name in enumerate(names)])
+        readers = [asyncio.create_task(store.bodies(names)) for _ in range(200)]
+        await asyncio.sleep(0.01)
+        for reader in readers[::2]:
+            reader.cancel()  # callers that give up give their connections back
+        results = await asyncio.gather(*readers[1::2])
+        assert all(len(result) == 20 for result in results)
+        async with asyncio.timeout(PATIENCE):
+            assert all(await asyncio.gather(*[store.pending() for _ in range(20)]))
 
 
 # What it refuses to open
 
 
-async def refusal(where: str | Path) -> str:
-    with pytest.raises(ConfigError) as refused:
-        async with open_store(where):
-            pass
-    return str(refused.value)
-
-
-async def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("dear diary\n" * 100)
-    assert "not an SQLite database" in await refusal(path)
-    assert path.read_text() == "dear diary\n" * 100
-
-
-async def test_a_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "other.db"
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE bookmarks (url TEXT)")
-    connection.close()
-    before = path.read_bytes()
-    assert "bookmarks" in await refusal(path)
-    assert path.read_bytes() == before
-
-
-async def test_a_store_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    async with open_store(path):
-        pass
-    with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE schema_version SET version = 1000")
-    connection.close()
-    assert "newer envserver" in await refusal(path)
-
-
-async def test_places_where_no_store_can_be(
+async def test_what_is_no_store_is_refused_and_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("")
-    assert "folder" in await refusal(tmp_path)
-    assert "folder" in await refusal(tmp_path / "file" / "store.db")
-    assert "folder" in await refusal("/proc/nowhere/store.db")
-    assert "mysql" in await refusal("mysql://localhost/groups")
-    assert "in-memory" in await refusal("sqlite://")
+    notes, others, newer = (tmp_path / name for name in ("notes.txt", "other.db", "store.db"))
+    notes.write_text("dear diary\n" * 100)
+    with contextlib.closing(sqlite3.connect(others)) as connection, connection:
+        connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    async with open_store(newer):
+        pass
+    with contextlib.closing(sqlite3.connect(newer)) as connection, connection:
+        connection.execute("UPDATE schema_version SET version = 1000")
+    before = [path.read_bytes() for path in (notes, others)]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert install_command("postgres") in await refusal("postgresql://user:secret@localhost/groups")
+    for place, words in (
+        (notes, "not an SQLite database"),
+        (others, "bookmarks"),
+        (newer, "newer envserver"),
+        (tmp_path, "folder"),
+        (notes / "store.db", "folder"),
+        ("/proc/nowhere/store.db", "folder"),
+        ("mysql://localhost/groups", "mysql"),
+        ("sqlite://", "in-memory"),
+        ("postgresql://user:secret@localhost/groups", install_command("postgres")),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            async with open_store(place):
+                pass
+        assert words in str(refused.value)
+    assert [path.read_bytes() for path in (notes, others)] == before
 
 
 async def test_urls_and_paths_name_the_same_file(
@@ -323,39 +676,3 @@ async def test_urls_and_paths_name_the_same_file(
     for same in ("sqlite:///data/store.db", f"sqlite:///{tmp_path}/data/store.db"):
         async with open_store(same) as store:
             assert ids(await store.pending()) == ["a"]
-
-
-async def test_postgresql_may_cut_the_connections(postgres_url: str) -> None:
-    cut_others = (
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-        " WHERE datname = current_database() AND pid <> pg_backend_pid()"
-    )
-    connection = await asyncpg.connect(postgres_url)
-    async with open_store(postgres_url) as store:
-        await store.put([group("before")])
-        await connection.execute(cut_others)
-        results = await asyncio.gather(
-            *[store.put([group(f"g{index}")]) for index in range(5)], return_exceptions=True
-        )
-        assert all(result == [True] or isinstance(result, StoreError) for result in results)
-        await store.put([group("after")])
-        assert (await store.counts())["queued"] == len(await store.pending())
-        with pytest.raises(ConflictError):  # the lock came back with the connection
-            async with open_store(postgres_url):
-                pass
-    await connection.close()
-
-
-async def test_postgresql_tables_of_others_are_left_alone(postgres_url: str) -> None:
-    connection = await asyncpg.connect(postgres_url)
-    await connection.execute("CREATE TABLE bookmarks (url TEXT)")
-    async with open_store(postgres_url) as store:
-        assert await store.put([group("a")]) == [True]
-    await connection.execute("DROP TABLE schema_version")
-    assert "another program" in await refusal(postgres_url)
-    assert await connection.fetchval("SELECT count(*) FROM groups") == 1
-    await connection.close()
-    with pytest.raises(StoreError) as unreachable:
-        async with open_store("postgresql://someone:secret@127.0.0.1:1/none"):
-            pass
-    assert "secret" not in str(unreachable.value)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 from envserver_records.records import Group, Score, Sequence, Task, Trajectory, Usage, pack
 
@@ -66,6 +67,43 @@ class Api:
     async def post(self, path: str, body: Any, **more: Any) -> Any:
         """The JSON of a POST that succeeds."""
         return _good(await self.http.post(path, json=body, **more))
+
+    async def status(self, method: str, path: str, **more: Any) -> int:
+        """The status of the answer."""
+        return (await self.http.request(method, path, **more)).status_code
+
+    # Trainers of our own API
+
+    async def put(self, *group_ids: str, trajectories: int = 2, **changes: Any) -> None:
+        """Stores groups of our own environments; `changes` go to each group."""
+        for group_id in group_ids:
+            group = native_group(group_id, trajectories)
+            await put_native(self.store, msgspec.structs.replace(group, **changes))
+
+    async def run(self, name: str = "run", **wanted: Any) -> Any:
+        """A run that is made, or resumed."""
+        answer = await self.http.post("/v1/runs", json={"name": name, **wanted})
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    async def lease(self, run: str = "run", key: str = "", **wanted: Any) -> Any:
+        """The lease; one without an id or groups where nothing came."""
+        headers = {"idempotency-key": key} if key else {}
+        answer = await self.http.post(f"/v1/runs/{run}/lease", json=wanted, headers=headers)
+        if answer.status_code == 204:
+            return {"lease_id": "", "groups": []}
+        return _good(answer)
+
+    async def leased(self, run: str = "run", **wanted: Any) -> list[str]:
+        """The ids of the groups of the next lease."""
+        return [group["group_id"] for group in (await self.lease(run, **wanted))["groups"]]
+
+    async def end(self, what: str, lease: Any, run: str = "run", **more: Any) -> int:
+        """The status of an ack, nack or extend of a lease."""
+        body = {"lease_id": lease["lease_id"], **more}
+        return await self.status("POST", f"/v1/runs/{run}/{what}", json=body)
+
+    # Trainers and environments of the Atropos wire
 
     async def register(self, **changes: Any) -> None:
         """Registers a trainer."""

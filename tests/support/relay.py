@@ -40,7 +40,38 @@ class Echo(NamedTuple):
     versions: list[dict[str, Any]]
 
 
-class Relay(list[Echo]):
+class Forwarder:
+    """A server in front of another one, at `url` once it serves."""
+
+    longest_seconds = 300.0
+    """For which an answer may last."""
+
+    def __init__(self, server_url: str, **connections: Any) -> None:
+        self.url = ""
+        self._server_url = server_url
+        self._connections = connections
+
+    async def serve(self, started: threading.Event, ended: asyncio.Event) -> None:
+        app = web.Application(client_max_size=2**28)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        connector = aiohttp.TCPConnector(limit=0, **self._connections)
+        timeout = aiohttp.ClientTimeout(total=self.longest_seconds)
+        async with aiohttp.ClientSession(
+            connector=connector, auto_decompress=False, timeout=timeout
+        ) as self._http:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            started.set()
+            await ended.wait()
+            await runner.cleanup()
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        raise NotImplementedError
+
+
+class Relay(Forwarder, list[Echo]):
     """The answers so far, of what was asked at temperature 1, in the order in which they ended.
 
     Args:
@@ -49,24 +80,9 @@ class Relay(list[Echo]):
     """
 
     def __init__(self, engine_url: str, at_once: int, hold: Held | None) -> None:
-        super().__init__()
-        self.url = ""
-        self._engine_url = engine_url
+        super().__init__(engine_url, keepalive_timeout=2)  # vLLM's is 5 seconds
         self._turns = asyncio.Semaphore(at_once)
         self._hold = hold
-
-    async def serve(self, started: threading.Event, ended: asyncio.Event) -> None:
-        app = web.Application(client_max_size=2**26)
-        app.router.add_route("*", "/{path:.*}", self._forward)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # vLLM's is 5 seconds
-        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as self._http:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            started.set()
-            await ended.wait()
-            await runner.cleanup()
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -85,7 +101,7 @@ class Relay(list[Echo]):
         async with (
             self._turns,
             self._http.request(
-                request.method, self._engine_url + request.path_qs, data=body, headers=headers
+                request.method, self._server_url + request.path_qs, data=body, headers=headers
             ) as answer,
         ):
             told = web.StreamResponse(status=answer.status)

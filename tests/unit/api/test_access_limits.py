@@ -19,8 +19,8 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 from envserver_records.errors import ConfigError
 from envserver_records.zstd import zstd
-from support.api import Api, native_group, put_native, running_api
-from support.waiting import PATIENCE
+from support.api import Api, running_api
+from support.waiting import PATIENCE, until
 
 from envserver import ServerConfig
 from envserver.api import create_api, create_token, serve_api
@@ -33,13 +33,16 @@ POST = b"POST /v1/runs HTTP/1.1\r\nhost: localhost\r\n"
 async def bounded(tmp_path: Path, **server: Any) -> AsyncIterator[Api]:
     async with running_api(tmp_path / "store.db", server=server) as api:
         yield api
-        assert (await api.http.get("/healthz")).status_code == 200  # it lives, whatever came
+        assert await api.status("GET", "/healthz") == 200  # it lives, whatever came
+
+
+def port_of(api: Api) -> int:
+    return int(api.url.rpartition(":")[2])
 
 
 async def say(api: Api, *parts: bytes, pause: float = 0.0) -> bytes:
     """All that the server answers to `parts`, until it hangs up."""
-    host, _, port = api.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(api))
     answer = asyncio.create_task(_all_of(reader))
     try:
         for part in parts:
@@ -121,15 +124,16 @@ async def test_a_server_may_open_as_many_files_as_the_machine_lets_it(tmp_path: 
 async def test_connections_have_a_number(tmp_path: Path) -> None:
     async with bounded(tmp_path, max_connections=3) as api:
         await api.http.get("/healthz")
-        host, _, port = api.url.removeprefix("http://").partition(":")
-        held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        held = [await asyncio.open_connection("127.0.0.1", port_of(api)) for _ in range(2)]
         assert told(await say(api)) == (503, "too_many_connections")
         for _, writer in held:
             writer.close()
             await writer.wait_closed()
-        async with asyncio.timeout(PATIENCE):
-            while b"200 OK" not in await say(api, GET + b"connection: close\r\n\r\n"):
-                await asyncio.sleep(0.02)
+
+        async def is_let_in() -> bool:
+            return b"200 OK" in await say(api, GET + b"connection: close\r\n\r\n")
+
+        await until(is_let_in)
 
 
 async def test_what_nobody_reads_of_a_body_is_not_read_for_ever(tmp_path: Path) -> None:
@@ -147,41 +151,31 @@ async def test_what_nobody_reads_of_a_body_is_not_read_for_ever(tmp_path: Path) 
 
 async def test_small_things_that_become_large_are_refused(tmp_path: Path) -> None:
     bomb = b" " * 50_000_000
+    nested = b'{"name": "run", "settings": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_001
     async with bounded(tmp_path, max_body_bytes=100_000) as api:
-        for coding, packed in (
-            ("gzip", gzip.compress(bomb)),
-            ("zstd", zstd.compress(bomb)),
-        ):
+        for coding, packed in (("gzip", gzip.compress(bomb)), ("zstd", zstd.compress(bomb))):
             assert len(packed) < 100_000
-            answer = await api.http.post(
-                "/scored_data", content=packed, headers={"content-encoding": coding}
-            )
-            assert answer.status_code in (400, 413, 415), coding
-        nested = b'{"name": "run", "settings": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_001
+            sent = {"content": packed, "headers": {"content-encoding": coding}}
+            assert await api.status("POST", "/scored_data", **sent) in (400, 413, 415), coding
         for raw in (nested, b"[" * 90_000):
-            answer = await api.http.post("/v1/runs", content=raw)
-            assert answer.status_code in (400, 422)
+            assert await api.status("POST", "/v1/runs", content=raw) in (400, 422)
 
 
 async def test_a_run_has_so_many_leases_open(tmp_path: Path) -> None:
     async with bounded(tmp_path, max_open_leases=2) as api:
-        await api.http.post("/v1/runs", json={"name": "run"})
-        for number in range(4):
-            await put_native(api.store, native_group(f"group-{number}"))
-        place, one = "/v1/runs/run/lease", {"max_groups": 1}
-        first = (await api.http.post(place, json=one)).json()
-        again = {"idempotency-key": "k"}
-        second = (await api.http.post(place, json=one, headers=again)).json()
-        refused = await api.http.post(place, json=one)
-        assert refused.status_code == 429
-        assert refused.headers["retry-after"] == "1"
+        await api.run()
+        await api.put(*"abcd")
+        first = await api.lease(max_groups=1)
+        second = await api.lease(key="k", max_groups=1)
+        refused = await api.http.post("/v1/runs/run/lease", json={"max_groups": 1})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         # An answer that was lost is had again all the same.
-        repeated = (await api.http.post(place, json=one, headers=again)).json()
+        repeated = await api.lease(key="k", max_groups=1)
         assert repeated["lease_id"] == second["lease_id"] != first["lease_id"]
-        await api.http.post("/v1/runs/run/ack", json={"lease_id": first["lease_id"]})
-        assert (await api.http.post(place, json=one)).status_code == 200
-        large = await api.http.post(place, json={"max_groups": 10**6})
-        assert large.status_code == 422
+        await api.end("ack", first)
+        assert len(await api.leased(max_groups=1)) == 1
+        large = {"max_groups": 10**6}
+        assert await api.status("POST", "/v1/runs/run/lease", json=large) == 422
 
 
 # HTTPS

@@ -55,6 +55,13 @@ class Run:
             await self.watch.check(self.now, self.history)
         return {one.name: one.text for one in self.watch.book.active}
 
+    async def steps(self, count: int, *, quiet: bool = False) -> dict[str, str]:
+        """The sentences after the last of so many steps; where it is quiet, no step has any."""
+        for _ in range(count):
+            sentences = await self.step()
+            assert not (quiet and sentences), sentences
+        return sentences
+
     def group(self, rewards: list[float], tokens: float = 800, environment: str = "code") -> None:
         """Counts a group as the server does."""
         of = {"environment": environment}
@@ -154,26 +161,19 @@ async def test_answers_that_grow_for_nothing_are_told_and_those_that_pay_are_not
 
 
 async def test_what_needs_facts_is_told() -> None:
-    facts = AlarmFacts(
-        audited=40,
-        differing=30,
-        broken={"engine": "no answer within 2 seconds", "disk": "full"},
-    )
-    run = Run(facts)
+    broken = {"engine": "no answer within 2 seconds", "disk": "full"}
+    run = Run(AlarmFacts(audited=40, differing=30, broken=broken))
     run.set("policy_version", 5)
     run.set("replica_breaker", 2, replica="http://name:secret@a:8000")
     run.set("joined_environments", 1, environment="code", standing="silent")
-    for _ in range(50):
-        run.group([1.0] * 8)
-    await run.step()
-    for _ in range(50):
-        run.group([1.0] * 8)
+    for groups in (50, 50):
+        await run.step()
+        for _ in range(groups):
+            run.group([1.0] * 8)
     run.add("groups_delivered_total", environment="code")
     run.add("groups_alike_total", alike="highest", environment="code")
     run.add("flags_total", 7, flag="weights_lost")
-    await run.step()
-    sentences = await run.step()
-    assert sentences == {
+    assert await run.steps(2) == {
         "disk_full": "The disk of the store is full: new groups are refused.",
         "engine_down": "The engine does not answer: no answer within 2 seconds.",
         "logprobs_differ": "The logprobs of 75 % of the audited rows (30 of 40) differ from what "
@@ -185,9 +185,7 @@ async def test_what_needs_facts_is_told() -> None:
         "runners_silent": "1 runner of code on another machine is silent.",
     }
     run.facts = AlarmFacts()
-    for _ in range(3):
-        sentences = await run.step()
-    assert sentences["engine_down"] == (
+    assert (await run.steps(3))["engine_down"] == (
         "The replica http://a:8000 of the engine is set aside after failures (1 of 1)."
     )
 
@@ -196,47 +194,29 @@ async def test_engines_that_get_no_calls_are_told_of() -> None:
     run = Run()
     run.set("engines", 1, standing="used")
     run.set("engines", 1, standing="old")
-    for _ in range(60):
-        assert await run.step() == {}
-    for _ in range(5):
-        sentences = await run.step()
-    assert sentences == {"engines_unused": "Engines have got no calls for 10 minutes: 1 old."}
+    await run.steps(60, quiet=True)
+    said = {"engines_unused": "Engines have got no calls for 10 minutes: 1 old."}
+    assert await run.steps(5) == said
     run.set("engines", 0, standing="used")
-    for _ in range(12):
-        sentences = await run.step()
-    assert sentences == {"engines_unused": "Calls wait, since no engine can be used: 1 old."}
+    said = {"engines_unused": "Calls wait, since no engine can be used: 1 old."}
+    assert await run.steps(12) == said
     run.set("engines", 1, standing="used")
     run.set("engines", 0, standing="old")
-    for _ in range(5):
-        sentences = await run.step()
-    assert sentences == {}
+    assert await run.steps(5) == {}
 
 
 async def test_a_trainer_that_waits_for_more_groups_is_not_accused() -> None:
     run = Run(AlarmFacts(groups_wanted=64))
     run.set("groups", 20, state="queued")
-    for _ in range(120):
-        assert await run.step() == {}
+    await run.steps(120, quiet=True)
     run.set("groups", 70, state="queued")
-    for _ in range(75):
-        sentences = await run.step()
-    assert sentences == {
-        "no_trainer": "No trainer has leased for 12 minutes, while 70 groups wait."
-    }
+    await run.steps(30, quiet=True)
+    run.now += 3600  # the time in which the server was off does not count
+    await run.steps(30, quiet=True)
+    said = {"no_trainer": "No trainer has leased for 12 minutes, while 70 groups wait."}
+    assert await run.steps(45) == said
     run.add("leases_total", end="leased")
-    for _ in range(3):
-        sentences = await run.step()
-    assert sentences == {}
-
-
-async def test_the_time_in_which_the_server_was_off_does_not_count() -> None:
-    run = Run(AlarmFacts(groups_wanted=64))
-    run.set("groups", 70, state="queued")
-    for _ in range(30):
-        assert await run.step() == {}
-    run.now += 3600
-    for _ in range(30):
-        assert await run.step() == {}
+    assert await run.steps(3) == {}
 
 
 async def test_first_rollouts_that_take_long_do_not_hang_while_calls_are_answered() -> None:
@@ -244,28 +224,23 @@ async def test_first_rollouts_that_take_long_do_not_hang_while_calls_are_answere
     run.set("rollouts_running", 8, environment="code")
     for _ in range(90):
         run.add("engine_seconds_count", path="/v1/chat/completions")
-        assert await run.step() == {}
-    for _ in range(62):
-        sentences = await run.step()
-    assert sentences == {
-        "rollouts_hang": "No rollout of code has ended for 25 minutes, while 8 rollouts run."
-    }
+        await run.steps(1, quiet=True)
+    said = {"rollouts_hang": "No rollout of code has ended for 25 minutes, while 8 rollouts run."}
+    assert await run.steps(62) == said
 
 
 async def test_workers_that_the_model_ends_are_not_told_as_deaths() -> None:
     run = Run(off=["rollouts_cut"])
     for deaths in (1, 1, 1, 1, 5):
-        for _ in range(deaths):
-            run.add("worker_deaths_total", kind="worker_died", environment="code")
+        run.add("worker_deaths_total", deaths, kind="worker_died", environment="code")
         run.add("rollouts_total", 1, end="limit_crash", environment="code")
         run.add("rollouts_total", 20, end="scored", environment="code")
-        assert await run.step() == {}
+        await run.steps(1, quiet=True)
     for _ in range(4):
         run.add("worker_deaths_total", kind="worker_died", environment="code")
         sentences = await run.step()
-    assert sentences == {
-        "workers_die": "8 workers of code died in the last 80 seconds (worker_died)."
-    }
+    said = {"workers_die": "8 workers of code died in the last 80 seconds (worker_died)."}
+    assert sentences == said
 
 
 def test_an_alarm_that_comes_and_goes_is_not_told_each_time() -> None:
@@ -281,12 +256,9 @@ def test_an_alarm_that_comes_and_goes_is_not_told_each_time() -> None:
     assert len(heard) == 20
     told = [line for line in lines if line["event"] == "alarm_began"]
     assert 2 < len(told) < 8
-    book.update(
-        0, [Finding(name="x", severity="warning", text="", about=str(n)) for n in range(999)]
-    )
-    book.update(
-        1, [Finding(name="x", severity="warning", text="", about=str(n)) for n in range(999)]
-    )
+    many = [Finding(name="x", severity="warning", text="", about=str(n)) for n in range(999)]
+    for at in (0, 1):
+        book.update(at, many)
     assert len(book.active) == 100
 
 
@@ -329,9 +301,6 @@ async def test_alarms_can_be_turned_off_and_a_broken_rule_stops_none() -> None:
     run = Run(AlarmFacts(broken={"engine": ""}), off=["disk_full"], disk_free_gb=np.inf)
     run.facts = AlarmFacts(broken={"engine": "", "disk": ""}, audited="many")  # type: ignore[arg-type]
     with structlog.testing.capture_logs() as lines:
-        for _ in range(3):
-            sentences = await run.step()
-    assert sentences == {"engine_down": "The engine does not answer."}
-    assert [one["rule"] for one in lines if one["event"] == "alarm_rule_failed"] == [
-        "logprobs_differ"
-    ]
+        assert await run.steps(3) == {"engine_down": "The engine does not answer."}
+    failed = [one["rule"] for one in lines if one["event"] == "alarm_rule_failed"]
+    assert failed == ["logprobs_differ"]

@@ -34,10 +34,10 @@ from schemathesis.specs.openapi.checks import (
 )
 from support.api import (
     ENVIRONMENT,
+    KEYS,
     REGISTRATION,
     Api,
     native_group,
-    put_native,
     running_api,
     wire_group,
 )
@@ -56,16 +56,15 @@ async def busy_api(tmp_path: Path, seconds: float = 60.0) -> AsyncIterator[Api]:
     """An API with a run, groups, a trainer and an environment; `seconds` for heads and bodies."""
     bounds = {"body_idle_seconds": seconds, "header_seconds": seconds, "max_body_bytes": 1_000_000}
     async with running_api(tmp_path / "store.db", server=bounds, gate=Gate()) as api:
-        await api.http.post("/v1/runs", json={"name": "run", "batch_size": 2})
-        for number in range(4):
-            await put_native(api.store, native_group(f"group-{number}"))
+        await api.run(batch_size=2)
+        await api.put(*(f"group-{number}" for number in range(4)))
         await api.start()
         await api.add_environment()
         yield api
-        assert (await api.http.get("/healthz")).status_code == 200
-        assert (await api.http.get("/v1/status")).status_code == 200
-        assert (await api.http.post("/v1/runs", json={"name": "after"})).status_code == 201
-        assert (await api.http.post("/v1/runs/after/lease", json={})).status_code in (200, 204)
+        assert await api.status("GET", "/healthz") == 200
+        assert await api.status("GET", "/v1/status") == 200
+        assert await api.status("POST", "/v1/runs", json={"name": "after"}) == 201
+        assert await api.status("POST", "/v1/runs/after/lease", json={}) in (200, 204)
 
 
 def check(answer: httpx.Response | Any, sent: object) -> None:
@@ -131,31 +130,32 @@ def _judge(operation: Any, mode: GenerationMode, examples: int) -> None:
             ask()
 
 
-@pytest.mark.thorough
-async def test_the_api_keeps_to_its_own_document(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "examples",
+    [pytest.param(1, marks=pytest.mark.thorough), pytest.param(200, marks=pytest.mark.slow)],
+)
+async def test_the_api_keeps_to_its_own_document(tmp_path: Path, examples: int) -> None:
     async with busy_api(tmp_path) as api:
-        await asyncio.to_thread(judge, api.url, 1)
-
-
-@pytest.mark.slow
-async def test_the_api_keeps_to_its_own_document_for_long(tmp_path: Path) -> None:
-    async with busy_api(tmp_path) as api:
-        await asyncio.to_thread(judge, api.url, 200)
+        await asyncio.to_thread(judge, api.url, examples)
 
 
 async def test_an_integer_that_no_answer_can_hold_is_refused_and_does_no_harm(
     tmp_path: Path,
 ) -> None:
+    # As an older version stored it, which refused no such settings: it is shown with the rest.
+    old = {"seeds": [1, 2**64 + 1], "deep": json.loads("[" * 300 + "]" * 300)}
     async with busy_api(tmp_path) as api:
+        await api.store.create_run("old", batch_size=1, settings=old)
+        runs = {run["name"]: run for run in (await api.get("/v1/runs"))["runs"]}
+        assert {"run", "old"} <= set(runs)
+        assert runs["old"]["settings"] == old == (await api.get("/v1/runs/old"))["settings"]
         one = await join(api)
         asked = {"name": "run", "settings": {"seeds": [1, 2**64]}}
+        joining = registration(scoring={"a": -(2**64)})
         for refused, place in (
             (await api.http.post("/v1/runs", json=asked), "settings"),
             (await one.send("POST", "/heartbeat", json={"engine": {"a": 2**64}}), "engine"),
-            (
-                await api.http.post("/v1/environments", json=registration(scoring={"a": -(2**64)})),
-                "scoring",
-            ),
+            (await api.http.post("/v1/environments", json=joining), "scoring"),
         ):
             assert refused.status_code == 422, refused.text
             assert refused.json()["place"] == f"body.{place}"
@@ -163,17 +163,7 @@ async def test_an_integer_that_no_answer_can_hold_is_refused_and_does_no_harm(
         settings = {"seed": 2**64 - 1}
         await api.http.post("/v1/runs", json={"name": "run", "settings": settings})
         assert settings in [run["settings"] for run in (await api.get("/v1/runs"))["runs"]]
-        assert (await api.http.get("/v1/environments")).status_code == 200
-
-
-async def test_what_an_older_version_stored_is_shown_with_the_rest(tmp_path: Path) -> None:
-    settings = {"seeds": [1, 2**64 + 1], "deep": json.loads("[" * 300 + "]" * 300)}
-    async with busy_api(tmp_path) as api:
-        # As it was done before such settings were refused.
-        await api.store.create_run("old", batch_size=1, settings=settings)
-        runs = {run["name"]: run for run in (await api.get("/v1/runs"))["runs"]}
-        assert {"run", "old"} <= set(runs)
-        assert runs["old"]["settings"] == settings == (await api.get("/v1/runs/old"))["settings"]
+        assert await api.status("GET", "/v1/environments") == 200
 
 
 # By a corpus
@@ -212,6 +202,10 @@ def malformed(good: bytes) -> Iterator[tuple[bytes, dict[str, str]]]:
         b'{"version": 1' + b"0" * 5000 + b"}",
         b'{"version": 99999999999999999999999999}',
         b'{"env_id": 9e99}',
+        b'{"batch_size": 1208925819614629174706176}',
+        b"[[]]",
+        b"[null]",
+        json.dumps(dict.fromkeys([*REGISTRATION, *ENVIRONMENT, *KEYS], -1)).encode(),
         b'{"lease_id": {"$ne": 1}}',
         b'{"lease_id": "\' OR 1=1 --"}',
         b'{"name": "' + b"A" * 300_000 + b'"}',
@@ -293,7 +287,8 @@ TARGETS: Final[dict[str, Any]] = {
 }
 
 
-async def post_malformed(tmp_path: Path, *, one_in: int) -> None:
+@pytest.mark.parametrize("one_in", [6, pytest.param(1, marks=pytest.mark.slow)])
+async def test_malformed_bodies_are_the_senders_fault(tmp_path: Path, one_in: int) -> None:
     """Every body to one in so many targets, and every target gets some."""
     async with busy_api(tmp_path) as api:
         for turn, (path, good) in enumerate(TARGETS.items()):
@@ -304,15 +299,6 @@ async def post_malformed(tmp_path: Path, *, one_in: int) -> None:
         for body, headers in [*malformed(b'{"env_id": 0}')][::one_in]:
             answer = await api.http.request("GET", "/status-env", content=body, headers=headers)
             check(answer, (headers, body[:80]))
-
-
-async def test_malformed_bodies_are_the_senders_fault(tmp_path: Path) -> None:
-    await post_malformed(tmp_path, one_in=6)
-
-
-@pytest.mark.slow
-async def test_all_malformed_bodies_are_the_senders_fault(tmp_path: Path) -> None:
-    await post_malformed(tmp_path, one_in=1)
 
 
 ODD_PATHS: Final = (
@@ -388,15 +374,10 @@ def spoil(url: str, examples: int) -> None:
         ask()
 
 
-async def test_values_that_nobody_thought_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize("examples", [40, pytest.param(10_000, marks=pytest.mark.slow)])
+async def test_values_that_nobody_thought_of(tmp_path: Path, examples: int) -> None:
     async with busy_api(tmp_path) as api:
-        await asyncio.to_thread(spoil, api.url, 40)
-
-
-@pytest.mark.slow
-async def test_many_values_that_nobody_thought_of(tmp_path: Path) -> None:
-    async with busy_api(tmp_path) as api:
-        await asyncio.to_thread(spoil, api.url, 10_000)
+        await asyncio.to_thread(spoil, api.url, examples)
 
 
 # By rubbish on the socket

@@ -20,29 +20,18 @@ from envserver.api.bodies import Refused, Unreadable, parse_body
 from envserver.store import compression
 
 KEYS = list(ScoredData.model_fields)
-
+ODD: list[Any] = [1.0, 0, -0.0, 1e-05, -999.5, -1000.5, -9999.0, 1e300, 2**31, 2**70, 10**400]
 numbers = st.one_of(
     st.integers(-100, 200_000),
     st.floats(-20, 1, width=32),
-    st.sampled_from(
-        [
-            1.0,
-            0,
-            -0.0,
-            1e-05,
-            -999.5,
-            -1000.5,
-            -9999.0,
-            1e300,
-            2**31,
-            2**70,
-            10**400,
-            True,
-            "7",
-            None,
-        ]
-    ),
+    st.sampled_from([*ODD, True, "7", None]),
 )
+places = st.tuples(
+    st.sampled_from([0, 1, 5, 5, 5, 2**31 - 1, 2**31, 10**10, -7]),
+    st.sampled_from([0, 1, 5, 5, -100, -100, 9, 2**31 - 1, 2**31, 55, -101]),
+)
+"""A token and its mask; a good part of them fits together."""
+usual = st.lists(st.lists(st.integers(0, 150_000), min_size=1, max_size=40), min_size=1, max_size=4)
 
 
 def group(rows: list[list[int]], **fields: Any) -> dict[str, Any]:
@@ -55,12 +44,8 @@ def group(rows: list[list[int]], **fields: Any) -> dict[str, Any]:
     } | fields
 
 
-places = st.tuples(
-    st.sampled_from([0, 1, 5, 5, 5, 2**31 - 1, 2**31, 10**10, -7]),
-    st.sampled_from([0, 1, 5, 5, -100, -100, 9, 2**31 - 1, 2**31, 55, -101]),
-)
-"""A token and its mask; a good part of them fits together."""
-usual = st.lists(st.lists(st.integers(0, 150_000), min_size=1, max_size=40), min_size=1, max_size=4)
+def raw_group(rows: list[list[int]], **fields: Any) -> bytes:
+    return json.dumps(group(rows, **fields)).encode()
 
 
 def carefully(raw: bytes) -> PostedGroup:
@@ -89,27 +74,20 @@ def assert_like_carefully(raw: bytes) -> None:
 
 
 @given(usual, st.booleans(), st.sampled_from([{}, {"env_id": 3, "messages": None, "more": "é"}]))
-@settings(deadline=None, max_examples=examples(40))
+@settings(max_examples=examples(40))
 def test_what_environments_post_is_read_as_text(
     rows: list[list[int]], compact: bool, fields: dict[str, Any]
 ) -> None:
-    separators = (",", ":") if compact else None
-    raw = json.dumps(group(rows, **fields), separators=separators).encode()
+    raw = json.dumps(group(rows, **fields), separators=(",", ":") if compact else None).encode()
     quick = reading._read_quickly(raw)
     assert quick is not None
     assert quick.lengths == [len(row) for row in rows]
     assert_like_carefully(raw)
 
 
-@given(usual, st.dictionaries(st.text(), numbers, max_size=2))
-@example([[5]], {"\0": 1})
-@settings(deadline=None, max_examples=examples(40))
-def test_fields_of_any_name_are_read_over(rows: list[list[int]], fields: dict[str, Any]) -> None:
-    assert_like_carefully(json.dumps(fields | group(rows)).encode())
-
-
 @given(
     usual,
+    st.dictionaries(st.text(), numbers, max_size=2),
     st.dictionaries(
         st.sampled_from(KEYS),
         st.one_of(
@@ -121,33 +99,32 @@ def test_fields_of_any_name_are_read_over(rows: list[list[int]], fields: dict[st
         max_size=2,
     ),
 )
-@settings(deadline=None, max_examples=examples(150))
-def test_other_values_have_the_effect_that_they_always_had(
-    rows: list[list[int]], odd: dict[str, Any]
+@example([[5]], {"\0": 1}, {})
+@settings(max_examples=examples(150))
+def test_other_fields_and_values_have_the_effect_that_they_always_had(
+    rows: list[list[int]], more: dict[str, Any], odd: dict[str, Any]
 ) -> None:
-    assert_like_carefully(json.dumps(group(rows) | odd).encode())
+    assert_like_carefully(json.dumps(more | group(rows) | odd).encode())
 
 
 @given(usual, st.data())
-@settings(deadline=None, max_examples=examples(150))
+@settings(max_examples=examples(150))
 def test_damaged_bodies_have_the_effect_that_they_always_had(
     rows: list[list[int]], data: st.DataObject
 ) -> None:
-    raw = bytearray(json.dumps(group(rows)).encode())
+    raw = bytearray(raw_group(rows))
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(0, len(raw) - 1))
-        inserted = data.draw(
-            st.sampled_from([b"", b"0", b"-", b".", b",", b"[", b"]", b"e9", b" "])
-        )
-        raw[place : place + data.draw(st.integers(0, 2))] = inserted
+        pieces = [b"", b"0", b"-", b".", b",", b"[", b"]", b"e9", b" "]
+        raw[place : place + data.draw(st.integers(0, 2))] = data.draw(st.sampled_from(pieces))
     assert_like_carefully(bytes(raw))
 
 
 @given(st.lists(places, min_size=1, max_size=4))
-@settings(deadline=None, max_examples=examples(200))
+@settings(max_examples=examples(200))
 def test_clients_can_read_what_is_accepted(row: list[tuple[int, int]]) -> None:
     tokens, masks = [token for token, _ in row], [mask for _, mask in row]
-    raw = json.dumps(group([tokens], masks=[masks])).encode()
+    raw = raw_group([tokens], masks=[masks])
     assert_like_carefully(raw)
     is_named = all(mask in (token, -100) for token, mask in row)
     is_right = all(0 <= token < 2**31 for token in tokens) and (is_named or set(masks) <= {0, 1})
@@ -176,78 +153,65 @@ def test_clients_can_read_what_is_accepted(row: list[tuple[int, int]]) -> None:
 def test_what_trainers_get_as_it_came_is_stored_as_it_came(
     fields: dict[str, Any], is_kept: bool
 ) -> None:
-    raw = json.dumps(group([list(range(100))], **fields)).encode()
+    raw = raw_group([list(range(100))], **fields)
     gzipped = gzip.compress(raw)
     found = read_group(raw, gzipped)
     assert (found.encoded is not None and found.encoded[1].startswith(gzipped)) == is_kept
     assert json.loads(found.body) == json.loads(carefully(raw).body)
-
-
-@pytest.mark.parametrize(
-    "nested", [b"[[7, [8]], [9, 7]]", b"[[7, 8], 9, [7]]", b"[[7, 8], [[9], 7]]"]
-)
-def test_rows_within_rows_are_refused(nested: bytes) -> None:
-    raw = json.dumps(group([[7, 8], [9, 7]])).encode()
-    with pytest.raises(Refused):
-        read_group(raw.replace(b"[[7, 8], [9, 7]]", nested, 1))
-
-
-def test_the_key_of_a_column_may_be_written_with_an_escape() -> None:
-    right = json.dumps(group([[7, 8]]))
-    escaped = right.replace('"tokens"', r'"tok\u0065ns"')
-    for before in (
-        '{"generation_params": {"tokens": 1}, "other": [[-9]], ',
-        '{"x": "tokens", "y": [1], ',
-    ):
-        assert_like_carefully(escaped.replace("{", before, 1).encode())
-
-
-@pytest.mark.parametrize("key", ["tokens", r"tok\u0065ns"])
-def test_a_key_that_is_there_twice_is_noticed_wherever_it_is(key: str) -> None:
-    right = json.dumps(group([[7, 8]])).replace("tokens", key)
-    for filling in range(200, 300):
-        before = r'{"x": "tokens", "y": [[9, 9]], "z": "\n' + "-" * filling + '", '
-        assert_like_carefully(right.replace("{", before, 1).encode())
-
-
-def test_damage_of_what_is_stored_as_it_came_is_noticed() -> None:
-    raw = json.dumps(group([list(range(100))])).encode()
-    found = read_group(raw, gzip.compress(raw))
-    assert found.encoded is not None
-    encoding, stored = found.encoded
+    if fields or found.encoded is None:
+        return
+    encoding, stored = found.encoded  # its damage is noticed
     harmed = [stored[:at] + bytes([stored[at] ^ 1]) + stored[at + 1 :] for at in range(len(stored))]
-    harmed += [stored[:-1], stored + stored[-1:], gzip.compress(raw)]
-    for bad in harmed:
+    for bad in (*harmed, stored[:-1], stored + stored[-1:], gzipped):
         try:
             assert compression.decode(encoding, bad) == found.body  # a byte of gzip's header
         except compression.DamagedBody:
             continue
 
 
+@pytest.mark.parametrize(
+    "nested", [b"[[7, [8]], [9, 7]]", b"[[7, 8], 9, [7]]", b"[[7, 8], [[9], 7]]"]
+)
+def test_rows_within_rows_are_refused(nested: bytes) -> None:
+    with pytest.raises(Refused):
+        read_group(raw_group([[7, 8], [9, 7]]).replace(b"[[7, 8], [9, 7]]", nested, 1))
+
+
+def test_keys_that_are_written_with_an_escape_or_twice_are_noticed_wherever_they_are() -> None:
+    right = json.dumps(group([[7, 8]]))
+    escaped = right.replace('"tokens"', r'"tok\u0065ns"')
+    filled = [r'{"x": "tokens", "y": [[9, 9]], "z": "\n' + "-" * n + '", ' for n in range(200, 300)]
+    nested = '{"generation_params": {"tokens": 1}, "other": [[-9]], '
+    for before in (nested, '{"x": "tokens", "y": [1], ', *filled):
+        assert_like_carefully(escaped.replace("{", before, 1).encode())
+    for before in filled:
+        assert_like_carefully(right.replace("{", before, 1).encode())
+
+
 def test_masks_of_zeros_and_ones_are_read_as_such() -> None:
     rows, masks = [[4, 5, 6], [0, 1, 1]], [[0, 1, 1], [0, 1, 1]]
-    found = read_group(json.dumps(group(rows, masks=masks)).encode())
+    found = read_group(raw_group(rows, masks=masks))
     read = ClientGroup("g", "e", "atropos", -1, memoryview(found.body)).rows
     # The second row's masks are the ids of its tokens.
     assert [row.mask.tolist() for row in read] == [[0, 1, 1], [1, 1, 1]]
 
 
 @given(st.integers(20, 60), st.booleans(), st.integers(0, 40))
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 def test_logprobs_beyond_float32_are_refused(digits: int, first: bool, others: int) -> None:
     logprobs = [-0.5] * others
     logprobs.insert(0 if first else others, -1.0)
-    raw = json.dumps(group([[3] * len(logprobs)], inference_logprobs=[logprobs])).encode()
-    assert_like_carefully(raw.replace(b"-1.0", b"-%d.0" % 10**digits))
+    raw = raw_group([[3] * len(logprobs)], inference_logprobs=[logprobs])
+    raw = raw.replace(b"-1.0", b"-%d.0" % 10**digits)
+    assert_like_carefully(raw)
     if digits > 38:
         with pytest.raises(Refused):
-            read_group(raw.replace(b"-1.0", b"-%d.0" % 10**digits))
+            read_group(raw)
 
 
 def test_a_list_is_taken_whole_or_not_at_all() -> None:
     right, wrong = group([[1, 2]]), group([[1, 2]], masks=[[1]])
-    found = read_groups(orjson.dumps([right, right]))
-    assert [one.lengths for one in found] == [[2], [2]]
+    assert [one.lengths for one in read_groups(orjson.dumps([right, right]))] == [[2], [2]]
     assert read_groups(b"[]") == []
     with pytest.raises(Refused) as refused:
         read_groups(orjson.dumps([right, wrong]))

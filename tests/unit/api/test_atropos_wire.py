@@ -1,14 +1,14 @@
-"""The Atropos wire over real HTTP: the answers to Atropos trainers and environments."""
+"""The Atropos wire over real HTTP: the conversations of wire.txt, and what takes more to say."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import gzip
+import json
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
+from envserver_records.errors import StoreError, StoreFull
 from support.api import (
     ENVIRONMENT,
     KEYS,
@@ -21,52 +21,23 @@ from support.api import (
     wire_group,
 )
 from support.clocks import Clock
+from support.conversations import Conversation, conversations
 from support.waiting import until
 
 from envserver.store import GroupPut
 
 JSON = {"content-type": "application/json"}
+GZIP = JSON | {"content-encoding": "gzip"}
+RECEIVED = {"status": "received"}
+CONVERSATIONS = conversations(Path(__file__).with_name("wire.txt"))
 
 
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with running_api(tmp_path / "store.db") as running:
-        yield running
+@pytest.mark.parametrize("title", CONVERSATIONS)
+async def test_the_wire_answers_as_its_conversations_say(api: Api, title: str) -> None:
+    await Conversation(api).hold(CONVERSATIONS[title])
 
 
-async def test_before_anybody_registers(api: Api) -> None:
-    assert await api.get("/") == {"message": "AtroposLib API"}
-    assert await api.get("/info") == {"batch_size": -1, "max_token_len": -1}
-    assert await api.get("/wandb_info") == {"group": None, "project": None}
-    assert await api.get("/status") == {"current_step": 0, "queue_size": 0}
-    assert await api.get("/batch") == {
-        "status": "error",
-        "message": "Trainer not registered. Call /register first.",
-        "batch": [],
-    }
-    example = await api.get("/latest_example")
-    assert set(example) == set(KEYS) - {
-        "overrides",
-        "group_overrides",
-        "env_id",
-        "distill_token_ids",
-        "distill_logprobs",
-    }
-    assert all(value == [] for value in example.values())
-    assert await api.post("/register-env", ENVIRONMENT) == {"status": "wait for trainer to start"}
-    assert await api.post("/disconnect-env", {"env_id": 0}) == {
-        "status": "failure",
-        "error": "list index out of range",
-    }
-
-
-async def test_registering_a_trainer(api: Api) -> None:
-    answer = await api.http.post("/register", json=REGISTRATION)
-    assert answer.status_code == 200
-    assert answer.json()["uuid"] > 2**53
-    assert await api.get("/info") == {"batch_size": 4, "max_token_len": 512}
-    assert await api.get("/wandb_info") == {"group": "group", "project": "project"}
-    assert await api.get("/status") == {"current_step": 3, "queue_size": 0}
+# What takes more to say
 
 
 async def test_a_trainer_must_say_everything(api: Api) -> None:
@@ -78,229 +49,31 @@ async def test_a_trainer_must_say_everything(api: Api) -> None:
             (error,) = answer.json()["detail"]
             assert error["loc"] == ["body", field]
             assert {"type", "loc", "msg", "input"} <= set(error)
-
-
-async def test_environments_wait_for_the_first_batch_call(api: Api) -> None:
-    await api.register()
-    assert await api.post("/register-env", ENVIRONMENT) == {"status": "wait for trainer to start"}
-    assert await api.get("/batch") == {"batch": None}
-    assert await api.post("/register-env", ENVIRONMENT) == {
-        "status": "success",
-        "env_id": 0,
-        "wandb_name": "env_0",
-        "checkpoint_dir": "/checkpoints",
-        "starting_step": 3,
-        "checkpoint_interval": 10,
-        "num_steps": 100,
-    }
-    other = await api.post("/register-env", ENVIRONMENT | {"desired_name": "other"})
-    again = await api.post("/register-env", ENVIRONMENT)
-    assert (other["env_id"], other["wandb_name"]) == (1, "other_0")
-    assert (again["env_id"], again["wandb_name"]) == (2, "env_1")
-    assert await api.post("/disconnect-env", {"env_id": 2}) == {"status": "success"}
-    failed = {"status": "failure", "error": "list index out of range"}
-    assert await api.post("/disconnect-env", {"env_id": 3}) == failed
-    assert await api.post("/disconnect-env", {"env_id": -1}) == failed
-
-
-async def test_batches_are_oldest_first_and_the_step_counts_those_formed(api: Api) -> None:
-    await api.register()
-    for mark in range(9):
-        await api.post("/scored_data", wire_group(mark=mark))
-    assert await api.get("/status") == {"current_step": 3, "queue_size": 9}
-    assert await api.batch_marks() == [0, 1]
-    assert await api.get("/status") == {"current_step": 7, "queue_size": 1}
-    assert [await api.batch_marks() for _ in range(4)] == [[2, 3], [4, 5], [6, 7], None]
-    assert await api.get("/status") == {"current_step": 7, "queue_size": 1}
-
-
-async def test_a_null_batch_says_why(api: Api) -> None:
-    await api.register(batch_size=10)
-    for _ in range(20):
-        await api.post("/scored_data", wire_group(4))
-    answer = await api.http.get("/batch")
-    assert answer.json() == {"batch": None}
-    assert "batch_size 10" in answer.headers["x-envserver-reason"]
-
-
-async def test_parts_are_buffered_until_they_make_a_whole(api: Api) -> None:
-    await api.start()
-    env_id = await api.add_environment(group_size=4)
-
-    async def post(rows: int, mark: int) -> Any:
-        return await api.post("/scored_data", wire_group(rows, mark, env_id=env_id))
-
-    assert await post(3, 1) == {"status": "buffered", "buffer_size": 3}
-    assert await post(2, 2) == {"status": "buffered", "buffer_size": 5}
-    assert await post(4, 3) == {"status": "received"}
-    assert (await api.get("/status"))["queue_size"] == 1
-    assert await post(2, 4) == {"status": "buffered", "buffer_size": 3}
-    assert (await api.get("/status"))["queue_size"] == 3
-    assert await post(9, 5) == {"status": "buffered", "buffer_size": 12}
-    assert await api.batch_marks() == [3]
-    assert await api.batch_marks() == [2, 4]
-    assert await api.batch_marks() is None
-
-
-async def test_lists_of_groups(api: Api) -> None:
-    await api.start()
-    env_id = await api.add_environment(group_size=4)
-    received = {"status": "received", "groups_processed": 0}
-    assert await api.post("/scored_data_list", []) == received
-    groups = [wire_group(4), wire_group(4, env_id=env_id)]
-    assert await api.post("/scored_data_list", groups) == received | {"groups_processed": 2}
-    groups = [wire_group(rows, env_id=env_id) for rows in (4, 1, 3, 1)]
-    assert await api.post("/scored_data_list", groups) == {
-        "status": "received",
-        "groups_processed": 4,
-        "buffered": 3,
-        "last_buffer_size": 1,
-    }
-    assert (await api.get("/status"))["queue_size"] == 5
-    assert (await api.http.post("/scored_data_list", json=wire_group())).status_code == 422
-
-
-async def test_groups_of_a_list_are_queued_in_its_order(api: Api) -> None:
-    await api.start(batch_size=4)
-    env_id = await api.add_environment(group_size=4)
-    await api.post("/scored_data", wire_group(2, 1, env_id=env_id))
-    mixed = [wire_group(2, 2, env_id=env_id), wire_group(4, 3, env_id=env_id)]
-    await api.post("/scored_data_list", mixed)
-    assert [await api.batch_marks() for _ in range(3)] == [[1, 2], [3], None]
-
-
-async def test_unknown_environments_post_straight_to_the_queue(api: Api) -> None:
-    await api.start()
-    await api.add_environment(group_size=4)
-    for env_id in (5, -1, 2**70, None):
-        assert await api.post("/scored_data", wire_group(env_id=env_id)) == {"status": "received"}
-    assert (await api.get("/status"))["queue_size"] == 4
-    first = (await api.get("/batch"))["batch"]
-    assert [group["env_id"] for group in first] == [5, -1]
-
-
-async def test_status_of_environments(api: Api) -> None:
-    await api.start(batch_size=8)
-    one = await api.add_environment(weight=3.0, group_size=2)
-    two = await api.add_environment(weight=1.0, group_size=4, min_batch_allocation=0.5)
-    for _ in range(3):
-        await api.post("/scored_data", wire_group(2, env_id=one))
-        await api.post("/scored_data", wire_group(4, env_id=two))
-    assert await api.get("/status-env", json={"env_id": one}) == {
-        "current_step": 3,
-        "queue_size": (6 + 12 - 4) // 2,
-        "unallocated_fraction": 0.5,
-        "self_queue_size": 3,
-        "max_group_size": 4,
-        "env_weight": 0.75,
-    }
-    assert (await api.get("/status-env", json={"env_id": two}))["queue_size"] == (12 + 8) // 4
-    for body in ({"env_id": 7}, {"env_id": -1}):
-        answer = await api.http.request("GET", "/status-env", json=body)
-        assert answer.status_code == 404
-    assert (await api.http.get("/status-env", params={"env_id": 0})).status_code == 422
-
-
-async def test_our_own_groups_stop_no_environment_of_others(api: Api) -> None:
-    """If both waited for room in the queue, an environment that comes second would never begin."""
-    await api.start(batch_size=8)
-    env_id = await api.add_environment(group_size=2)
-    for number in range(5):
-        await put_native(api.store, native_group(f"native-{number}"))
-    await api.post("/scored_data", wire_group(2, env_id=env_id))
-    status = await api.get("/status-env", json={"env_id": env_id})
-    assert (status["queue_size"], status["self_queue_size"]) == (1, 1)
-    assert (await api.get("/status"))["queue_size"] == 6
-
-
-async def test_weights_that_sum_to_nothing_are_no_error(api: Api) -> None:
-    await api.start()
-    ignored = await api.add_environment(weight=-1.0)
-    empty = await api.add_environment(weight=0.0, group_size=0, max_token_length=0)
-    for env_id in (ignored, empty):
-        assert (await api.get("/status-env", json={"env_id": env_id}))["env_weight"] == 0.01
-
-
-async def test_minimum_shares(api: Api) -> None:
-    await api.start(batch_size=8)
-    scarce = await api.add_environment(min_batch_allocation=0.25)
-    plenty = await api.add_environment()
-    for mark in range(4):
-        await api.post("/scored_data", wire_group(2, mark, env_id=plenty))
-    answer = await api.http.get("/batch")
-    assert answer.json() == {"batch": None}
-    assert f"environment {scarce}" in answer.headers["x-envserver-reason"]
-    await api.post("/scored_data", wire_group(2, 9, env_id=scarce))
-    assert await api.batch_marks() == [9, 0, 1, 2]
-    await api.post("/disconnect-env", {"env_id": scarce})
-    for mark in range(10, 13):
-        await api.post("/scored_data", wire_group(2, mark, env_id=plenty))
-    assert await api.batch_marks() == [3, 10, 11, 12]
+    # Nor may it say what no store and no filter can have.
+    long = REGISTRATION | {"checkpoint_dir": "x" * 5000}
+    assert await api.status("POST", "/register", json=long) == 422
+    long = ENVIRONMENT | {"desired_name": "x" * 257}
+    assert await api.status("POST", "/register-env", json=long) == 422
+    raw = json.dumps(REGISTRATION).encode()
+    for headers in ({"content-type": "text/plain"}, {"content-type": "x/y"}, {}):
+        for content in (raw, b"\xef\xbb\xbf" + raw):  # whatever it is called, and with a mark
+            answer = await api.http.post("/register", content=content, headers=headers)
+            assert answer.status_code == 200
+    assert answer.json()["uuid"] > 2**53
 
 
 async def test_an_environment_that_went_silent_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     monkeypatch.setattr("envserver.api.heartbeats.time", clock)
-    async with running_api(tmp_path / "s.db") as api:
-        await api.start()
-        await api.add_environment(min_batch_allocation=0.5)
-        for mark in range(2):
-            await api.post("/scored_data", wire_group(2, mark, env_id=4))
-        assert await api.batch_marks() is None
-        clock.ahead = 31
-        assert await api.batch_marks() == [0, 1]
-
-
-async def test_what_came_before_the_trainer_is_delivered(api: Api) -> None:
-    await api.post("/scored_data", wire_group(2, 1))
-    await api.register()
-    await api.post("/scored_data", wire_group(2, 2))
-    assert await api.batch_marks() == [1, 2]
-    await api.http.get("/reset_data")
-    await api.post("/scored_data", wire_group(2, 2))
-    await api.post("/scored_data", wire_group(2, 3))
-    await api.register()
-    assert await api.get("/info") == {"batch_size": 4, "max_token_len": 512}
-    assert await api.batch_marks() == [2, 3]
-
-
-async def test_registering_again_starts_anew_and_keeps_the_data(api: Api) -> None:
     await api.start()
-    await api.add_environment()
-    for mark in range(5):
-        await api.post("/scored_data", wire_group(2, mark))
-    assert await api.batch_marks() == [0, 1]
-    await api.register(batch_size=2, starting_step=50)
-    assert await api.get("/info") == {"batch_size": 2, "max_token_len": 512}
-    assert await api.get("/status") == {"current_step": 50, "queue_size": 3}
-    assert await api.post("/register-env", ENVIRONMENT) == {"status": "wait for trainer to start"}
-    assert (await api.get("/status-env", json={"env_id": 0}))["current_step"] == 50
-    assert [await api.batch_marks() for _ in range(4)] == [[2], [3], [4], None]
-
-
-async def test_reset(api: Api) -> None:
-    await api.start()
-    env_id = await api.add_environment(group_size=4)
-    await api.post("/scored_data", wire_group(1, 1, env_id=env_id))
-    for mark in range(2, 7):
-        await api.post("/scored_data", wire_group(2, mark))
-    await api.batch_marks()
-    answer = await api.http.get("/reset_data")
-    assert (answer.status_code, answer.text) == (200, "Reset successful")
-    assert answer.headers["content-type"].startswith("text/plain")
-    assert await api.get("/info") == {"batch_size": -1, "max_token_len": 512}
-    assert await api.get("/wandb_info") == {"group": None, "project": None}
-    assert await api.get("/status") == {"current_step": 0, "queue_size": 0}
-    assert (await api.get("/batch"))["status"] == "error"
-    assert mark_of(await api.get("/latest_example")) == 6
-    assert await api.post("/register-env", ENVIRONMENT) == {"status": "wait for trainer to start"}
-    await api.start()
+    await api.add_environment(min_batch_allocation=0.5)
+    for mark in range(2):
+        await api.post("/scored_data", wire_group(2, mark, env_id=4))
     assert await api.batch_marks() is None
-    assert await api.add_environment() == 0
-    counts = await api.store.counts()
-    assert (counts["queued"], counts["buffered"], counts["dropped"]) == (0, 0, 4)
+    clock.ahead = 31
+    assert await api.batch_marks() == [0, 1]
 
 
 async def test_a_reset_takes_nothing_from_native_runs(api: Api) -> None:
@@ -308,17 +81,15 @@ async def test_a_reset_takes_nothing_from_native_runs(api: Api) -> None:
     env_id = await api.add_environment(group_size=4)
     await api.store.create_run("all", batch_size=8, delivery="broadcast")
     await api.store.create_run("maths", batch_size=8, environments=["math"])
-    await put_native(api.store, native_group("a"))
-    await put_native(api.store, msgspec.structs.replace(native_group("b"), env="code"))
+    await api.put("a")
+    await api.put("b", env="code")
     await api.post("/scored_data", wire_group(2, 1))
     await api.post("/scored_data", wire_group(1, 2, env_id=env_id))
     await api.http.get("/reset_data")
     counts = await api.store.counts()
     assert (counts["queued"], counts["buffered"], counts["dropped"]) == (1, 0, 3)
-    lease = await api.post("/v1/runs/maths/lease", {"max_groups": 9})
-    assert [group["group_id"] for group in lease["groups"]] == ["a"]
-    others = await api.post("/v1/runs/all/lease", {"max_groups": 9})
-    assert len(others["groups"]) == 3
+    assert await api.leased("maths", max_groups=9) == ["a"]
+    assert len(await api.leased("all", max_groups=9)) == 3
     # A run that takes everything keeps everything; when it is closed, it waits for nothing.
     await api.store.create_run("shared", batch_size=8)
     await api.post("/scored_data", wire_group(2, 3))
@@ -331,33 +102,34 @@ async def test_a_reset_takes_nothing_from_native_runs(api: Api) -> None:
     assert (await api.store.counts())["queued"] == 0
 
 
-async def test_a_trainer_that_acknowledges_gets_a_lost_batch_again(tmp_path: Path) -> None:
+async def queued(api: Api, groups: int) -> bool:
+    return (await api.store.counts())["queued"] == groups
+
+
+async def test_a_trainer_that_acknowledges_gets_a_lost_batch_again(api: Api) -> None:
+    async def fetch(**headers: str) -> tuple[list[int], str]:
+        answer = await api.http.get("/batch", headers=headers)
+        marks = [mark_of(group) for group in answer.json()["batch"]]
+        return marks, answer.headers.get("x-envserver-lease", "")
+
     lease = {"x-envserver-ack": "lease"}
-    async with running_api(tmp_path / "s.db") as api:
-        await api.register()
-        for mark in range(6):
-            await api.post("/scored_data", wire_group(2, mark))
-
-        async def fetch() -> tuple[list[int] | None, str]:
-            answer = await api.http.get("/batch", headers=lease)
-            batch = answer.json()["batch"]
-            marks = None if batch is None else [mark_of(group) for group in batch]
-            return marks, answer.headers.get("x-envserver-lease", "")
-
-        first, lost = await fetch()
-        second, kept = await fetch()
-        assert (first, second) == ([0, 1], [2, 3])
+    await api.register()
+    for mark in range(8):
+        await api.post("/scored_data", wire_group(2, mark))
+    first, lost = await fetch(**lease)
+    second, kept = await fetch(**lease)
+    assert (first, second) == ([0, 1], [2, 3])
+    for _ in range(2):
         assert await api.post("/ack", {"lease_id": kept}) == {"status": "success"}
-        assert await api.post("/ack", {"lease_id": kept}) == {"status": "success"}
-        await api.store.extend(lost, 0.01)
-        await until(lambda: queued(api, 4))
-        again, other = await fetch()
-        assert again == first
-        assert other != lost
-        assert (await api.get("/status"))["current_step"] == 6
-        answer = await api.http.post("/ack", json={"lease_id": lost})
-        assert answer.status_code == 409
-        assert (await api.http.post("/ack", json={"lease_id": "nothing"})).status_code == 404
+    await api.store.extend(lost, 0.01)
+    await until(lambda: queued(api, 6))
+    again, other = await fetch(**lease)
+    assert again == first
+    assert other != lost
+    assert (await api.get("/status"))["current_step"] == 7
+    assert await api.status("POST", "/ack", json={"lease_id": lost}) == 409
+    assert await api.status("POST", "/ack", json={"lease_id": "nothing"}) == 404
+    assert await fetch() == ([4, 5], "")  # for others, fetching is acknowledging
 
 
 @pytest.mark.parametrize("ask", [{}, {"x-envserver-ack": "lease"}])
@@ -372,11 +144,8 @@ async def test_a_request_for_a_batch_that_is_repeated_with_its_key_gets_the_same
         await api.register()
         for mark in range(6):
             await api.post("/scored_data", wire_group(2, mark))
-        assert [await fetch("one"), await fetch("two"), await fetch("one")] == [
-            [0, 1],
-            [2, 3],
-            [0, 1],
-        ]
+        found = [await fetch(key) for key in ("one", "two", "one")]
+        assert found == [[0, 1], [2, 3], [0, 1]]
     async with running_api(tmp_path / "s.db") as api:
         assert [await fetch("two"), await fetch("three")] == [[2, 3], [4, 5]]
         assert (await api.get("/status"))["current_step"] == 6
@@ -388,17 +157,31 @@ async def test_a_request_for_a_batch_that_is_repeated_with_its_key_gets_the_same
             assert await fetch("one") == [0, 1]  # its lease ended: another one
 
 
-async def queued(api: Api, groups: int) -> bool:
-    return (await api.store.counts())["queued"] == groups
+async def test_what_the_store_refuses_is_neither_accepted_nor_lost(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await api.start()
+    for error, status in ((StoreFull, 507), (StoreError, 503)):
 
+        async def fail(*_: object, error: type[StoreError] = error, **__: object) -> None:
+            raise error("No.")
 
-async def test_fetching_is_acknowledging_for_others(api: Api) -> None:
-    await api.register()
-    for mark in range(2):
-        await api.post("/scored_data", wire_group(2, mark))
-    answer = await api.http.get("/batch")
-    assert "x-envserver-lease" not in answer.headers
-    assert (await api.store.counts())["acked"] == 2
+        with monkeypatch.context() as broken:
+            broken.setattr(api.store, "put_encoded", fail)
+            answer = await api.http.post("/scored_data", json=wire_group())
+            assert (answer.status_code, answer.json()) == (status, {"detail": "No."})
+        assert (await api.get("/status"))["queue_size"] == 0
+    for mark in range(6):
+        await api.post("/scored_data", wire_group(mark=mark))
+    # A batch that could not be recorded is the next one.
+    for number, broken_part in enumerate(("lease", "set_value", "ack")):
+        with monkeypatch.context() as broken:
+            broken.setattr(api.store, broken_part, fail)
+            for _ in range(2):
+                assert await api.status("GET", "/batch") == 503
+        assert await api.batch_marks() == [2 * number, 2 * number + 1]
+    assert await api.batch_marks() is None
+    assert (await api.get("/status"))["current_step"] == 6
 
 
 async def test_groups_of_our_own_environments_are_delivered_too(api: Api) -> None:
@@ -408,28 +191,21 @@ async def test_groups_of_our_own_environments_are_delivered_too(api: Api) -> Non
     assert (await api.get("/status"))["queue_size"] == 2
     _, native = (await api.get("/batch"))["batch"]
     assert list(native) == KEYS
-    assert native["tokens"] == [[1, 2, 3, 4, 5]] * 2
-    assert native["masks"] == [[-100, -100, 3, 4, 5]] * 2
-    assert native["inference_logprobs"] == [[1.0, 1.0, -0.25, -0.5, -0.75]] * 2
-    assert native["scores"] == [0.0, 1.0]
-    assert native["overrides"] == [{"set_advantage_to_zero": True}] * 2
-    assert native["generation_params"] == {"temperature": 0.7}
+    assert (
+        native
+        | {
+            "tokens": [[1, 2, 3, 4, 5]] * 2,
+            "masks": [[-100, -100, 3, 4, 5]] * 2,
+            "inference_logprobs": [[1.0, 1.0, -0.25, -0.5, -0.75]] * 2,
+            "scores": [0.0, 1.0],
+            "overrides": [{"set_advantage_to_zero": True}] * 2,
+            "generation_params": {"temperature": 0.7},
+            "env_id": None,
+        }
+        == native
+    )
     assert [messages[-1]["content"] for messages in native["messages"]] == ["2", "2"]
-    assert native["env_id"] is None
-
-
-async def test_how_our_own_groups_are_written_can_be_chosen(tmp_path: Path) -> None:
-    more = {"score_range": "pm1", "include_messages": False}
-    async with running_api(tmp_path / "s.db", **more) as api:
-        await api.register(batch_size=2)
-        await put_native(api.store, native_group("native-1"))
-        (native,) = (await api.get("/batch"))["batch"]
-        assert native["scores"] == [-1.0, 1.0]
-        assert native["messages"] is None
-        assert native["overrides"] is None
-
-
-async def test_a_group_that_cannot_be_read_holds_up_no_batch(api: Api) -> None:
+    # One that cannot be read holds up no batch.
     await api.register(batch_size=2)
     odd = {"env": "math", "format": "group", "size": 2, "tokens": 1, "max_length": 1}
     await api.store.put([GroupPut(group_id="broken", body=b"\xc1", **odd)])
@@ -439,18 +215,13 @@ async def test_a_group_that_cannot_be_read_holds_up_no_batch(api: Api) -> None:
     assert (await api.store.counts())["dropped"] == 2
 
 
-async def test_native_and_atropos_trainers_share_one_queue(api: Api) -> None:
-    await api.register()
-    for mark in range(10):
-        await api.post("/scored_data", wire_group(2, mark))
-    assert await api.batch_marks() == [0, 1]
-    await api.http.post("/v1/runs", json={"name": "native", "batch_size": 3})
-    lease = (await api.http.post("/v1/runs/native/lease", json={})).json()
-    assert [mark_of(group["group"]) for group in lease["groups"]] == [2, 3, 4]
-    assert [await api.batch_marks() for _ in range(3)] == [[6, 7], [8, 9], None]
-    nack = await api.http.post("/v1/runs/native/nack", json={"lease_id": lease["lease_id"]})
-    assert nack.status_code == 204
-    assert [await api.batch_marks() for _ in range(3)] == [[2, 3], [4, 5], None]
+async def test_how_our_own_groups_are_written_can_be_chosen(tmp_path: Path) -> None:
+    more = {"score_range": "pm1", "include_messages": False}
+    async with running_api(tmp_path / "s.db", **more) as api:
+        await api.register(batch_size=2)
+        await api.put("native-1")
+        (native,) = (await api.get("/batch"))["batch"]
+        assert (native["scores"], native["messages"], native["overrides"]) == ([-1, 1], None, None)
 
 
 async def test_many_posters_and_trainers_at_once(api: Api) -> None:
@@ -473,3 +244,112 @@ async def test_many_posters_and_trainers_at_once(api: Api) -> None:
         for _ in range(3):
             group.create_task(fetch())
     assert sorted(got) == list(range(200))
+
+
+# Bodies
+
+
+async def test_a_group_comes_out_as_it_went_in_with_all_keys(api: Api) -> None:
+    await api.register(batch_size=2)
+    full = wire_group(
+        advantages=[[0.1, 0.2, 0.3]] * 2,
+        ref_logprobs=[[-1.0, -2.0, -3.0]] * 2,
+        inference_logprobs=[[1.0, -0.5, -0.25]] * 2,
+        messages=[[{"role": "odd", "content": [1, {"a": None}], "reward": 0.5, "more": "é"}]] * 2,
+        generation_params={"temperature": 0.7},
+        overrides=[{"set_advantage_to_zero": True}, {}],
+        group_overrides={"group_size": 2},
+        images={"any": ["thing"]},
+        env_id=None,
+        distill_token_ids=[[[1, 2]] * 3] * 2,
+        distill_logprobs=[[[-0.1, -0.2]] * 3] * 2,
+    )
+    # Empty lists say none, as environments send them; advantages may be per sequence or per token.
+    empty = {"advantages": [], "ref_logprobs": [], "messages": [], "overrides": [], "images": []}
+    per_sequence, per_token = {"advantages": [[1.0], [-1.0]]}, {"advantages": [[1.0] * 4] * 2}
+    lax = {"tokens": [[1.0, "7", True]] * 2, "masks": [[1, "7", -100.0]] * 2, "scores": ["0.5", 1]}
+    for posted, found in (
+        (full | {"unknown": 1}, full),
+        (wire_group(), dict.fromkeys(KEYS[3:])),
+        *((wire_group(**one), one) for one in (empty, per_sequence, per_token)),
+        (lax, {"tokens": [[1, 7, 1]] * 2, "masks": [[1, 7, -100]] * 2, "scores": [0.5, 1.0]}),
+    ):
+        assert await api.post("/scored_data", posted) == RECEIVED
+        (delivered,) = (await api.get("/batch"))["batch"]
+        assert list(delivered) == KEYS
+        assert delivered | found == delivered
+        assert await api.get("/latest_example") == delivered
+
+
+async def test_bodies_that_are_too_much_are_refused_shortly(api: Api) -> None:
+    for raw in (b'"\xff"', b"[" * 3000 + b"]" * 3000, b'{"tokens":' * 3000):
+        answer = await api.http.post("/scored_data", content=raw, headers=JSON)
+        assert answer.status_code == 400, raw[:20]
+        assert answer.json() == {"detail": "There was an error parsing the body"}
+    huge = json.dumps(wire_group(tokens=[[0, 10**400, 6]] * 2))
+    row = b"[" + b",".join([b'"a"'] * 1_000_000) + b"]"
+    for content, place in (
+        (huge, ["body", "tokens", 0, 1]),
+        (b'{"tokens":[%b,%b],"masks":[[1]],"scores":[1]}' % (row, row), ["body", "tokens", 0, 0]),
+    ):
+        answer = await api.http.post("/scored_data", content=content, headers=JSON)
+        assert answer.status_code == 422
+        assert answer.json()["detail"][0]["loc"][:4] == place
+        assert len(answer.json()["detail"]) <= 2
+    missing = b'{"tokens":[[' + b"1," * 1_000_000 + b"1]]}"
+    answer = await api.http.post("/scored_data", content=missing, headers=JSON)
+    assert (answer.status_code, len(answer.content) < 1000) == (422, True)
+    bomb = gzip.compress(b'{"tokens":[[' + b"1," * 20_000_000 + b"1]]}", 1)  # of tiny values
+    answer = await api.http.post("/scored_data", content=bomb, headers=GZIP)
+    assert (answer.status_code, answer.json()["detail"][:25]) == (413, "The body has more than 20")
+
+
+async def test_gzip_both_ways(api: Api) -> None:
+    await api.register(batch_size=8)
+    group = wire_group(8, tokens=[list(range(300))] * 8, masks=[list(range(300))] * 8)
+    packed = gzip.compress(json.dumps(group).encode())
+    answer = await api.http.post("/scored_data", content=packed, headers=GZIP)
+    assert answer.json() == RECEIVED
+    plain = await api.http.get("/latest_example", headers={"accept-encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    assert "Accept-Encoding" in plain.headers["vary"]
+    small = await api.http.get("/info", headers={"accept-encoding": "gzip"})
+    assert "content-encoding" not in small.headers
+    large = await api.http.get("/batch", headers={"accept-encoding": "gzip"})
+    assert large.headers["content-encoding"] == "gzip"
+    assert large.json()["batch"][0]["tokens"] == group["tokens"]
+    whole = gzip.compress(b"{}" * 99)
+    for broken in (b"no gzip", whole[:-4], whole[:12], whole + b"more", b"\x1f\x8b"):
+        answer = await api.http.post("/scored_data", content=broken, headers=GZIP)
+        assert (answer.status_code, answer.text) == (400, "Invalid gzip payload")
+        assert answer.headers["content-type"].startswith("text/plain")
+
+
+async def test_bodies_have_a_limit_before_and_after_inflating(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "s.db", server={"max_body_bytes": 10_000}) as api:
+        bomb = gzip.compress(b" " * 50_000_000)
+        assert len(bomb) < 100_000
+        for content, headers, statuses in (
+            (b" " * 10_001, {}, [413]),
+            (bomb[:9_000], GZIP, [413]),
+            (gzip.compress(b" " * 10_001), GZIP, [413]),
+            (gzip.compress(gzip.compress(b" " * 5_000_000)), GZIP, [400, 422]),
+        ):
+            answer = await api.http.post("/scored_data", content=content, headers=headers)
+            assert answer.status_code in statuses, content[:20]
+        await api.register()
+        assert await api.post("/scored_data", wire_group()) == RECEIVED
+
+
+async def test_a_key_stores_a_post_once(api: Api) -> None:
+    await api.register(batch_size=2)
+    for key, posts, waiting in (("rollout-1", 3, 1), ("", 2, 3)):
+        headers = {"idempotency-key": key} if key else {}
+        for _ in range(posts):
+            assert await api.post("/scored_data", wire_group(), headers=headers) == RECEIVED
+        assert (await api.get("/status"))["queue_size"] == waiting
+    lists = {"idempotency-key": "rollout-2"}
+    for _ in range(2):
+        answer = await api.post("/scored_data_list", [wire_group(), wire_group()], headers=lists)
+        assert answer["groups_processed"] == 2
+    assert (await api.get("/status"))["queue_size"] == 5

@@ -4,60 +4,81 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from envserver_records.errors import InputError
-from support.fake_vllm import fake_vllm
-from support.fleets import attributed, fleet_house, sampled_by, says, versioned_vllm
+from envserver_records.records import Call
+from support.fake_vllm import FakeVllm, fake_vllm
+from support.fleets import FleetHouse, attributed, fleet_house, sampled_by, says, versioned_vllm
 from support.joined import join, registration
-from support.waiting import PATIENCE, until
+from support.waiting import until
 
 from envserver.models.addresses import EngineAddresses
 from envserver.models.discovery import read_list
 from envserver.models.replicas import Registration as KnownEngine
+from envserver.proxy import ProxyAttempt
 from envserver.remote.gate import RunnerGate
 from envserver.remote.link import Link
 from envserver.remote.messages import Registration
 
 
-async def test_a_call_waits_for_the_first_engine_and_a_restart_keeps_it(tmp_path: Path) -> None:
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[FleetHouse]:
+    async with fleet_house(tmp_path / "s.db") as made:
+        yield made
+
+
+async def an_engine() -> AsyncIterator[FakeVllm]:
     async with fake_vllm() as fake:
-        async with fleet_house(tmp_path / "s.db") as house:
-            assert await house.rows() == []
-            first = asyncio.create_task(house.ask(house.open("first")))
-            row = await house.register(fake.url + "/v1", ttl_seconds=60, model="tiny")
-            assert (row["url"], row["standing"], row["origin"]) == (fake.url, "used", "registered")
-            assert 0 < row["expires_in_seconds"] <= 60
-            assert (await first).exact
-            again = await house.register(fake.url, status=200, ttl_seconds=600)
-            assert again["id"] == row["id"]
-            assert again["expires_in_seconds"] > 60
-        async with fleet_house(tmp_path / "s.db") as house:
-            await house.until(fake.url, "used")
-            assert (await house.ask(house.open("second"))).exact
-            gone = await house.api.http.delete(f"/v1/engines/{row['id']}")
-            assert gone.status_code == 204
-            assert await house.rows() == []
-        async with fleet_house(tmp_path / "s.db") as house:
-            assert await house.rows() == []
+        yield fake
+
+
+one, two = pytest.fixture(an_engine, name="one"), pytest.fixture(an_engine, name="two")
+
+
+async def asked(house: FleetHouse, count: int, name: str = "r") -> list[Call]:
+    """The calls of as many new rollouts."""
+    return [await house.ask(house.open(f"{name}{number}")) for number in range(count)]
+
+
+async def test_a_call_waits_for_the_first_engine_and_a_restart_keeps_it(
+    one: FakeVllm, tmp_path: Path
+) -> None:
+    async with fleet_house(tmp_path / "s.db") as house:
+        assert await house.rows() == []
+        first = asyncio.create_task(house.ask(house.open("first")))
+        row = await house.register(one.url + "/v1", ttl_seconds=60, model="tiny")
+        assert (row["url"], row["standing"], row["origin"]) == (one.url, "used", "registered")
+        assert 0 < row["expires_in_seconds"] <= 60
+        assert (await first).exact
+        again = await house.register(one.url, status=200, ttl_seconds=600)
+        assert again["id"] == row["id"]
+        assert again["expires_in_seconds"] > 60
+    async with fleet_house(tmp_path / "s.db") as house:
+        await house.until(one.url, "used")
+        assert (await house.ask(house.open("second"))).exact
+        assert await house.api.status("DELETE", f"/v1/engines/{row['id']}") == 204
+        assert await house.rows() == []
+    async with fleet_house(tmp_path / "s.db") as house:
+        assert await house.rows() == []
+
+
+async def are_gone(house: FleetHouse) -> bool:
+    return await house.rows() == []
 
 
 @pytest.mark.thorough
-async def test_an_engine_without_heartbeats_is_removed(tmp_path: Path) -> None:
-    async with fake_vllm() as fake, fleet_house(tmp_path / "s.db") as house:
-        await house.register(fake.url, ttl_seconds=1)
-        async with asyncio.timeout(PATIENCE):
-            while await house.rows():
-                await asyncio.sleep(0.05)
+async def test_an_engine_without_heartbeats_is_removed(house: FleetHouse, one: FakeVllm) -> None:
+    await house.register(one.url, ttl_seconds=1)
+    await until(lambda: are_gone(house))
 
 
-async def test_an_engine_that_differs_is_refused_in_words_and_gets_no_call(tmp_path: Path) -> None:
-    async with (
-        fake_vllm() as one,
-        fake_vllm(omit=frozenset({"token_ids"})) as other,
-        fleet_house(tmp_path / "s.db") as house,
-    ):
+async def test_an_engine_that_differs_is_refused_in_words_and_gets_no_call(
+    house: FleetHouse, one: FakeVllm
+) -> None:
+    async with fake_vllm(omit=frozenset({"token_ids"})) as other:
         problem = await house.register(other.url, status=409)
         assert "token ids" in problem["detail"]
         await house.register(one.url)
@@ -66,71 +87,61 @@ async def test_an_engine_that_differs_is_refused_in_words_and_gets_no_call(tmp_p
         assert "sk-secret" not in str(problem)
         wrong = await house.register(one.url.replace("127.0.0.1", "localhost"), 409, model="x")
         assert "serve 'tiny', not 'x'" in wrong["detail"]
-        asked = len(other.requests)
-        for number in range(8):
-            await house.ask(house.open(f"r{number}"))
-        assert len(other.requests) == asked
+        before = len(other.requests)
+        await asked(house, 8)
+        assert len(other.requests) == before
 
 
 async def test_a_drained_engine_keeps_its_rollouts_and_a_new_one_takes_none_of_them(
-    tmp_path: Path,
+    house: FleetHouse, one: FakeVllm, two: FakeVllm
 ) -> None:
-    async with fake_vllm() as one, fake_vllm() as two, fleet_house(tmp_path / "s.db") as house:
-        await house.register(one.url)
-        old = [house.open(f"old-{number}") for number in range(6)]
-        for attempt in old:
+    async def ask(attempts: list[ProxyAttempt]) -> None:
+        for attempt in attempts:
             await house.ask(attempt)
-        await house.register(two.url)
-        before = len(two.requests)
-        for attempt in old:
-            await house.ask(attempt)
-        assert len(two.requests) == before
-        row = (await house.tell(one.url, "drain"))["engine"]
-        assert (row["standing"], row["rollouts"]) == ("draining", 6)
-        new = [house.open(f"new-{number}") for number in range(6)]
-        asked = len(one.requests)
-        for attempt in [*old, *new]:
-            await house.ask(attempt)
-        assert len(one.requests) == asked + len(old)
-        for attempt in old:
-            house.proxy.seal(attempt)
-        await house.until(one.url, "drained")
-        await house.tell(one.url, "resume")
-        await house.until(one.url, "used")
+
+    await house.register(one.url)
+    old = [house.open(f"old-{number}") for number in range(6)]
+    await ask(old)
+    await house.register(two.url)
+    before = len(two.requests)
+    await ask(old)
+    assert len(two.requests) == before
+    row = (await house.tell(one.url, "drain"))["engine"]
+    assert (row["standing"], row["rollouts"]) == ("draining", 6)
+    before = len(one.requests)
+    await ask([*old, *(house.open(f"new-{number}") for number in range(6))])
+    assert len(one.requests) == before + len(old)
+    for attempt in old:
+        house.proxy.seal(attempt)
+    await house.until(one.url, "drained")
+    await house.tell(one.url, "resume")
+    await house.until(one.url, "used")
 
 
-async def test_the_least_loaded_engine_gets_the_next_rollout(tmp_path: Path) -> None:
-    async with (
-        fake_vllm() as one,
-        fake_vllm() as two,
-        fleet_house(tmp_path / "s.db", routing="least") as house,
-    ):
+async def test_the_least_loaded_engine_gets_the_next_rollout(
+    one: FakeVllm, two: FakeVllm, tmp_path: Path
+) -> None:
+    async with fleet_house(tmp_path / "s.db", routing="least") as house:
         for fake in (one, two):
             await house.register(fake.url)
-        for number in range(10):
-            await house.ask(house.open(f"r{number}"))
+        await asked(house, 10)
         assert [row["rollouts"] for row in await house.rows()] == [5, 5]
 
 
 async def test_old_weights_get_no_calls_and_tokens_have_their_engines_version(
-    tmp_path: Path,
+    house: FleetHouse,
 ) -> None:
-    async with (
-        versioned_vllm(3) as one,
-        versioned_vllm(2) as late,
-        fleet_house(tmp_path / "s.db") as house,
-    ):
+    async with versioned_vllm(3) as one, versioned_vllm(2) as late:
         await house.publish(3)
         await house.register(one.url, version=3)
         row = await house.register(late.url, version=2)
         assert (row["standing"], row["weights_version"]) == ("old", 2)
         assert row["reason"] == "it has version 2, and 3 is published"
-        for number in range(8):
-            call = await house.ask(house.open(f"r{number}"))
+        for call in await asked(house, 8):
             assert attributed(call) == [sampled_by(call)] == [3]
         late.text = says(4)
         await house.tell(late.url, "version", version=4)
-        calls = [await house.ask(house.open(f"s{number}")) for number in range(12)]
+        calls = await asked(house, 12, "s")
         assert {sampled_by(call) for call in calls} == {3, 4}
         assert all(attributed(call) == [sampled_by(call)] for call in calls)
         await house.publish(4)
@@ -141,18 +152,17 @@ async def test_old_weights_get_no_calls_and_tokens_have_their_engines_version(
 
 
 async def test_an_engine_that_tells_no_version_follows_publications_only_from_the_first(
-    tmp_path: Path,
+    house: FleetHouse, one: FakeVllm, two: FakeVllm
 ) -> None:
-    async with fake_vllm() as one, fake_vllm() as two, fleet_house(tmp_path / "s.db") as house:
-        await house.register(one.url)
-        await house.publish(1)
-        assert attributed(await house.ask(house.open("r"))) == [1]
-        row = await house.register(two.url)
-        assert (row["standing"], row["weights_version"]) == ("old", None)
-        assert row["reason"] == "its policy version was not told"
-        await house.publish(2)
-        assert (await house.row(one.url))["weights_version"] == 2
-        assert (await house.row(two.url))["standing"] == "old"
+    await house.register(one.url)
+    await house.publish(1)
+    assert attributed(*await asked(house, 1)) == [1]
+    row = await house.register(two.url)
+    assert (row["standing"], row["weights_version"]) == ("old", None)
+    assert row["reason"] == "its policy version was not told"
+    await house.publish(2)
+    assert (await house.row(one.url))["weights_version"] == 2
+    assert (await house.row(two.url))["standing"] == "old"
 
 
 async def test_a_lag_that_is_allowed_lets_old_weights_sample_as_what_they_are(
@@ -164,39 +174,38 @@ async def test_a_lag_that_is_allowed_lets_old_weights_sample_as_what_they_are(
     ):
         await house.publish(3)
         await house.register(late.url, version=2)
-        call = await house.ask(house.open("r"))
+        (call,) = await asked(house, 1)
         assert attributed(call) == [sampled_by(call)] == [2]
         await house.publish(4)
         assert await house.standings() == ["old"]
 
 
-async def test_a_paused_engine_is_idle_and_the_others_take_its_calls(tmp_path: Path) -> None:
-    held = asyncio.Event()
-    async with fake_vllm() as one, fake_vllm() as two, fleet_house(tmp_path / "s.db") as house:
-        await house.register(one.url)
-        attempt = house.open("r")
-        await house.ask(attempt)
-        await house.register(two.url)
-        one.held = held
-        asking = asyncio.create_task(house.ask(attempt))
-        await until(lambda: len(one.requests) and house.fleet.replicas[0].slots.used == 1)
-        answer = await house.tell(one.url, "pause", timeout_seconds=0.05)
-        assert (answer["idle"], answer["engine"]["standing"]) == (False, "paused")
-        answer = await house.tell(one.url, "pause", in_flight="abort")
-        assert answer["idle"]
-        assert (await asking).exact
-        await house.tell(one.url, "resume", version=7)
-        assert (await house.row(one.url))["weights_version"] == 7
+async def test_a_paused_engine_is_idle_and_the_others_take_its_calls(
+    house: FleetHouse, one: FakeVllm, two: FakeVllm
+) -> None:
+    await house.register(one.url)
+    attempt = house.open("r")
+    await house.ask(attempt)
+    await house.register(two.url)
+    one.held = asyncio.Event()
+    asking = asyncio.create_task(house.ask(attempt))
+    await until(lambda: len(one.requests) and house.fleet.replicas[0].slots.used == 1)
+    answer = await house.tell(one.url, "pause", timeout_seconds=0.05)
+    assert (answer["idle"], answer["engine"]["standing"]) == (False, "paused")
+    assert (await house.tell(one.url, "pause", in_flight="abort"))["idle"]
+    assert (await asking).exact
+    await house.tell(one.url, "resume", version=7)
+    assert (await house.row(one.url))["weights_version"] == 7
 
 
 async def test_engines_come_drain_die_and_come_back_with_old_weights_under_load(
-    tmp_path: Path,
+    house: FleetHouse,
 ) -> None:
     """No call fails, and each carries the version of the weights that sampled it."""
     done = asyncio.Event()
     calls = []
 
-    async with fleet_house(tmp_path / "s.db") as house, versioned_vllm(1) as steady:
+    async with versioned_vllm(1) as steady:
 
         async def rollouts(lane: int) -> None:
             number = 0
@@ -251,33 +260,30 @@ async def test_engines_come_drain_die_and_come_back_with_old_weights_under_load(
     assert {sampled_by(call) for call in calls} == {1, 2}
 
 
-async def test_runners_hear_of_engines_if_they_understand_it(tmp_path: Path) -> None:
-    async with fake_vllm() as fake, fleet_house(tmp_path / "s.db") as house:
-        old = await join(house.api, "math@old")
-        new = await join(house.api, "math@new", place="?understands=engines")
-        assert "engines" not in await old.beat()
-        first = (await new.beat())["engines"]
-        await house.register(fake.url, version=3)
-        assert "engines" not in await old.beat()
-        told = (await new.beat())["engines"]
-        assert told["id"] != first["id"]
-        assert told["engines"] == [
-            {"url": fake.url, "version": 3, "follows": False, "draining": False, "paused": False}
-        ]
-        seen = new.news | {"engines": {"id": told["id"]}}
-        assert "engines" not in await new.beat(seen=seen)
+async def test_runners_hear_of_engines_if_they_understand_it(
+    house: FleetHouse, one: FakeVllm
+) -> None:
+    old = await join(house.api, "math@old")
+    new = await join(house.api, "math@new", place="?understands=engines")
+    assert "engines" not in await old.beat()
+    first = (await new.beat())["engines"]
+    await house.register(one.url, version=3)
+    assert "engines" not in await old.beat()
+    told = (await new.beat())["engines"]
+    assert told["id"] != first["id"]
+    assert told["engines"] == [
+        {"url": one.url, "version": 3, "follows": False, "draining": False, "paused": False}
+    ]
+    assert "engines" not in await new.beat(seen=new.news | {"engines": {"id": told["id"]}})
 
 
-async def test_a_runner_calls_the_engines_of_its_server_with_their_versions(tmp_path: Path) -> None:
-    facts = registration("math@one")
-    async with (
-        versioned_vllm(3) as fake,
-        fleet_house(tmp_path / "s.db") as house,
-        fleet_house(tmp_path / "runner.db") as runner,
-    ):
+async def test_a_runner_calls_the_engines_of_its_server_with_their_versions(
+    house: FleetHouse, tmp_path: Path
+) -> None:
+    async with versioned_vllm(3) as fake, fleet_house(tmp_path / "runner.db") as runner:
         link = Link(
             house.api.url,
-            Registration(**facts),
+            Registration(**registration("math@one")),
             gate=RunnerGate(),
             publish=runner.proxy.publish_version,
             hear_engines=lambda told: runner.fleet.sync(
@@ -285,30 +291,31 @@ async def test_a_runner_calls_the_engines_of_its_server_with_their_versions(tmp_
             ),
         )
         link.doubts_engines = lambda: runner.fleet.doubts
+
+        async def samples(version: int, name: str) -> None:
+            (call,) = await asked(runner, 1, name)
+            assert attributed(call) == [sampled_by(call)] == [version]
+
         async with link.open():
             living = asyncio.create_task(link.live())
             await house.publish(3)
             await house.register(fake.url, version=3)
-            call = await runner.ask(runner.open("r"))
-            assert attributed(call) == [sampled_by(call)] == [3]
+            await samples(3, "r")
             assert (await runner.row(fake.url))["origin"] == "server"
             runner.fleet.at(fake.url).lost()  # only its own connection broke
-            assert attributed(await runner.ask(runner.open("s"))) == [3]
+            await samples(3, "s")
             await house.tell(fake.url, "pause")
             fake.text = says(4)
             await runner.until(fake.url, "paused")
             await house.tell(fake.url, "resume", version=4)
-            call = await runner.ask(runner.open("t"))
-            assert attributed(call) == [sampled_by(call)] == [4]
+            await samples(4, "t")
             await house.api.http.delete(f"/v1/engines/{(await house.row(fake.url))['id']}")
-            async with asyncio.timeout(PATIENCE):
-                while await runner.rows():
-                    await asyncio.sleep(0.01)
+            await until(lambda: are_gone(runner))
             living.cancel()
             await asyncio.gather(living, return_exceptions=True)
 
 
-async def test_an_address_that_may_be_no_engines_is_refused(tmp_path: Path) -> None:
+async def test_an_address_that_may_be_no_engines_is_refused(house: FleetHouse) -> None:
     refused = {
         "http://169.254.169.254/latest": "No engine may be registered",
         "http://[fd00:ec2::254]:80": "No engine may be registered",
@@ -321,11 +328,9 @@ async def test_an_address_that_may_be_no_engines_is_refused(tmp_path: Path) -> N
         "http://gpu7:8000\\@127.0.0.1:6379": "is no address of an engine",
         "http://gpu7.é..com:8000": "is no address of an engine",
     }
-    async with fleet_house(tmp_path / "s.db") as house:
-        for url, words in refused.items():
-            problem = await house.register(url, status=422)
-            assert words in problem["detail"]
-        assert await house.rows() == []
+    for url, words in refused.items():
+        assert words in (await house.register(url, status=422))["detail"]
+    assert await house.rows() == []
 
 
 async def test_where_others_may_register_this_machine_is_no_engine() -> None:
@@ -338,39 +343,40 @@ async def test_where_others_may_register_this_machine_is_no_engine() -> None:
     await EngineAddresses(["*.local"], this_machine=False).check("http://gpu.local:8000")
 
 
-async def test_only_hosts_that_the_settings_name_get_the_key(tmp_path: Path) -> None:
-    async with fake_vllm() as fake:
-        async with fleet_house(tmp_path / "s.db", key="sk-secret") as house:
-            await house.register(fake.url)
-            await house.ask(house.open("r"))
-        assert not [key for one in fake.headers for key in one if key.lower() == "authorization"]
-        allow = ["10.0.0.0/8", "127.0.0.0/8"]
-        async with fleet_house(tmp_path / "t.db", key="sk-secret", allow=allow) as house:
-            problem = await house.register("http://192.168.1.1:8000", status=422)
-            assert problem["hint"] == (
-                "--engines.allow lists the hosts at which engines may be registered."
-            )
-            await house.register(fake.url)
-            await house.ask(house.open("r"))
-            assert "sk-secret" not in str(await house.rows())
-        assert "Bearer sk-secret" in fake.headers[-1].values()
+async def test_only_hosts_that_the_settings_name_get_the_key(one: FakeVllm, tmp_path: Path) -> None:
+    async with fleet_house(tmp_path / "s.db", key="sk-secret") as house:
+        await house.register(one.url)
+        await asked(house, 1)
+    assert not [key for sent in one.headers for key in sent if key.lower() == "authorization"]
+    allow = ["10.0.0.0/8", "127.0.0.0/8"]
+    async with fleet_house(tmp_path / "t.db", key="sk-secret", allow=allow) as house:
+        problem = await house.register("http://192.168.1.1:8000", status=422)
+        said = "--engines.allow lists the hosts at which engines may be registered."
+        assert problem["hint"] == said
+        await house.register(one.url)
+        await asked(house, 1)
+        assert "sk-secret" not in str(await house.rows())
+    assert "Bearer sk-secret" in one.headers[-1].values()
 
 
-async def test_a_file_lists_engines_and_their_versions(tmp_path: Path) -> None:
+async def test_a_file_lists_engines_and_their_versions(
+    one: FakeVllm, two: FakeVllm, tmp_path: Path
+) -> None:
     listed = tmp_path / "engines.txt"
-    async with fake_vllm() as one, fake_vllm() as two:
-        listed.write_text(f"# ours\n{one.url}/v1\n")
-        async with fleet_house(tmp_path / "s.db", file=listed, poll_seconds=0.02) as house:
-            assert (await house.row(one.url))["origin"] == "file"
-            await house.ask(house.open("r"))
-            listed.write_text(json.dumps({"url": two.url, "version": 5}))
-            async with asyncio.timeout(PATIENCE):
-                while [row["url"] for row in await house.rows()] != [two.url]:
-                    await asyncio.sleep(0.01)
-            assert (await house.row(two.url))["weights_version"] == 5
-            listed.write_text("nonsense")
-            assert attributed(await house.ask(house.open("s"))) == [5]
-            assert len(await house.rows()) == 1
+    listed.write_text(f"# ours\n{one.url}/v1\n")
+    async with fleet_house(tmp_path / "s.db", file=listed, poll_seconds=0.02) as house:
+
+        async def is_two() -> bool:
+            return [row["url"] for row in await house.rows()] == [two.url]
+
+        assert (await house.row(one.url))["origin"] == "file"
+        await asked(house, 1)
+        listed.write_text(json.dumps({"url": two.url, "version": 5}))
+        await until(is_two)
+        assert (await house.row(two.url))["weights_version"] == 5
+        listed.write_text("nonsense")
+        assert attributed(*await asked(house, 1, "s")) == [5]
+        assert await is_two()
     for line in ("nonsense", "http://me:secret@gpu7:8000", "http://gpu7\\x:8000", "http://é..com"):
         listed.write_text(f"http://gpu6:8000\n{line}")
         with pytest.raises(InputError, match="line 2") as refusal:
@@ -379,7 +385,10 @@ async def test_a_file_lists_engines_and_their_versions(tmp_path: Path) -> None:
 
 
 async def test_a_list_that_is_read_while_it_is_written_removes_no_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    one: FakeVllm,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     looks = 0
 
@@ -389,17 +398,13 @@ async def test_a_list_that_is_read_while_it_is_written_removes_no_engine(
         return [] if looks == 3 else [KnownEngine(url=one.url)]
 
     monkeypatch.setattr("envserver.models.discovery.read_list", read)
-    async with (
-        fake_vllm() as one,
-        fleet_house(tmp_path / "s.db", file=tmp_path / "list", poll_seconds=0.01),
-    ):
+    async with fleet_house(tmp_path / "s.db", file=tmp_path / "list", poll_seconds=0.01):
         await until(lambda: looks > 5)
     assert "engine_gone" not in capsys.readouterr().out
 
 
-async def test_a_name_in_dns_lists_engines(tmp_path: Path) -> None:
-    async with fake_vllm() as one:
-        name = one.url.replace("http://127.0.0.1", "localhost")
-        async with fleet_house(tmp_path / "s.db", dns=name) as house:
-            await house.until(one.url, "used")
-            assert (await house.row(one.url))["origin"] == "dns"
+async def test_a_name_in_dns_lists_engines(one: FakeVllm, tmp_path: Path) -> None:
+    name = one.url.replace("http://127.0.0.1", "localhost")
+    async with fleet_house(tmp_path / "s.db", dns=name) as house:
+        await house.until(one.url, "used")
+        assert (await house.row(one.url))["origin"] == "dns"

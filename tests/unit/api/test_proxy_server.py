@@ -30,17 +30,15 @@ CHAT, MESSAGES = "v1/chat/completions", "v1/messages"
 class House:
     """A proxy with one service, which answers when `go` is set."""
 
+    server: ProxyServer
+
     def __init__(self, engine: Any, **bounds: float) -> None:
         self.go = asyncio.Event()
         self.asked = 0
         self.clients: list[Client] = []
         """All of them, open to the end: an unused writer closes its connection."""
-        self.proxy = Proxy(
-            engine,
-            services={"wait": self._wait},
-            bounds=AttemptBounds(**bounds),  # type: ignore[arg-type]
-        )
-        self.server: ProxyServer = None  # type: ignore[assignment]
+        limits: Any = bounds
+        self.proxy = Proxy(engine, services={"wait": self._wait}, bounds=AttemptBounds(**limits))
 
     async def _wait(self, arguments: Any, caller: Any) -> str:
         self.asked += 1
@@ -57,24 +55,36 @@ class House:
         self.clients.append(client)
         return client
 
-    async def get(self, attempt: ProxyAttempt, path: str = "v1/models") -> tuple[int, Any]:
-        client = await self.connect(head(attempt, "GET", path))
-        return await client.answer()
+    async def post(
+        self, attempt: ProxyAttempt, path: str, body: bytes = b"{}", length: int = 0
+    ) -> Client:
+        """A connection that has sent `body`, and said that so many bytes come."""
+        return await self.connect(head(attempt, "POST", path, length or len(body)) + body)
+
+    async def get(self, attempt: ProxyAttempt, path: str = "v1/models", port: int = 0) -> Client:
+        return await self.connect(head(attempt, "GET", path), port)
+
+    async def wait(self, attempt: ProxyAttempt) -> Client:
+        """A connection that is being answered by the service."""
+        asked = self.asked
+        client = await self.post(attempt, "tools/wait")
+        await until(lambda: self.asked > asked)
+        return client
 
 
 class Client:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
+        self.told: Any = None
 
-    async def answer(self) -> tuple[int, Any]:
-        """Status and JSON of the next answer."""
+    async def status(self) -> int:
+        """Status of the next answer; its JSON is `told`."""
         async with asyncio.timeout(PATIENCE):
-            start = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
-            length = int(start.partition("content-length: ")[2].partition("\r\n")[0])
-            body = await self.reader.readexactly(length)
-        self.head = start
-        return int(start.split(" ", 2)[1]), json.loads(body)
+            self.head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+            length = int(self.head.partition("content-length: ")[2].partition("\r\n")[0])
+            self.told = json.loads(await self.reader.readexactly(length))
+        return int(self.head.split(" ", 2)[1])
 
     async def is_closed(self) -> bool:
         """Whether the server closes it without another word."""
@@ -93,15 +103,20 @@ def head(
 
 
 @asynccontextmanager
-async def house(http: HttpBounds | None = None, **bounds: float) -> AsyncIterator[House]:
+async def house(
+    http: HttpBounds | None = None, engine: Any = None, **bounds: float
+) -> AsyncIterator[House]:
     async with OpenAIEngine(OpenAIConfig(base_url="http://127.0.0.1:9")) as dead:
-        made = House(dead, **bounds)
+        made = House(engine or dead, **bounds)
         made.server = await serve_proxy(made.proxy, http)
         try:
             yield made
         finally:
             made.go.set()
             await made.server.close()
+
+
+# Connections
 
 
 @pytest.mark.parametrize("beginning", [b"/r/", b"/%72/", b"/r%2f", b"/any/r/"])
@@ -111,60 +126,54 @@ async def test_every_way_to_write_a_path_counts(beginning: bytes) -> None:
         for number in (1, 2):
             await made.connect(asks)
             await until(lambda most=number: made.asked == most)  # type: ignore[misc]
-        status, told = await (await made.connect(asks)).answer()
-        assert (status, told["error"]["code"]) == (429, "over_bound")
+        client = await made.connect(asks)
+        assert (await client.status(), client.told["error"]["code"]) == (429, "over_bound")
 
 
 async def test_the_longest_unused_connection_of_an_attempt_goes() -> None:
     async with house(max_connections=3) as made:
         mine, other = made.open(), made.open()
-        theirs = await made.connect(head(other, "POST", CHAT, 10))
-        busy = await made.connect(head(mine, "POST", "tools/wait", 2) + b"{}")
-        await until(lambda: made.asked == 1)
-        half = await made.connect(head(mine, "POST", CHAT, 10) + b"{")
-        idle = await made.connect(head(mine, "GET", "v1/models"))
-        assert (await idle.answer())[0] == 200
+        theirs = await made.post(other, CHAT, b"", 10)
+        busy = await made.wait(mine)
+        half = await made.post(mine, CHAT, b"{", 10)
+        idle = await made.get(mine)
+        assert await idle.status() == 200
         # `half` is the oldest that is not being answered, then `idle`.
-        assert (await made.get(mine))[0] == 200
-        status, told = await half.answer()
-        assert (status, told["error"]["code"]) == (429, "over_bound")
-        assert (await made.get(mine))[0] == 200
+        assert await (await made.get(mine)).status() == 200
+        assert (await half.status(), half.told["error"]["code"]) == (429, "over_bound")
+        assert await (await made.get(mine)).status() == 200
         assert await idle.is_closed()
         made.go.set()
-        assert (await busy.answer())[0] == 200
+        assert await busy.status() == 200
         theirs.writer.write(b"x" * 10)
-        assert (await theirs.answer())[0] == 400  # it was never closed
+        assert await theirs.status() == 400  # it was never closed
         assert made.proxy.totals.refused["connections"] == 2
         assert (mine.flags, other.flags) == ({"over_bound"}, set())
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"), [(CHAT, "over_bound"), ("v1/responses", "over_bound"), (MESSAGES, None)]
-)
-async def test_what_is_refused_is_told_in_the_dialect(path: str, kind: str | None) -> None:
+async def test_what_is_refused_is_told_in_the_dialect() -> None:
     async with house(max_connections=2) as made:
         attempt = made.open()
         for _ in range(2):
-            await made.connect(head(attempt, "POST", "tools/wait", 2) + b"{}")
-        await until(lambda: made.asked == 2)
-        client = await made.connect(head(attempt, "POST", path, 2) + b"{}")
-        status, told = await client.answer()
-        assert status == 429
-        if kind is None:
-            assert told["error"]["type"] == "rate_limit_error"
-        else:
-            assert told["error"]["code"] == kind
-        assert "x-should-retry: true" in client.head and "retry-after: 1" in client.head
-        assert await client.is_closed()
+            await made.wait(attempt)
+        for path, key, kind in (
+            (CHAT, "code", "over_bound"),
+            ("v1/responses", "code", "over_bound"),
+            (MESSAGES, "type", "rate_limit_error"),
+        ):
+            client = await made.post(attempt, path)
+            assert (await client.status(), client.told["error"][key]) == (429, kind)
+            assert "x-should-retry: true" in client.head and "retry-after: 1" in client.head
+            assert await client.is_closed()
 
 
 async def test_a_connection_counts_for_the_attempt_that_asked_last() -> None:
     async with house(max_connections=2) as made:
         one, another = made.open(), made.open()
-        shared = await made.connect(head(one, "GET", "v1/models"))
-        assert (await shared.answer())[0] == 200
+        shared = await made.get(one)
+        assert await shared.status() == 200
         shared.writer.write(head(another, "GET", "v1/models"))
-        assert (await shared.answer())[0] == 200
+        assert await shared.status() == 200
         assert (len(one.in_flight.connections), len(another.in_flight.connections)) == (0, 1)
         shared.writer.close()
         await until(lambda: not made.proxy.totals.connections)
@@ -178,101 +187,10 @@ async def test_a_workers_own_socket_holds_few_connections_without_a_key() -> Non
         port = listener.getsockname()[1]
         place = await made.server.serve_worker(listener)
         silent = [await made.connect(b"GET /r/", port) for _ in range(3)]
-        attempt = made.open()
-        client = await made.connect(head(attempt, "GET", "v1/models"), port)
-        assert (await client.answer())[0] == 200
-        assert (await silent[0].answer())[0] == 429
+        assert await (await made.get(made.open(), port=port)).status() == 200
+        assert await silent[0].status() == 429
         assert made.proxy.totals.connections == 3
         place.close()
-
-
-async def test_bytes_of_an_attempt_are_bounded_together_and_given_back() -> None:
-    async with house(max_request_mb=10) as made:
-        mine, other = made.open(), made.open()
-        half = await made.connect(head(mine, "POST", CHAT, 8_000_000) + b" " * 100)
-        await until(lambda: mine.in_flight.bytes == 8_000_000)
-        # As it was declared, as it comes, and as it is inflated.
-        declared = await made.connect(head(mine, "POST", CHAT, 3_000_000))
-        assert (await declared.answer())[0] == 429
-        chunked = head(mine, "POST", CHAT).replace(
-            b"content-length: 0", b"transfer-encoding: chunked"
-        )
-        growing = await made.connect(chunked + b"%x\r\n" % 3_000_000 + b" " * 3_000_000)
-        assert (await growing.answer())[0] == 429
-        bomb = gzip.compress(b" " * 3_000_000)
-        inflated = head(mine, "POST", CHAT, len(bomb), "content-encoding: gzip\r\n")
-        assert (await (await made.connect(inflated + bomb)).answer())[0] == 429
-        # Others are not concerned, and neither is what is small enough.
-        big = head(other, "POST", CHAT, 3_000_000) + b" " * 3_000_000
-        assert (await (await made.connect(big)).answer())[0] == 400
-        assert (await (await made.connect(head(mine, "POST", CHAT, 2) + b"no")).answer())[0] == 400
-        half.writer.close()
-        await until(lambda: made.proxy.totals.bytes == 0)
-        again = await made.connect(head(mine, "POST", CHAT, 3_000_000) + b" " * 3_000_000)
-        assert (await again.answer())[0] == 400
-        assert made.proxy.totals.refused["bytes"] == 3
-
-
-async def test_a_body_of_millions_of_tiny_values_is_not_parsed() -> None:
-    async with house() as made:
-        attempt = made.open()
-        tiny = b'{"output":[' + b"1," * 2_500_000 + b"1]}"
-        for path in (CHAT, MESSAGES, "tools/wait", "result"):
-            client = await made.connect(head(attempt, "POST", path, len(tiny)) + tiny)
-            assert (await client.answer())[0] == 413, path
-        assert (attempt.output, attempt.flags) == (None, {"result_cut_off"})
-
-
-async def test_a_body_that_alone_is_over_the_bound_is_too_large() -> None:
-    """Trying again would not help."""
-    async with house(max_request_mb=2) as made:
-        client = await made.connect(head(made.open(), "POST", CHAT, 2_000_001))
-        assert (await client.answer())[0] == 413
-
-
-async def test_all_attempts_together_are_bounded_and_each_keeps_a_little() -> None:
-    async with house(max_request_mb=10) as made:
-        greedy = [made.open() for _ in range(8)]
-        for one in greedy:
-            await made.connect(head(one, "POST", CHAT, 10_000_000))
-        await until(lambda: made.proxy.totals.bytes == 80_000_000)
-        late = made.open()
-        large = await made.connect(head(late, "POST", CHAT, 9_000_000))
-        assert (await large.answer())[0] == 429
-        small = await made.connect(head(late, "POST", CHAT, 3_000_000) + b" " * 3_000_000)
-        assert (await small.answer())[0] == 400
-
-
-async def test_requests_wait_their_turn_and_a_flood_is_refused() -> None:
-    async with house(max_requests_per_second=20, max_connections=1000) as made:
-        attempt = made.open()
-        told = await asyncio.gather(*(made.get(attempt) for _ in range(230)))
-        statuses = [status for status, _ in told]
-        assert 200 < statuses.count(200) < 230  # the burst, and those that could wait
-        assert statuses.count(429) == 230 - statuses.count(200)
-        assert made.proxy.totals.refused["requests"] == statuses.count(429)
-        # Its result is taken all the same.
-        result = b'{"output": 1}'
-        client = await made.connect(head(attempt, "POST", "result", len(result)) + result)
-        assert b"204" in await client.reader.readuntil(b"\r\n\r\n")
-        assert attempt.output == 1
-
-
-async def test_unknown_keys_have_a_rate_together() -> None:
-    async with house(max_requests_per_second=2) as made:
-        clients = [await made.connect(head(None, "GET", "v1/models")) for _ in range(60)]
-        statuses = [(await client.answer())[0] for client in clients]
-        assert set(statuses) == {404, 429}
-        assert (await made.get(made.open()))[0] == 200
-
-
-async def test_what_is_sent_before_the_answers_is_bounded() -> None:
-    async with house() as made:
-        attempt = made.open()
-        asked = head(attempt, "POST", "tools/wait", 2) + b"{}"
-        client = await made.connect(asked * 100)
-        assert await client.is_closed()
-        assert made.asked <= 1
 
 
 async def test_heads_and_bodies_that_stop_are_closed() -> None:
@@ -281,20 +199,102 @@ async def test_heads_and_bodies_that_stop_are_closed() -> None:
     async with house(short) as made:
         attempt = made.open()
         for sent in (b"POST /r/", head(attempt, "POST", MESSAGES, 10) + b"{"):
-            assert (await (await made.connect(sent)).answer())[0] == 408
+            assert await (await made.connect(sent)).status() == 408
         assert await (await made.connect()).is_closed()
         assert made.proxy.totals.refused["idle"] == 2
         assert attempt.flags == set()  # a paused machine looks the same
 
 
+# Bytes
+
+
+async def test_bytes_of_an_attempt_are_bounded_together_and_given_back() -> None:
+    large = b" " * 3_000_000
+    async with house(max_request_mb=10) as made:
+        mine, other = made.open(), made.open()
+        half = await made.post(mine, CHAT, b" " * 100, 8_000_000)
+        await until(lambda: mine.in_flight.bytes == 8_000_000)
+        # As it was declared, as it comes, and as it is inflated.
+        bomb = gzip.compress(large)
+        declared = head(mine, "POST", CHAT, len(large))
+        chunked = head(mine, "POST", CHAT).replace(
+            b"content-length: 0", b"transfer-encoding: chunked"
+        )
+        inflated = head(mine, "POST", CHAT, len(bomb), "content-encoding: gzip\r\n")
+        growing = chunked + b"%x\r\n" % len(large) + large
+        for sent in (declared, growing, inflated + bomb):
+            assert await (await made.connect(sent)).status() == 429
+        # Others are not concerned, and neither is what is small enough.
+        assert await (await made.post(other, CHAT, large)).status() == 400
+        assert await (await made.post(mine, CHAT, b"no")).status() == 400
+        half.writer.close()
+        await until(lambda: made.proxy.totals.bytes == 0)
+        assert await (await made.post(mine, CHAT, large)).status() == 400
+        assert made.proxy.totals.refused["bytes"] == 3
+
+
+async def test_a_body_of_millions_of_tiny_values_is_not_parsed() -> None:
+    async with house() as made:
+        attempt = made.open()
+        tiny = b'{"output":[' + b"1," * 2_500_000 + b"1]}"
+        for path in (CHAT, MESSAGES, "tools/wait", "result"):
+            assert await (await made.post(attempt, path, tiny)).status() == 413, path
+        assert (attempt.output, attempt.flags) == (None, {"result_cut_off"})
+
+
+async def test_all_attempts_together_are_bounded_and_each_keeps_a_little() -> None:
+    async with house(max_request_mb=10) as made:
+        greedy = [made.open() for _ in range(8)]
+        # Trying again what alone is over the bound would not help.
+        assert await (await made.post(greedy[0], CHAT, b"", 10_000_001)).status() == 413
+        for one in greedy:
+            await made.post(one, CHAT, b"", 10_000_000)
+        await until(lambda: made.proxy.totals.bytes == 80_000_000)
+        late = made.open()
+        assert await (await made.post(late, CHAT, b"", 9_000_000)).status() == 429
+        assert await (await made.post(late, CHAT, b" " * 3_000_000)).status() == 400
+
+
+# Requests
+
+
+async def test_requests_wait_their_turn_and_a_flood_is_refused() -> None:
+    async with house(max_requests_per_second=20, max_connections=1000) as made:
+        attempt = made.open()
+        clients = await asyncio.gather(*(made.get(attempt) for _ in range(230)))
+        statuses = await asyncio.gather(*(client.status() for client in clients))
+        assert 200 < statuses.count(200) < 230  # the burst, and those that could wait
+        assert statuses.count(429) == 230 - statuses.count(200)
+        assert made.proxy.totals.refused["requests"] == statuses.count(429)
+        # Its result is taken all the same.
+        client = await made.post(attempt, "result", b'{"output": 1}')
+        assert b"204" in await client.reader.readuntil(b"\r\n\r\n")
+        assert attempt.output == 1
+
+
+async def test_unknown_keys_have_a_rate_together() -> None:
+    async with house(max_requests_per_second=2) as made:
+        clients = [await made.connect(head(None, "GET", "v1/models")) for _ in range(60)]
+        assert {await client.status() for client in clients} == {404, 429}
+        assert await (await made.get(made.open())).status() == 200
+
+
+async def test_what_is_sent_before_the_answers_is_bounded() -> None:
+    async with house() as made:
+        asked = head(made.open(), "POST", "tools/wait", 2) + b"{}"
+        assert await (await made.connect(asked * 100)).is_closed()
+        assert made.asked <= 1
+
+
 async def test_guests_have_no_bounds() -> None:
     async with house(max_connections=2, max_requests_per_second=1) as made:
-        key = made.proxy.open_guest()
-        sent = f"POST /r/{key}/v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n"
-        held = [await made.connect(sent.encode()) for _ in range(20)]
+        sent = head(None, "POST", "v1/completions", 9).replace(
+            b"unknown", made.proxy.open_guest().encode()
+        )
+        held = [await made.connect(sent) for _ in range(20)]
         for client in held:
             client.writer.write(b"x" * 9)
-        assert {(await client.answer())[0] for client in held} != {429}
+        assert 429 not in {await client.status() for client in held}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -303,27 +303,22 @@ async def test_a_client_that_hangs_up_is_noticed_at_once(streamed: bool) -> None
     async with (
         fake_vllm() as fake,
         OpenAIEngine(OpenAIConfig(base_url=fake.url, model_name="any")) as engine,
+        house(engine=engine) as made,
     ):
-        made = House(engine)
-        made.server = await serve_proxy(made.proxy)
-        try:
-            fake.held = asyncio.Event()
-            attempt = made.open()
-            asked = head(attempt, "POST", CHAT, len(body)) + body.encode()
-            client = await made.connect(asked)
-            await until(lambda: fake.requests)
-            client.writer.close()
-            await until(lambda: not attempt.in_flight.bytes)  # nobody waits for the answer
-            if streamed:
-                await until(lambda: fake.aborted == 1)
-                assert [call.finish_reason for call in attempt.calls] == ["disconnect"]
-                return
-            assert attempt.calls == []
-            fake.held.set()
-            await until(lambda: attempt.calls)
-            assert attempt.calls[0].exact and attempt.calls[0].delivered == "none"
-            # An equal request is the same client, which asks again for what it lost.
-            assert (await (await made.connect(asked)).answer())[0] == 200
-            assert len(attempt.calls) == 1 and attempt.calls[0].delivered == "full"
-        finally:
-            await made.server.close()
+        fake.held = asyncio.Event()
+        attempt = made.open()
+        client = await made.post(attempt, CHAT, body.encode())
+        await until(lambda: fake.requests)
+        client.writer.close()
+        await until(lambda: not attempt.in_flight.bytes)  # nobody waits for the answer
+        if streamed:
+            await until(lambda: fake.aborted == 1)
+            assert [call.finish_reason for call in attempt.calls] == ["disconnect"]
+            return
+        assert attempt.calls == []
+        fake.held.set()
+        await until(lambda: attempt.calls)
+        assert attempt.calls[0].exact and attempt.calls[0].delivered == "none"
+        # An equal request is the same client, which asks again for what it lost.
+        assert await (await made.post(attempt, CHAT, body.encode())).status() == 200
+        assert len(attempt.calls) == 1 and attempt.calls[0].delivered == "full"

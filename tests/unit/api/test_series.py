@@ -90,7 +90,7 @@ async def test_the_route_answers_curves(tmp_path: Path) -> None:
         assert (one["name"], one["labels"]) == (DELIVERED.name, {"environment": "math"})
         assert set(one["values"]) == {0.0} and len(one["values"]) == len(found["times"])
         assert (await api.get("/v1/series?end=5"))["times"] == []
-        assert (await api.http.get("/v1/series?points=0")).status_code == 422
+        assert await api.status("GET", "/v1/series?points=0") == 422
 
 
 def test_curves_are_thinned_out_to_their_last_rows_and_names_are_bounded() -> None:

@@ -1,10 +1,13 @@
-"""The native trainer API over real HTTP: runs, leases, policy versions, health, errors."""
+"""The native trainer API over real HTTP: runs, groups, policy versions, health, errors, origins."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import re
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,38 +15,26 @@ from typing import Any
 
 import httpx
 import msgspec
+import orjson
 import pytest
+from envserver_clients.http import EnvClient, SyncEnvClient
 from envserver_records.errors import ConfigError, StoreError, StoreFull
-from envserver_records.records import Group, unpack
+from envserver_records.records import Group, pack, unpack
 from fastapi import FastAPI
 from pydantic import ValidationError
 from support.api import KEYS, Api, native_group, put_native, running_api, wire_group
+from support.joined import GROUP, join, registration, stream_group
+from support.waiting import PATIENCE, until
 
 from envserver.api import serve_api
 from envserver.api.access.rules import RULES
+from envserver.proxy import Gate
+from envserver.running.api_serving import api_serving
+from envserver.running.run_settings import RunApiSettings
 from envserver.server_config import ServerConfig
 
 MSGPACK = "application/vnd.envserver.groups+msgpack"
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with running_api(tmp_path / "store.db") as running:
-        await running.http.post("/v1/runs", json={"name": "run", "batch_size": 2})
-        yield running
-
-
-async def put(api: Api, *group_ids: str) -> None:
-    for group_id in group_ids:
-        await put_native(api.store, native_group(group_id))
-
-
-async def lease(api: Api, **body: Any) -> list[str]:
-    answer = await api.http.post("/v1/runs/run/lease", json=body)
-    if answer.status_code == 204:
-        return []
-    assert answer.status_code == 200, answer.text
-    return [group["group_id"] for group in answer.json()["groups"]]
+ONE_MSGPACK = "application/vnd.envserver.group+msgpack"
 
 
 def problem(answer: httpx.Response, status: int) -> Any:
@@ -55,97 +46,29 @@ def problem(answer: httpx.Response, status: int) -> Any:
     return body
 
 
-async def test_runs_are_created_once_and_resumed(api: Api) -> None:
-    body = {"name": "other", "batch_size": 4, "settings": {"lr": 0.1}}
-    created = await api.http.post("/v1/runs", json=body)
-    assert created.status_code == 201
-    again = await api.http.post("/v1/runs", json=body)
-    assert (again.status_code, again.json()) == (200, created.json())
-    changed = await api.http.post("/v1/runs", json={"name": "other", "batch_size": 8})
-    assert changed.json() == created.json() | {"batch_size": 8}
-    assert await api.get("/v1/runs/other") == changed.json()
-    names = [run["name"] for run in (await api.get("/v1/runs"))["runs"]]
-    assert {"run", "other"} <= set(names)
-    problem(await api.http.get("/v1/runs/nobody"), 404)
-    problem(await api.http.post("/v1/runs", json={"name": "atropos"}), 409)
-    for name in ("", "a/b", "x" * 200, 5):
-        problem(await api.http.post("/v1/runs", json={"name": name}), 422)
+# Groups
 
 
-async def test_lease_ack_and_nack(api: Api) -> None:
-    await put(api, "a", "b", "c")
-    first = (await api.http.post("/v1/runs/run/lease", json={})).json()
-    assert [group["group_id"] for group in first["groups"]] == ["a", "b"]
-    assert await lease(api) == ["c"]
-    assert await lease(api) == []
-    nack = {"lease_id": first["lease_id"]}
-    assert (await api.http.post("/v1/runs/run/nack", json=nack)).status_code == 204
-    problem(await api.http.post("/v1/runs/run/ack", json=nack), 409)
-    second = (await api.http.post("/v1/runs/run/lease", json={"max_groups": 1})).json()
-    assert [group["group_id"] for group in second["groups"]] == ["a"]
-    ack = {"lease_id": second["lease_id"]}
-    for _ in range(2):
-        assert (await api.http.post("/v1/runs/run/ack", json=ack)).status_code == 204
-    assert await lease(api, max_groups=9) == ["b"]
-    problem(await api.http.post("/v1/runs/run/ack", json={"lease_id": "none"}), 404)
-    problem(await api.http.post("/v1/runs/nobody/lease", json={}), 404)
-
-
-async def test_leases_expire_and_can_be_extended(api: Api) -> None:
-    await put(api, "a", "b")
-    kept, short = [
-        (
-            await api.http.post("/v1/runs/run/lease", json={"max_groups": 1, "seconds": seconds})
-        ).json()
-        for seconds in (600, 0.2)
-    ]
-    body = {"lease_id": kept["lease_id"], "seconds": 1200}
-    extended = await api.http.post("/v1/runs/run/extend", json=body)
-    assert extended.json()["expires_at"] > kept["expires_at"] + 500
-    assert await lease(api, wait_seconds=20) == ["b"]
-    problem(await api.http.post("/v1/runs/run/ack", json={"lease_id": short["lease_id"]}), 409)
-
-
-async def test_a_lease_waits_for_groups(api: Api) -> None:
-    waiting = asyncio.create_task(lease(api, min_groups=2, wait_seconds=30))
-    await put(api, "a")
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    await put(api, "b")
-    assert await waiting == ["a", "b"]
-    assert await lease(api, wait_seconds=0.05) == []
-
-
-async def test_a_client_that_went_away_takes_nothing(api: Api) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        body = {"wait_seconds": 30}
-        await api.http.post("/v1/runs/run/lease", json=body, timeout=httpx.Timeout(60, read=0.3))
-    await put(api, "a")
-    assert await lease(api, wait_seconds=20) == ["a"]
-
-
-async def test_a_lease_as_messagepack_holds_bodies_as_stored(api: Api) -> None:
-    await put(api, "a")
+async def test_a_lease_holds_bodies_as_stored_or_the_keys_of_the_wire(api: Api) -> None:
+    await api.run()
+    assert await api.status("POST", "/v1/runs/run/lease", content=b'"\xff"') == 400
+    await api.put("a")
     await api.post("/scored_data", wire_group(2, 5))
-    answer = await api.http.post("/v1/runs/run/lease", json={}, headers={"accept": MSGPACK})
+    once = {"idempotency-key": "once"}
+    answer = await api.http.post("/v1/runs/run/lease", json={}, headers={"accept": MSGPACK} | once)
     assert answer.headers["content-type"] == MSGPACK
     native, posted = msgspec.msgpack.decode(answer.content)["groups"]
     assert (native["format"], native["env"]) == ("group", "math")
     assert unpack(native["body"], Group).group_id == "a"
     assert posted["format"] == "atropos"
     assert list(json.loads(posted["body"])) == KEYS
-
-
-async def test_a_lease_as_json_has_the_keys_of_the_wire(api: Api) -> None:
-    await put(api, "a")
-    answer = await api.http.post("/v1/runs/run/lease", json={})
-    (group,) = answer.json()["groups"]
+    group, _ = (await api.post("/v1/runs/run/lease", {}, headers=once))["groups"]
     assert list(group["group"]) == KEYS
     assert group["group"]["masks"] == [[-100, -100, 3, 4, 5]] * 2
 
 
 async def test_groups_are_listed_and_read_without_being_leased(api: Api) -> None:
-    await put(api, "a", "math/b", "c")
+    await api.put("a", "math/b", "c")
     await api.post("/scored_data", wire_group(2, 5))
     before = await api.store.counts()
     first = await api.get("/v1/groups?limit=2")
@@ -165,22 +88,28 @@ async def test_groups_are_listed_and_read_without_being_leased(api: Api) -> None
     rest = await api.get(f"/v1/groups?order=best&environment=math&cursor={best['cursor']}")
     assert [one["group_id"] for one in (*best["groups"], *rest["groups"])] == ["c", "math/b", "a"]
     counts = await api.get("/v1/rewards?environment=math")
-    assert (counts["groups"], counts["unscored"], sum(counts["counts"]), counts["counts"][10]) == (
-        3, 0, 3, 3,
-    )  # fmt: skip
+    found = (counts["groups"], counts["unscored"], sum(counts["counts"]), counts["counts"][10])
+    assert found == (3, 0, 3, 3)
     told = problem(await api.http.get(f"/v1/groups?cursor={best['cursor']}"), 422)
     assert "does not belong to the order" in told["detail"]
     assert (await api.get("/v1/groups/a"))["group"]["masks"] == [[-100, -100, 3, 4, 5]] * 2
-    answer = await api.http.get(
-        "/v1/groups/math%2Fb", headers={"accept": "application/vnd.envserver.group+msgpack"}
-    )
-    assert answer.headers["content-type"] == "application/vnd.envserver.group+msgpack"
+    answer = await api.http.get("/v1/groups/math%2Fb", headers={"accept": ONE_MSGPACK})
+    assert answer.headers["content-type"] == ONE_MSGPACK
     assert unpack(msgspec.msgpack.decode(answer.content)["body"], Group).group_id == "math/b"
+
+    found = await api.get("/v1/groups/math%2Fb/rollouts/1")
+    assert (found["number"], found["rollouts"], found["group"]["group_id"]) == (1, 2, "math/b")
+    assert found["rollout"]["score"]["reward"] == 1.0
+    (row,) = found["rollout"]["sequences"]
+    assert (row["length"], row["trained"]) == (5, 3)
+    tokens = await api.get("/v1/groups/math%2Fb/rollouts/1/tokens?start=1&count=2")
+    assert tokens | {"start": 1, "length": 5, "ids": [2, 3], "mask": [0, 1]} == tokens
+    assert [len(tokens[name]) for name in ("texts", "logprobs", "versions", "calls")] == [2] * 4
+    for path in ("/rollouts/2", "/rollouts/1/tokens?row=1"):
+        assert "has" in problem(await api.http.get(f"/v1/groups/math%2Fb{path}"), 404)["detail"]
+    told = problem(await api.http.get(f"/v1/groups/{posted['group_id']}/rollouts/0"), 409)
+    assert "over the Atropos wire" in told["detail"]
     assert await api.store.counts() == before
-    problem(await api.http.get("/v1/groups/none"), 404)
-    for query in ("limit=0", "limit=x", "after=-1", f"after={2**64}"):
-        body = problem(await api.http.get(f"/v1/groups?{query}"), 422)
-        assert body["errors"][0]["loc"] == ["query", query.partition("=")[0]]
 
 
 async def test_words_are_found_in_conversations(api: Api) -> None:
@@ -197,42 +126,185 @@ async def test_words_are_found_in_conversations(api: Api) -> None:
     assert ([group["group_id"] for group in rest["groups"]], rest["cursor"]) == (["group-3"], "")
     assert first["searched"] + rest["searched"] == 301
     for words, many in (("“½”", 2), ("be\ndivided", 1), ("user", 1), ("task-1", 0)):
-        found = await api.get("/v1/groups", params={"words": words, "order": "oldest"})
-        more = await api.get(
-            "/v1/groups", params={"words": words, "order": "oldest", "cursor": found["cursor"]}
-        )
-        assert len(found["groups"]) + len(more["groups"]) == many, words
+        asked, found, cursor = {"words": words, "order": "oldest"}, 0, ""
+        for _ in range(2):
+            page = await api.get(
+                "/v1/groups", params=asked | ({"cursor": cursor} if cursor else {})
+            )
+            found, cursor = found + len(page["groups"]), page["cursor"]
+        assert found == many, words
 
 
-async def test_policy_versions_go_up_and_survive(tmp_path: Path) -> None:
+# Posted groups
+
+
+async def test_a_warning_with_any_names_is_a_valid_header(api: Api) -> None:
+    await api.start()
+    for name in ("a\r\nset-cookie: b", "\x00é", "x" * 256):
+        await api.add_environment(desired_name=name)
+    names = ["\u2028", *(f"{number:03}{'x' * 250}" for number in range(200))]
+    created = await api.http.post("/v1/runs", json={"name": "many", "environments": names})
+    assert created.status_code == 201
+    assert "set-cookie" not in created.headers
+    assert len(created.headers["x-envserver-warning"]) <= 1000
+
+
+@pytest.mark.parametrize(("limit", "most"), [("max_waiting_groups", 2), ("max_waiting_gb", 1e-9)])
+async def test_posts_are_refused_while_too_much_waits(
+    tmp_path: Path, limit: str, most: float
+) -> None:
+    async with running_api(tmp_path / "store.db", server={limit: most}) as api:
+
+        async def post() -> httpx.Response:
+            return await api.http.post("/scored_data", json=wire_group())
+
+        async def accepted() -> bool:
+            return (await post()).status_code == 200
+
+        await api.run("native")
+        count = 0
+        while (refused := await post()).status_code == 200:
+            count += 1
+            await asyncio.sleep(0.05)  # the size is asked for a few times a second
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        assert f"--server.{limit} is" in refused.json()["detail"]
+        assert (await api.store.counts())["queued"] == count
+        lease = await api.lease("native", max_groups=100)
+        assert not await accepted()  # what is leased still counts, since it may come back
+        await api.end("ack", lease, "native")
+        await until(accepted)
+
+
+async def test_a_waiting_group_takes_less_than_a_kilobyte_of_memory(api: Api) -> None:
+    at_once, lists = 250, 20
+    body = orjson.dumps([wire_group(rows=4, tokens=[[1] * 64] * 4, masks=[[1] * 64] * 4)] * at_once)
+
+    async def fill(times: int) -> None:
+        for _ in range(times):
+            answer = await api.http.post("/scored_data_list", content=body)
+            assert answer.status_code == 200, answer.text
+
+    await fill(2)  # what is made once
+    gc.collect()
+    tracemalloc.start()
+    try:
+        await fill(lists)
+        gc.collect()
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (await api.store.counts())["queued"] == at_once * (lists + 2)
+    assert size / (at_once * lists) < 1000
+
+
+# Policy versions
+
+
+async def test_policy_versions_are_told_and_survive(tmp_path: Path) -> None:
     seen: list[int] = []
     place = tmp_path / "store.db"
     async with running_api(place, on_policy_version=seen.append) as api:
-        assert await api.get("/v1/policy-version") == {"version": -1}
         for version in (0, 3, 3):
-            answer = await api.post("/v1/policy-version", {"version": version})
-            assert answer == {"version": version}
-        assert problem(await api.http.post("/v1/policy-version", json={"version": 2}), 409)
-        for bad in (-1, 1.5, "4", None, True, 2**40):
-            problem(await api.http.post("/v1/policy-version", json={"version": bad}), 422)
+            await api.post("/v1/policy-version", {"version": version})
     assert seen == [0, 3]
     async with running_api(place, on_policy_version=seen.append) as api:
         assert await api.get("/v1/policy-version") == {"version": 3}
     assert seen == [0, 3, 3]
 
 
-async def test_errors_name_the_place(api: Api) -> None:
-    answer = await api.http.post("/v1/runs/run/lease", json={"max_groups": 0, "more": 1})
-    body = problem(answer, 422)
-    assert {tuple(error["loc"]) for error in body["errors"]} == {
-        ("body", "max_groups"),
-        ("body", "more"),
-    }
-    for content in (b"", b"{", b"[]", b'{"min_groups": 3, "max_groups": 2}'):
-        problem(await api.http.post("/v1/runs/run/lease", content=content), 422)
-    problem(await api.http.post("/v1/runs/run/lease", content=b'"\xff"'), 400)
-    problem(await api.http.get("/v1/nothing"), 404)
-    problem(await api.http.delete("/v1/runs"), 405)
+async def test_a_trainer_pauses_and_resumes_with_a_new_version(tmp_path: Path) -> None:
+    gate = Gate()
+
+    async def call() -> None:
+        async with gate.passing():
+            return
+
+    async with running_api(tmp_path / "store.db", gate=gate) as api:
+        nothing = {"paused": False, "in_flight": 0, "waiting": 0, "version": -1}
+        assert await api.get("/v1/policy") == nothing
+        assert not (await api.post("/v1/policy/resume", {}))["paused"]
+        async with gate.passing():
+            paused = await api.post("/v1/policy/pause", {"timeout_seconds": 0.05})
+            assert (paused["paused"], paused["idle"], paused["in_flight"]) == (True, False, 1)
+            assert (await api.post("/v1/policy/pause", {"in_flight": "keep"}))["idle"]
+        assert (await api.post("/v1/policy/pause", {"in_flight": "abort"}))["idle"]
+        waiting = asyncio.create_task(call())
+        await asyncio.sleep(0)
+        assert (await api.get("/v1/policy"))["waiting"] == 1
+        resumed = await api.post("/v1/policy/resume", {"version": 7})
+        assert (resumed["paused"], resumed["version"]) == (False, 7)
+        await waiting
+        wrong = await api.http.post("/v1/policy/pause", json={"in_flight": "drop"})
+        assert wrong.status_code == 422
+        assert "in_flight" in wrong.text
+        async with EnvClient(api.url, run="run", batch_size=1) as client:
+            async with gate.passing():
+                assert not await client.pause_calls("drain", timeout_seconds=0.05)
+            assert await client.pause_calls("abort")
+            assert gate.paused
+            await client.resume_calls(version=8)
+            assert not gate.paused
+            assert (await api.get("/v1/policy"))["version"] == 8
+        await api.post("/v1/policy/pause", {})
+        assert await api.status("POST", "/v1/policy/resume", json={"version": 2}) == 409
+        assert (await api.get("/v1/policy"))["paused"]
+
+
+async def test_calls_stay_paused_when_the_server_restarts(tmp_path: Path) -> None:
+    place, gate = tmp_path / "store.db", Gate()
+    async with running_api(place, gate=Gate()) as api:
+        await api.post("/v1/policy/pause", {"in_flight": "abort"})
+    async with running_api(place, gate=gate) as api:
+        assert (await api.get("/v1/policy"))["paused"]
+        joined = await join(api)
+        assert (await joined.beat())["pause"]["in_flight"] == "abort"
+        await api.post("/v1/policy/resume", {"version": 1})
+        assert not gate.paused
+        assert (await joined.beat())["pause"] is None
+    async with running_api(place, gate=Gate()) as api:
+        assert not (await api.get("/v1/policy"))["paused"]
+    async with running_api(place) as api:
+        assert await api.status("POST", "/v1/policy/pause", json={}) == 404
+
+
+async def test_run_api_drops_groups_that_are_too_old_and_counts_them(tmp_path: Path) -> None:
+    limits = {"max_staleness_at_delivery": 1, "max_queued_groups": 5}
+    sections = {"server": {"port": 0}, "store": str(tmp_path / "s.db"), "rollouts": limits}
+    async with api_serving(RunApiSettings.model_validate(sections)) as url:
+        await asyncio.to_thread(train_and_fall_behind, url)
+
+
+def train_and_fall_behind(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=PATIENCE) as http, contextlib.ExitStack() as stack:
+        welcome = http.post("/v1/environments", json=registration()).json()
+        http.headers["x-environment-key"] = welcome["key"]
+        place = f"/v1/environments/{welcome['id']}"
+
+        def room() -> int:
+            said = {"capacity": 99, "open": 0}
+            return int(http.post(f"{place}/heartbeat", json=said).json()["room"])
+
+        assert room() == 5
+        client = stack.enter_context(SyncEnvClient(url, run="trainer", batch_size=1))
+        client.publish_policy_version(8)
+        for index in range(2):  # sampled by version 7
+            body = pack(stream_group(index))
+            sent = http.post(f"{place}/groups", content=body, headers=GROUP)
+            assert sent.status_code == 200, sent.text
+        batch = next(client.batches(idle_seconds=PATIENCE))
+        client.ack(batch)
+        client.publish_policy_version(9)
+        assert client.lease() is None
+
+        async def counted() -> bool:
+            status = client.status()
+            return status["server"]["stale_groups"] == 1 == status["groups"]["dropped"]
+
+        asyncio.run(until(counted))
+        assert room() == 2  # no more than are still fresh when they are delivered
+
+
+# Health
 
 
 async def test_status_and_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +312,7 @@ async def test_status_and_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         await api.post("/scored_data", wire_group())
         status = await api.get("/v1/status")
         assert status["server"] == {"rollouts": 5}
-        assert status["groups"]["queued"] == 1
-        assert status["policy_version"] == -1
+        assert (status["groups"]["queued"], status["policy_version"]) == (1, -1)
         assert (await api.get("/healthz"))["status"] == "ok"
         assert (await api.get("/readyz"))["parts"]["store"]["state"] == "ready"
 
@@ -253,75 +324,21 @@ async def test_status_and_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "The disk is gone." in problem(await api.http.get("/readyz"), 503)["detail"]
 
 
-async def test_the_document_describes_every_route(api: Api) -> None:
-    paths = (await api.get("/openapi.json"))["paths"]
-    assert {"/v1/runs/{run}/lease", "/v1/policy-version", "/scored_data", "/healthz"} <= set(paths)
-    body = paths["/v1/runs/{run}/lease"]["post"]["requestBody"]["content"]["application/json"]
-    assert "wait_seconds" in body["schema"]["properties"]
-    listing = paths["/v1/groups"]["get"]["parameters"]
-    defaults = {one["name"]: one["schema"].get("default") for one in listing}
-    assert defaults | {"after": 0, "limit": 100, "order": "oldest", "flag": ""} == defaults
-    content = paths["/v1/groups/{group_id}"]["get"]["responses"]["200"]["content"]
-    assert {"application/vnd.envserver.group+msgpack", "application/json"} == set(content)
-
-
-async def test_the_document_says_what_each_route_of_a_trainer_answers(api: Api) -> None:
-    paths = (await api.get("/openapi.json"))["paths"]
-    ours = ("/v1/runs", "/v1/groups", "/v1/policy-version", "/v1/status")
-    routes = {
-        f"{method} {path}": route
-        for path, methods in paths.items()
-        for method, route in methods.items()
-        if path.startswith(ours)
-    }
-    assert {"post /v1/runs/{run}/close", "get /v1/runs/{run}/stream"} <= set(routes)
-    for name, route in routes.items():
-        assert route["description"], name
-        good = [answer for status, answer in route["responses"].items() if status < "300"]
-        assert good, name
-        assert all("schema" in one for a in good for one in a.get("content", {}).values()), name
-        for status, answer in route["responses"].items():
-            if status >= "400":
-                assert set(answer["content"]) == {"application/problem+json"}, (name, status)
-        if name.startswith("post") and not name.endswith("/close"):
-            assert "requestBody" in route, name
-            assert {"400", "413", "422", "503"} <= set(route["responses"]), name
-    stream = routes["get /v1/runs/{run}/stream"]
-    assert set(stream["responses"]["200"]["content"]) == {
-        "application/vnd.envserver.stream",
-        "text/event-stream",
-    }
-    assert {"window", "on_hangup", "max_tokens"} <= {one["name"] for one in stream["parameters"]}
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.1.1", "example.org"])
-async def test_nobody_beyond_this_machine_is_let_in(api: Api, host: str) -> None:
-    with pytest.raises(ConfigError, match="tokens"):
-        await serve_api(httpx.ASGITransport, host, 0)  # type: ignore[arg-type]
-
-
-async def test_a_port_that_is_taken_is_named(api: Api) -> None:
-    port = int(api.url.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=str(port)):
-        await serve_api(httpx.ASGITransport, "127.0.0.1", port)  # type: ignore[arg-type]
-
-
-async def test_what_an_application_raises_at_its_start_reaches_the_caller(
-    caplog: pytest.LogCaptureFixture,
+async def test_what_cannot_be_served_says_why_to_its_caller(
+    api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
+    seen: list[str] = []
+    starting = asyncio.Event()
+    port = int(api.url.rpartition(":")[2])
+    places = [(host, 0, "tokens") for host in ("0.0.0.0", "::", "", "192.168.1.1", "example.org")]
+    for host, at, words in (*places, ("127.0.0.1", port, str(port))):
+        with pytest.raises(ConfigError, match=words):
+            await serve_api(httpx.ASGITransport, host, at)  # type: ignore[arg-type]
+
     @asynccontextmanager
     async def full(app: FastAPI) -> AsyncIterator[None]:
         raise StoreFull("No space.")
         yield
-
-    with pytest.raises(StoreFull, match="No space"):
-        await serve_api(FastAPI(lifespan=full), "127.0.0.1", 0)
-    assert not caplog.records  # no traceback in anybody's face
-
-
-async def test_a_start_that_is_cancelled_ends_the_application() -> None:
-    seen: list[str] = []
-    starting = asyncio.Event()
 
     @asynccontextmanager
     async def watched(app: FastAPI) -> AsyncIterator[None]:
@@ -332,13 +349,19 @@ async def test_a_start_that_is_cancelled_ends_the_application() -> None:
         finally:
             seen.append("ended")
 
+    caplog.clear()
+    with pytest.raises(StoreFull, match="No space"):
+        await serve_api(FastAPI(lifespan=full), "127.0.0.1", 0)
+    assert not caplog.records  # no traceback in anybody's face
     serving = asyncio.create_task(serve_api(FastAPI(lifespan=watched), "127.0.0.1", 0))
     await starting.wait()
-    serving.cancel()
+    serving.cancel()  # a start that is cancelled ends the application
     with pytest.raises(asyncio.CancelledError):
         await serving
     assert seen == ["started", "ended"]
 
+
+# Pages of other origins
 
 FOREIGN = (
     {"sec-fetch-site": "cross-site"},
@@ -350,31 +373,27 @@ FOREIGN = (
 )
 
 
-async def test_a_page_of_another_origin_changes_and_reads_nothing(api: Api) -> None:
+async def test_only_pages_of_the_server_itself_change_things(api: Api) -> None:
     for headers in FOREIGN:
         foreign = headers | {"content-type": "text/plain"}
         for rule in RULES:
             path = re.sub(r"{.*?}", "x", rule.path)
             if rule.method == "GET" and not rule.is_change:
                 continue
-            answer = await api.http.request(rule.method, path, content=b"{}", headers=foreign)
-            assert answer.status_code == 403, (headers, rule)
+            sent = {"content": b"{}", "headers": foreign}
+            assert await api.status(rule.method, path, **sent) == 403, (headers, rule)
         for path in ("/v1/status", "/latest_example", "/info"):
             answer = await api.http.get(path, headers=foreign)
             assert answer.status_code == 200
             assert not any(name.startswith("access-control") for name in answer.headers)
     assert (await api.get("/v1/policy-version"))["version"] == -1
-
-
-async def test_pages_of_the_server_itself_may_change_things(api: Api) -> None:
     for headers in (
         {"origin": api.url, "sec-fetch-site": "same-origin"},
         {"origin": api.url},
         {"sec-fetch-site": "same-origin"},
         {"sec-fetch-site": "none"},
     ):
-        answer = await api.http.post("/v1/policy-version", json={"version": 3}, headers=headers)
-        assert answer.status_code == 200
+        await api.post("/v1/policy-version", {"version": 3}, headers=headers)
 
 
 async def test_listed_origins_may_talk_without_credentials(tmp_path: Path) -> None:
@@ -383,39 +402,16 @@ async def test_listed_origins_may_talk_without_credentials(tmp_path: Path) -> No
     server = {"allowed_origins": ["https://lab.example"]}
     async with running_api(tmp_path / "listed.db", server=server) as api:
         preflight = await api.http.options("/v1/policy-version", headers=lab | wanted)
-        assert preflight.status_code == 200
         crossing = lab | {"sec-fetch-site": "cross-site"}
         answer = await api.http.post("/v1/policy-version", json={"version": 1}, headers=crossing)
-        assert answer.status_code == 200
         for found in (preflight, answer):
+            assert found.status_code == 200
             assert found.headers["access-control-allow-origin"] == "https://lab.example"
             assert "access-control-allow-credentials" not in found.headers
-        assert (await api.http.options("/batch", headers=other | wanted)).status_code == 400
+        assert await api.status("OPTIONS", "/batch", headers=other | wanted) == 400
         read = await api.http.get("/latest_example", headers=other)
         assert "access-control-allow-origin" not in read.headers
-        assert (await api.http.get("/batch", headers=other)).status_code == 403
+        assert await api.status("GET", "/batch", headers=other) == 403
     for origin in ("*", "lab.example", "https://lab.example/"):
         with pytest.raises(ValidationError):
             ServerConfig(allowed_origins=[origin])
-
-
-async def test_a_rollout_is_read_alone_and_its_tokens_in_parts(api: Api) -> None:
-    await put(api, "math/b")
-    await api.post("/scored_data", wire_group(2, 5))
-    found = await api.get("/v1/groups/math%2Fb/rollouts/1")
-    assert (found["number"], found["rollouts"], found["group"]["group_id"]) == (1, 2, "math/b")
-    assert found["rollout"]["score"]["reward"] == 1.0
-    (row,) = found["rollout"]["sequences"]
-    assert (row["length"], row["trained"]) == (5, 3)
-    tokens = await api.get("/v1/groups/math%2Fb/rollouts/1/tokens?start=1&count=2")
-    assert {name: tokens[name] for name in ("start", "length", "ids", "mask")} == {
-        "start": 1, "length": 5, "ids": [2, 3], "mask": [0, 1],
-    }  # fmt: skip
-    assert [len(tokens[name]) for name in ("texts", "logprobs", "versions", "calls")] == [2] * 4
-
-    for path in ("/rollouts/2", "/rollouts/1/tokens?row=1"):
-        assert "has" in problem(await api.http.get(f"/v1/groups/math%2Fb{path}"), 404)["detail"]
-    listed = await api.get("/v1/groups")
-    posted = next(one["group_id"] for one in listed["groups"] if one["format"] == "atropos")
-    told = problem(await api.http.get(f"/v1/groups/{posted}/rollouts/0"), 409)
-    assert "over the Atropos wire" in told["detail"]

@@ -37,6 +37,13 @@ async def _data(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse({"path": scope["path"]})(scope, receive, send)
 
 
+@pytest.fixture
+async def http(static: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the built page."""
+    async with client(Dashboard(_data, static)) as made:
+        yield made
+
+
 @asynccontextmanager
 async def client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app=app)
@@ -44,56 +51,55 @@ async def client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def test_a_browser_gets_the_shell_and_a_program_the_same_json_as_ever(static: Path) -> None:
-    async with client(Dashboard(_data, static)) as http:
-        for accept in ("text/html", BROWSER["accept"], "TEXT/HTML;q=0.5, */*"):
-            answer = await http.get("/", headers={"accept": accept})
-            assert (answer.status_code, answer.text) == (200, SHELL), accept
-            assert answer.headers["cache-control"] == "no-cache"
-            assert "Accept" in answer.headers["vary"]
-        for accept in ("*/*", "application/json", "text/*", "text/html;q=0", "text/plain", ""):
-            answer = await http.get("/", headers={"accept": accept})
-            assert answer.json() == {"path": "/"}, accept
-            assert answer.headers["vary"] == "Accept"
-        assert (await http.post("/", headers=BROWSER)).json() == {"path": "/"}
-        assert (await http.get("/v1/x", headers=BROWSER)).json() == {"path": "/v1/x"}
-        head = await http.head("/", headers=BROWSER)
-        assert head.headers["content-length"] == str(len(SHELL))
-        assert head.content == b""
+async def test_a_browser_gets_the_shell_and_a_program_the_same_json_as_ever(
+    http: httpx.AsyncClient,
+) -> None:
+    for accept in ("text/html", BROWSER["accept"], "TEXT/HTML;q=0.5, */*"):
+        answer = await http.get("/", headers={"accept": accept})
+        assert (answer.status_code, answer.text) == (200, SHELL), accept
+        assert answer.headers["cache-control"] == "no-cache"
+        assert "Accept" in answer.headers["vary"]
+    for accept in ("*/*", "application/json", "text/*", "text/html;q=0", "text/plain", ""):
+        answer = await http.get("/", headers={"accept": accept})
+        assert answer.json() == {"path": "/"}, accept
+        assert answer.headers["vary"] == "Accept"
+    assert (await http.post("/", headers=BROWSER)).json() == {"path": "/"}
+    assert (await http.get("/v1/x", headers=BROWSER)).json() == {"path": "/v1/x"}
+    head = await http.head("/", headers=BROWSER)
+    assert head.headers["content-length"] == str(len(SHELL))
+    assert head.content == b""
 
 
-async def test_only_files_of_the_page_are_served(static: Path) -> None:
-    async with client(Dashboard(_data, static)) as http:
-        plain = await http.get("/ui/index-1.js", headers={"accept-encoding": "identity"})
-        packed = await http.get("/ui/index-1.js", headers={"accept-encoding": "gzip"})
-        assert plain.content == packed.content
-        assert int(packed.headers["content-length"]) < len(plain.content) / 10
-        assert "content-encoding" not in plain.headers
-        assert "immutable" in plain.headers["cache-control"]
-        assert plain.headers["content-type"].startswith("text/javascript")
-        for name in ("", "none.js", "..", "../index.html", "%2e%2e/index.html", "..%2fsecret.js",
-                     "..%2f..%2fsecret.js", "%2fetc%2fpasswd", "a%00", "index-1.js/"):  # fmt: skip
-            answer = await http.get(f"/ui/{name}")
-            assert answer.status_code == 404 or answer.json()["path"], name  # normalised, passed on
-            assert "secret" not in answer.text
+async def test_only_files_of_the_page_are_served(http: httpx.AsyncClient) -> None:
+    plain = await http.get("/ui/index-1.js", headers={"accept-encoding": "identity"})
+    packed = await http.get("/ui/index-1.js", headers={"accept-encoding": "gzip"})
+    assert plain.content == packed.content
+    assert int(packed.headers["content-length"]) < len(plain.content) / 10
+    assert "content-encoding" not in plain.headers
+    assert "immutable" in plain.headers["cache-control"]
+    assert plain.headers["content-type"].startswith("text/javascript")
+    for name in ("", "none.js", "..", "../index.html", "%2e%2e/index.html", "..%2fsecret.js",
+                 "..%2f..%2fsecret.js", "%2fetc%2fpasswd", "a%00", "index-1.js/"):  # fmt: skip
+        answer = await http.get(f"/ui/{name}")
+        assert answer.status_code == 404 or answer.json()["path"], name  # normalised, passed on
+        assert "secret" not in answer.text
 
 
-async def test_nothing_but_our_own_scripts_can_run(static: Path) -> None:
-    async with client(Dashboard(_data, static)) as http:
-        for path in ("/", "/ui/index-1.js", "/ui/none"):
-            headers = (await http.get(path, headers=BROWSER)).headers
-            policy = dict(
-                part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";")
-            )
-            assert policy["default-src"] == "'none'"
-            assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
-            assert policy["frame-ancestors"] == policy["base-uri"] == "'none'"
-            assert policy["require-trusted-types-for"] == "'script'"
-            assert "unsafe" not in headers["content-security-policy"]
-            assert headers["x-content-type-options"] == "nosniff"
-            assert headers["referrer-policy"] == "no-referrer"
-            assert headers["cross-origin-opener-policy"] == "same-origin"
-            assert headers["cross-origin-resource-policy"] == "same-origin"
+async def test_nothing_but_our_own_scripts_can_run(http: httpx.AsyncClient) -> None:
+    for path in ("/", "/ui/index-1.js", "/ui/none"):
+        headers = (await http.get(path, headers=BROWSER)).headers
+        policy = dict(
+            part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";")
+        )
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+        assert policy["require-trusted-types-for"] == "'script'"
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cross-origin-opener-policy"] == "same-origin"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
 
 
 async def test_the_description_of_the_api_runs_our_own_scripts_too(static: Path) -> None:
@@ -118,11 +124,12 @@ async def test_a_page_that_was_never_built_says_how_and_nothing_else_fails(stati
         assert (await http.get("/", headers=BROWSER)).text == SHELL
 
 
-async def test_a_page_that_is_built_anew_is_served_anew(static: Path) -> None:
-    async with client(Dashboard(_data, static)) as http:
-        assert (await http.get("/", headers=BROWSER)).text == SHELL
-        (static / "index.html").write_text("new")
-        assert (await http.get("/", headers=BROWSER)).text == "new"
+async def test_a_page_that_is_built_anew_is_served_anew(
+    http: httpx.AsyncClient, static: Path
+) -> None:
+    assert (await http.get("/", headers=BROWSER)).text == SHELL
+    (static / "index.html").write_text("new")
+    assert (await http.get("/", headers=BROWSER)).text == "new"
 
 
 async def test_a_server_that_starts_has_the_page_already(static: Path) -> None:
@@ -140,22 +147,18 @@ async def test_a_server_that_starts_has_the_page_already(static: Path) -> None:
 async def test_the_page_needs_no_token_and_its_data_do(tmp_path: Path) -> None:
     path = tmp_path / "tokens.yaml"
     token, _ = create_token(path, "one", "reader")
+    headers = {"authorization": f"Bearer {token}"}
     async with running_api(tmp_path / "s.db", server={"tokens_file": path}) as api:
         page = await api.http.get("/", headers=BROWSER)
         assert page.headers["content-type"].startswith("text/html")
-        assert (await api.http.get("/ui/none.js")).status_code == 404
-        assert (await api.http.get("/")).status_code == 401
-        assert (await api.http.get("/v1/source")).status_code == 401
-        headers = {"authorization": f"Bearer {token}"}
+        assert await api.status("GET", "/ui/none.js") == 404
+        assert await api.status("GET", "/") == await api.status("GET", "/v1/source") == 401
         source = await api.get("/v1/source", headers=headers)
-        assert await api.get("/", headers=headers) == {"message": "AtroposLib API"}
+        answer = await api.http.get("/", headers=headers)
+        assert answer.content == b'{"message":"AtroposLib API"}'  # the same bytes as before
     assert source["kind"] == "server" and source["live"]
     assert "groups" in source["parts"] and "engines" not in source["parts"]
-
-
-async def test_the_answer_to_a_program_has_the_same_bytes_as_before(tmp_path: Path) -> None:
     async with running_api(tmp_path / "s.db") as api:
-        answer = await api.http.get("/")
-        assert answer.content == b'{"message":"AtroposLib API"}'
-        hostile = await api.http.get("/", headers=BROWSER | {"host": "evil.example"})
-        assert hostile.status_code == 421
+        assert (await api.http.get("/")).content == answer.content
+        hostile = BROWSER | {"host": "evil.example"}
+        assert await api.status("GET", "/", headers=hostile) == 421

@@ -1,17 +1,202 @@
-"""The store's public methods: groups that were put are found, and nothing is delivered twice."""
+"""What every store promises: the stories of stories.txt, and what takes more than a line to say."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import re
+import shlex
+import sqlite3
+import sys
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from envserver_records.errors import ConflictError, InputError, NotFoundError
+from envserver_records.errors import (
+    ConflictError,
+    InputError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
 from sqlalchemy import Engine, event
 from support.stores import group, ids, noise
+from support.waiting import PATIENCE
 
-from envserver.store import Store, open_store
+from envserver.store import Lease, Store, deliveries, open_store
+from envserver.store.listing import GroupQuery
+
+STORIES = {
+    title: lines.splitlines()
+    for title, _, lines in (
+        story.partition("\n")
+        for story in Path(__file__).with_name("stories.txt").read_text().split("\n# ")[1:]
+    )
+}
+UNITS = {"h": 3600, "s": 1}
+
+
+class Story:
+    """Says the lines of a story to a store. Each method is a line's first word, and returns what
+    stands after the arrow.
+    """
+
+    store: Store
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.now = 1000.0
+        self.held: dict[str, Lease] = {}
+
+    async def play(self, lines: list[str]) -> None:
+        whole = "\n".join(lines).split("\nreopen\n")
+        for number, part in enumerate(whole):
+            async with open_store(self.where, clock=lambda: self.now) as self.store:
+                if number == 0 and lines[0] != "without trainer":
+                    await self.run("trainer", "shared")
+                for line in part.removeprefix("without trainer").split("\n"):
+                    if line:
+                        await self.say(line)
+
+    async def say(self, line: str) -> None:
+        told, arrow, expected = line.partition(" ->")
+        expected = expected.strip()
+        word, *args = shlex.split(told)
+        options = dict(arg.split("=", 1) for arg in args if "=" in arg)
+        names = [arg for arg in args if "=" not in arg]
+        try:
+            said = str(await getattr(self, word)(*names, **options))
+        except UsageError as error:
+            kind, _, words = expected.partition(" ")
+            assert type(error).__name__ == kind, (line, error)
+            assert words in f"{error} {error.detail}", (line, error, error.detail)
+        else:
+            assert not arrow or said == expected, f"{line!r} answered {said!r}"
+
+    def lease_of(self, name: str) -> str:
+        return self.held[name].lease_id if name in self.held else name
+
+    async def wait(self, time: str) -> None:
+        self.now += float(time.rstrip("h")) * UNITS["h" if "h" in time else "s"]
+
+    async def put(self, *names: str, **facts: str) -> str:
+        """The groups that are new."""
+        state: Any = facts.pop("state", "queued")
+        env, size = facts.pop("env", "math"), int(facts.pop("noise", 0))
+        numbers: Any = {
+            {"version": "policy_version"}.get(key, key): int(value) for key, value in facts.items()
+        }
+        puts = []
+        for index, name in enumerate(names):
+            group_id, _, body = name.partition(":")
+            stored = noise(size, index) if size else (body or group_id).encode()
+            puts.append(group(group_id, stored, env=env, state=state, **numbers))
+        accepted = await self.store.put(puts)
+        return " ".join(put.group_id for put, new in zip(puts, accepted, strict=True) if new)
+
+    async def take(self, run: str, **wanted: str) -> str:
+        name, seconds = wanted.pop("as", ""), float(wanted.pop("seconds", 60))
+        limits: Any = {
+            key: value.split(",") if key in ("environments", "group_ids") else int(value)
+            for key, value in wanted.items()
+        }
+        lease = await self.store.lease(run, seconds=seconds, **limits)
+        if lease is None:
+            return ""
+        assert (lease.run, lease.expires_at) == (run, self.now + seconds)
+        assert {row.state for row in lease.groups} == {"leased"}
+        self.held[name] = lease
+        return " ".join(ids(lease.groups))
+
+    async def ack(self, lease: str, checkpoint: str | None = None) -> None:
+        await self.store.ack(self.lease_of(lease), checkpoint=checkpoint)
+
+    async def nack(self, lease: str, reason: str = "") -> None:
+        await self.store.nack(self.lease_of(lease), reason=reason)
+
+    async def extend(self, lease: str, seconds: str) -> float:
+        return await self.store.extend(self.lease_of(lease), float(seconds))
+
+    async def expire(self) -> str:
+        known = {lease.lease_id: name for name, lease in self.held.items()}
+        return " ".join(known[lease_id] for lease_id in await self.store.expire())
+
+    async def move(self, state: Any, *names: str) -> None:
+        await self.store.move(list(names), state)
+
+    async def drop_stale(self, below: str) -> int:
+        return await self.store.drop_stale(int(below))
+
+    async def run(self, name: str, delivery: Any, environments: str = "") -> str:
+        wanted = [one for one in environments.split(",") if one]
+        run = await self.store.create_run(
+            name, batch_size=4, delivery=delivery, environments=wanted
+        )
+        return " ".join([run.state, run.delivery, ",".join(run.environments)]).strip()
+
+    async def close(self, run: str) -> str:
+        return (await self.store.close_run(run)).state
+
+    async def rewind(self, run: str, checkpoint: str | None = None) -> str:
+        return " ".join(await self.store.rewind(run, checkpoint))
+
+    async def checkpoints(self, run: str) -> str:
+        return " ".join(
+            f"{one.name}={one.acked_groups}" for one in await self.store.checkpoints(run)
+        )
+
+    async def compact(self, **limits: str) -> str:
+        done = await self.store.compact(**{key: float(value) for key, value in limits.items()})
+        megabytes = f" {done.stored_bytes / 1e6:.1f} MB" if done.stored_bytes > 1e5 else ""
+        return f"{done.groups} groups {done.leases} leases{megabytes}"
+
+    # What is looked at
+
+    async def counts(self) -> str:
+        return _sums(await self.store.counts())
+
+    async def depths(self) -> str:
+        return _sums(dict(sorted((await self.store.depths()).items())))
+
+    async def counters(self) -> str:
+        found = dict(sorted((await self.store.counters()).items()))
+        return _sums({"conflicting_puts": 0} | found, every=True)
+
+    async def pending(self) -> str:
+        return " ".join(ids(await self.store.pending()))
+
+    async def kept(self) -> str:
+        listed = (await self.store.list_groups(GroupQuery(), "", 1000)).groups
+        return " ".join(ids(one.row for one in listed))
+
+    async def existing(self, *names: str) -> str:
+        return " ".join(sorted(await self.store.existing(list(names))))
+
+    async def prefix(self, start: str) -> int:
+        return await self.store.count_with_prefix(start)
+
+    async def bodies(self, *names: str) -> str:
+        return " ".join(body.decode() for body in await self.store.bodies(list(names)))
+
+    async def rows(self, *names: str) -> str:
+        return " ".join(
+            f"{row.group_id}:{row.env}:{row.size}:{row.tokens}:{row.max_length}:"
+            f"{row.policy_version}:{row.env_id}:{row.state}"
+            for row in await self.store.rows(list(names))
+        )
+
+
+def _sums(found: Any, *, every: bool = False) -> str:
+    shown = (f"{name}={count}" for name, count in found.items() if count or every)
+    return " ".join(f'"{one}"' if " " in one else one for one in shown)
+
+
+@pytest.mark.parametrize("title", STORIES)
+async def test_a_store_does_what_its_stories_say(where: str, title: str) -> None:
+    await Story(where).play(STORIES[title])
+
+
+# What takes more than a line
 
 
 @pytest.fixture
@@ -21,69 +206,32 @@ async def store(where: str) -> AsyncIterator[Store]:
         yield opened
 
 
-# Putting
+async def taken(store: Store, run: str = "trainer", **wanted: Any) -> Lease:
+    lease = await store.lease(run, seconds=60, **wanted)
+    assert lease is not None
+    return lease
 
 
-async def test_what_is_put_comes_back_as_it_was(store: Store) -> None:
-    bodies = {
-        "empty": b"",
-        "small": b"x",
-        "compressible": b"token " * 50_000,
-        "noise": noise(100_000),
-    }
-    accepted = await store.put(
-        [group(name, body, policy_version=7, env_id=3) for name, body in bodies.items()]
-    )
-    assert accepted == [True] * 4
+async def test_bodies_of_any_size_and_many_groups_come_back_as_they_were(store: Store) -> None:
+    bodies = {"empty": b"", "compressible": b"token " * 50_000, "noise": noise(100_000)}
+    bodies |= {f"group-{index}": str(index).encode() for index in range(1700)}
+    puts = [group(name, body) for name, body in bodies.items()]
+    assert all(await store.put(puts))
+    assert not any(await store.put(puts))
     rows = await store.pending()
     assert ids(rows) == list(bodies)
     assert [row.seq for row in rows] == sorted(row.seq for row in rows)
-    first = rows[0]
-    assert (first.env, first.format, first.size, first.tokens) == ("math", "group", 4, 100)
-    assert (first.max_length, first.policy_version, first.env_id) == (50, 7, 3)
-    assert (first.state, first.lease_id) == ("queued", None)
-    backwards = list(reversed(bodies))
-    assert await store.bodies(backwards) == [bodies[name] for name in backwards]
-
-
-async def test_an_id_is_stored_once_and_another_body_is_noticed(store: Store) -> None:
-    assert await store.put([group("a", b"one"), group("b"), group("a", b"one")]) == [
-        True,
-        True,
-        False,
-    ]
-    assert await store.put([group("a", b"one"), group("c")]) == [False, True]
-    assert store.conflicting_puts == 0
-    assert await store.put([group("a", b"two"), group("d"), group("d", b"two")]) == [
-        False,
-        True,
-        False,
-    ]
-    assert store.conflicting_puts == 2
-    assert await store.bodies(["a", "d"]) == [b"one", b"body"]
-    assert (await store.counts())["queued"] == 4
-    assert await store.existing(["a", "d", "never"]) == {"a", "d"}
-
-
-async def test_many_groups_at_once(store: Store) -> None:
-    names = [f"group-{index}" for index in range(1700)]
-    assert all(await store.put([group(name, name.encode()) for name in names]))
-    assert not any(await store.put([group(name, name.encode()) for name in names]))
-    lease = await store.lease("trainer", seconds=60)
-    assert lease is not None
-    assert ids(lease.groups) == names
-    assert await store.bodies(names) == [name.encode() for name in names]
+    lease = await taken(store)
+    assert ids(lease.groups) == list(bodies)
+    assert await store.bodies(list(reversed(bodies))) == list(reversed(bodies.values()))
     await store.ack(lease.lease_id)
-    assert await store.counts() == {
-        "buffered": 0,
-        "queued": 0,
-        "leased": 0,
-        "acked": 1700,
-        "dropped": 0,
-    }
+    counts = await store.counts()
+    assert counts == {"buffered": 0, "queued": 0, "leased": 0, "acked": 1703, "dropped": 0}
 
 
-async def test_a_put_that_fails_does_not_fail_its_neighbours(store: Store) -> None:
+async def test_neither_a_put_that_fails_nor_a_caller_that_gives_up_harms_others(
+    store: Store,
+) -> None:
     good = [store.put([group(f"good-{index}")]) for index in range(5)]
     bad = [
         store.put([group("half of a bad put"), group("\ud800")]),
@@ -91,18 +239,18 @@ async def test_a_put_that_fails_does_not_fail_its_neighbours(store: Store) -> No
         store.ack("no such lease"),
     ]
     results = await asyncio.gather(*good[:2], *bad, *good[2:], return_exceptions=True)
-    assert [type(result) for result in results] == [
-        list,
-        list,
-        InputError,
-        InputError,
-        NotFoundError,
-        list,
-        list,
-        list,
-    ]
+    errors = [InputError, InputError, NotFoundError]
+    assert [type(result) for result in results] == [list, list, *errors, list, list, list]
     assert sorted(ids(await store.pending())) == [f"good-{index}" for index in range(5)]
-    assert (await store.counts())["queued"] == 5
+
+    impatient = [asyncio.create_task(store.put([group(f"i{index}")])) for index in range(20)]
+    patient = [asyncio.create_task(store.put([group(f"p{index}")])) for index in range(20)]
+    await asyncio.sleep(0)
+    for task in impatient:
+        task.cancel()
+    assert await asyncio.gather(*patient) == [[True]] * 20
+    assert len(await store.existing([f"p{index}" for index in range(20)])) == 20
+    assert (await store.counts())["queued"] == len(await store.pending())
 
 
 async def test_puts_that_wait_are_committed_together(tmp_path: Path) -> None:
@@ -122,165 +270,7 @@ async def test_puts_that_wait_are_committed_together(tmp_path: Path) -> None:
         assert (await store.counts())["queued"] == 200
 
 
-async def test_a_caller_that_gives_up_harms_nobody(store: Store) -> None:
-    impatient = [asyncio.create_task(store.put([group(f"i{index}")])) for index in range(20)]
-    patient = [asyncio.create_task(store.put([group(f"p{index}")])) for index in range(20)]
-    await asyncio.sleep(0)
-    for task in impatient:
-        task.cancel()
-    assert await asyncio.gather(*patient) == [[True]] * 20
-    there = await store.existing([f"p{index}" for index in range(20)])
-    assert len(there) == 20
-    assert (await store.counts())["queued"] == len(await store.pending())
-
-
-async def test_a_group_needs_an_id_and_a_first_state(store: Store) -> None:
-    with pytest.raises(InputError):
-        await store.put([group("")])
-    with pytest.raises(InputError):
-        await store.put([group("a", state="acked")])
-    assert await store.pending() == []
-
-
-# Leasing
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-async def test_lease_then_ack_is_the_end(where: str) -> None:
-    async with open_store(where) as store:
-        await store.create_run("trainer", batch_size=2)
-        await store.put([group(name) for name in "abcd"])
-        lease = await store.lease("trainer", max_groups=2, seconds=60)
-        assert lease is not None
-        assert (ids(lease.groups), lease.run) == (["a", "b"], "trainer")
-        chosen = await store.lease("trainer", group_ids=["d"], seconds=60)
-        assert chosen is not None
-        assert {row.state for row in chosen.groups} == {"leased"}
-        await store.ack(lease.lease_id)
-        await store.ack(lease.lease_id)
-        for refused in (store.nack(lease.lease_id), store.extend(lease.lease_id, 60)):
-            with pytest.raises(ConflictError):
-                await refused
-    async with open_store(where) as store:
-        assert ids(await store.pending()) == ["c"]
-        await store.ack(chosen.lease_id)  # the lease survived
-        rest = await store.lease("trainer", max_groups=5, seconds=60)
-        assert rest is not None
-        assert ids(rest.groups) == ["c"]
-        assert await store.lease("trainer", max_groups=5, seconds=60) is None
-        counts = await store.counts()
-    assert (counts["acked"], counts["leased"], counts["queued"]) == (3, 1, 0)
-
-
-async def test_an_expired_lease_is_delivered_again(where: str) -> None:
-    clock = Clock()
-    async with open_store(where, clock=clock) as store:
-        await store.create_run("trainer", batch_size=2)
-        await store.put([group(name) for name in "abc"])
-        late = await store.lease("trainer", max_groups=2, seconds=60)
-        assert late is not None
-        assert late.expires_at == 1060
-    clock.now = 1061
-    async with open_store(where, clock=clock) as store:
-        # Nobody has to call expire: what is overdue counts as queued.
-        again = await store.lease("trainer", max_groups=1, seconds=60)
-        assert again is not None
-        assert ids(again.groups) == ["a"]
-        with pytest.raises(ConflictError) as refused:
-            await store.ack(late.lease_id)
-        assert refused.value.detail["group_ids"] == ["a"]
-        assert (await store.counts())["acked"] == 0
-        await store.ack(again.lease_id)
-
-
-@pytest.mark.parametrize("act", ["ack", "nack", "extend"])
-async def test_a_late_word_counts_until_others_have_the_groups(where: str, act: str) -> None:
-    clock = Clock()
-    async with open_store(where, clock=clock) as store:
-        await store.create_run("trainer", batch_size=2)
-        await store.put([group(name) for name in "ab"])
-        lease = await store.lease("trainer", max_groups=2, seconds=60)
-        assert lease is not None
-        clock.now = 1061
-        assert await store.expire() == [lease.lease_id]
-        assert await store.expire() == []
-        assert (await store.counts())["queued"] == 2
-        if act == "extend":
-            assert await store.extend(lease.lease_id, 60) == 1121
-        else:
-            await getattr(store, act)(lease.lease_id)
-        counts = await store.counts()
-    expected = {"ack": "acked", "nack": "queued", "extend": "leased"}[act]
-    assert counts[expected] == 2  # type: ignore[literal-required]
-
-
-async def test_extend_keeps_a_lease_and_nack_gives_it_back(where: str) -> None:
-    clock = Clock()
-    async with open_store(where, clock=clock) as store:
-        await store.create_run("trainer", batch_size=2)
-        await store.put([group(name) for name in "ab"])
-        lease = await store.lease("trainer", max_groups=1, seconds=60)
-        assert lease is not None
-        clock.now = 1050
-        await store.extend(lease.lease_id, 60)
-        assert await store.expire(1109.0) == []
-        await store.nack(lease.lease_id)
-        await store.nack(lease.lease_id)
-        assert ids(await store.pending()) == ["a", "b"]  # back in its place
-        with pytest.raises(ConflictError):
-            await store.ack(lease.lease_id)
-
-
-async def test_moving_waiting_groups(store: Store) -> None:
-    await store.put([group("a", state="buffered"), group("b", state="buffered"), group("c")])
-    assert await store.lease("trainer", group_ids=["c"], seconds=60)
-    with pytest.raises(ConflictError, match="c is leased"):
-        await store.move(["a", "c"], "queued")
-    with pytest.raises(NotFoundError):
-        await store.move(["a", "never"], "queued")
-    assert [row.state for row in await store.pending()] == ["buffered", "buffered"]
-    assert await store.lease("trainer", max_groups=3, seconds=60) is None
-    await store.move(["a"], "queued")
-    await store.move(["b"], "dropped")
-    with pytest.raises(ConflictError):
-        await store.move(["b"], "queued")
-    lease = await store.lease("trainer", max_groups=3, seconds=60)
-    assert lease is not None
-    assert ids(lease.groups) == ["a"]
-
-
-async def test_unknown_names_are_not_found(store: Store) -> None:
-    await store.put([group("a")])
-    for request in (
-        store.ack("x"),
-        store.nack("x"),
-        store.extend("x", 1),
-        store.bodies(["a", "x"]),
-        store.lease("trainer", group_ids=["x"], seconds=1),
-        store.lease("x", max_groups=1, seconds=1),
-        store.get_run("x"),
-        store.set_run("x", batch_size=1),
-    ):
-        with pytest.raises(NotFoundError):
-            await request
-    for seconds in (0, -1, float("nan")):
-        with pytest.raises(InputError):
-            await store.lease("trainer", max_groups=1, seconds=seconds)
-    with pytest.raises(InputError):
-        await store.lease("trainer", max_groups=1, group_ids=["a"], seconds=1)
-
-
-# Runs and values
-
-
-async def test_runs(where: str) -> None:
+async def test_runs_and_values_survive(where: str) -> None:
     async with open_store(where) as store:
         run = await store.create_run("one", batch_size=8, settings={"max_length": 2048})
         assert (run.policy_version, run.state) == (-1, "open")
@@ -293,19 +283,244 @@ async def test_runs(where: str) -> None:
         await store.put([group("a")])
         with pytest.raises(ConflictError):
             await store.lease("two", max_groups=1, seconds=1)
-    async with open_store(where) as store:
-        one, two = await store.list_runs()
-        assert one == await store.get_run("one")
-    assert (one.batch_size, one.policy_version, one.settings) == (16, 3, {"max_length": 2048})
-    assert (two.name, two.state) == ("two", "closed")
-
-
-async def test_values(where: str) -> None:
-    async with open_store(where) as store:
+        for request in (store.get_run("x"), store.set_run("x", batch_size=1)):
+            with pytest.raises(NotFoundError):
+                await request
         assert await store.get_value("registration") is None
         await store.set_value("registration", {"uuid": 1, "envs": [{"name": "gsm8k"}]})
         await store.set_value("registration", {"uuid": 2, "envs": [None, 0.5, "é"]})
         with pytest.raises(InputError):
             await store.set_value("registration", object())
     async with open_store(where) as store:
+        one, two = await store.list_runs()
+        assert one == await store.get_run("one")
         assert await store.get_value("registration") == {"uuid": 2, "envs": [None, 0.5, "é"]}
+    assert (one.batch_size, one.policy_version, one.settings) == (16, 3, {"max_length": 2048})
+    assert (two.name, two.state) == ("two", "closed")
+
+
+async def test_reasons_are_counted_but_not_without_end(store: Store) -> None:
+    await store.put([group(f"g{n}") for n in range(70)])
+    for n in range(70):
+        lease = await taken(store, group_ids=[f"g{n}"])
+        await store.nack(lease.lease_id, reason=f"reason {n} {'x' * 1000}")
+    reasons = {name: n for name, n in (await store.counters()).items() if "nacked" in name}
+    assert sum(reasons.values()) == 70
+    assert (len(reasons), reasons["nacked: other"]) == (65, 6)
+    assert max(map(len, reasons)) < 100
+
+
+async def test_who_waits_is_woken(where: str) -> None:
+    now = 1000.0
+
+    async def woken(act: Any) -> bool:
+        waiting = asyncio.create_task(store.wait_for_change(30))
+        await asyncio.sleep(0)
+        before = store.changes
+        await act
+        return await asyncio.wait_for(waiting, PATIENCE) == store.changes > before
+
+    async with open_store(where, clock=lambda: now) as store:
+        await store.create_run("trainer", batch_size=4)
+        assert await woken(store.put([group("a"), group("b", state="buffered")]))
+        assert await woken(store.move(["b"], "queued"))
+        assert await woken(store.nack((await taken(store)).lease_id))
+        lease = await taken(store)
+        now += 100
+        assert await woken(store.expire())
+        await store.ack(lease.lease_id)
+        assert await woken(store.rewind("trainer", None))
+        seen = store.changes
+        assert await store.wait_for_change(0.01) == seen  # nothing happens
+        assert await woken(store.close_run("trainer"))
+        # What came between looking and waiting is not missed.
+        assert await store.wait_for_change(30, since=seen) == store.changes
+
+
+async def test_what_retention_left_is_counted_the_same_after_a_kill(where: str) -> None:
+    now = 1000.0
+
+    def refuse(_connection: object) -> None:
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        async with open_store(where, clock=lambda: now) as store:
+            await store.create_run("trainer", batch_size=4)
+            await store.create_run("watcher", batch_size=4, delivery="broadcast")
+            await store.put([group(f"g{n}", env=f"env-{n % 3}") for n in range(200)])
+            for run in ("trainer", "watcher"):
+                await store.ack((await taken(store, run, max_groups=150)).lease_id)
+            now += 25 * 3600
+            removed = await store.compact()
+            assert (removed.groups, removed.leases) == (150, 2)
+            await taken(store, max_groups=10)
+            counts, depths = await store.counts(), await store.depths()
+            # What the store writes down when it is closed does not get there.
+            event.listen(Engine, "commit", refuse)
+            try:
+                raise RuntimeError("killed")
+            finally:
+                event.remove(Engine, "commit", refuse)
+    async with open_store(where, clock=lambda: now) as store:
+        assert await store.counts() == counts
+        assert await store.depths() == depths
+
+
+async def test_space_of_what_retention_removed_is_used_again(tmp_path: Path) -> None:
+    """Of SQLite's file: PostgreSQL's autovacuum frees the space in its own time."""
+    sizes = []
+    for turn in range(5):
+        async with open_store(tmp_path / "s.db") as store:
+            await store.create_run("trainer", batch_size=4)
+            await store.put([group(f"{turn}-{n}", noise(50_000, n)) for n in range(40)])
+            await store.ack((await taken(store)).lease_id)
+            assert (await store.compact(acked_hours=0)).groups == 40
+        sizes.append((tmp_path / "s.db").stat().st_size)
+    assert sizes[-1] < sizes[0] + 200_000
+
+
+async def test_a_store_that_is_closed_refuses(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "store.db") as store:
+        waiting = asyncio.create_task(store.put([group("last")]))
+        await asyncio.sleep(0)
+    with pytest.raises(StoreError):
+        await store.put([group("late")])
+    # What was under way at the end was either stored or refused, and its caller was told which.
+    [result] = await asyncio.gather(waiting, return_exceptions=True)
+    async with open_store(tmp_path / "store.db") as store:
+        assert await store.existing(["last"]) == ({"last"} if result == [True] else set())
+
+
+# Large stores
+
+
+async def test_a_deep_store_is_never_read_from_end_to_end(tmp_path: Path) -> None:
+    """Every statement finds its rows through an index, however many groups there are."""
+    path = tmp_path / "store.db"
+    async with open_store(path) as store:
+        await store.create_run("trainer", batch_size=4)
+        await store.create_run("one", batch_size=4, environments=["env-1"])
+    fill(path, 20_000)
+    asked: dict[str, Any] = {}
+
+    def note(_connection: object, _cursor: object, statement: str, parameters: Any, *_: object):
+        asked.setdefault(statement, parameters[0] if isinstance(parameters, list) else parameters)
+
+    async with open_store(path) as store:
+        await store.set_run("trainer", policy_version=1)  # deliveries were counted at opening
+        event.listen(Engine, "before_cursor_execute", note)
+        try:
+            assert _sums(await store.counts()) == "queued=20000"
+            assert await store.depths() == {"trainer": 20_000, "one": 5000}
+            for wanted, found in (
+                ({"max_groups": 2}, ["g1", "g2"]),
+                ({"environments": ["env-0", "env-1"], "max_groups": 1}, ["g4"]),
+                ({"min_version": 9, "max_groups": 1}, ["g18000"]),
+            ):
+                assert ids((await taken(store, **wanted)).groups) == found
+            assert len((await taken(store, max_tokens=60_000)).groups) == 600
+            lease = await taken(store, "one", max_groups=1)
+            await store.extend(lease.lease_id, 60)
+            await store.ack(lease.lease_id, checkpoint="one")
+            await store.nack((await taken(store, max_groups=1)).lease_id)
+            await store.put([group("new"), group("g1")])
+            await store.bodies(["g1", "g19999"])
+            await store.list_groups(GroupQuery(after=19_000), "", 10)
+            await store.rewind("one", None)
+            assert await store.drop_stale(1) == 1999 - 3 - 600
+            await store.expire()
+            await store.compact(acked_hours=0)
+        finally:
+            event.remove(Engine, "before_cursor_execute", note)
+    plans = explain(path, asked)
+    assert len(plans) > 30
+    reads_all = re.compile(
+        r"(SCAN (deliveries|waiting|groups|named|bodies|leases)\b(?! USING INDEX leases_open))"
+        r"|KEY \(queue=\?\)$"
+    )
+    for statement, steps in plans.items():
+        assert not [step for step in steps if reads_all.search(step)], (statement, steps)
+
+
+def fill(path: Path, depth: int) -> None:
+    """Queued groups g1, g2 ...: four environments in turn, ten policy versions in a row."""
+    numbers = range(1, depth + 1)
+    facts = [(n, f"g{n}", f"env-{n % 4}", n * 10 // depth) for n in numbers]
+    with sqlite3.connect(path) as connection:
+        connection.executemany(
+            "INSERT INTO groups VALUES (?, ?, ?, 'group', 4, 100, 50, ?, NULL, 0)", facts
+        )
+        connection.executemany("INSERT INTO bodies VALUES (?, 0, 'x')", [(n,) for n in numbers])
+        connection.executemany(
+            "INSERT INTO deliveries (queue, seq, env, policy_version, stored_bytes, state)"
+            " VALUES ('shared', ?, ?, ?, 1, 'queued')",
+            [(n, env, version) for n, _, env, version in facts],
+        )
+        # As after a kill: what the store wrote down when it was closed is no longer true.
+        connection.execute("DELETE FROM \"values\" WHERE key = 'store.memory'")
+    connection.close()
+
+
+def explain(path: Path, asked: dict[str, Any]) -> dict[str, list[str]]:
+    connection = sqlite3.connect(path)
+    plans = {}
+    for statement, parameters in asked.items():
+        if statement.startswith(("SELECT", "UPDATE", "DELETE", "INSERT")):
+            found = connection.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)
+            plans[statement] = [row[3] for row in found]
+    connection.close()
+    return plans
+
+
+# Opening a broadcast run whose queue lacks very many
+
+
+def named(count: int) -> Iterable[str]:
+    return (f"group-{index}" for index in range(count))
+
+
+async def test_while_a_run_is_opened_others_go_on_and_it_gets_all_in_order(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deliveries, "FILLED_AT_ONCE", 4)
+    async with open_store(where) as store:
+        await store.put([group("part", state="buffered"), *map(group, named(100))])
+        opening = asyncio.create_task(store.create_run("all", batch_size=1, delivery="broadcast"))
+        await store.put([group("second")])
+        await store.move(["part"], "queued")
+        assert not opening.done()
+        with pytest.raises(ConflictError, match="closed"):
+            await store.lease("all", seconds=60)
+        assert (await opening).state == "open"
+        await store.put([group("third")])
+        lease = await taken(store, "all")
+        assert ids(lease.groups) == ["part", *named(100), "second", "third"]
+
+
+_OPENED_AND_KILLED = """
+import asyncio, os, sys
+from envserver.store import deliveries, open_store
+deliveries.FILLED_AT_ONCE = 4
+async def main():
+    async with open_store(sys.argv[1]) as store:
+        opening = asyncio.create_task(store.create_run("all", batch_size=1, delivery="broadcast"))
+        for _ in range(6):
+            await store.wait_for_activity(5, since=store.activity)
+        assert not opening.done()
+        os._exit(9)
+asyncio.run(main())
+"""
+
+
+async def test_killed_while_a_run_is_opened_nothing_is_lost_or_doubled(where: str) -> None:
+    async with open_store(where) as store:
+        await store.put(list(map(group, named(100))))
+    command = [sys.executable, "-c", _OPENED_AND_KILLED, where]
+    process = await asyncio.create_subprocess_exec(*command)
+    assert await process.wait() == 9
+    async with open_store(where) as store:
+        assert (await store.get_run("all")).state == "closed"
+        await store.put([group("late")])
+        await store.create_run("all", batch_size=1, delivery="broadcast")
+        assert (await store.depths())["all"] == 101
+        assert ids((await taken(store, "all")).groups) == [*named(100), "late"]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from envserver_records.wire import GROUPS_MSGPACK
-from support.api import Api, native_group, put_native, running_api, wire_group
+from support.api import Api, running_api, wire_group
 from support.postgres import Postgres
 from support.stores import group, ids
 
@@ -42,73 +42,58 @@ def harm(where: str, request: pytest.FixtureRequest) -> Harm:
 @pytest.fixture
 async def api(where: str) -> AsyncIterator[Api]:
     async with running_api(where) as running:
+        await running.run(batch_size=2)
+        await running.run("all", batch_size=2, delivery="broadcast")
         yield running
 
 
 async def put(api: Api, *group_ids: str) -> None:
     for group_id in group_ids:
         # Large enough that some are compressed.
-        await put_native(api.store, native_group(group_id, 200 if group_id > "c" else 2))
+        await api.put(group_id, trajectories=200 if group_id > "c" else 2)
 
 
-async def make_run(api: Api, name: str, delivery: str = "shared") -> None:
-    wanted = {"name": name, "batch_size": 2, "delivery": delivery}
-    assert (await api.http.post("/v1/runs", json=wanted)).status_code == 201
-
-
-async def lease(api: Api, run: str = "run", *, packed: bool = False, **wanted: Any) -> Any:
-    """The lease; None where nothing came."""
-    headers = {"accept": GROUPS_MSGPACK} if packed else {}
-    if key := wanted.pop("key", ""):
-        headers["idempotency-key"] = key
+async def leased(api: Api, run: str = "run", *, packed: bool = False, **wanted: Any) -> list[str]:
+    """The ids of the groups of a lease."""
+    if not packed:
+        return await api.leased(run, **wanted)
+    headers = {"accept": GROUPS_MSGPACK, "idempotency-key": wanted.pop("key", "")}
     answer = await api.http.post(f"/v1/runs/{run}/lease", json=wanted, headers=headers)
-    assert answer.status_code in (200, 204), answer.text
     if answer.status_code == 204:
-        return None
-    return msgspec.msgpack.decode(answer.content) if packed else answer.json()
-
-
-def names(lease: Any) -> list[str]:
-    return [group["group_id"] for group in lease["groups"]]
+        return []
+    assert answer.status_code == 200, answer.text
+    return [group["group_id"] for group in msgspec.msgpack.decode(answer.content)["groups"]]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 async def test_a_trainer_gets_the_groups_that_are_whole_at_once(
     api: Api, harm: Harm, packed: bool
 ) -> None:
-    await make_run(api, "run")
-    await make_run(api, "all", "broadcast")
     await put(api, "a", "b", "c", "d", "e")
     harm("a", "d")
-    found = await lease(api, packed=packed, max_groups=2, key="first")
-    assert names(found) == ["b", "c"]
-    assert names(await lease(api, packed=packed, max_groups=2, key="first")) == ["b", "c"]
-    assert names(await lease(api, packed=packed, max_groups=9)) == ["e"]
-    assert await lease(api, packed=packed) is None
+    for _ in range(2):
+        found = await leased(api, packed=packed, max_groups=2, key="first")
+        assert found == ["b", "c"]
+    assert await leased(api, packed=packed, max_groups=9) == ["e"]
+    assert await leased(api, packed=packed) == []
     # They left the queue of every run, and the lease can be acknowledged.
-    assert names(await lease(api, "all", packed=packed, max_groups=9)) == ["b", "c", "e"]
-    done = await api.http.post("/v1/runs/run/ack", json={"lease_id": found["lease_id"]})
-    assert done.status_code == 204
+    assert await leased(api, "all", packed=packed, max_groups=9) == ["b", "c", "e"]
+    assert await api.end("ack", await api.lease(key="first", max_groups=2)) == 204
 
 
-async def test_what_was_damaged_is_counted_once_and_can_be_seen(
-    where: str, api: Api, harm: Harm
-) -> None:
-    await make_run(api, "run")
-    await make_run(api, "all", "broadcast")
+async def test_what_was_damaged_is_counted_once_and_can_be_seen(api: Api, harm: Harm) -> None:
     await put(api, "a", "b")
     harm("a")
-    assert await lease(api, min_groups=2) is None  # one is left, which stays for whoever takes one
-    assert names(await lease(api, "all")) == names(await lease(api)) == ["b"]
+    assert await leased(api, min_groups=2) == []  # one is left, which stays for whoever takes one
+    assert await leased(api, "all") == await leased(api) == ["b"]
     status = await api.get("/v1/status")
-    assert [(one["group_id"], "checksum" in one["reason"]) for one in status["damaged"]] == [
-        ("a", True)
-    ]
+    (one,) = status["damaged"]
+    assert (one["group_id"], "checksum" in one["reason"]) == ("a", True)
     assert status["groups"]["dropped"] == 1
     assert (await api.store.counters())["damaged"] == 1
     (row, _) = (await api.get("/v1/groups"))["groups"]
     assert (row["group_id"], row["state"]) == ("a", "dropped")
-    assert (await api.http.get("/v1/groups/a")).status_code == 503
+    assert await api.status("GET", "/v1/groups/a") == 503
 
 
 async def test_of_a_lease_that_others_hold_the_rest_can_be_acknowledged(where: str) -> None:
@@ -123,13 +108,8 @@ async def test_of_a_lease_that_others_hold_the_rest_can_be_acknowledged(where: s
         for one in held:
             assert one is not None
             await store.ack(one.lease_id)
-        assert await store.counts() == {
-            "buffered": 0,
-            "queued": 1,
-            "leased": 0,
-            "acked": 0,
-            "dropped": 1,
-        }
+        counts = await store.counts()
+        assert counts == {"buffered": 0, "queued": 1, "leased": 0, "acked": 0, "dropped": 1}
         assert [(one.group_id, one.reason) for one in await store.damaged(9)] == [("a", "test")]
         assert await store.rewind("one", None) == ["b"]
         again = await store.lease("one", seconds=60)
@@ -138,7 +118,6 @@ async def test_of_a_lease_that_others_hold_the_rest_can_be_acknowledged(where: s
 
 
 async def test_a_stream_goes_on_without_them(api: Api, harm: Harm) -> None:
-    await make_run(api, "run")
     await put(api, "a", "b", "c")
     harm("a", "b")
     headers = {"accept": "text/event-stream"}
@@ -146,7 +125,8 @@ async def test_a_stream_goes_on_without_them(api: Api, harm: Harm) -> None:
     async with api.http.stream("GET", "/v1/runs/run/stream", params=query, headers=headers) as got:
         async for line in got.aiter_lines():
             if line.startswith("data: "):
-                assert names(json.loads(line[6:])) == ["c"]
+                (found,) = json.loads(line[6:])["groups"]
+                assert found["group_id"] == "c"
                 break
 
 
@@ -189,8 +169,7 @@ async def test_an_order_of_which_a_group_was_damaged_says_what_to_do(
     )
     wanted = {"environment": "math", "task_ids": ["a", "b"], "group_size": 2, "wait_seconds": 1}
     async with running_api(where, orders=MadeOrders()) as api:
-        for group_id in order.group_ids():
-            await put_native(api.store, native_group(group_id))
+        await api.put(*order.group_ids())
         harm(order.group_ids()[1])
         headers = {"idempotency-key": "key"}
         refused = await api.http.post("/v1/rollouts", json=wanted, headers=headers)

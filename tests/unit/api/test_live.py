@@ -1,0 +1,443 @@
+"""What a server shows of now, over real HTTP: live events, failures and drops, leases, engines."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from envserver_records.errors import (
+    EngineTimeout,
+    LimitReached,
+    RolloutError,
+    Stale,
+    StoreError,
+)
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from starlette.types import Message
+from support.api import Api, api_process, running_api, wire_group
+from support.commands import free_port
+from support.extent import examples
+from support.joined import join
+from support.waiting import PATIENCE, settled, until
+from support.watching import Page, events_in, watching
+
+from envserver.alarms_config import AlarmsConfig
+from envserver.api.alarms import AlarmWatch
+from envserver.api.live import EngineSource, Feed, Live, events
+from envserver.api.live.events import EventsAnswer
+from envserver.api.live.failures import MOST_ROWS
+from envserver.api.live.feed import FellBehind
+from envserver.api.live.follower import MOST_ALONE, Follower
+from envserver.api.metrics import Metrics
+from envserver.config import SimConfig
+from envserver.models.measured import MeasuredEngine
+from envserver.models.sim import SimEngine
+from envserver.rollouts.events import GroupDropped, RolloutFailed
+from envserver.running.api_serving import api_serving
+from envserver.running.run_settings import RunApiSettings
+from envserver.store.facts import GroupFacts
+from envserver.store.listing import ListedGroup
+from envserver.store.rows import GroupRow
+from envserver.telemetry.alarms import Finding
+from envserver.telemetry.numbers import Distribution
+
+FACTS: dict[str, Any] = {"index": 0, "task_id": "task"}
+
+
+class Server:
+    """An API and what its parts tell of."""
+
+    def __init__(self, api: Api, live: Live, alarms: AlarmWatch) -> None:
+        self.api, self.live, self.alarms = api, live, alarms
+        self.tell = live.failures.observer("math")
+
+    async def failures(self, **query: Any) -> dict[str, Any]:
+        return dict(await self.api.get("/v1/failures", params=query))
+
+    def failed(self, error: RolloutError, group_id: str = "g", *, final: bool = False) -> None:
+        facts = FACTS | {"group_id": group_id, "rollout_id": f"{group_id}-r2", "at": time.time()}
+        self.tell(RolloutFailed(attempt=3, failure=error.failure(), final=final, **facts))
+
+    def dropped(self, reason: str, group_id: str = "g", *, is_failure: bool = False) -> None:
+        facts = FACTS | {"group_id": group_id, "reason": reason, "at": time.time()}
+        self.tell(GroupDropped(failed=is_failure, message="why", **facts))
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    live, alarms = Live(), AlarmWatch(AlarmsConfig())
+    place = tmp_path / "s.db"
+    async with running_api(place, metrics=Metrics(), live=live, alarms=alarms) as api:
+        yield Server(api, live, alarms)
+
+
+# Events
+
+
+async def test_a_page_is_told_what_happens(where: str) -> None:
+    async with running_api(where) as api:
+        await api.put("before")
+        page = Page()
+        async with watching(api.http, page) as connection:
+            assert page.named("hello")[0]["policy_version"] == -1
+            await api.put("a")
+            row = await connection.until("group")
+            assert row == (await api.get("/v1/groups?order=newest"))["groups"][0]
+            assert (row["group_id"], row["rewards"]) == ("a", [0.0, 1.0])
+            await api.run()
+            assert await connection.until("run") == {"name": "run", "state": "open"}
+            await api.post("/v1/policy-version", {"version": 3})
+            assert (await connection.until("policy"))["version"] == 3
+            await api.http.post("/v1/runs/run/close")
+            assert await connection.until("run") == {"name": "run", "state": "closed"}
+        assert page.groups == [2]
+
+
+async def test_numbers_and_alarms_are_told_as_they_are_recorded(server: Server) -> None:
+    def names_told() -> set[str]:
+        """The names of the series of all samples."""
+        told = events_in(server.live.feed.after(0)[0].decode())
+        samples = [one.data["series"] for one in told if one.name == "sample"]
+        return {name for series in samples for name, _, _ in series}
+
+    async with watching(server.api.http, Page()) as connection:
+        server.live.sampled(5.0, {})
+        assert (await connection.until("sample", time=5.0))["series"] == []
+        found = Finding(name="disk_full", severity="critical", text="Full.")
+        for at in (1.0, 2.0):
+            server.alarms.book.update(at, [found])
+        alarm = await connection.until("alarm")
+        assert (alarm["text"], alarm["active"]) == ("Full.", True)
+    await until(lambda: "process_cpu_seconds_total" in names_told())
+
+
+async def test_who_was_away_is_told_what_was_missed_and_nothing_twice(api: Api) -> None:
+    page = Page()
+    async with watching(api.http, page) as connection:
+        await api.put("a")
+        await connection.until("group")
+    await api.put("b", "c")
+    for name in "bc":  # cut off between two groups
+        async with watching(api.http, page) as connection:
+            assert (await connection.until("group"))["group_id"] == name
+    await api.put(*(f"g{number}" for number in range(MOST_ALONE + 1)))
+    async with watching(api.http, page) as connection:
+        missed = await connection.until("groups")
+        assert missed == {"count": 11, "first_seq": 4, "last_seq": 14}
+        await api.put("last")
+        assert (await connection.until("group"))["group_id"] == "last"
+    assert page.groups == list(range(1, 16))
+    assert page.named("resync") == []
+
+
+@pytest.mark.thorough
+async def test_a_killed_server_leaves_nothing_out(tmp_path: Path) -> None:
+    place, port, page = tmp_path / "s.db", free_port(), Page()
+
+    async def post(mark: int) -> None:
+        assert (await http.post("/scored_data", json=wire_group(1, mark))).status_code == 200
+
+    url = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
+        with api_process(place, port) as first:
+            async with watching(http, page) as connection:
+                await post(1)
+                await connection.until("group")
+                await post(2)
+                first.kill()
+                with pytest.raises((EOFError, httpx.HTTPError)):
+                    await connection.until("nothing")
+        with api_process(place, port):
+            await post(3)
+            async with watching(http, page) as connection:
+                await post(4)
+                while page.seq != 4:
+                    await connection.next()
+            assert page.named("resync") == [{"reason": "restarted"}]
+            listed = (await http.get("/v1/groups")).json()["groups"]
+    assert page.groups == [one["seq"] for one in listed] == [1, 2, 3, 4]
+
+
+@pytest.mark.thorough
+async def test_who_reads_nothing_is_disconnected(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_SLOW_SECONDS", 0.2)
+    feed = server.live.feed
+    port = int(server.api.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as reader:
+        reader.sendall(b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await until(lambda: feed.watchers == 1)
+        # More than all buffers of the machine hold.
+        for _ in range(64):
+            feed.publish("much", "x" * 2**20)
+            await settled()
+        async with watching(server.api.http, Page()) as connection:  # others are told all the same
+            feed.publish("policy", {"version": 1})
+            await connection.until("policy")
+        await until(lambda: not feed.watchers)
+
+
+async def test_a_server_that_stops_ends_the_streams(tmp_path: Path) -> None:
+    place = {"server": {"port": 0}, "store": str(tmp_path / "s.db")}
+    page = Page()
+    async with httpx.AsyncClient(timeout=PATIENCE) as http:
+        async with api_serving(RunApiSettings.model_validate(place)) as url:
+            http.base_url = httpx.URL(url)
+            context = watching(http, page)
+            connection = await context.__aenter__()
+        with pytest.raises(EOFError):  # not an answer that breaks off
+            await connection.until("nothing")
+        await context.__aexit__(None, None, None)
+
+
+def test_the_ring_keeps_so_many_events_and_so_many_bytes() -> None:
+    for bounds in ({"most_events": 3}, {"most_bytes": 200}):
+        feed = Feed(boot="0123abcd", **bounds)
+        for number in range(10):
+            feed.publish("policy", {"version": number})
+        kept = [event.data["version"] for event in events_in(feed.after(7)[0].decode())]
+        assert kept == [7, 8, 9]
+        assert feed.start("0123abcd.7.0").resync == ""
+        assert feed.start("0123abcd.6.0").resync == "missed"
+        assert feed.start("0123abcd.99.0").resync == "missed"
+        assert feed.start("89abcdef.9.0").resync == feed.start("nonsense").resync == "restarted"
+        with pytest.raises(FellBehind):
+            feed.after(6)
+
+
+class FakeStore:
+    """As many groups as were put; some of them are no longer kept."""
+
+    def __init__(self) -> None:
+        self.last_seq = 0
+        self.gone: set[int] = set()
+        self.open_runs: dict[str, Any] = {}
+        self.fails = False
+
+    async def counters(self) -> dict[str, int]:
+        return {}
+
+    async def list_groups(self, query: Any, cursor: str, limit: int) -> Any:
+        await asyncio.sleep(0)
+        if self.fails:
+            raise StoreError("The disk is full.")
+        seqs = range(query.after + 1, self.last_seq + 1)
+        rows = [_row(seq) for seq in seqs if seq not in self.gone]
+        return SimpleNamespace(groups=[ListedGroup(row, GroupFacts()) for row in rows[:limit]])
+
+
+def _row(seq: int) -> GroupRow:
+    return GroupRow(seq, f"g{seq}", "math", "group", 1, 1, 1, 0, None, "queued", None, 0.0)
+
+
+async def connect(feed: Feed, follower: Follower, last_id: str) -> str:
+    """The text of a connection, once nothing more comes."""
+    parts: list[bytes] = []
+    hung_up = asyncio.Event()
+
+    async def receive() -> Message:
+        await hung_up.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        parts.append(message.get("body", b""))
+
+    answer = EventsAnswer(feed, last_id, lambda: 0, follower.look)
+    task = asyncio.create_task(answer({"type": "http"}, receive, send))
+    await settled()
+    hung_up.set()
+    await task
+    return b"".join(parts).decode()
+
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(1, 2 * MOST_ALONE), st.booleans()),
+        st.tuples(st.just("tell"), st.integers(1, 6), st.booleans()),
+        st.tuples(st.just("look"), st.just(0), st.booleans()),
+        st.tuples(st.just("read"), st.integers(0, 6), st.booleans()),
+        st.tuples(st.just("restart"), st.just(0), st.booleans()),
+    ),
+    max_size=25,
+)
+
+
+@given(_STEPS)
+@example([("read", 1, False), ("put", 3, False), ("restart", 0, False), ("read", 2, False)])
+@settings(max_examples=examples(120), deadline=None)
+def test_whatever_breaks_no_group_comes_twice_or_is_left_out(
+    steps: list[tuple[str, int, bool]],
+) -> None:
+    """A stream breaks after any of its events, again and again, over a small ring, restarts and a
+    store that fails; other events come once, in order, and are missed only with a `resync`."""
+
+    async def live_through() -> None:
+        store, page, told = FakeStore(), Page(), 0
+        live = Live()
+
+        def boot() -> tuple[Feed, Follower]:
+            live.feed = Feed(most_events=8)
+            return live.feed, Follower(live, store)
+
+        feed, follower = boot()
+        for what, number, odd in [*steps, ("read", 10**9, False)]:
+            if what == "put":
+                store.last_seq += number
+                if odd:
+                    store.gone.add(store.last_seq)
+            elif what == "tell":
+                for _ in range(number):
+                    told += 1
+                    feed.publish("policy", {"version": told})
+            elif what == "look":
+                store.fails = odd
+                await follower.look()
+                store.fails = False
+            elif what == "restart":
+                feed, follower = boot()
+            else:
+                text = await connect(feed, follower, page.last_id)
+                for event in events_in(text)[:number]:
+                    page.see(event)
+        begun = page.named("hello")[0]["seq"]
+        assert page.groups == list(range(begun + 1, store.last_seq + 1))
+        versions = [one["version"] for one in page.named("policy")]
+        assert versions == sorted(set(versions))
+        if versions and not page.named("resync"):
+            assert versions == list(range(versions[0], told + 1))
+
+    asyncio.run(live_through())
+
+
+# Failures, leases, engines
+
+
+async def test_failures_say_whose_fault_in_words_without_secrets(server: Server) -> None:
+    key = "sk-abcdefghijklmnopqrstuvwx"
+    server.failed(EngineTimeout(f"No answer to\x1b[1m {key}."))
+    server.failed(LimitReached("Too many turns."), final=True)
+    server.failed(Stale("Too old."), "other", final=True)
+    server.dropped("incomplete", is_failure=True)
+    server.dropped("zero_variance", "all alike")
+    found = await server.failures()
+    assert [(row["kind"], row["fault"], row["what"]) for row in found["failures"]] == [
+        ("zero_variance", "model", "drop"),
+        ("incomplete", "model", "group"),
+        ("stale", "trainer", "rollout"),
+        ("limit_reached", "model", "rollout"),
+        ("engine_timeout", "engine", "attempt"),
+    ]
+    last = found["failures"][-1]
+    assert (last["environment"], last["task_id"], last["group_id"]) == ("math", "task", "g")
+    assert (last["rollout"], last["attempt"]) == (2, 3)
+    assert last["message"] == "No answer to [redacted]."
+
+
+async def test_failures_are_filtered_counted_and_paged(server: Server) -> None:
+    for number in range(MOST_ROWS + 5):
+        error = EngineTimeout("late") if number % 5 else LimitReached("turns")
+        server.failed(error)
+    found = await server.failures(fault="engine", limit=300)
+    assert found["counts"] == {"engine_timeout": 800}
+    seen = found["failures"]
+    while found["next"] is not None:
+        found = await server.failures(fault="engine", limit=300, before=found["next"])
+        seen += found["failures"]
+    assert len(seen) == 800
+    assert [row["n"] for row in seen] == sorted({row["n"] for row in seen}, reverse=True)
+    found = await server.failures(kind="limit_reached", limit=1)
+    assert found["counts"] == {"engine_timeout": 800, "limit_reached": 200}
+    assert (await server.failures(environment="other"))["failures"] == []
+    assert (await server.api.http.get("/v1/failures?fault=nobody")).status_code == 422
+
+
+async def test_runners_and_trainers_tell_of_failures_too(server: Server) -> None:
+    joined = await join(server.api)
+    await joined.beat(failures={"engine_timeout": 7}, dropped={})  # from before
+    await joined.beat(failures={"engine_timeout": 9, "agent_error": 1}, dropped={"too_long": 3})
+    found = await server.failures()
+    told = {row["kind"]: (row["fault"], row["count"], row["what"]) for row in found["failures"]}
+    assert told == {
+        "engine_timeout": ("engine", 2, "attempt"),
+        "agent_error": ("environment", 1, "attempt"),
+        "too_long": ("model", 3, "drop"),
+    }
+    assert found["failures"][0]["runner"] == "math@one"
+    api = server.api
+    await api.put("useless")
+    await api.run()
+    await api.end("nack", await api.lease(), reason="too hard", group_ids=["useless"])
+    (row,) = (await server.failures(fault="trainer"))["failures"]
+    assert (row["group_id"], row["environment"], row["kind"]) == ("useless", "math", "set_aside")
+    assert (row["message"], row["what"]) == ("too hard", "drop")
+
+
+@pytest.mark.thorough
+async def test_many_failures_are_one_event(server: Server) -> None:
+    page = Page()
+    async with watching(server.api.http, page) as connection:
+        server.failed(EngineTimeout("late"))
+        row = await connection.until("failure")
+        assert (row["n"], row["message"]) == (1, "late")
+        for _ in range(500):
+            server.failed(EngineTimeout("late"))
+        assert await connection.until("failures") == {"count": 500, "first": 2, "last": 501}
+
+
+async def test_leased_groups_are_shown_without_their_leases(where: str) -> None:
+    async with running_api(where) as api:
+        await api.put("a", "b", "c")
+        await api.run()
+        await api.run("all", delivery="broadcast")
+        leases = [
+            await api.lease(max_groups=2, seconds=60),
+            await api.lease(max_groups=1, seconds=60),
+            await api.lease("all", max_groups=3, seconds=600),
+        ]
+        found = await api.get("/v1/runs/run/leases")
+        assert [row["group_id"] for row in found["leases"]] == ["a", "b", "c"]
+        assert found["total"] == 3
+        row = found["leases"][0]
+        assert row["environment"] == "math"
+        assert 0 <= row["age_seconds"] < 60
+        assert 0 < row["expires_in_seconds"] <= 60
+        assert not [one["lease_id"] for one in leases if one["lease_id"] in str(found)]
+        await api.end("ack", leases[0])
+        assert (await api.get("/v1/runs/run/leases"))["total"] == 1
+        few = await api.get("/v1/runs/all/leases?limit=2")
+        assert (len(few["leases"]), few["total"]) == (2, 3)
+        assert few["leases"][0]["expires_in_seconds"] > 60
+        assert await api.status("GET", "/v1/runs/nobody/leases") == 404
+
+
+async def test_an_engine_is_told_of_when_it_changes(server: Server) -> None:
+    version = 1
+    async with MeasuredEngine(SimEngine(SimConfig())) as engine:
+        server.live.engines.append(EngineSource("", engine, "tiny", lambda: version))
+        (row,) = (await server.api.get("/v1/engines"))["engines"]
+        assert (row["url"], row["weights_version"], row["calls_total"]) == ("sim", 1, 0)
+        assert (row["seconds_p50"], row["breaker"], row["ready"]) == (None, "closed", True)
+        page = Page()
+        async with watching(server.api.http, page) as connection:
+            version = 2
+            await connection.until("engine", weights_version=2)
+
+
+def test_a_quantile_is_known_to_the_width_of_a_bound() -> None:
+    seen = Distribution((1.0, 2.0, 4.0))
+    assert seen.quantile(0.5) is None
+    for value in (0.5, 1.5, 1.5, 3.0):
+        seen.add(value)
+    assert seen.quantile(0.5) == 1.5
+    assert 2 < (seen.quantile(0.95) or 0) <= 4
+    seen.add(100)
+    assert seen.quantile(1) == 4
