@@ -63,6 +63,9 @@ class Conversation:
         said = self.answer.headers.get("x-envserver-warning", "")
         assert words in said if words else not said
 
+    async def hides(self, lease: str, expected: str) -> None:
+        assert self.leases[lease]["lease_id"] not in self.answer.text
+
     # Trainers and environments of the Atropos wire
 
     async def trainer(self, changes: str, expected: str) -> None:

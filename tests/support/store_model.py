@@ -337,8 +337,8 @@ class Model:
 
     # Retention
 
-    def compact(self, seconds: float) -> tuple[int, int]:
-        """How many groups and leases it removes."""
+    def compact(self, seconds: float) -> int:
+        """How many groups it removes."""
         before = self.now - seconds
         removed = [name for name in self.groups if self.may_go(name, before)]
         for name in removed:
@@ -362,7 +362,7 @@ class Model:
         for lease_id in ended:
             del self.leases[lease_id]
         self.counters["removed"] += len(removed)
-        return len(removed), len(ended)
+        return len(removed)
 
     def may_go(self, name: str, before: float) -> bool:
         there = {queue: found[name] for queue, found in self.queues.items() if name in found}

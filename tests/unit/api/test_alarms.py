@@ -166,10 +166,10 @@ async def test_what_needs_facts_is_told() -> None:
     run.set("policy_version", 5)
     run.set("replica_breaker", 2, replica="http://name:secret@a:8000")
     run.set("joined_environments", 1, environment="code", standing="silent")
-    for groups in (50, 50):
-        await run.step()
-        for _ in range(groups):
-            run.group([1.0] * 8)
+    for number in range(100):
+        run.group([1.0] * 8)
+        if number == 49:
+            await run.step()
     run.add("groups_delivered_total", environment="code")
     run.add("groups_alike_total", alike="highest", environment="code")
     run.add("flags_total", 7, flag="weights_lost")

@@ -14,6 +14,7 @@ import aiohttp
 import httpx
 import pytest
 from support.commands import Running, free_port, running, until
+from support.conversations import alike, conversations
 from support.openenv import demonstrated, socket
 from support.openenv_server import call, played, transcript
 from support.waiting import PATIENCE
@@ -75,68 +76,34 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-async def test_an_episode_shows_what_a_model_sees_and_ends_with_the_reward(url: str) -> None:
-    async with socket(url, "lengths") as session:
-        first = await session.seen("reset", {"task_id": "the", "episode_id": "mine"})
-        assert first["observation"]["text"] == "How long is 'the'?"
-        assert first["observation"]["available_tools"][0]["function"]["name"] == "measure"
-        assert (first["reward"], first["done"]) == (None, False)
-        listed = await session.seen("step", {"type": "list_tools"})
-        assert [tool["name"] for tool in listed["observation"]["tools"]] == ["measure"]
-        call = {"type": "call_tool", "tool_name": "measure", "arguments": {"word": "the"}}
-        called = await session.seen("step", call)
-        assert called["observation"]["result"] == "the has 3 letters"
-        roles = [message["role"] for message in called["observation"]["messages"]]
-        assert roles == ["user", "assistant", "tool"]
-        last = await session.seen("step", {"message": "3"})
-        assert (last["reward"], last["done"]) == (0.75, True)
-        (turn,) = last["observation"]["outcome"]["turn_rewards"]
-        assert turn["value"] == 0.25
-        state = await session.seen("state")
-        assert state == {"episode_id": "mine", "task_id": "the", "step_count": 2, "done": True}
-        assert "hidden" not in json.dumps([first, listed, called, last])
+SESSIONS = conversations(Path(__file__).with_name("openenv.txt"))
 
 
-async def test_seeds_and_the_order_choose_tasks(url: str) -> None:
+@pytest.mark.parametrize("title", SESSIONS)
+async def test_a_session_answers_as_openenv_says_and_shows_nothing_hidden(
+    url: str, title: str
+) -> None:
     async with socket(url, "lengths") as session:
-        seeded = [(await session.seen("reset", {"seed": n}))["metadata"] for n in (7, 8, 7)]
-        assert [one["task_id"] for one in seeded] == ["to", "the", "to"]
+        for line in SESSIONS[title]:
+            told, _, expected = line.partition(" -> ")
+            kind, _, data = told.partition(" ")
+            if kind == "raw":
+                await session.connection.send_str(data)
+                answer = await session.connection.receive_json()
+            else:
+                if kind == "deep":
+                    kind, _, data = data.replace("[]", "[" * 300 + "]" * 300).partition(" ")
+                answer = await session.ask(kind, json.loads(data) if data else None)
+            assert "hidden" not in json.dumps(answer)
+            wanted = json.loads(expected) if expected.startswith("{") else {"code": expected}
+            assert (answer["type"] == "error") == ("code" in wanted), (line, answer)
+            alike(answer["data"], wanted)
+
+
+async def test_without_a_seed_the_order_chooses_tasks(url: str) -> None:
+    async with socket(url, "lengths") as session:
         following = [(await session.seen("reset"))["metadata"]["task_id"] for _ in range(4)]
         assert len(set(following)) == 3 and following[0] == following[3]
-        assert await session.code("reset", {"task_id": "nowhere"}) == "EXECUTION_ERROR"
-
-
-async def test_what_is_sent_wrongly_leaves_the_session_as_it_is(url: str) -> None:
-    async with socket(url, "lengths") as session:
-        assert await session.code("step", {"message": "3"}) == "EXECUTION_ERROR"  # no reset yet
-        await session.seen("reset", {"task_id": "a"})
-        await session.connection.send_str("{")
-        assert (await session.connection.receive_json())["data"]["code"] == "INVALID_JSON"
-        assert await session.code("jump") == "UNKNOWN_TYPE"
-        deep: list[object] = []
-        for _ in range(300):
-            deep = [deep]
-        asked = await session.ask("mcp", {"jsonrpc": "2.0", "id": deep, "method": "tools/list"})
-        assert asked["data"]["error"]["code"] == -32600
-        wrong_call = {"type": "call_tool", "tool_name": "measure", "arguments": {"word": deep}}
-        answer = await session.ask("step", wrong_call)
-        assert answer["data"]["kind"] == "input"
-        for wrong in (None, {"text": "1"}, {"type": "call_tool"}, {"message": 1}):
-            assert await session.code("step", wrong) == "VALIDATION_ERROR"
-        assert (await session.seen("step", {"message": "1"}))["reward"] == 0.75
-        assert await session.code("step", {"message": "1"}) == "EXECUTION_ERROR"  # it is over
-
-
-async def test_limits_end_an_episode_and_failures_are_never_rewards(url: str) -> None:
-    call = {"type": "call_tool", "tool_name": "measure", "arguments": {"word": "a"}}
-    async with socket(url, "lengths") as session:
-        await session.seen("reset", {"task_id": "a"})
-        for _ in range(3):
-            last = await session.seen("step", call)
-        assert (last["reward"], last["done"]) == (0.25, True)
-        await session.seen("reset", {"task_id": "a"})
-        assert await session.code("step", {"message": "break"}) == "EXECUTION_ERROR"
-        assert (await session.seen("state"))["done"]
 
 
 async def test_episodes_are_bounded_and_closed_sessions_free_them(url: str) -> None:
@@ -176,21 +143,29 @@ def open_episodes(url: str) -> int:
 
 
 def test_over_http_each_request_is_an_episode(url: str) -> None:
+    half = r'{"task_id": "to", "action": {"tool_calls": [{"name": "x", "arguments": '
+    half += r'{"a": "\ud800"}}]}}'
     with httpx.Client(base_url=f"{url}/openenv/lengths", timeout=PATIENCE) as http:
+
+        def post(path: str, body: Any) -> httpx.Response:
+            head = {"content-type": "application/json"}
+            content = body if isinstance(body, str) else json.dumps(body)
+            answer = http.post(path, content=content, headers=head)
+            assert "hidden" not in answer.text
+            return answer
+
         assert http.post("/reset").json()["observation"]["messages"]
-        wanted = {"task_id": "to", "action": {"message": "2"}}
-        answer = http.post("/step", json=wanted).json()
+        answer = post("/step", {"task_id": "to", "action": {"message": "2"}}).json()
         assert (answer["reward"], answer["done"]) == (0.75, True)
-        assert http.post("/step", json={**wanted, "task_id": "nowhere"}).status_code == 404
-        assert http.post("/step", json={"action": {"jump": 1}}).status_code == 422
-        assert http.post("/mcp", json={}).json()["error"]["code"] == -32600
-        failed = http.post("/step", json={"task_id": "to", "action": {"message": "break"}})
-        assert failed.status_code == 500 and "hidden" not in failed.text
-        assert http.post("/mcp", content=r'{"jsonrpc": "2.0", "id": "\ud800"}').status_code == 200
-        half = r'{"task_id": "to", "action": {"tool_calls": [{"name": "x", "arguments": '
-        half += r'{"a": "\ud800"}}]}}'
-        head = {"content-type": "application/json"}
-        assert http.post("/step", content=half, headers=head).status_code == 422
+        for body, status in (
+            ({"task_id": "nowhere", "action": {"message": "2"}}, 404),
+            ({"action": {"jump": 1}}, 422),
+            ({"task_id": "to", "action": {"message": "break"}}, 500),
+            (half, 422),
+        ):
+            assert post("/step", body).status_code == status, body
+        assert post("/mcp", {}).json()["error"]["code"] == -32600
+        assert post("/mcp", r'{"jsonrpc": "2.0", "id": "\ud800"}').status_code == 200
         assert http.get("/state").json()["step_count"] == 0
         assert set(http.get("/openapi.json").json()["paths"]) >= {"/reset", "/step", "/state"}
 

@@ -102,17 +102,16 @@ class StoreMachine(RuleBasedStateMachine):
 
         return self.runner.run(wait())
 
-    def same(self, request: Awaitable[Any], expect: Callable[[], Any]) -> Any:
-        """What both answer; None when both refuse."""
+    def both(self, method: str, *given: Any, model: tuple[Any, ...] = (), **named: Any) -> None:
+        """The store answers, or refuses, as the model; `model` is what that is given, if other."""
+        request = getattr(self.store, method)(*given, **named)
         try:
-            expected = expect()
+            expected = getattr(self.model, method)(*(model or given))
         except UsageError as error:
             with pytest.raises(type(error)):
                 self.run(request)
-            return None
-        answer = self.run(request)
-        assert answer == expected
-        return answer
+        else:
+            assert self.run(request) == expected
 
     @initialize(names=st.permutations(list(RUNS)))
     def begin_in_the_middle(self, names: list[str]) -> None:
@@ -133,55 +132,44 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(PUTS, max_size=5))
     def put(self, wanted: list[tuple[str, Group, Any]]) -> None:
-        puts = [
-            group(
-                name,
-                one.body,
-                env=one.env,
-                size=one.size,
-                tokens=one.tokens,
-                policy_version=one.version,
-                state=state,
-            )
-            for name, one, state in wanted
-        ]
-        expected = [
-            self.model.put(name, Group(one.body, one.env, one.size, one.tokens, one.version), state)
-            for name, one, state in wanted
-        ]
+        puts, expected = [], []
+        for name, one, state in wanted:
+            facts = {"env": one.env, "size": one.size, "tokens": one.tokens, "state": state}
+            puts.append(group(name, one.body, policy_version=one.version, **facts))
+            known = Group(one.body, one.env, one.size, one.tokens, one.version)
+            expected.append(self.model.put(name, known, state))
         assert self.run(self.store.put(puts)) == expected
 
     @precondition(lambda self: self.model.groups)
     @rule(data=st.data(), to=st.sampled_from(STATES))
     def move(self, data: st.DataObject, to: Any) -> None:
         names = data.draw(self.some_groups())
-        self.same(self.store.move(names, to), lambda: self.model.move(names, to))
+        self.both("move", names, to)
 
     def some_groups(self) -> st.SearchStrategy[list[str]]:
         return st.lists(st.sampled_from(list(self.model.groups)), max_size=3, unique=True)
 
     @rule(below=st.integers(-1, 4))
     def drop_stale(self, below: int) -> None:
-        self.same(self.store.drop_stale(below), lambda: self.model.drop_stale(below))
+        self.both("drop_stale", below)
 
     @precondition(lambda self: self.model.groups)
     @rule(data=st.data(), is_undone=st.booleans())
     def drop_damaged(self, data: st.DataObject, is_undone: bool) -> None:
         names = data.draw(self.some_groups())
         undo = self.some_lease(data) if is_undone and self.model.leases else None
-        request = self.store.drop_damaged(dict.fromkeys(names, "test"), undo=undo)
-        self.same(request, lambda: self.model.drop_damaged(names, undo))
+        reasons = dict.fromkeys(names, "test")
+        self.both("drop_damaged", reasons, model=(names, undo), undo=undo)
 
     @rule(seconds=st.sampled_from([0.5, 20.5, 60.5]), by_size=st.booleans())
     def compact(self, seconds: float, by_size: bool) -> None:
         """Nothing was settled just so long ago: all times are whole seconds."""
-        hours = seconds / 3600
-        expected = [self.model.compact(seconds)]
+        expected = self.model.compact(seconds)
         if by_size:  # all that may go, however new
-            groups, _ = self.model.compact(0.0)
-            expected = [(expected[0][0] + groups, -1)]
-        done = self.run(self.store.compact(acked_hours=hours, max_gb=0.0 if by_size else None))
-        assert done.groups == expected[0][0]
+            expected += self.model.compact(0.0)
+        most = 0.0 if by_size else None
+        done = self.run(self.store.compact(acked_hours=seconds / 3600, max_gb=most))
+        assert done.groups == expected
 
     # Runs
 
@@ -213,9 +201,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.run(self.stopped_after(pieces, request))
         self.put(wanted)
         if moved in self.model.groups:
-            self.same(
-                self.store.move([moved], "queued"), lambda: self.model.move([moved], "queued")
-            )
+            self.both("move", [moved], "queued")
         if was_killed:
             self.reopen(True)
         self.create_run(name)
@@ -233,23 +219,21 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.runs)
     @rule(data=st.data())
     def close_run(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(list(self.model.runs)))
+        name = self.some_run(data)
         self.model.close_run(name)
         assert self.run(self.store.close_run(name)).state == "closed"
 
     @precondition(lambda self: self.model.runs)
     @rule(data=st.data(), checkpoint=st.none() | CHECKPOINTS)
     def rewind(self, data: st.DataObject, checkpoint: str | None) -> None:
-        name = data.draw(st.sampled_from(list(self.model.runs)))
-        request = self.store.rewind(name, checkpoint)
-        self.same(request, lambda: self.model.rewind(name, checkpoint))
+        self.both("rewind", self.some_run(data), checkpoint)
 
     # Leases
 
     @precondition(lambda self: self.model.runs)
     @rule(data=st.data(), limits=LIMITS, seconds=SECONDS)
     def lease(self, data: st.DataObject, limits: dict[str, Any], seconds: float) -> None:
-        self.lease_oldest(data.draw(st.sampled_from(list(self.model.runs))), limits, seconds)
+        self.lease_oldest(self.some_run(data), limits, seconds)
 
     def lease_oldest(self, name: str, limits: dict[str, Any], seconds: float) -> None:
         request = self.store.lease(name, seconds=seconds, **limits)
@@ -258,8 +242,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.groups and self.model.runs)
     @rule(data=st.data(), seconds=SECONDS)
     def lease_chosen(self, data: st.DataObject, seconds: float) -> None:
-        name = data.draw(st.sampled_from(list(self.model.runs)))
-        names = data.draw(self.some_groups())
+        name, names = self.some_run(data), data.draw(self.some_groups())
 
         def choose() -> list[str]:
             self.model.check_chosen(name, names)
@@ -293,15 +276,13 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), checkpoint=st.none() | CHECKPOINTS)
     def ack(self, data: st.DataObject, checkpoint: str | None) -> None:
         lease_id = self.some_lease(data)
-        request = self.store.ack(lease_id, checkpoint=checkpoint)
-        self.same(request, lambda: self.model.ack(lease_id, checkpoint))
+        self.both("ack", lease_id, model=(lease_id, checkpoint), checkpoint=checkpoint)
 
     @precondition(lambda self: self.model.leases)
     @rule(data=st.data(), reason=st.sampled_from(["", "too long"]))
     def nack(self, data: st.DataObject, reason: str) -> None:
         lease_id = self.some_lease(data)
-        request = self.store.nack(lease_id, reason=reason)
-        self.same(request, lambda: self.model.nack(lease_id, reason))
+        self.both("nack", lease_id, model=(lease_id, reason), reason=reason)
 
     @precondition(lambda self: self.model.leases)
     @rule(data=st.data(), others=st.lists(st.integers(0, 5), max_size=1))
@@ -311,15 +292,15 @@ class StoreMachine(RuleBasedStateMachine):
         known = list(self.model.groups)
         names = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
         names += [known[n] for n in others if n < len(known) and known[n] not in names]
-        request = self.store.set_aside(lease_id, names, reason="unread")
-        self.same(request, lambda: self.model.set_aside(lease_id, names, "unread"))
+        self.both("set_aside", lease_id, names, model=(lease_id, names, "unread"), reason="unread")
 
     @precondition(lambda self: self.model.leases)
     @rule(data=st.data(), seconds=SECONDS)
     def extend(self, data: st.DataObject, seconds: float) -> None:
-        lease_id = self.some_lease(data)
-        request = self.store.extend(lease_id, seconds)
-        self.same(request, lambda: self.model.extend(lease_id, seconds))
+        self.both("extend", self.some_lease(data), seconds)
+
+    def some_run(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(list(self.model.runs)))
 
     def some_lease(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(list(self.model.leases)))
