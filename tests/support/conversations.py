@@ -56,7 +56,10 @@ class Conversation:
             assert answer.headers["content-type"] == "application/problem+json"
             assert {"type", "title", "status", "detail"} <= set(answer.json())
             assert answer.json()["status"] == int(status)
-        alike(answer.json() if text else None, json.loads(text or "null"))
+        if text.startswith("="):
+            assert answer.json() == json.loads(text[1:]), (words, answer.text)
+        elif text:
+            alike(answer.json(), json.loads(text))
 
     async def warned(self, words: str, expected: str) -> None:
         """Of the last answer."""
@@ -82,7 +85,8 @@ class Conversation:
     async def environment(self, changes: str, expected: str) -> str | None:
         made = await self.api.post("/register-env", ENVIRONMENT | json.loads(changes or "{}"))
         if expected.startswith("{"):
-            return alike(made, json.loads(expected))
+            assert made == json.loads(expected)
+            return None
         return f"{made['env_id']} {made['wandb_name']}"
 
     async def group(self, words: str, expected: str) -> None:

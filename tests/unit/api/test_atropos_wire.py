@@ -161,7 +161,7 @@ async def test_what_the_store_refuses_is_neither_accepted_nor_lost(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await api.start()
-    for error, status in ((StoreFull, 507), (StoreError, 503)):
+    for error, status in ((StoreError, 503), (StoreFull, 507)):
 
         async def fail(*_: object, error: type[StoreError] = error, **__: object) -> None:
             raise error("No.")
@@ -178,7 +178,7 @@ async def test_what_the_store_refuses_is_neither_accepted_nor_lost(
         with monkeypatch.context() as broken:
             broken.setattr(api.store, broken_part, fail)
             for _ in range(2):
-                assert await api.status("GET", "/batch") == 503
+                assert await api.status("GET", "/batch") == 507
         assert await api.batch_marks() == [2 * number, 2 * number + 1]
     assert await api.batch_marks() is None
     assert (await api.get("/status"))["current_step"] == 6
@@ -286,16 +286,13 @@ async def test_bodies_that_are_too_much_are_refused_shortly(api: Api) -> None:
         answer = await api.http.post("/scored_data", content=raw, headers=JSON)
         assert answer.status_code == 400, raw[:20]
         assert answer.json() == {"detail": "There was an error parsing the body"}
-    huge = json.dumps(wire_group(tokens=[[0, 10**400, 6]] * 2))
+    huge = json.dumps(wire_group(1, tokens=[[0, 10**400, 6]])).encode()
     row = b"[" + b",".join([b'"a"'] * 1_000_000) + b"]"
-    for content, place in (
-        (huge, ["body", "tokens", 0, 1]),
-        (b'{"tokens":[%b,%b],"masks":[[1]],"scores":[1]}' % (row, row), ["body", "tokens", 0, 0]),
-    ):
+    faulty = b'{"tokens":[%b,%b],"masks":[[1]],"scores":[1]}' % (row, row)
+    for content, at in ((huge, 1), (faulty, 0)):  # a million faults are one
         answer = await api.http.post("/scored_data", content=content, headers=JSON)
         assert answer.status_code == 422
-        assert answer.json()["detail"][0]["loc"][:4] == place
-        assert len(answer.json()["detail"]) <= 2
+        assert [one["loc"] for one in answer.json()["detail"]] == [["body", "tokens", 0, at]]
     missing = b'{"tokens":[[' + b"1," * 1_000_000 + b"1]]}"
     answer = await api.http.post("/scored_data", content=missing, headers=JSON)
     assert (answer.status_code, len(answer.content) < 1000) == (422, True)

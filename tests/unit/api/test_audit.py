@@ -25,11 +25,15 @@ def trajectories(name: str, **changes: Any) -> list[Trajectory]:
     return group(name, **changes).trajectories
 
 
+def auditing(engine: Engine | None = None, fraction: float = 1.0, **more: Any) -> Auditor:
+    return Auditor(engine or Engine(), fraction, 0.05, **{"version": lambda: 7, **more})
+
+
 async def test_an_audit_finds_what_is_wrong_and_logs_it() -> None:
     right, wrong = trajectories("a")
     wrong.sequences[1].logprobs[PROMPT + 3] -= 0.25
     with capture_logs() as logs:
-        async with Auditor(Engine(), 1.0, 0.05, version=lambda: 7) as auditor:
+        async with auditing() as auditor:
             assert auditor.offer(right)
             assert auditor.offer(wrong)
     report = auditor.report()
@@ -43,7 +47,7 @@ async def test_an_audit_finds_what_is_wrong_and_logs_it() -> None:
 
 async def test_an_audit_never_waits_and_chooses_by_id() -> None:
     made = [one for name in "abcdefghij" for one in trajectories(name)]
-    async with Auditor(Engine(), 0.5, 0.05, version=lambda: 7, most_waiting=3) as auditor:
+    async with auditing(fraction=0.5, most_waiting=3) as auditor:
         taken = [auditor.offer(one) for one in made]
         assert sum(taken) == 3
         assert auditor.report()["rollouts_waiting"] == 3
@@ -51,9 +55,9 @@ async def test_an_audit_never_waits_and_chooses_by_id() -> None:
     assert report["rollouts"] == 3
     wanted = 3 + report["rollouts_dropped"]
     assert 4 < wanted < 16
-    async with Auditor(Engine(), 0.5, 0.05, version=lambda: 7) as again:
+    async with auditing(fraction=0.5) as again:
         assert sum(map(again.offer, made)) == wanted
-    async with Auditor(Engine(), 0.0, 0.05) as none:
+    async with auditing(fraction=0.0) as none:
         assert not any(map(none.offer, made))
 
 
@@ -61,7 +65,7 @@ async def test_an_audit_leaves_out_what_another_version_sampled() -> None:
     old, new = trajectories("a", version=3)[0], trajectories("b")[0]
     engine = Engine()
     # The trainer publishes version 8 while the row of version 7 is being scored.
-    async with Auditor(engine, 1.0, 0.05, version=lambda: 7 + (engine.asked > 0)) as auditor:
+    async with auditing(engine, version=lambda: 7 + (engine.asked > 0)) as auditor:
         auditor.offer(old)
         auditor.offer(new)
     report = auditor.report()
@@ -72,7 +76,7 @@ async def test_an_audit_leaves_out_what_another_version_sampled() -> None:
 @pytest.mark.parametrize("in_flight", ["keep", "abort"])
 async def test_an_audit_waits_while_the_weights_change(in_flight: InFlight) -> None:
     engine, gate = Engine(), Gate()
-    async with Auditor(engine, 1.0, 0.05, version=lambda: 7, gate=gate) as auditor:
+    async with auditing(engine, gate=gate) as auditor:
         auditor.offer(trajectories("a")[0])
         while not engine.in_flight:
             await asyncio.sleep(0)
@@ -88,9 +92,7 @@ async def test_an_audit_waits_while_the_weights_change(in_flight: InFlight) -> N
 async def test_an_audit_outlives_an_engine_that_fails() -> None:
     first, second = trajectories("a")[0], trajectories("b")[0]
     first.sequences[0].tokens[0] = 13
-    async with Auditor(
-        Engine(fails=EngineUnavailable("Gone.")), 1.0, 0.05, version=lambda: 7
-    ) as auditor:
+    async with auditing(Engine(fails=EngineUnavailable("Gone."))) as auditor:
         auditor.offer(first)
         auditor.offer(second)
     report = auditor.report()

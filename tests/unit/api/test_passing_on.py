@@ -20,7 +20,6 @@ from support.waiting import PATIENCE
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from envserver.api.access.tokens import create_token
 from envserver.api.replicas.app import follower_app
 from envserver.api.replicas.link import LeaderLink
 from envserver.api.replicas.origin import PASSED, FromFollowers
@@ -187,9 +186,11 @@ Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Non
 
 
 @asynccontextmanager
-async def raw(answer: Answering) -> AsyncIterator[str]:
+async def to_raw(follower: Follower, answer: Answering) -> AsyncIterator[None]:
+    """The follower takes what answers so for its leader."""
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        follower.follow(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        yield
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
@@ -208,8 +209,7 @@ async def test_a_request_that_may_have_reached_the_leader_is_not_repeated(
             asked += 1
         writer.close()
 
-    async with raw(dies) as url:
-        follower.follow(url)
+    async with to_raw(follower, dies):
         assert (await follower.http.request(method, "/batch")).status_code == 200
         answer = await follower.http.request(method, "/v1/batch")
         assert answer.json()["type"] == "urn:envserver:error:leader_gone"
@@ -224,8 +224,7 @@ async def test_an_answer_that_breaks_off_does_not_look_whole(follower: Follower)
         await writer.drain()
         writer.close()
 
-    async with raw(half) as url:
-        follower.follow(url)
+    async with to_raw(follower, half):
         with pytest.raises(httpx.TransportError):
             await follower.http.get("/v1/events")
 
@@ -238,8 +237,7 @@ async def test_a_leader_that_is_replaced_is_waited_for_no_longer(follower: Follo
         await reader.read(-1)
         writer.close()
 
-    async with raw(silent) as url, asyncio.timeout(PATIENCE):
-        follower.follow(url)
+    async with to_raw(follower, silent), asyncio.timeout(PATIENCE):
         asking = asyncio.create_task(follower.http.get("/v1/status"))
         await came.wait()
         follower.leads.changed(OWNER)  # the same one: nothing changes
@@ -284,16 +282,15 @@ async def test_another_server_at_the_address_of_a_leader_that_is_gone_does_nothi
     assert not done
 
 
-async def test_unknown_tokens_do_not_reach_the_leader(tmp_path: Path) -> None:
-    token, _ = create_token(tmp_path / "tokens.yaml", "one", "reader")
-    settings = ServerConfig(port=0, tokens_file=tmp_path / "tokens.yaml")
+async def test_unknown_tokens_do_not_reach_the_leader(path: Path, tokens: dict[str, str]) -> None:
+    settings = ServerConfig(port=0, tokens_file=path)
     async with following(settings) as follower, leading(Route("/v1/status", echo)) as url:
-
-        async def status(headers: dict[str, str]) -> int:
-            return (await follower.http.get("/v1/status", headers=headers)).status_code
-
         follower.follow(url)
-        assert await status({"authorization": f"Bearer {token}"}) == 201
-        assert await status({"authorization": "Bearer wrong"}) == 401
-        # The leader knows who is logged in, and refuses the others.
-        assert await status({"cookie": "envserver_1234=login"}) == 201
+        for headers, status in (
+            ({"authorization": f"Bearer {tokens['reader']}"}, 201),
+            ({"authorization": "Bearer wrong"}, 401),
+            # The leader knows who is logged in, and refuses the others.
+            ({"cookie": "envserver_1234=login"}, 201),
+        ):
+            answer = await follower.http.get("/v1/status", headers=headers)
+            assert answer.status_code == status

@@ -142,12 +142,13 @@ class Story:
 
     async def checkpoints(self, run: str) -> str:
         return " ".join(
-            f"{one.name}={one.acked_groups}" for one in await self.store.checkpoints(run)
+            f"{one.name}={one.acked_groups}@{one.created_at:g}"
+            for one in await self.store.checkpoints(run)
         )
 
     async def compact(self, **limits: str) -> str:
         done = await self.store.compact(**{key: float(value) for key, value in limits.items()})
-        megabytes = f" {done.stored_bytes / 1e6:.1f} MB" if done.stored_bytes > 1e5 else ""
+        megabytes = f" {done.stored_bytes / 1e6:.3f} MB" if done.stored_bytes > 1e5 else ""
         return f"{done.groups} groups {done.leases} leases{megabytes}"
 
     # What is looked at
