@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import pytest
 from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import EnvClient, Retries, ServerUnreachable
 from envserver_clients.records import Batch, Row
-from support.api import Api, native_group, put_native, running_api, wire_group
+from support.api import Api, wire_group
 
 from envserver import ConflictError, InputError
-
-QUICK = Retries(tries=2, first_pause_seconds=0.01)
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with running_api(tmp_path / "store.db") as running:
-        yield running
 
 
 def told(row: Row) -> list[object]:
@@ -29,33 +19,31 @@ def told(row: Row) -> list[object]:
     return [row.tokens.tolist(), row.mask.tolist(), logprobs, row.reward, row.learn]
 
 
+async def batches(api: Api, size: int) -> list[Batch]:
+    def loop() -> list[Batch]:
+        with AtroposTrainerClient(api.url, group_size=2, batch_size=size) as trainer:
+            return list(trainer.batches(idle_seconds=0.3))
+
+    return await asyncio.to_thread(loop)
+
+
 async def test_rows_are_those_of_the_native_client(api: Api) -> None:
-    await put_native(api.store, native_group("a", truncated=True))
-    await put_native(api.store, native_group("b"))
+    await api.put("a", truncated=True)
+    await api.put("b")
     async with EnvClient(api.url, run="all", batch_size=2, delivery="broadcast") as client:
         native = await client.lease(whole=False)
         assert native is not None
-
-        def loop() -> list[Batch]:
-            with AtroposTrainerClient(api.url, group_size=2, batch_size=2) as trainer:
-                return list(trainer.batches(idle_seconds=0.3))
-
-        (batch,) = await asyncio.to_thread(loop)
+        (batch,) = await batches(api, 2)
     assert len(batch.groups) == 2
     assert [told(row) for row in batch.rows] == [told(row) for row in native.rows]
     assert {row.versions[-1] for row in batch.rows} == {-1}
 
 
 async def test_groups_of_others_keep_their_scores_and_masks(api: Api) -> None:
-    def loop() -> list[Batch]:
-        with AtroposTrainerClient(api.url, group_size=2, batch_size=1) as trainer:
-            return list(trainer.batches(idle_seconds=0.3))
-
     logprobs = [[1.0, -0.5, -0.25]] * 2
     for mark in (1, 2):
         await api.post("/scored_data", wire_group(2, mark, inference_logprobs=logprobs))
-    batches = await asyncio.to_thread(loop)
-    rows = [row for batch in batches for row in batch.rows]
+    rows = [row for batch in await batches(api, 1) for row in batch.rows]
     assert [row.tokens[0] for row in rows] == [1, 1, 2, 2]
     assert told(rows[0]) == [[1, 5, 6], [0, 1, 1], [0.0, -0.5, -0.25], 0.5, True]
     assert len({row.group_id for row in rows}) == 2
@@ -93,5 +81,6 @@ def test_failures_have_types() -> None:
             trainer.lease()
         answers["/batch"] = httpx.Response(200, json={"batch": None})
         assert trainer.lease() is None
+    quick = Retries(tries=2, first_pause_seconds=0.01)
     with pytest.raises(ServerUnreachable):
-        AtroposTrainerClient("http://127.0.0.1:1", group_size=2, retries=QUICK).register()
+        AtroposTrainerClient("http://127.0.0.1:1", group_size=2, retries=quick).register()

@@ -29,11 +29,8 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def test_a_folder_says_by_its_files_what_is_made_of_it(tmp_path: Path) -> None:
-    bash = Part(
-        "bash",
-        (write(tmp_path / "sft" / "bash" / "train.jsonl", ROW),),
-        (write(tmp_path / "sft" / "bash" / "val.jsonl", ROW),),
-    )
+    places = (tmp_path / "sft" / "bash" / f"{name}.jsonl" for name in ("train", "val"))
+    bash = Part("bash", *((write(place, ROW),) for place in places))
     reason = Part("reason", (write(tmp_path / "sft" / "reason" / "train.jsonl", ROW),), ())
     write(tmp_path / "sft" / "SUMMARY.json", {})
     assert parts_of(tmp_path / "sft") == [bash, reason]
@@ -101,13 +98,11 @@ def test_what_is_wrong_is_said_with_status_2(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_card_never_shows_a_path(tmp_path: Path) -> None:
+def test_a_card_never_shows_a_path_and_an_error_keeps_the_brackets_of_an_extra(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert base_name(str(tmp_path), None) == tmp_path.name
-    assert base_name("org/model", None) == "org/model"
-    assert base_name(str(tmp_path), "org/model") == "org/model"
-
-
-def test_an_error_keeps_the_brackets_of_an_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    assert base_name("org/model", None) == base_name(str(tmp_path), "org/model") == "org/model"
     tell(Console(stderr=True), ConfigError("No trl.", hint="pip install 'envserver[train,data]'"))
     told = capsys.readouterr().err
     assert told.startswith("envserver: No trl. pip install 'envserver[train,data]'")
@@ -129,18 +124,13 @@ def test_4_bits_need_a_lora_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) ->
     check_libraries(settings("--lora"))
 
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
-    },
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
 }
+ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
 
 import httpx
 import pytest
 from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import EnvClient, Retries, ServerUnreachable, SyncEnvClient
 from envserver_clients.protocol import retries_for
+from envserver_clients.records import Batch
 from envserver_records import servers
 from envserver_records.servers import AsyncServersClient, ServersClient
 from envserver_records.urls import server_urls
-from support.api import Api, native_group, put_native, running_api, wire_group
+from support.api import Api, wire_group
 from support.commands import free_port
 from support.doors import Door, State, doors
 from support.waiting import PATIENCE, until
@@ -27,17 +28,6 @@ QUICK = Retries(tries=3, first_pause_seconds=0.01)
 
 
 @pytest.fixture
-async def gate() -> Gate:
-    return Gate()
-
-
-@pytest.fixture
-async def api(tmp_path: Path, gate: Gate) -> AsyncIterator[Api]:
-    async with running_api(tmp_path / "store.db", gate=gate) as running:
-        yield running
-
-
-@pytest.fixture
 async def two(api: Api) -> AsyncIterator[list[Door]]:
     async with doors(api.url) as made:
         yield made
@@ -47,9 +37,8 @@ def urls(two: list[Door]) -> list[str]:
     return [door.url for door in two]
 
 
-async def put(api: Api, *group_ids: str) -> None:
-    for group_id in group_ids:
-        await put_native(api.store, native_group(group_id))
+def ids(batch: Batch) -> list[str]:
+    return [group.group_id for group in batch.groups]
 
 
 def test_urls_are_a_list_or_a_text_with_commas() -> None:
@@ -96,60 +85,46 @@ def test_a_path_a_query_and_a_password_belong_to_their_server(status: int) -> No
 async def test_every_request_is_done_once_though_each_fails_at_the_first_server(
     state: State, api: Api, two: list[Door], gate: Gate
 ) -> None:
-    await put(api, "a", "b", "c", "d", "e")
+    await api.put("a", "b", "c", "d", "e")
     first, second = two
     client = EnvClient(urls(two), run="run", batch_size=1, retries=QUICK)
 
-    def swap() -> None:
-        """The server that answered last is the next to fail."""
+    async def done(request: Awaitable[Any]) -> Any:
+        """The server that answered last fails when this is asked."""
         nonlocal first, second
         first, second = (second, first) if first.state == "open" else (first, second)
         first.shut(state)
         second.shut("open")
+        return await request
+
+    async def leased(**how: int) -> Batch:
+        batch: Batch | None = await done(client.lease(**how))
+        assert batch is not None
+        return batch
 
     first.shut(state)
     async with client:
-        seen = []
-        for step in range(3):
-            swap()
-            batch = await client.lease(wait_seconds=5)
-            assert batch is not None
-            seen += [group.group_id for group in batch.groups]
-            swap()
-            await client.extend(batch, 100)
-            swap()
-            await client.ack(batch, checkpoint=f"step-{step}")
-        assert seen == ["a", "b", "c"]
-        swap()
-        assert (await client.resume("step-1"))["redelivered"] in (0, 1)
-        swap()
-        again = await client.lease()
-        assert again is not None
-        assert [group.group_id for group in again.groups] == ["c"]
-        swap()
-        await client.nack(again, reason="test")
-        swap()
-        last = await client.lease(max_groups=3)
-        assert last is not None
-        assert [group.group_id for group in last.groups] == ["c", "d", "e"]
-        swap()
-        await client.set_aside(last, ["d"], reason="unusable")
-        swap()
-        await client.ack(last)
-        swap()
-        await client.publish_policy_version(3)
-        swap()
-        await client.pause_calls("keep")
+        for step, name in enumerate("abc"):
+            batch = await leased(wait_seconds=5)
+            assert ids(batch) == [name]
+            await done(client.extend(batch, 100))
+            await done(client.ack(batch, checkpoint=f"step-{step}"))
+        assert (await done(client.resume("step-1")))["redelivered"] in (0, 1)
+        again = await leased()
+        assert ids(again) == ["c"]
+        await done(client.nack(again, reason="test"))
+        last = await leased(max_groups=3)
+        assert ids(last) == ["c", "d", "e"]
+        await done(client.set_aside(last, ["d"], reason="unusable"))
+        await done(client.ack(last))
+        await done(client.publish_policy_version(3))
+        await done(client.pause_calls("keep"))
         assert gate.paused
-        swap()
-        await client.resume_calls(4)
+        await done(client.resume_calls(4))
         assert not gate.paused
-        swap()
-        assert (await client.status())["policy_version"] == 4
-        swap()
-        assert len(await client.list_groups()) == 5
-        swap()
-        await client.close_run()
+        assert (await done(client.status()))["policy_version"] == 4
+        assert len(await done(client.list_groups())) == 5
+        await done(client.close_run())
     counts = await api.store.counts()
     assert (counts["acked"], counts["dropped"], counts["leased"]) == (4, 1, 0)
     counters = await api.store.counters()
@@ -157,7 +132,7 @@ async def test_every_request_is_done_once_though_each_fails_at_the_first_server(
 
 
 async def test_copies_that_come_late_undo_nothing(api: Api, two: list[Door], gate: Gate) -> None:
-    await put(api, "a", "b")
+    await api.put("a", "b")
     async with EnvClient(urls(two), run="run", batch_size=1, retries=QUICK) as client:
         two[0].shut("loses answers")
         batch = await client.lease()
@@ -186,9 +161,9 @@ async def test_a_stream_goes_on_at_another_server(api: Api, two: list[Door]) -> 
     seen = []
     async with EnvClient(urls(two), run="run", batch_size=1, retries=QUICK) as client:
         stream = client.stream(window=2)
-        await put(api, *names)
+        await api.put(*names)
         async for batch in stream:
-            seen += [group.group_id for group in batch.groups]
+            seen += ids(batch)
             if len(seen) in (1, 3, 5):
                 two[len(seen) // 2 % 2].shut()  # the one that it is at
                 two[1 - len(seen) // 2 % 2].shut("open")
@@ -210,9 +185,9 @@ async def test_a_frozen_server_is_left(
 
     async def at_the_second() -> None:
         await until(lambda: any(f"/{way}" in line for line in two[1].came))
-        await put(api, "b")
+        await api.put("b")
 
-    await put(api, "a")
+    await api.put("a")
     async with EnvClient(urls(two), run="run", batch_size=1, retries=patient) as client:
         if way == "stream":
             stream = client.stream()
@@ -229,7 +204,7 @@ async def test_a_frozen_server_is_left(
             leased = await waiting
             assert leased is not None
             got = leased
-        assert [group.group_id for group in got.groups] == ["b"]
+        assert ids(got) == ["b"]
 
 
 async def test_a_server_that_is_only_slow_is_waited_for(
@@ -240,7 +215,7 @@ async def test_a_server_that_is_only_slow_is_waited_for(
     async with EnvClient(urls(two), run="run", batch_size=1, retries=QUICK) as client:
         waiting = asyncio.create_task(client.lease(wait_seconds=60))
         await until(lambda: sum("/healthz" in line for line in two[0].came) >= 3)
-        await put(api, "a")
+        await api.put("a")
         assert await waiting is not None
     assert two[1].came == []
 
@@ -269,34 +244,26 @@ async def test_one_server_is_asked_as_ever() -> None:
     assert str(caught.value) == str(expected.value)
 
 
-async def test_clients_without_asyncio_go_on_too(api: Api, two: list[Door]) -> None:
-    def train() -> list[str]:
-        seen = []
-        with SyncEnvClient(urls(two), run="run", batch_size=1) as client:
-            for door, other in (two, two[::-1]):
-                door.shut()
-                other.shut("open")
-                batch = client.lease()
-                assert batch is not None
-                seen += [group.group_id for group in batch.groups]
-                client.ack(batch)
-        return seen
-
-    await put(api, "a", "b")
-    assert await asyncio.to_thread(train) == ["a", "b"]
-
-
-@pytest.mark.parametrize("acknowledged", [False, True])
-async def test_a_trainer_of_the_atropos_wire_goes_on(
-    acknowledged: bool, api: Api, two: list[Door]
+@pytest.mark.parametrize(
+    ("wire", "state"),
+    [("native", "closed"), ("atropos", "loses answers"), ("acknowledged", "loses answers")],
+)
+async def test_clients_without_asyncio_go_on_too(
+    wire: str, state: State, api: Api, two: list[Door]
 ) -> None:
+    def opened() -> SyncEnvClient | AtroposTrainerClient:
+        if wire == "native":
+            return SyncEnvClient(urls(two), run="run", batch_size=1, retries=QUICK)
+        is_told = wire == "acknowledged"
+        return AtroposTrainerClient(
+            urls(two), group_size=2, batch_size=1, acknowledged=is_told, retries=QUICK
+        )
+
     def train() -> list[int]:
         seen = []
-        with AtroposTrainerClient(
-            urls(two), group_size=2, batch_size=1, acknowledged=acknowledged, retries=QUICK
-        ) as client:
+        with opened() as client:
             for door, other in (two, two[::-1], two):
-                door.shut("loses answers")
+                door.shut(state)
                 other.shut("open")
                 batch = client.lease()
                 assert batch is not None
@@ -311,7 +278,7 @@ async def test_a_trainer_of_the_atropos_wire_goes_on(
 
 
 async def test_groups_are_read_from_another_server(api: Api, two: list[Door]) -> None:
-    await put(api, "a", "b")
+    await api.put("a", "b")
     two[0].shut()
     read = await asyncio.to_thread(lambda: list(open_source(",".join(urls(two)))))
     assert len(read) == 2

@@ -1,4 +1,6 @@
-"""Objectives by name are presets of settings; advantages beyond the group's mean."""
+"""Objectives by name are presets of settings; rewards of turns and agents become returns,
+advantages and rewards of tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+from envserver_clients.adapters.skyrl import output_of
 from envserver_clients.records import ClientGroup, Row
-from envserver_clients.training.advantages import AdvantageSettings, overlong_rewards
+from envserver_clients.training.advantages import (
+    AdvantageSettings,
+    overlong_rewards,
+    rewards_of,
+    row_advantages,
+)
 from envserver_clients.training.examples import ExampleSettings, examples_of
 from envserver_clients.training.objectives import OBJECTIVES, preset
 from envserver_clients.training.settings import TrainerSettings, from_flags
 from envserver_records import ConfigError
+from envserver_records.records import Score, Trajectory
+from envserver_records.returns import Earned, advantages, turn_advantages
+from envserver_records.scores import TurnReward, with_totals
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from support.extent import examples
+from support.trajectories import sequence, trajectory
 
 NEEDED = ("--model", "m", "--output", "o")
+many = hypothesis_settings(max_examples=examples(100), deadline=None)
 
 
 def settings(*flags: str) -> TrainerSettings:
@@ -65,30 +82,30 @@ def test_settings_that_are_given_take_precedence_and_names_are_joined() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--objective", "ppo3"], "no objective 'ppo3'"),
-        (["--objective", "cispo+dual_clip"], "not for CISPO"),
-        (["--dual-clip", "1.1"], "not above 1 [+] clip_high"),
-        (["--correction-level", "sequence"], "needs decoupled"),
-        (["--least-correction", "6"], "not below most_correction"),
-        (["--objective", "gspo", "--kl-weight", "0.1", "--kl-form", "k3_ratio"], "ratio_level"),
-        (["--baseline", "none"], "needs a baseline"),
-        (["--overlong-tokens", "10"], "more than overlong_tokens"),
-        (["--reward-weights", "a=1", "--turn-discount", "1"], "not for turn_discount"),
-        (["--reward-weights", "a=nan"], "reward_weights.a: Input should be a finite number"),
-        (["--learning-rate", "inf"], "learning_rate: Input should be a finite number"),
-        (["--objective", "gdpo+tis"], "gdpo needs reward_weights"),
-        (["--schedule-steps", "9"], "constant has no schedule_steps"),
-        (["--least-rate", "1e-6"], "constant has no schedule_steps or least_rate"),
-        (["--schedule", "cosine"], "needs schedule_steps or steps"),
-        (["--schedule", "linear", "--steps", "5"], "within the warm-up"),
-        (["--dynamic-sampling", "--wire", "atropos"], "needs the native wire"),
-        (["--engine", "server"], "needs weights gloo or nccl"),
-        (["--engine", "server", "--weights", "gloo", "--lora-rank", "4"], "no LoRA"),
+        ("--objective ppo3", "no objective 'ppo3'"),
+        ("--objective cispo+dual_clip", "not for CISPO"),
+        ("--dual-clip 1.1", "not above 1 [+] clip_high"),
+        ("--correction-level sequence", "needs decoupled"),
+        ("--least-correction 6", "not below most_correction"),
+        ("--objective gspo --kl-weight 0.1 --kl-form k3_ratio", "ratio_level"),
+        ("--baseline none", "needs a baseline"),
+        ("--overlong-tokens 10", "more than overlong_tokens"),
+        ("--reward-weights a=1 --turn-discount 1", "not for turn_discount"),
+        ("--reward-weights a=nan", "reward_weights.a: Input should be a finite number"),
+        ("--learning-rate inf", "learning_rate: Input should be a finite number"),
+        ("--objective gdpo+tis", "gdpo needs reward_weights"),
+        ("--schedule-steps 9", "constant has no schedule_steps"),
+        ("--least-rate 1e-6", "constant has no schedule_steps or least_rate"),
+        ("--schedule cosine", "needs schedule_steps or steps"),
+        ("--schedule linear --steps 5", "within the warm-up"),
+        ("--dynamic-sampling --wire atropos", "needs the native wire"),
+        ("--engine server", "needs weights gloo or nccl"),
+        ("--engine server --weights gloo --lora-rank 4", "no LoRA"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(flags: list[str], message: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        settings(*flags)
+        settings(*flags.split())
     assert raised.value.hint
 
 
@@ -150,3 +167,98 @@ def test_long_answers_are_penalised() -> None:
     assert list(overlong_rewards(rows, rules).values()) == pytest.approx([1.0, 0.875, 0.5, 0.5])
     two = [row(0, 1.0, 4), row(0, 1.0, 4)]  # of one trajectory
     assert overlong_rewards(two, rules) == pytest.approx({(None, 0): 0.75})
+
+
+# Returns
+
+VALUES = st.floats(-4, 4, width=16)
+
+
+@st.composite
+def earned(draw: st.DrawFn, *, turns: int | None = None, rewarded: bool = True) -> Earned:
+    count = turns if turns is not None else draw(st.integers(1, 4))
+    calls = list(range(0, 2 * count, 2))
+    own = draw(st.dictionaries(st.sampled_from(calls), VALUES)) if rewarded else {}
+    return Earned(draw(VALUES) + sum(own.values()), calls, own)
+
+
+@given(earned(), st.floats(0, 1))
+@many
+def test_a_return_is_its_reward_and_the_discounted_rest(one: Earned, discount: float) -> None:
+    assert one.returns()[0] == pytest.approx(one.reward)
+    found = one.returns(discount)
+    outcome = one.reward - sum(one.turn_rewards.values())
+    rewards = [one.turn_rewards.get(call, 0.0) for call in one.turns]
+    rewards[-1] += outcome
+    for turn, value in enumerate(found):
+        later = sum(discount**n * reward for n, reward in enumerate(rewards[turn:]))
+        assert value == pytest.approx(later, abs=1e-6)
+
+
+@given(st.lists(earned(rewarded=False), min_size=1, max_size=5), st.sampled_from(["std", "mean"]))
+@many
+def test_without_rewards_of_turns_each_turn_has_its_trajectorys_advantage(
+    group: list[Earned], scaling: str
+) -> None:
+    whole = advantages([one.reward for one in group], scaling)  # type: ignore[arg-type]
+    by_call = turn_advantages(group, scaling)  # type: ignore[arg-type]
+    for one, found, value in zip(group, by_call, whole, strict=True):
+        assert found == pytest.approx(dict.fromkeys(one.turns, float(value)), abs=1e-4)
+
+
+@given(st.lists(earned(turns=3), min_size=2, max_size=5))
+@many
+def test_the_advantages_of_a_turn_add_up_to_nothing(group: list[Earned]) -> None:
+    by_call = turn_advantages(group, "mean", 0.9)
+    for call in group[0].turns:
+        assert sum(found[call] for found in by_call) == pytest.approx(0, abs=1e-3)
+
+
+def turned(number: int, agent: str, reward: float, turns: dict[int, float]) -> Row:
+    """A row of a turn for each token, with their rewards."""
+    calls = np.array([-1, *turns], np.int32)
+    own = {call: value for call, value in turns.items() if value}
+    told: dict[str, Any] = {"agent": agent, "calls": calls, "turns": list(turns)}
+    return row(number, reward, len(turns), **told, turn_rewards=own)
+
+
+def test_the_baseline_is_the_agents_own_and_turns_learn_from_their_own_returns() -> None:
+    rows = [
+        turned(number, agent, reward, {call: 0.0})
+        for number, rewards in enumerate([(1.0, -1.0), (1.0, -3.0)])
+        for agent, reward, call in zip(("one", "two"), rewards, (0, 1), strict=True)
+    ]
+    assert rewards_of(rows) == {("one", 0): 1, ("two", 0): -1, ("one", 1): 1, ("two", 1): -3}
+    assert [found.value for found in row_advantages(rows, "mean")] == [0.0, 1.0, 0.0, -1.0]
+    # Both got 1 in all: one for its first turn, the other for its second.
+    rows = [turned(0, "one", 1.0, {0: 1.0, 2: 0.0}), turned(1, "one", 1.0, {1: 0.0, 3: 1.0})]
+    assert [found.value for found in row_advantages(rows, "mean")] == [0.0, 0.0]
+
+    def tokens(discount: float) -> list[list[float]]:
+        found = row_advantages(rows, "mean", turn_discount=discount)
+        return [one.tokens.tolist() for one in found if one.tokens is not None]
+
+    assert tokens(1.0) == [[0.0, 0.0, -0.5], [0.0, 0.0, 0.5]]
+    assert tokens(0.0)[0] == [0.0, 0.5, -0.5]
+
+
+def rolled(rewards: dict[int, float], outcome: float) -> Trajectory:
+    """Two rows of two calls each; call 9 is in no row."""
+    rows = [sequence([1, 2, 3, 4], [0, 1, 1, 1]) for _ in range(2)]
+    for number, one in enumerate(rows):
+        one.calls = np.array([-1, 2 * number, 2 * number, 2 * number + 1], np.int32)
+    turns = [TurnReward(0, value, None, call) for call, value in rewards.items()]
+    score = with_totals(Score(reward=outcome, turns=turns), {})
+    return trajectory("r", *rows, score=score)
+
+
+@given(st.dictionaries(st.sampled_from([0, 1, 2, 3, 9, -1]), VALUES), VALUES)
+@many
+def test_the_rewards_of_tokens_add_up_to_the_reward(
+    rewards: dict[int, float], outcome: float
+) -> None:
+    made = rolled(rewards, outcome)
+    told = output_of([made], None, step_wise=True)["rewards"]
+    assert sum(map(sum, told)) == pytest.approx(made.score.reward, abs=1e-6)  # type: ignore[arg-type]
+    assert told[0][1] == pytest.approx(rewards.get(0, 0.0))  # type: ignore[index]
+    assert told[0][2] == pytest.approx(rewards.get(1, 0.0))  # type: ignore[index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from support.vertex_stand_in import VertexStandIn
 
 GEMINI, OPEN = "gemini-2.5-flash", "meta/llama3_1@llama-3.1-8b-instruct"
 MEMORY = fsspec.filesystem("memory")
+Tune = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
@@ -32,6 +33,26 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[VertexStandIn]:
     MEMORY.store.clear()
 
 
+@pytest.fixture
+def tune(service: VertexStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Tune:
+    """Runs the command on rows.jsonl; returns what it says on both streams, which is no secret."""
+
+    def ran(*more: str, status: int = 0, address: str = service.address) -> tuple[str, str]:
+        data = tmp_path / "rows.jsonl"
+        if not data.exists():
+            write(data, *map(chat, range(20)))
+        given = {"data": data, "output": tmp_path / "out", "bucket": "memory://b/p"}
+        given |= {"project": "mine", "endpoint": address, "poll-seconds": 0.01}
+        flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        found = main([*flags, *more])
+        said = capsys.readouterr()
+        assert found == status, said.err
+        assert "secret-token" not in said.out + said.err
+        return said.out, " ".join(said.err.split())
+
+    return ran
+
+
 def chat(number: int, *more: dict[str, Any]) -> dict[str, Any]:
     said = [
         {"role": "system", "content": "Be brief."},
@@ -41,31 +62,19 @@ def chat(number: int, *more: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [*said, *more], "reward": 1.0}
 
 
-def rows(path: Path, *given: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in given or map(chat, range(20))))
-    return path
+def write(path: Path, *rows: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def words(folder: Path, *more: str, address: str = "http://127.0.0.1:1") -> list[str]:
-    data = folder / "rows.jsonl"
-    if not data.exists():
-        rows(data)
-    said = {"data": data, "output": folder / "out", "bucket": "memory://b/p", "project": "mine"}
-    flags = [word for name, value in said.items() for word in (f"--{name}", str(value))]
-    return [*flags, "--endpoint", address, "--poll-seconds", "0.01", *more]
+def launches(service: VertexStandIn) -> int:
+    return [method for method, _ in service.requests].count("POST")
 
 
-def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_from_rows_to_an_adapter(service: VertexStandIn, tmp_path: Path, capsys: Any) -> None:
-    more = ["--base-model", OPEN, "--validation-share", "0.2", "--learning-rate-multiplier", "2"]
-    assert main(words(tmp_path, *more, address=service.address)) == 0
+def test_from_rows_to_an_adapter(service: VertexStandIn, tune: Tune, tmp_path: Path) -> None:
+    tune("--base-model", OPEN, "--validation-share", "0.2", "--learning-rate-multiplier", "2")
     (job,) = service.jobs.values()
-    spec = job["supervisedTuningSpec"]
     run = job["labels"]["envserver_run"]
-    assert spec == {
+    assert job["supervisedTuningSpec"] == {
         "trainingDatasetUri": f"memory://b/p/{run}/train.jsonl",
         "validationDatasetUri": f"memory://b/p/{run}/validation.jsonl",
         "hyperParameters": {
@@ -84,11 +93,10 @@ def test_from_rows_to_an_adapter(service: VertexStandIn, tmp_path: Path, capsys:
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["tunedModel"]["endpoint"] == "projects/mine/locations/us-central1/endpoints/9"
     assert all(path.startswith("/v1beta1/projects/mine/") for _, path in service.requests)
-    assert service.token not in capsys.readouterr().err
 
 
-def test_geminis_lines(service: VertexStandIn, tmp_path: Path) -> None:
-    rows(
+def test_geminis_lines(service: VertexStandIn, tune: Tune, tmp_path: Path) -> None:
+    write(
         tmp_path / "rows.jsonl",
         chat(1, {"role": "user", "content": "2+1?"}, {"role": "assistant", "content": "3"}),
         {"prompt": "a", "completion": "b"},
@@ -100,23 +108,21 @@ def test_geminis_lines(service: VertexStandIn, tmp_path: Path) -> None:
         {"prompt": "h", "completion": " "},
         {"prompt": "i" * 1000, "completion": "j"},
     )  # fmt: skip
-    more = ["--base-model", GEMINI, "--max-tokens", "200"]
-    assert main(words(tmp_path, *more, address=service.address)) == 0
+    tune("--base-model", GEMINI, "--max-tokens", "200")
 
-    def part(role: str, text: str) -> dict[str, Any]:
-        return {"role": role, "parts": [{"text": text}]}
+    def turns(*texts: str) -> list[dict[str, Any]]:
+        roles = ("user", "model") * 2
+        return [
+            {"role": role, "parts": [{"text": text}]}
+            for role, text in zip(roles, texts, strict=False)
+        ]
 
-    assert lines(tmp_path / "out" / "train.jsonl") == [
-        {
-            "systemInstruction": part("system", "Be brief."),
-            "contents": [
-                part("user", "1+1?"), part("model", "2"), part("user", "2+1?"), part("model", "3")
-            ],
-        },
-        {"contents": [part("user", "a"), part("model", "b")]},
-        {"contents": [part("user", "c"), part("model", "d")]},
-        {"contents": [part("user", "e\n\nf"), part("model", "g")]},
-    ]  # fmt: skip
+    brief = {"role": "system", "parts": [{"text": "Be brief."}]}
+    sent = (tmp_path / "out" / "train.jsonl").read_text().splitlines()
+    assert list(map(json.loads, sent)) == [
+        {"systemInstruction": brief, "contents": turns("1+1?", "2", "2+1?", "3")},
+        *({"contents": turns(*pair)} for pair in (("a", "b"), ("c", "d"), ("e\n\nf", "g"))),
+    ]
     state = json.loads((tmp_path / "out" / "state.json").read_text())
     assert state["counts"]["dropped"] == {
         "does not begin with a user and end with the model": 1,
@@ -129,17 +135,14 @@ def test_geminis_lines(service: VertexStandIn, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_exactly_what_would_be_sent(
-    service: VertexStandIn, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    service: VertexStandIn, tune: Tune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token = service.token
-    assert main(words(tmp_path, "--dry-run", address=service.address)) == 0
-    requests = json.loads(said := capsys.readouterr().out)
-    assert token not in said and service.requests == []
+    requests = json.loads(tune("--dry-run")[0])
+    assert service.requests == []
     monkeypatch.delenv("VERTEX_ACCESS_TOKEN")
-    assert main(words(tmp_path, "--dry-run", address=service.address)) == 0
-    assert json.loads(capsys.readouterr().out) == requests
-    monkeypatch.setenv("VERTEX_ACCESS_TOKEN", token)
-    assert main(words(tmp_path, "--until", "launch", address=service.address)) == 0
+    assert json.loads(tune("--dry-run")[0]) == requests
+    monkeypatch.setenv("VERTEX_ACCESS_TOKEN", service.token)
+    tune("--until", "launch")
     (job,) = service.jobs.values()
     (posted,) = (one for one in requests if one.get("method") == "POST")
     assert posted["body"] == {name: job[name] for name in posted["body"]}
@@ -149,112 +152,87 @@ def test_a_dry_run_says_exactly_what_would_be_sent(
 
 
 def test_ctrl_c_leaves_the_job_and_the_same_command_goes_on(
-    service: VertexStandIn, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    service: VertexStandIn, tune: Tune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command.time, "sleep", stop)
-    assert main(words(tmp_path, address=service.address)) == 130
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(command.time, "sleep", stop)
+        said = tune(status=130)[1]
     (name,) = service.jobs
-    assert f"The job continues: {name}" in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.setenv("VERTEX_ACCESS_TOKEN", service.token)
-    assert main(words(tmp_path, address=service.address)) == 0
-    assert [method for method, _ in service.requests].count("POST") == 1
-    assert main(words(tmp_path, "--epochs", "4", address=service.address)) == 2
-    assert "another epochs" in capsys.readouterr().err
+    assert f"The job continues: {name}" in said
+    tune()
+    assert launches(service) == 1
+    assert "another epochs" in tune("--epochs", "4", status=2)[1]
 
 
-def test_a_launch_whose_answer_is_lost_is_not_repeated(
-    service: VertexStandIn, tmp_path: Path
-) -> None:
+def test_a_launch_whose_answer_is_lost_is_not_repeated(service: VertexStandIn, tune: Tune) -> None:
     service.failures = [200, 0]  # the list of jobs; then the launch, done but not answered
-    assert main(words(tmp_path, address=service.address)) == 0
-    assert len(service.jobs) == 1
+    tune()
+    assert len(service.jobs) == launches(service) == 1
     assert [method for method, _ in service.requests[:3]] == ["GET", "POST", "GET"]
-    assert [method for method, _ in service.requests].count("POST") == 1
-
-
-def test_failures_of_a_moment_are_waited_out(
-    service: VertexStandIn, tmp_path: Path, capsys: Any
-) -> None:
-    service.failures = [503, 429]
-    assert main(words(tmp_path, address=service.address)) == 0
-    assert "the service answers 503" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("states", "failures", "status", "why"),
+    ("changes", "more", "status", "why"),
     [
-        (("FAILED",), [], 1, "ended as failed: The dataset is too small."),
-        (("SUCCEEDED",), [403], 1, "is the API enabled"),
-        (("RUNNING",), [], 1, "no such token"),
+        ({"failures": [503, 429]}, [], 0, "the service answers 503"),
+        ({"states": ("FAILED",)}, [], 1, "ended as failed: The dataset is too small."),
+        ({"failures": [403]}, [], 1, "is the API enabled"),
+        ({"token": "another"}, [], 1, "no such token"),
+        ({}, ["--endpoint", "http://127.0.0.1:1", "--patience-minutes", "0.0005"], 1, "not answer"),
     ],
 )
-def test_what_cannot_be_waited_out(
-    states: tuple[str, ...],
-    failures: list[int],
+def test_failures_of_a_moment_are_waited_out_and_no_others(
+    changes: dict[str, Any],
+    more: list[str],
     status: int,
     why: str,
     service: VertexStandIn,
-    tmp_path: Path,
-    capsys: Any,
+    tune: Tune,
 ) -> None:
-    service.states, service.failures = states, failures
-    if states == ("RUNNING",):
-        service.token = "another"
-    assert main(words(tmp_path, address=service.address)) == status
-    assert why in " ".join(capsys.readouterr().err.split())
+    vars(service).update(changes)
+    assert why in tune(*more, status=status)[1]
 
 
-def test_a_service_that_does_not_answer(
-    service: VertexStandIn, tmp_path: Path, capsys: Any
-) -> None:
-    assert main(words(tmp_path, "--patience-minutes", "0.0005")) == 1
-    assert "did not answer" in " ".join(capsys.readouterr().err.split())
+GOOD = [chat(number) for number in range(20)]
 
 
 @pytest.mark.parametrize(
-    ("more", "why"),
+    ("more", "rows", "why"),
     [
-        (["--adapter-size", "3"], "adapter_size must be one of 1, 2, 4"),
-        (["--bucket", "here"], "bucket must be a URL"),
-        (["--bucket", "nowhere://b"], "cannot be used from here"),
-        (["--base-model", GEMINI, "--tuning-mode", "full"], "are only for open models"),
-        (["--data", "missing.jsonl"], "neither a file nor a folder"),
+        (["--adapter-size", "3"], GOOD, "adapter_size must be one of 1, 2, 4"),
+        (["--bucket", "here"], GOOD, "bucket must be a URL"),
+        (["--bucket", "nowhere://b"], GOOD, "cannot be used from here"),
+        (["--base-model", GEMINI, "--tuning-mode", "full"], GOOD, "are only for open models"),
+        (["--data", "missing.jsonl"], GOOD, "neither a file nor a folder"),
+        ([], [{"prompt": "a", "completion": ""}], "Left out: 1 an empty message"),
+        ([], [chat(1), {"text": "a"}], "rows.jsonl, line 2"),
+        (["no credentials"], GOOD, "VERTEX_ACCESS_TOKEN is not set"),
     ],
 )
-def test_settings_that_cannot_be(
-    more: list[str], why: str, service: VertexStandIn, tmp_path: Path, capsys: Any
+def test_what_cannot_be_is_told_and_nothing_is_launched(
+    more: list[str],
+    rows: list[dict[str, Any]],
+    why: str,
+    service: VertexStandIn,
+    tune: Tune,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert main(words(tmp_path, *more, address=service.address)) == 2
-    assert why in " ".join(capsys.readouterr().err.split())
+    write(tmp_path / "rows.jsonl", *rows)
+    if more == ["no credentials"]:
+        monkeypatch.delenv("VERTEX_ACCESS_TOKEN")
+        monkeypatch.setitem(sys.modules, "google.auth", None)
+        more = []
+    assert why in tune(*more, status=2)[1]
     assert service.requests == []
-
-
-def test_rows_that_cannot_be(tmp_path: Path, capsys: Any) -> None:
-    rows(tmp_path / "rows.jsonl", {"prompt": "a", "completion": ""})
-    assert main(words(tmp_path, "--until", "prepare")) == 2
-    assert "Left out: 1 an empty message" in capsys.readouterr().err
-    rows(tmp_path / "rows.jsonl", chat(1), {"text": "a"})
-    assert main(words(tmp_path, "--until", "prepare")) == 2
-    assert "rows.jsonl, line 2" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "train.jsonl").exists()
-
-
-def test_without_credentials_nothing_is_launched(
-    service: VertexStandIn, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("VERTEX_ACCESS_TOKEN")
-    monkeypatch.setitem(sys.modules, "google.auth", None)
-    assert main(words(tmp_path, address=service.address)) == 2
-    assert "VERTEX_ACCESS_TOKEN is not set" in capsys.readouterr().err
-    assert service.requests == []
+    assert rows is GOOD or not (tmp_path / "out" / "train.jsonl").exists()
 
 
 def test_google_auth_gives_and_renews_tokens(
-    service: VertexStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: VertexStandIn, tune: Tune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in of that library, too: what is shown is that a refused token is renewed."""
 
@@ -270,5 +248,5 @@ def test_google_auth_gives_and_renews_tokens(
     for module in (requests, auth, ModuleType("google"), ModuleType("google.auth.transport")):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delenv("VERTEX_ACCESS_TOKEN")
-    assert main(words(tmp_path, address=service.address)) == 0
+    tune()
     assert len(service.jobs) == 1

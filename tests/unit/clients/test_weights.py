@@ -26,13 +26,7 @@ from support.commands import free_port
 from support.waiting import PATIENCE
 from support.weights_engine import ScriptedEngine, check, saver, scripted_engine
 
-from envserver import (
-    ConflictError,
-    EngineRefused,
-    EngineTimeout,
-    EngineUnavailable,
-    InputError,
-)
+from envserver import ConflictError, EngineRefused, EngineTimeout, EngineUnavailable, InputError
 from envserver.proxy import Gate
 
 FULL_PUSH = ["pause wait", "reload", "reset_prefix_cache", "name version-{}", "resume"]
@@ -53,13 +47,17 @@ def engines() -> Iterator[list[ScriptedEngine]]:
 class House:
     """A server's API with a gate that calls pass, and a client of it."""
 
-    def __init__(self, url: str, gate: Gate, client: SyncEnvClient) -> None:
-        self.url, self.gate, self.client = url, gate, client
+    def __init__(self, folder: Path, gate: Gate, client: SyncEnvClient) -> None:
+        self.folder, self.gate, self.client = folder, gate, client
 
     @property
     def state(self) -> tuple[bool, int]:
         """Whether calls are paused, and the version."""
         return self.gate.paused, int(self.client.status()["policy_version"])
+
+    def push(self, *engines: ScriptedEngine, kind: Any = LocalFull, **how: Any) -> Any:
+        """What gives weights to engines of this server."""
+        return kind([one.url for one in engines], self.folder, server=self.client, **how)
 
 
 @pytest.fixture
@@ -73,7 +71,16 @@ def house(tmp_path: Path) -> Iterator[House]:
             await ended.wait()
 
     with beside(serve), SyncEnvClient(urls[0], run=None) as client:
-        yield House(urls[0], gate, client)
+        yield House(tmp_path / "w", gate, client)
+
+
+def give(push: Any, version: int) -> Any:
+    """Publishes the weights `version`, checked."""
+    return push.publish(version, saver(version), check(version))
+
+
+def states(engines: list[ScriptedEngine]) -> list[tuple[int, bool]]:
+    return [(engine.weights, engine.paused) for engine in engines]
 
 
 def names(folder: Path) -> list[str]:
@@ -89,73 +96,63 @@ def test_a_version_is_given_in_order_and_checked(
 ) -> None:
     push = kind(f"{engine.url}/v1", tmp_path / "weights")
     for version in range(1, 5):
-        published = push.publish(version, saver(version), check(version))
+        published = give(push, version)
         assert (engine.weights, engine.name) == (version, f"version-{version}")
         assert published.difference is not None
         assert published.difference < 1e-6
         assert not engine.paused
     assert engine.steps == [step.format(version) for version in range(1, 5) for step in FULL_PUSH]
     assert names(tmp_path / "weights") == ["version-3", "version-4"]
-
-
-def test_the_same_version_again_is_given_anew(engine: ScriptedEngine, tmp_path: Path) -> None:
-    push = LocalFull(engine.url, tmp_path)
-    push.publish(3, saver(3), check(3))
-    published = push.publish(3, saver(3), check(3))
-    assert published.folder.name == "version-3.1"
-    assert engine.steps == [step.format(3) for step in FULL_PUSH] * 2
+    again = give(push, 4)  # the same version is given anew
+    assert again.folder.name == "version-4.1"
+    assert engine.steps[-5:] == [step.format(4) for step in FULL_PUSH]
     # A trainer that was started again goes on where it ended.
-    assert LocalFull(engine.url, tmp_path).publish(3, saver(3)).folder.name == "version-3.2"
+    assert kind(engine.url, tmp_path / "weights").publish(4, saver(4)).folder.name == "version-4.2"
 
 
 @pytest.mark.parametrize(
     ("in_flight", "mode"), [("drain", "wait"), ("keep", "keep"), ("abort", "abort")]
 )
 def test_the_server_holds_calls_meanwhile_and_knows_the_version_then(
-    engine: ScriptedEngine, house: House, tmp_path: Path, in_flight: Any, mode: str
+    engine: ScriptedEngine, house: House, in_flight: str, mode: str
 ) -> None:
     seen = []
     engine.on["/collective_rpc"] = lambda: seen.append(house.state)
-    push = LocalFull(engine.url, tmp_path / "w", server=house.client, in_flight=in_flight)
-    push.publish(7, saver(7), check(7))
+    give(house.push(engine, in_flight=in_flight), 7)
     assert engine.steps[0] == f"pause {mode}"
     assert seen == [(True, -1)]
     assert house.state == (False, 7)
-
-
-def test_a_version_below_the_servers_is_refused_before_anything_is_done(
-    engine: ScriptedEngine, house: House, tmp_path: Path
-) -> None:
-    house.client.publish_policy_version(9)
-    with pytest.raises(ConflictError, match="version 9, above 8"):
-        LocalFull(engine.url, tmp_path / "w", server=house.client).publish(8, saver(8))
+    engine.steps.clear()
+    with pytest.raises(ConflictError, match="version 7, above 6"):  # before anything is done
+        house.push(engine).publish(6, saver(6))
     assert engine.steps == []
-    assert not (tmp_path / "w").exists()
+    assert names(house.folder) == ["version-7"]
 
 
 def test_a_mismatch_leaves_everything_paused_and_names_the_old_version(
-    engine: ScriptedEngine, house: House, tmp_path: Path
+    engine: ScriptedEngine, house: House
 ) -> None:
-    push = LocalFull(engine.url, tmp_path / "w", server=house.client)
-    push.publish(1, saver(1), check(1))
+    push = house.push(engine)
+    give(push, 1)
     engine.stubborn = True
     with pytest.raises(WeightsMismatch, match=r"by 0\.1 at token 0") as caught:
-        push.publish(2, saver(2), check(2))
+        give(push, 2)
     detail = caught.value.detail
     assert (detail["version"], detail["old_version"]) == (2, 1)
     assert detail["engines"] == [engine.url]
     assert engine.steps[-1] == "pause abort"
     assert house.state == (True, 1)
     engine.stubborn = False
-    push.publish(2, saver(2), check(2))
+    give(push, 2)
     assert house.state == (False, 2)
     assert not engine.paused
 
 
-def test_an_engine_that_is_started_again_within_a_push_is_noticed(
+def test_an_engine_that_is_started_again_is_noticed_and_gets_them_anew(
     engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     push = LocalFull(engine.url, tmp_path)
+    assert push.restore() == []
 
     def restart() -> None:
         engine.on.clear()
@@ -163,18 +160,10 @@ def test_an_engine_that_is_started_again_within_a_push_is_noticed(
 
     engine.on["/resume"] = restart
     with pytest.raises(EngineUnavailable, match="restarted meanwhile"):
-        push.publish(1, saver(1), check(1))
+        give(push, 5)
     assert engine.paused
-    push.publish(1, saver(1), check(1))
-    assert engine.weights == 1
-
-
-def test_an_engine_that_is_started_again_later_gets_them_anew(
-    engine: ScriptedEngine, tmp_path: Path
-) -> None:
-    push = LocalFull(engine.url, tmp_path)
-    assert push.restore() == []
-    push.publish(5, saver(5), check(5))
+    give(push, 5)
+    assert engine.weights == 5
     assert push.restore() == []
     engine.start_again()
     mended = threading.Event()
@@ -193,10 +182,10 @@ def test_an_engine_that_is_started_again_later_gets_them_anew(
 
 
 def test_an_engine_that_is_not_there_is_told_before_anything_is_done(
-    engine: ScriptedEngine, house: House, tmp_path: Path
+    engine: ScriptedEngine, house: House
 ) -> None:
     away = f"http://127.0.0.1:{free_port()}"
-    push = LocalFull([engine.url, away], tmp_path / "w", server=house.client)
+    push = LocalFull([engine.url, away], house.folder, server=house.client)
     with pytest.raises(EngineUnavailable, match=f"1 of 2 engines failed at reach: {away}") as no:
         push.publish(1, saver(1))
     assert no.value.detail["engines"] == [away]
@@ -205,53 +194,50 @@ def test_an_engine_that_is_not_there_is_told_before_anything_is_done(
 
 
 def test_calls_go_on_where_an_engine_cannot_be_paused_and_nothing_was_changed(
-    engines: list[ScriptedEngine], house: House, tmp_path: Path
+    engines: list[ScriptedEngine], house: House
 ) -> None:
-    urls = [engine.url for engine in engines]
-    push = LocalFull(urls, tmp_path / "w", server=house.client)
-    push.publish(1, saver(1), check(1))
+    push = house.push(*engines)
+    give(push, 1)
     engines[1].refuse["/pause"] = 503
     with pytest.raises(EngineUnavailable, match="at pause"):
-        push.publish(2, saver(2), check(2))
+        give(push, 2)
     assert house.state == (False, 1)
-    assert [(engine.weights, engine.paused) for engine in engines] == [(1, False)] * 3
+    assert states(engines) == [(1, False)] * 3
 
 
 @pytest.mark.parametrize("path", ["/collective_rpc", "/reset_prefix_cache", "/v1/completions"])
 @pytest.mark.parametrize("status", [500, 503])
 def test_all_engines_or_none(
-    engines: list[ScriptedEngine], house: House, tmp_path: Path, path: str, status: int
+    engines: list[ScriptedEngine], house: House, path: str, status: int
 ) -> None:
     """One fails in the middle: nothing is sampled anywhere until all have the same again."""
-    urls = [engine.url for engine in engines]
-    push = LocalFull(urls, tmp_path / "w", server=house.client)
-    push.publish(1, saver(1), check(1))
+    push = house.push(*engines)
+    give(push, 1)
     engines[2].refuse = {path: status}
     with pytest.raises(Exception, match="1 of 3 engines failed") as caught:
-        push.publish(2, saver(2), check(2))
-    assert caught.value.detail["engines"] == [urls[2]]  # type: ignore[attr-defined]
+        give(push, 2)
+    assert caught.value.detail["engines"] == [engines[2].url]  # type: ignore[attr-defined]
     assert house.state == (True, 1)
     assert all(engine.paused for engine in engines)
     # Nor do calls go on when the next try fails early: two engines have other weights.
     engines[2].refuse = {"/pause": 503}
     with pytest.raises(EngineUnavailable):
-        push.publish(2, saver(2), check(2))
+        give(push, 2)
     assert house.state == (True, 1)
     engines[2].start_again()
     engines[2].refuse = {}
-    push.publish(2, saver(2), check(2))
+    give(push, 2)
     assert house.state == (False, 2)
-    assert [(engine.weights, engine.paused) for engine in engines] == [(2, False)] * 3
+    assert states(engines) == [(2, False)] * 3
 
 
-@pytest.mark.parametrize("path", ["/weight_info", "/collective_rpc"])
+@pytest.mark.parametrize(("path", "status"), [("/weight_info", 404), ("/collective_rpc", 500)])
 def test_an_engine_without_what_is_needed_is_told_how_to_start_it(
-    engine: ScriptedEngine, house: House, tmp_path: Path, path: str
+    engine: ScriptedEngine, house: House, path: str, status: int
 ) -> None:
-    engine.refuse[path] = 404 if path == "/weight_info" else 500
-    push = VllmFull(engine.url, tmp_path / "w", server=house.client)
+    engine.refuse[path] = status
     with pytest.raises(EngineRefused, match="--worker-extension-cls"):
-        push.publish(1, saver(1))
+        house.push(engine, kind=VllmFull).publish(1, saver(1))
     assert house.state == (False, -1)
 
 
@@ -278,15 +264,15 @@ def full_disk(folder: Path) -> NoReturn:
 
 @pytest.mark.parametrize("kind", [LocalFull, Lora])
 def test_a_full_disk_is_told_and_leaves_nothing(
-    engine: ScriptedEngine, house: House, tmp_path: Path, kind: type[LocalFull]
+    engine: ScriptedEngine, house: House, kind: type[LocalFull]
 ) -> None:
-    push = kind(engine.url, tmp_path / "w", server=house.client)
+    push = house.push(engine, kind=kind)
     push.publish(1, saver(1))
     engine.steps.clear()
     with pytest.raises(WeightsNotSaved, match="The disk is full") as caught:
         push.publish(2, full_disk)
     assert caught.value.detail["full"]
-    assert names(tmp_path / "w") == ["version-1"]
+    assert names(house.folder) == ["version-1"]
     assert engine.steps == []
     assert house.state == (False, 1)
 
@@ -302,57 +288,51 @@ def test_what_a_killed_trainer_left_goes_and_what_is_no_model_is_refused(
     assert names(tmp_path) == ["version-1"]
 
 
-def test_a_folder_that_the_engine_sees_elsewhere(engine: ScriptedEngine, tmp_path: Path) -> None:
-    (tmp_path / "ours").mkdir()
-    (tmp_path / "theirs").symlink_to(tmp_path / "ours")
-    paths: list[str] = []
-    push = Lora(engine.url, tmp_path / "ours", engine_folder=tmp_path / "theirs")
-    answer = engine.answer
-
-    def spy(path: str, query: str, body: Any) -> Any:
-        if body and "lora_path" in body:
-            paths.append(body["lora_path"])
-        return answer(path, query, body)
-
-    engine.answer = spy  # type: ignore[method-assign]
-    push.publish(1, saver(1), check(1))
-    assert paths == [str(tmp_path / "theirs" / "version-1")]
-
-
 # Adapters
 
 
 def test_each_version_is_an_adapter_of_its_own_and_old_ones_go(
     engine: ScriptedEngine, house: House, tmp_path: Path
 ) -> None:
-    push = Lora(engine.url, tmp_path / "w", keep=2, server=house.client)
+    house.folder.mkdir()
+    elsewhere = tmp_path / "as the engine sees it"
+    elsewhere.symlink_to(house.folder)
+    push = house.push(engine, kind=Lora, keep=2, engine_folder=elsewhere)
     engine.adapters = {"other@1": 1}
+    loaded, answer = [], engine.answer
+
+    def spy(path: str, query: str, body: Any) -> Any:
+        if body and "lora_path" in body:
+            loaded.append(body["lora_path"])
+        return answer(path, query, body)
+
+    engine.answer = spy  # type: ignore[method-assign]
     for version in range(1, 5):
         engine.busy = "policy@1" if version < 4 else ""
-        published = push.publish(version, saver(version), check(version))
-        assert published.model == f"policy@{version}"
+        assert give(push, version).model == f"policy@{version}"
         assert house.state == (False, version)
         # A call samples with the first one still: it stays until none does.
         assert ("policy@1" in engine.adapters) == (version < 4)
     assert engine.adapters == {"other@1": 1, "policy@3": 3, "policy@4": 4}
-    assert names(tmp_path / "w") == ["version-3", "version-4"]
+    assert loaded == [f"{elsewhere}/version-{version}" for version in range(1, 5)]
+    assert names(house.folder) == ["version-3", "version-4"]
     assert not any(step.startswith("pause") for step in engine.steps)
 
 
 def test_adapters_are_on_all_engines_or_on_none(
-    engines: list[ScriptedEngine], house: House, tmp_path: Path
+    engines: list[ScriptedEngine], house: House
 ) -> None:
-    push = Lora([engine.url for engine in engines], tmp_path / "w", server=house.client)
-    push.publish(1, saver(1), check(1))
+    push = house.push(*engines, kind=Lora)
+    give(push, 1)
     engines[0].refuse = {"/v1/load_lora_adapter": 500}
     with pytest.raises(Exception, match="1 of 3 engines failed at load"):
-        push.publish(2, saver(2), check(2))
+        give(push, 2)
     engines[0].refuse = {}
     with pytest.raises(WeightsMismatch, match="policy@1 is served as before"):
         push.publish(2, saver(3), check(2))
     assert [engine.adapters for engine in engines] == [{"policy@1": 1}] * 3
     assert house.state == (False, 1)
-    push.publish(2, saver(2), check(2))
+    give(push, 2)
     engines[1].start_again()
     assert push.restore() == [engines[1].url]
     assert engines[1].adapters == {"policy@1": 1, "policy@2": 2}
