@@ -92,7 +92,7 @@ async def test_every_request_is_done_once_though_each_fails_at_the_first_server(
     async def done(request: Awaitable[Any]) -> Any:
         """The server that answered last fails when this is asked."""
         nonlocal first, second
-        first, second = (second, first) if first.state == "open" else (first, second)
+        first, second = second, first
         first.shut(state)
         second.shut("open")
         return await request

@@ -336,6 +336,8 @@ def test_adapters_are_on_all_engines_or_on_none(
     engines[1].start_again()
     assert push.restore() == [engines[1].url]
     assert engines[1].adapters == {"policy@1": 1, "policy@2": 2}
+    Lora(engines[2].url, house.folder).publish(3, saver(3))  # which no server is told
+    assert (engines[2].adapters["policy@3"], house.state) == (3, (False, 2))
 
 
 def test_a_check_compares_something() -> None:
