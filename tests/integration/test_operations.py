@@ -6,8 +6,6 @@ import json
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +15,17 @@ import yaml
 from envserver_clients.http import SyncEnvClient
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
-from support.commands import Running, envserver, free_port, read_jsonl, running, until
+from support.commands import read_jsonl, served, typed
 from support.otlp_receiver import receiver, values
 from support.waiting import PATIENCE
 
 DOCKER = Path(__file__).parents[2] / "docker"
 SECRET = "sk-operations-secret-0123456789"
 MATH = (
-    "serve", "--env", "math", "--model", "sim", "--sim.latency_seconds", 0,
-    "--env.group_size", 2, "--env.ensure_scores_are_not_same", "false", "--store", "groups.db",
-    "--rollouts.max_concurrent", 4, "--workers.processes", 1, "--openai.api_key", SECRET,
-)  # fmt: skip
-
-
-@contextmanager
-def serving(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
-    port = free_port()
-    with running(*MATH, "--port", port, *words, folder=folder) as server:
-        server.wait_for("Trainers: ")
-        yield server, f"http://127.0.0.1:{port}"
+    "--env math --model sim --sim.latency_seconds 0 --env.group_size 2"
+    " --env.ensure_scores_are_not_same false --store groups.db --rollouts.max_concurrent 4"
+    f" --workers.processes 1 --openai.api_key {SECRET}"
+)
 
 
 def families(url: str) -> dict[str, Any]:
@@ -61,9 +51,8 @@ def dashboard_uses() -> dict[str, set[str]]:
 
 def test_a_server_shows_its_numbers_its_traces_and_its_end(tmp_path: Path) -> None:
     with receiver() as traces:
-        words = ("--telemetry.otlp_endpoint", traces.url, "--log_format", "json")
-        words += ("--rollouts.max_queued_groups", 6)
-        with serving(tmp_path, *words) as (server, url):
+        line = f"{MATH} --telemetry.otlp_endpoint {traces.url} --log_format json"
+        with served(f"{line} --rollouts.max_queued_groups 6", tmp_path) as (server, url):
             assert httpx.get(f"{url}/readyz", timeout=PATIENCE).json()["parts"].keys() == {
                 "store", "disk", "engine", "workers:math", "scorers:math", "routes",
             }  # fmt: skip
@@ -140,12 +129,10 @@ def check_traces(traces: dict[bytes, list[Span]]) -> None:
 
 
 def test_what_does_not_end_in_time_is_cancelled_and_counted(tmp_path: Path) -> None:
-    slow = ("--sim.seconds_per_token", 5, "--server.drain_seconds", 1)
-    with serving(tmp_path, *slow) as (server, url):
-        until(
-            lambda: httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["server"]["open_groups"],
-            server.output,
-            alive=server.process,
+    slow = "--sim.seconds_per_token 60 --server.drain_seconds 10"
+    with served(f"{MATH} {slow}", tmp_path) as (server, url):
+        server.until(
+            lambda: httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["server"]["open_groups"]
         )
         server.send(signal.SIGTERM)
         server.wait_for("Finishing")
@@ -155,25 +142,24 @@ def test_what_does_not_end_in_time_is_cancelled_and_counted(tmp_path: Path) -> N
         assert answer.json()["parts"]["server"]["state"] == "draining"
         assert httpx.get(f"{url}/healthz", timeout=PATIENCE).json()["status"] == "ok"
         assert server.end() == 1
-    assert re.search(r"Stopped after 1 s: [1-9]\d* groups? cancelled", server.output())
+    assert re.search(r"Stopped after 10 s: [1-9]\d* groups? cancelled", server.output())
 
 
-def test_the_files_for_containers_are_what_they_claim() -> None:
+def test_the_files_for_containers_are_what_they_claim_and_document_what_is_drawn() -> None:
     compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-    profiles = {name for one in compose["services"].values() for name in one["profiles"]}
-    assert profiles == {"demo", "cpu", "gpu", "observe"}
+    services = compose["services"].values()
+    assert {name for one in services for name in one["profiles"]} == {
+        "demo", "cpu", "gpu", "observe",
+    }  # fmt: skip
     mounted = [
         volume.split(":")[0].removeprefix("./")
-        for service in compose["services"].values()
+        for service in services
         for volume in service.get("volumes", ())
         if volume.startswith("./")
     ]
     assert all((DOCKER / name).is_file() for name in mounted)
     prometheus = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
     assert prometheus["scrape_configs"][0]["metrics_path"] == "/metrics"
-
-
-def test_the_names_that_are_drawn_are_documented() -> None:
     names = (DOCKER.parent / "envserver/telemetry/README.md").read_text()
     for series in dashboard_uses():
         base = re.sub(r"_(bucket|sum|count)$", "", series)
@@ -183,13 +169,13 @@ def test_the_names_that_are_drawn_are_documented() -> None:
 
 @pytest.mark.thorough
 def test_traces_have_tools_and_with_texts_what_was_said(tmp_path: Path) -> None:
-    words = ("--env.total_steps", 1, "--env.group_size", 2, "--sim.solve_probability", 1)
-    words += ("--env.ensure_scores_are_not_same", "false", "--workers.processes", 1)
+    line = (
+        "process --env tau --model sim --env.total_steps 1 --env.group_size 2 --out rows.jsonl"
+        " --sim.solve_probability 1 --env.ensure_scores_are_not_same false --workers.processes 1"
+        f" --openai.api_key {SECRET} --telemetry.otlp_texts true --telemetry.otlp_endpoint "
+    )
     with receiver() as traces:
-        words += ("--telemetry.otlp_endpoint", traces.url, "--telemetry.otlp_texts", "true")
-        words += ("--out", "rows.jsonl", "--openai.api_key", SECRET)
-        done = envserver("process", "--env", "tau", "--model", "sim", *words, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
+        typed(line + traces.url, tmp_path)
     (group,) = read_jsonl(tmp_path / "rows.jsonl")
     ids = [one["rollout_id"] for one in group["envserver"]["rollouts"]]
     talks = dict(zip(ids, group["messages"], strict=True))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import resource
+import shlex
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.commands import envserver, group_ids, read_jsonl, running, until
+from support.commands import group_ids, read_jsonl, running, typed
 
 OWN_ENVIRONMENT = '''
 import os, signal, time
@@ -51,194 +54,6 @@ class Echo(Environment):
             return Score(reward=None)
         return Score(reward=float(task.hidden["answer"] in (result.output or "").split()))
 '''
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    path = tmp_path / "echo.py"
-    path.write_text(OWN_ENVIRONMENT)
-    return path
-
-
-SIM = ("--model", "sim", "--sim.latency_seconds", 0)
-
-
-def test_math_groups_have_atropos_keys_and_exact_rows(tmp_path: Path) -> None:
-    ran = envserver(
-        "process", "--env", "math", *SIM, "--env.total_steps", 4, "--env.group_size", 3,
-        "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert "out.jsonl" in ran.stderr
-    assert "simulated" in ran.stderr
-    groups = read_jsonl(tmp_path / "out.jsonl")
-    assert len(groups) == 4
-    for group in groups:
-        facts = group["envserver"]
-        assert [rollout["rollout_id"] for rollout in facts["rollouts"]] == [
-            f"{facts['group_id']}-r{number}" for number in range(3)
-        ]
-        rows = len(group["tokens"])
-        assert rows == len(group["masks"]) == len(group["scores"]) == len(group["messages"])
-        for tokens, masks, logprobs in zip(
-            group["tokens"], group["masks"], group["inference_logprobs"], strict=True
-        ):
-            assert len(tokens) == len(masks) == len(logprobs)
-            for token, mask, logprob in zip(tokens, masks, logprobs, strict=True):
-                trained = mask != -100
-                assert mask in (-100, token)
-                assert (logprob <= 0 and math.isfinite(logprob)) if trained else logprob == 1.0
-            assert any(mask != -100 for mask in masks)
-        assert {"overrides", "advantages", "generation_params", "images"} <= group.keys()
-        assert set(group["scores"]) <= {0.0, 1.0}
-
-
-def test_an_environment_in_a_file_runs(own: Path, tmp_path: Path) -> None:
-    ran = envserver("process", "--env", own, *SIM, "--sim.solve_probability", 1, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    groups = read_jsonl(tmp_path / "data" / "echo.jsonl")
-    assert sorted(group["envserver"]["task_id"] for group in groups) == [
-        f"echo-{n}" for n in range(6)
-    ]
-    assert all(score == 1.0 for group in groups for score in group["scores"])
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_and_resumed_it_writes_the_same_groups(
-    own: Path, tmp_path: Path, kills: int
-) -> None:
-    total = 5 * (kills + 2)
-    words = (
-        "process", "--env", own, *SIM, "--sim.seconds_per_token", 0.01, "--env.total_steps", total,
-        "--rollouts.max_concurrent", 8, "--env.data_path_to_save_groups", "out.jsonl", "--resume",
-    )  # fmt: skip
-    output = tmp_path / "out.jsonl"
-    for wanted in range(2, 5 * kills, 5):
-        with running(*words, folder=tmp_path) as process:
-            until(
-                lambda wanted=wanted: output.exists() and len(group_ids_so_far(output)) >= wanted,
-                process.output,
-                alive=process.process,
-            )
-            process.kill()
-        with output.open("ab") as file:
-            file.write(b'{"tokens": [[1, 2')  # what a write that was cut off leaves
-    ran = envserver(*words, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    found = group_ids(output)
-    assert len(found) == len(set(found)) == total
-    undisturbed = envserver(*words[:-2], "undisturbed.jsonl", folder=tmp_path)
-    assert undisturbed.returncode == 0, undisturbed.stderr
-    assert set(found) == set(group_ids(tmp_path / "undisturbed.jsonl"))
-
-
-def group_ids_so_far(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")[:-1]
-
-
-def test_one_interrupt_finishes_open_groups_and_resume_goes_on(own: Path, tmp_path: Path) -> None:
-    words = (
-        "process", "--env", own, *SIM, "--sim.seconds_per_token", 0.01, "--env.total_steps", 30,
-        "--rollouts.max_concurrent", 8, "--env.data_path_to_save_groups", "out.jsonl",
-    )  # fmt: skip
-    output = tmp_path / "out.jsonl"
-    with running(*words, folder=tmp_path) as process:
-        until(lambda: output.exists() and output.stat().st_size, process.output)
-        process.send(signal.SIGINT)
-        assert process.end() == 130
-        assert "--resume" in process.output()
-    written = group_ids(output)
-    assert 0 < len(written) < 30
-    assert envserver(*words, "--resume", folder=tmp_path).returncode == 0
-    assert len(set(group_ids(output))) == 30
-    assert group_ids(output)[: len(written)] == written
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_stop_does_not_wait_for_tasks_that_are_being_loaded(tmp_path: Path, times: int) -> None:
-    own = tmp_path / "echo.py"
-    loading = "for n in range(self.config.tasks_in_all):\n            n and time.sleep(600)"
-    own.write_text(OWN_ENVIRONMENT.replace("for n in range(self.config.tasks_in_all):", loading, 1))
-    output = tmp_path / "out.jsonl"
-    words = ("process", "--env", own, *SIM, "--env.data_path_to_save_groups", output)
-    with running(*words, folder=tmp_path) as process:
-        until(lambda: output.exists() and output.stat().st_size, process.output)
-        for _ in range(times):
-            process.send(signal.SIGINT)
-        assert process.end() == 130
-    assert len(group_ids(output)) == 1
-
-
-def test_an_output_that_exists_is_not_touched(own: Path, tmp_path: Path) -> None:
-    output = tmp_path / "data" / "echo.jsonl"
-    words = ("process", "--env", own, *SIM, "--env.total_steps", 1)
-    assert envserver(*words, folder=tmp_path).returncode == 0
-    before = output.read_bytes()
-    ran = envserver(*words, folder=tmp_path)
-    assert (ran.returncode, output.read_bytes()) == (2, before)
-    assert "--resume" in ran.stderr
-    ran = envserver(*words, "--resume", "--env.seed", 7, folder=tmp_path)
-    assert (ran.returncode, output.read_bytes()) == (2, before)
-    assert "another run" in ran.stderr
-
-
-def test_resume_cuts_off_only_what_it_wrote(own: Path, tmp_path: Path) -> None:
-    output = tmp_path / "data" / "echo.jsonl"
-    words = ("process", "--env", own, *SIM, "--env.total_steps", 2)
-    assert envserver(*words, folder=tmp_path).returncode == 0
-    written, ids = output.read_bytes(), group_ids(output)
-    for others in (b"my notes", b'{"model": "qwen"}', written + b"my notes"):
-        output.write_bytes(others)
-        ran = envserver(*words, "--resume", folder=tmp_path)
-        assert (ran.returncode, output.read_bytes()) == (2, others)
-        assert "was not written by" in ran.stderr
-    for torn in (written[:3], written[:-1]):
-        output.write_bytes(torn)
-        assert envserver(*words, "--resume", folder=tmp_path).returncode == 0
-        assert sorted(group_ids(output)) == sorted(ids)
-
-
-def test_two_models_are_not_mixed_in_one_file(own: Path, tmp_path: Path) -> None:
-    output = tmp_path / "data" / "echo.jsonl"
-    words = ("process", "--env", own, *SIM, "--env.total_steps", 1)
-    assert envserver(*words, folder=tmp_path).returncode == 0
-    others = output.read_bytes().replace(b'"model":"sim"', b'"model":"qwen"')
-    output.write_bytes(others)
-    ran = envserver(*words, "--resume", folder=tmp_path)
-    assert (ran.returncode, output.read_bytes()) == (2, others)
-    assert "holds groups of the model qwen; this run's is sim" in ran.stderr
-
-
-@pytest.mark.parametrize(
-    ("broken", "kind", "words"),
-    [
-        ("raises", "agent_error", "no such tool"),
-        ("kills itself", "worker_died", "SIGKILL"),
-        pytest.param("unscorable", "unscorable", "no reward", marks=pytest.mark.thorough),
-        pytest.param("hangs", "worker_hung", "went on after it", marks=pytest.mark.thorough),
-    ],
-)
-def test_when_everything_fails_it_stops_and_says_why(
-    own: Path, tmp_path: Path, broken: str, kind: str, words: str
-) -> None:
-    timeout_seconds = 2 if broken == "hangs" else 60  # a busy machine is slow
-    ran = envserver(
-        "process", "--env", own, *SIM, "--env.broken", broken, "--env.total_steps", 50,
-        "--env.group_size", 2, "--rollouts.max_attempts", 2,
-        "--env.worker_timeout", timeout_seconds,
-        "--workers.kill_grace_seconds", 0.5, "--rollouts.stop_after_failed_groups", 2,
-        folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 1, ran.stderr
-    assert kind in ran.stderr
-    failures = read_jsonl(tmp_path / "data" / "echo.failures.jsonl")
-    failed = [line for line in failures if line["event"] == "rollout_failed"]
-    at_fault = [line for line in failed if not line["detail"].get("mate")]
-    assert {line["kind"] for line in at_fault} == {kind}
-    assert any(words in line["message"] for line in failed)
-    assert any(line["final"] for line in failed)
-
-
 BUG = "A bug in the environment: "
 BUGGY = """
 from envserver import ConfigError, Environment, Score, Task
@@ -262,6 +77,164 @@ class Buggy(Environment):
     def score(self, task, result):
         return Score(reward=1.0 if self.config.bug != "scorer" else result.output.reward)
 """
+LINE = "process --env {env}.py --model sim --sim.latency_seconds 0 {more}"
+OUT = "--env.data_path_to_save_groups out.jsonl"
+Process = Callable[..., str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with both environments."""
+    (tmp_path / "echo.py").write_text(OWN_ENVIRONMENT)
+    (tmp_path / "buggy.py").write_text(BUGGY)
+    return tmp_path
+
+
+@pytest.fixture
+def process(folder: Path) -> Process:
+    """Runs the command on one of them; returns what it says on stderr."""
+
+    def run(more: str = "", status: int = 0, env: str = "echo", **popen: Any) -> str:
+        return typed(LINE.format(env=env, more=more), folder, status, **popen).stderr
+
+    return run
+
+
+def rollouts_of(path: Path) -> list[dict[str, Any]]:
+    return [rollout for group in read_jsonl(path) for rollout in group["envserver"]["rollouts"]]
+
+
+def test_math_groups_have_atropos_keys_and_exact_rows(tmp_path: Path) -> None:
+    more = f"--env.total_steps 4 --env.group_size 3 {OUT}"
+    said = typed(f"process --env math --model sim --sim.latency_seconds 0 {more}", tmp_path).stderr
+    assert "out.jsonl" in said
+    assert "simulated" in said
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    assert len(groups) == 4
+    for group in groups:
+        facts = group["envserver"]
+        ids = [rollout["rollout_id"] for rollout in facts["rollouts"]]
+        assert ids == [f"{facts['group_id']}-r{number}" for number in range(3)]
+        assert len({len(group[key]) for key in ("tokens", "masks", "scores", "messages")}) == 1
+        for tokens, masks, logprobs in zip(
+            group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+        ):
+            for token, mask, logprob in zip(tokens, masks, logprobs, strict=True):
+                trained = mask != -100
+                assert mask in (-100, token)
+                assert (logprob <= 0 and math.isfinite(logprob)) if trained else logprob == 1.0
+            assert any(mask != -100 for mask in masks)
+        assert {"overrides", "advantages", "generation_params", "images"} <= group.keys()
+        assert set(group["scores"]) <= {0.0, 1.0}
+
+
+def test_a_file_is_neither_overwritten_nor_mixed_and_resume_cuts_off_only_what_it_wrote(
+    process: Process, folder: Path
+) -> None:
+    output = folder / "data" / "echo.jsonl"
+    process("--sim.solve_probability 1")
+    groups = read_jsonl(output)
+    assert sorted(one["envserver"]["task_id"] for one in groups) == [f"echo-{n}" for n in range(6)]
+    assert {score for group in groups for score in group["scores"]} == {1.0}
+    written, ids = output.read_bytes(), group_ids(output)
+    others = written.replace(b'"model":"sim"', b'"model":"qwen"')
+    for content, more, why in (
+        (written, "", "--resume"),
+        (written, "--resume --env.seed 7", "another run"),
+        (b"my notes", "--resume", "was not written by"),
+        (b'{"model": "qwen"}', "--resume", "was not written by"),
+        (written + b"my notes", "--resume", "was not written by"),
+        (others, "--resume", "holds groups of the model qwen; this run's is sim"),
+    ):
+        output.write_bytes(content)
+        assert why in process(f"--sim.solve_probability 1 {more}", status=2)
+        assert output.read_bytes() == content
+    for torn in (written[:3], written[:-1]):
+        output.write_bytes(torn)
+        process("--sim.solve_probability 1 --resume")
+        assert sorted(group_ids(output)) == sorted(ids)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_and_resumed_it_writes_the_same_groups(
+    process: Process, folder: Path, kills: int
+) -> None:
+    total = 5 * (kills + 2)
+    more = f"--sim.seconds_per_token 0.01 --env.total_steps {total} --rollouts.max_concurrent 8"
+    resumed = f"{more} {OUT} --resume"
+    output = folder / "out.jsonl"
+    for wanted in range(2, 5 * kills, 5):
+        with running(*shlex.split(LINE.format(env="echo", more=resumed)), folder=folder) as killed:
+            killed.until(lambda n=wanted: lines_of(output) >= n)
+            killed.kill()
+        with output.open("ab") as file:
+            file.write(b'{"tokens": [[1, 2')  # what a write that was cut off leaves
+    process(resumed)
+    found = group_ids(output)
+    assert len(found) == len(set(found)) == total
+    process(f"{more} --env.data_path_to_save_groups undisturbed.jsonl")
+    assert set(found) == set(group_ids(folder / "undisturbed.jsonl"))
+
+
+def lines_of(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_one_interrupt_finishes_open_groups_and_resume_goes_on(
+    process: Process, folder: Path
+) -> None:
+    more = f"--sim.seconds_per_token 0.01 --env.total_steps 30 --rollouts.max_concurrent 8 {OUT}"
+    output = folder / "out.jsonl"
+    with running(*shlex.split(LINE.format(env="echo", more=more)), folder=folder) as interrupted:
+        interrupted.until(lambda: lines_of(output))
+        interrupted.send(signal.SIGINT)
+        assert interrupted.end() == 130
+        assert "--resume" in interrupted.output()
+    written = group_ids(output)
+    assert 0 < len(written) < 30
+    process(f"{more} --resume")
+    assert len(set(group_ids(output))) == 30
+    assert group_ids(output)[: len(written)] == written
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_stop_does_not_wait_for_tasks_that_are_being_loaded(folder: Path, times: int) -> None:
+    loading = "for n in range(self.config.tasks_in_all):\n            n and time.sleep(600)"
+    code = OWN_ENVIRONMENT.replace("for n in range(self.config.tasks_in_all):", loading, 1)
+    (folder / "echo.py").write_text(code)
+    with running(*shlex.split(LINE.format(env="echo", more=OUT)), folder=folder) as stopped:
+        stopped.until(lambda: lines_of(folder / "out.jsonl"))
+        for _ in range(times):
+            stopped.send(signal.SIGINT)
+        assert stopped.end() == 130
+    assert len(group_ids(folder / "out.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "words"),
+    [
+        ("raises", "agent_error", "no such tool"),
+        ("'kills itself'", "worker_died", "SIGKILL"),
+        pytest.param("unscorable", "unscorable", "no reward", marks=pytest.mark.thorough),
+        pytest.param("hangs", "worker_hung", "went on after it", marks=pytest.mark.thorough),
+    ],
+)
+def test_when_everything_fails_it_stops_and_says_why(
+    process: Process, folder: Path, broken: str, kind: str, words: str
+) -> None:
+    timeout_seconds = 2 if broken == "hangs" else 60  # a busy machine is slow
+    said = process(
+        f"--env.broken {broken} --env.total_steps 50 --env.group_size 2 --rollouts.max_attempts 2"
+        f" --env.worker_timeout {timeout_seconds} --workers.kill_grace_seconds 0.5"
+        " --rollouts.stop_after_failed_groups 2",
+        status=1,
+    )
+    assert kind in said
+    failures = read_jsonl(folder / "data" / "echo.failures.jsonl")
+    failed = [line for line in failures if line["event"] == "rollout_failed"]
+    assert {line["kind"] for line in failed if not line["detail"].get("mate")} == {kind}
+    assert any(words in line["message"] for line in failed)
+    assert any(line["final"] for line in failed)
 
 
 @pytest.mark.parametrize(
@@ -274,135 +247,90 @@ class Buggy(Environment):
     ],
 )
 def test_a_bug_of_the_environment_ends_each_group_at_its_first_occurrence(
-    tmp_path: Path, bug: str, blame: str, message: str
+    process: Process, folder: Path, bug: str, blame: str, message: str
 ) -> None:
-    (tmp_path / "buggy.py").write_text(BUGGY)
-    words = ("process", "--env", "buggy.py", *SIM, "--rollouts.max_concurrent", 4)
-    ran = envserver(*words, "--env.group_size", 4, "--env.bug", bug, folder=tmp_path)
-    assert ran.returncode == 1, ran.stderr
-    assert blame + message in ran.stderr
-    assert bug == "setup" or "buggy.py:" in ran.stderr
-    failures = read_jsonl(tmp_path / "data" / "buggy.failures.jsonl")
+    more = f"--rollouts.max_concurrent 4 --env.group_size 4 --env.bug {bug}"
+    said = process(more, status=1, env="buggy")
+    assert blame + message in said
+    assert bug == "setup" or "buggy.py:" in said
+    failures = read_jsonl(folder / "data" / "buggy.failures.jsonl")
     failed = [line["rollout_id"] for line in failures if line["event"] == "rollout_failed"]
     assert 1 <= len(failed) == len(set(failed)) <= 8  # none is tried again; 4 are in flight
 
 
-def test_a_bug_that_one_task_meets_does_not_end_the_run(tmp_path: Path) -> None:
-    (tmp_path / "buggy.py").write_text(BUGGY)
-    words = ("process", "--env", "buggy.py", *SIM, "--env.ensure_scores_are_not_same", "false")
-    ran = envserver(*words, "--env.bug", "one task", folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert len(group_ids(tmp_path / "data" / "buggy.jsonl")) == 19
-
-
-def test_what_failed_once_is_tried_again(own: Path, tmp_path: Path) -> None:
-    ran = envserver("process", "--env", own, *SIM, "--env.broken", "once", folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    groups = read_jsonl(tmp_path / "data" / "echo.jsonl")
-    assert len(groups) == 6
-    rollouts = [rollout for g in groups for rollout in g["envserver"]["rollouts"]]
-    assert {rollout["attempt"] for rollout in rollouts} == {2}
-    assert {rollout["agent_metrics"]["attempts"] for rollout in rollouts} == {2}
-
-
-def test_a_flaky_engine_costs_no_group(own: Path, tmp_path: Path) -> None:
-    ran = envserver(
-        "process", "--env", own, *SIM, "--sim.error_rate", 0.3, "--rollouts.max_attempts", 20,
-        "--env.total_steps", 12, folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert len(read_jsonl(tmp_path / "data" / "echo.jsonl")) == 12
+def test_what_failed_once_and_a_flaky_engine_cost_no_group(process: Process, folder: Path) -> None:
+    process("--env.ensure_scores_are_not_same false --env.bug 'one task'", env="buggy")
+    assert len(group_ids(folder / "data" / "buggy.jsonl")) == 19  # of 20
+    process(
+        "--env.broken once --sim.error_rate 0.3 --rollouts.max_attempts 20 --env.total_steps 12"
+    )
+    rollouts = rollouts_of(folder / "data" / "echo.jsonl")
+    assert len(group_ids(folder / "data" / "echo.jsonl")) == 12
+    assert min(rollout["attempt"] for rollout in rollouts) == 2
+    assert all(one["agent_metrics"]["attempts"] == one["attempt"] for one in rollouts)
 
 
 def test_an_agent_that_hides_the_engines_failure_is_not_scored_for_it(
-    own: Path, tmp_path: Path
+    process: Process, folder: Path
 ) -> None:
-    ran = envserver(
-        "process", "--env", own, *SIM, "--env.broken", "swallows", "--sim.error_rate", 1,
-        "--env.group_size", 2, "--rollouts.max_attempts", 1,
-        "--rollouts.stop_after_failed_groups", 1, folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 1, ran.stderr
-    assert "engine_unavailable" in ran.stderr
-    assert read_jsonl(tmp_path / "data" / "echo.jsonl") == []
+    more = "--env.broken swallows --sim.error_rate 1 --env.group_size 2 --rollouts.max_attempts 1"
+    assert "engine_unavailable" in process(f"{more} --rollouts.stop_after_failed_groups 1", 1)
+    assert read_jsonl(folder / "data" / "echo.jsonl") == []
 
 
-def test_a_full_disk_loses_nothing_that_was_written(own: Path, tmp_path: Path) -> None:
-    words = ("process", "--env", own, *SIM, "--env.total_steps", 40)
-
+def test_a_full_disk_loses_nothing_that_was_written(process: Process, folder: Path) -> None:
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    ran = envserver(*words, folder=tmp_path, preexec_fn=small_files)
-    assert ran.returncode == 1
-    assert "cannot be written" in ran.stderr
-    output = tmp_path / "data" / "echo.jsonl"
+    said = process("--env.total_steps 40", 1, preexec_fn=small_files)
+    assert "cannot be written" in said
+    output = folder / "data" / "echo.jsonl"
     kept = group_ids(output)
     assert kept
-    assert envserver(*words, "--resume", folder=tmp_path).returncode == 0
+    process("--env.total_steps 40 --resume")
     found = group_ids(output)
     assert found[: len(kept)] == kept
     assert len(set(found)) == len(found) == 40
 
 
-def test_groups_of_equal_rewards_are_dropped_when_asked(own: Path, tmp_path: Path) -> None:
-    ran = envserver(
-        "process", "--env", own, *SIM, "--sim.solve_probability", 1,
-        "--env.ensure_scores_are_not_same", "true", "--env.total_steps", 3,
-        "--rollouts.stop_after_dropped_groups", 10, folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 1
-    assert "zero_variance" in ran.stderr
-    dropped = read_jsonl(tmp_path / "data" / "echo.failures.jsonl")
+def test_groups_of_equal_rewards_are_dropped_when_asked(process: Process, folder: Path) -> None:
+    more = "--sim.solve_probability 1 --env.ensure_scores_are_not_same true --env.total_steps 3"
+    assert "zero_variance" in process(f"{more} --rollouts.stop_after_dropped_groups 10", 1)
+    dropped = read_jsonl(folder / "data" / "echo.failures.jsonl")
     assert {line["reason"] for line in dropped} == {"zero_variance"}
 
 
 def test_an_engine_that_gives_only_text_gives_conversations(tmp_path: Path) -> None:
     with running("models", "sim", "--port", 0, "--env", "math", folder=tmp_path) as engine:
         url = engine.wait_for(r"http://\S+/v1").group()
-        ran = envserver(
-            "process", "--env", "math", "--openai.base_url", url, "--openai.server_type", "openai",
-            "--env.group_size", 2, "--env.total_steps", 2,
-            "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
-        )  # fmt: skip
-        refused = envserver(
-            "serve", "--env", "math", "--openai.base_url", url, "--openai.server_type", "openai",
-            folder=tmp_path,
-        )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+        text = f"--env math --openai.base_url {url} --openai.server_type openai"
+        ran = typed(f"process {text} --env.group_size 2 --env.total_steps 2 {OUT}", tmp_path)
+        assert "not fit for RL" in typed(f"serve {text}", tmp_path, status=2).stderr
     assert "missing_token_ids" in ran.stderr
     for group in read_jsonl(tmp_path / "out.jsonl"):
         assert group["tokens"] == group["masks"] == group["inference_logprobs"] == [[], []]
         assert len(group["scores"]) == 2
         assert all(messages[-1]["role"] == "assistant" for messages in group["messages"])
-    assert refused.returncode == 2
-    assert "not fit for RL" in refused.stderr
 
 
-def test_a_flag_that_does_not_exist_leaves_an_old_file_alone(tmp_path: Path) -> None:
-    (tmp_path / "out.jsonl").write_text("old\n")
-    ran = envserver(
-        "process", "--env", "math", "--model", "sim", "--overwrite",
-        "--tokens.drop", "mixed_version",
-        "--env.data_path_to_save_groups", "out.jsonl",
-        folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 2
-    assert "There is no flag 'mixed_version'. Did you mean 'mixed_versions'?" in ran.stderr
-    assert (tmp_path / "out.jsonl").read_text() == "old\n"
+def test_a_flag_that_does_not_exist_leaves_an_old_file_alone(
+    process: Process, folder: Path
+) -> None:
+    (folder / "out.jsonl").write_text("old\n")
+    said = process(f"--overwrite --tokens.drop mixed_version {OUT}", status=2)
+    assert "There is no flag 'mixed_version'. Did you mean 'mixed_versions'?" in said
+    assert (folder / "out.jsonl").read_text() == "old\n"
 
 
 @pytest.mark.thorough  # waits for an engine that is not there
 def test_overwrite_keeps_the_old_file_until_the_first_group(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("old\n")
-    words = ("process", "--env", "math", "--env.total_steps", "1", "--overwrite",
-             "--env.data_path_to_save_groups", "out.jsonl")  # fmt: skip
-    failed = envserver(*words, "--openai.base_url", "http://127.0.0.1:9/v1", folder=tmp_path)
-    assert failed.returncode == 1
+    line = f"process --env math --env.total_steps 1 --overwrite {OUT}"
+    said = typed(f"{line} --openai.base_url http://127.0.0.1:9/v1", tmp_path, status=1).stderr
     assert out.read_text() == "old\n"
-    assert "envserver models start" in failed.stderr
-    assert "--model sim" in failed.stderr
-    assert envserver(*words, "--model", "sim", folder=tmp_path).returncode == 0
-    assert len(list(read_jsonl(out))) == 1
+    assert "envserver models start" in said
+    assert "--model sim" in said
+    typed(f"{line} --model sim", tmp_path)
+    assert len(read_jsonl(out)) == 1
     assert [path.name for path in tmp_path.glob(".*.partial")] == []

@@ -1,11 +1,12 @@
-"""`envserver serve`: what it accepted reaches a trainer once, whatever happens to it."""
+"""`envserver serve`: what it accepted reaches a trainer once, whatever happens to it; what is too
+old, or is kept from training, is never delivered.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +15,36 @@ import orjson
 import pytest
 from envserver_clients.http import SyncEnvClient
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
-from support.commands import Running, envserver, free_port, running, until
+from support.api import REGISTRATION
+from support.commands import Running, read_jsonl, served, typed
 from support.waiting import PATIENCE
 
-MATH = (
-    "serve", "--env", "math", "--model", "sim", "--sim.latency_seconds", 0,
-    "--env.group_size", 2, "--env.ensure_scores_are_not_same", "false", "--store", "groups.db",
-)  # fmt: skip
+from envserver import NotFoundError, Trajectory
+from envserver.store import open_store
 
-REGISTRATION = {
-    "wandb_group": "g", "wandb_project": "p", "batch_size": 4, "max_token_len": 4096,
-    "checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10,
-}  # fmt: skip
+MATH = "--env math --model sim --env.group_size 2 --store groups.db --workers.processes 1"
+EVEN = "--env.ensure_scores_are_not_same false"
+QUICK = f"{MATH} {EVEN} --sim.latency_seconds 0"
 
 
-@contextlib.contextmanager
-def serving(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
-    port = free_port()
-    with running(*MATH, "--port", port, *words, folder=folder) as server:
-        server.wait_for("Trainers: ")
-        yield server, f"http://127.0.0.1:{port}"
+def get(url: str) -> Any:
+    return httpx.get(url, timeout=PATIENCE).json()
 
 
-def get(url: str) -> httpx.Response:
-    return httpx.get(url, timeout=PATIENCE)
+def queued(url: str) -> int:
+    return int(get(f"{url}/v1/status")["groups"]["queued"])
+
+
+def at_rest(url: str, groups: int = 1) -> dict[str, Any] | None:
+    """The status, once so many groups wait and nothing is being made."""
+    found = get(f"{url}/v1/status")
+    is_rest = found["groups"]["queued"] >= groups and not found["server"]["open_groups"]
+    return found if is_rest else None
 
 
 def next_batch(url: str, server: Running) -> list[dict[str, Any]]:
     """The next batch over the Atropos wire."""
-    answer = until(lambda: get(f"{url}/batch").json()["batch"], server.output, alive=server.process)
+    answer = server.until(lambda: get(f"{url}/batch")["batch"])
     return list(answer)
 
 
@@ -52,20 +53,20 @@ def test_killed_and_started_again_every_group_comes_once_to_an_unregistered_trai
     tmp_path: Path, kills: int
 ) -> None:
     groups = 8 * (kills + 2)
-    total = ("--env.total_steps", groups)
+    line = f"{QUICK} --env.total_steps {groups}"
     got: list[dict[str, Any]] = []
     for time_around in range(kills):
-        with serving(tmp_path, *total) as (server, url):
+        with served(line, tmp_path) as (server, url):
             if time_around == 0:
-                assert (
-                    "uuid"
-                    in httpx.post(f"{url}/register", json=REGISTRATION, timeout=PATIENCE).json()
+                made = httpx.post(
+                    f"{url}/register", json=REGISTRATION | {"max_token_len": 4096}, timeout=PATIENCE
                 )
+                assert "uuid" in made.json()
             for _ in range(3):
                 got += next_batch(url, server)
             server.kill()
-    with serving(tmp_path, *total) as (server, url):
-        assert get(f"{url}/info").json() == {"batch_size": 4, "max_token_len": 4096}
+    with served(line, tmp_path) as (server, url):
+        assert get(f"{url}/info") == {"batch_size": 4, "max_token_len": 4096}
         while len(got) < groups:
             got += next_batch(url, server)
         assert server.end() == 0  # all groups are made and delivered
@@ -73,8 +74,8 @@ def test_killed_and_started_again_every_group_comes_once_to_an_unregistered_trai
 
 
 def test_a_lease_that_was_not_acknowledged_comes_again_after_a_crash(tmp_path: Path) -> None:
-    words = ("--env.total_steps", 6)
-    with serving(tmp_path, *words) as (server, url):
+    line = f"{QUICK} --env.total_steps 6"
+    with served(line, tmp_path) as (server, url):
         with SyncEnvClient(url, run="trainer", batch_size=2) as client:
             done = next(client.batches(idle_seconds=PATIENCE))
             lost = next(client.batches(idle_seconds=PATIENCE))
@@ -82,7 +83,7 @@ def test_a_lease_that_was_not_acknowledged_comes_again_after_a_crash(tmp_path: P
             client.extend(lost, seconds=0.5)
         server.kill()
     seen = []
-    with serving(tmp_path, *words) as (server, url):
+    with served(line, tmp_path) as (server, url):
         with SyncEnvClient(url, run="trainer", batch_size=2) as client:
             for _ in range(2):
                 batch = next(client.batches(idle_seconds=PATIENCE))
@@ -94,68 +95,71 @@ def test_a_lease_that_was_not_acknowledged_comes_again_after_a_crash(tmp_path: P
     assert not {group.group_id for group in done.groups} & set(seen)
 
 
-def test_rows_carry_the_version_that_the_trainer_published(tmp_path: Path) -> None:
-    with (
-        serving(tmp_path, "--rollouts.max_queued_groups", 4) as (_, url),
-        SyncEnvClient(url, run="trainer", batch_size=2) as client,
-    ):
-        client.publish_policy_version(7)
-        versions: set[int] = set()
-        end = time.monotonic() + PATIENCE
-        while versions != {7}:
-            assert time.monotonic() < end, versions
-            batch = next(client.batches(idle_seconds=PATIENCE))
-            versions = {int(v) for row in batch.rows for v in row.versions[row.mask == 1]}
-            client.ack(batch)
-        assert client.status()["policy_version"] == 7
-
-
-def test_a_trainer_that_does_not_come_holds_the_rollouts_back(tmp_path: Path) -> None:
-    with serving(tmp_path, "--rollouts.max_queued_groups", 5) as (server, url):
-
-        def waiting() -> bool:
-            status = get(f"{url}/v1/status").json()
-            return status["server"]["open_groups"] == 0 and queued(status) >= 5
-
-        until(waiting, server.output, alive=server.process)
-        held = queued(get(f"{url}/v1/status").json())
+def test_it_waits_for_its_trainer_counts_what_it_makes_and_takes_versions(tmp_path: Path) -> None:
+    line = f"{QUICK} --rollouts.max_queued_groups 5 --sampling.max_tokens 2"
+    with served(line, tmp_path) as (server, url):
+        # A trainer that does not come holds the rollouts back.
+        server.until(lambda: at_rest(url, 5))
+        held = queued(url)
         time.sleep(0.5)
-        assert queued(get(f"{url}/v1/status").json()) == held
-
-
-def queued(status: dict[str, Any]) -> int:
-    return int(status["groups"]["queued"])
+        assert queued(url) == held
+        # A second server on the same store is refused.
+        assert "groups.db" in typed(f"serve {QUICK} --port 0", tmp_path, status=2).stderr
+        # What is counted can be scraped.
+        text = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
+        metrics = {one.name: one.samples for one in text_string_to_metric_families(text)}
+        assert metrics["envserver_groups_delivered"][0].value >= 2
+        (flag, *_) = metrics["envserver_flags"]
+        assert flag.labels == {"flag": "truncated_length"}
+        assert flag.value >= 4
+        assert metrics["envserver_paused"][0].value == 0
+        status = get(f"{url}/v1/status")["server"]
+        assert status["engine"] == {"mode": "chat", "continues": False}
+        assert status["flags"]["truncated_length"] >= 4
+        # Rows carry the version that the trainer published.
+        with SyncEnvClient(url, run="trainer", batch_size=2) as client:
+            client.publish_policy_version(7)
+            versions: set[int] = set()
+            end = time.monotonic() + PATIENCE
+            while versions != {7}:
+                assert time.monotonic() < end, versions
+                batch = next(client.batches(idle_seconds=PATIENCE))
+                versions = {int(v) for row in batch.rows for v in row.versions[row.mask == 1]}
+                client.ack(batch)
+            assert client.status()["policy_version"] == 7
 
 
 def test_sigterm_finishes_what_is_open_and_keeps_it(tmp_path: Path) -> None:
-    slow = ("--sim.seconds_per_token", 0.005, "--sim.error_rate", 0.2)
-    with serving(tmp_path, *slow) as (server, url):
+    with served(f"{QUICK} --sim.seconds_per_token 0.005 --sim.error_rate 0.2", tmp_path) as (
+        server,
+        url,
+    ):
 
-        def seen() -> bool:
-            return bool(
-                queued(get(f"{url}/v1/status").json())
-                and get(f"{url}/v1/failures?kind=engine_unavailable").json()["failures"]
-                and playing(url)
-            )
+        def failures() -> list[dict[str, Any]]:
+            return list(get(f"{url}/v1/failures?kind=engine_unavailable")["failures"])
 
-        until(seen, server.output, alive=server.process)
-        (engine,) = get(f"{url}/v1/engines").json()["engines"]
+        server.until(lambda: queued(url) and failures() and playing(url))
+        (engine,) = get(f"{url}/v1/engines")["engines"]
         assert (engine["name"], engine["breaker"], engine["ready"]) == ("", "closed", True)
         assert engine["calls_total"] > 0 < engine["errors"]
         assert 0 < engine["seconds_p50"] <= engine["seconds_p95"]
-        (failed, *_) = get(f"{url}/v1/failures?kind=engine_unavailable").json()["failures"]
+        failed = failures()[0]
         assert (failed["environment"], failed["fault"]) == ("math", "engine")
         server.send(signal.SIGTERM)
         assert server.end() == 0
-    with serving(tmp_path) as (_, url):
-        assert queued(get(f"{url}/v1/status").json()) > 0
+
+    async def kept() -> int:
+        async with open_store(tmp_path / "groups.db") as store:
+            return (await store.counts())["queued"]
+
+    assert asyncio.run(kept()) > 0
 
 
 def playing(url: str) -> bool:
     """Whether a rollout plays, as the server shows it."""
-    found = get(f"{url}/v1/rollouts/running?environment=math&limit=1000").json()
+    found = get(f"{url}/v1/rollouts/running?environment=math&limit=1000")
     assert len(found["rollouts"]) == found["total"]
-    assert get(f"{url}/v1/rollouts/running?environment=other").json()["total"] == 0
+    assert get(f"{url}/v1/rollouts/running?environment=other")["total"] == 0
     one = next((one for one in found["rollouts"] if one["state"] == "playing"), None)
     if one is None:
         return False
@@ -164,28 +168,182 @@ def playing(url: str) -> bool:
     return isinstance(one["worker"], int)
 
 
-def test_a_second_server_on_the_same_store_is_refused(tmp_path: Path) -> None:
-    with serving(tmp_path) as _:
-        ran = envserver(*MATH, "--port", free_port(), folder=tmp_path)
-        assert ran.returncode == 2
-        assert "groups.db" in ran.stderr
+# What is too old
 
 
-def test_what_is_counted_can_be_scraped(tmp_path: Path) -> None:
-    with serving(tmp_path, "--sampling.max_tokens", 2) as (server, url):
+async def known_before(place: Path) -> None:
+    """A trainer that has registered and published, before any group is made."""
+    async with open_store(place) as store:
+        await store.create_run("trainer", batch_size=2)
+        await store.set_value("policy_version", 0)
 
-        def metrics() -> dict[str, list[Sample]]:
-            text = get(f"{url}/metrics").text
-            return {family.name: family.samples for family in text_string_to_metric_families(text)}
 
-        def delivered() -> bool:
-            return metrics()["envserver_groups_delivered"][0].value >= 2
+@pytest.mark.parametrize("versions", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_what_a_trainer_gets_is_never_older_than_it_may_be_and_what_is_is_counted(
+    tmp_path: Path, versions: int
+) -> None:
+    asyncio.run(known_before(tmp_path / "groups.db"))
+    line = f"{MATH} {EVEN} --rollouts.max_staleness_at_delivery 1 --rollouts.max_staleness 1"
+    with (
+        served(f"{line} --sim.latency_seconds 0.02", tmp_path, finish_seconds=1) as (server, url),
+        SyncEnvClient(url, run="trainer", batch_size=2) as client,
+    ):
+        published, got = 0, 0
+        for _ in range(versions):
+            batch = next(client.batches(idle_seconds=PATIENCE))
+            behind = [published - group.policy_version for group in batch.groups]
+            assert all(0 <= one <= 1 for one in behind), behind
+            got += len(behind)
+            client.ack(batch)
+            server.until(lambda: at_rest(url))
+            assert queued(url) <= 4  # two batches, one for each version
+            published += 3  # what waits is too old now
+            client.publish_policy_version(published)
+        found = get(f"{url}/v1/status")["server"]
+    assert min(got, found["stale_groups"]) >= versions
+    assert found["policy_version"] == published
 
-        until(delivered, server.output, alive=server.process)
-        (flag, *_) = metrics()["envserver_flags"]
-        assert flag.labels == {"flag": "truncated_length"}
-        assert flag.value >= 4
-        assert metrics()["envserver_paused"][0].value == 0
-        status = get(f"{url}/v1/status").json()
-        assert status["server"]["engine"] == {"mode": "chat", "continues": False}
-        assert status["server"]["flags"]["truncated_length"] >= 4
+
+@pytest.mark.thorough
+def test_rollouts_in_flight_that_became_too_old_end_and_are_counted(tmp_path: Path) -> None:
+    line = f"{MATH} {EVEN} --rollouts.max_staleness 0 --sim.seconds_per_token 0.1"
+    with (
+        served(line, tmp_path, finish_seconds=1) as (server, url),
+        SyncEnvClient(url, run="trainer", batch_size=2) as client,
+    ):
+        client.publish_policy_version(0)
+
+        def status() -> dict[str, Any]:
+            return dict(get(f"{url}/v1/status")["server"])
+
+        server.until(lambda: status()["open_groups"] > 1)
+
+        def publish_and_look() -> int:
+            client.publish_policy_version(int(client.status()["policy_version"]) + 1)
+            return int(status()["stale_rollouts"])
+
+        assert server.until(publish_and_look) > 0
+        found = status()
+        assert found["groups_dropped"].keys() <= {"stale"}
+        assert found["rollouts_lost"] == found["stale_rollouts"]
+
+
+# What flags keep from training: the run says so, and offers no further such groups.
+
+FORMAL = '''
+from envserver import Environment, Score, Task
+
+class Formal(Environment):
+    """Its agent asks twice, once for an answer that a grammar holds to JSON."""
+
+    def tasks(self, split):
+        for number in range(6):
+            yield Task(f"t{number}", {}, {})
+
+    async def rollout(self, task, run):
+        said = [{"role": "user", "content": "How much is 2 + 2?"}]
+        await run.chat(said, response_format={"type": "json_object"})
+        return (await run.chat(said)).content
+
+    def score(self, task, result):
+        return Score(reward=0.5)
+'''
+UNTRAINED = (
+    "--env formal.py --model sim --sim.latency_seconds 0 --env.group_size 2 --workers.processes 1"
+    " --rollouts.max_concurrent 2 --tokens.untrained_window_groups 2"
+)
+
+
+@pytest.mark.thorough
+def test_process_ends_and_names_the_flags_and_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "formal.py").write_text(FORMAL)
+    line = f"process {UNTRAINED} --env.data_path_to_save_groups out.jsonl"
+    ran = typed(line, tmp_path, status=1)
+    said = " ".join((ran.stdout + ran.stderr).split())
+    assert "of the tokens sampled in the last 2 groups are not trained" in said
+    assert "--tokens.train structured_output_masked trains them" in said
+    assert "% of the sampled tokens are not trained: structured_output_masked" in said
+    lines = read_jsonl(tmp_path / "out.jsonl")
+    assert 1 <= len(lines) < 6
+    masks = [mask for line in lines for mask in line["masks"]]
+    assert all(any(label != -100 for label in mask) for mask in masks)
+    for more in ("--tokens.max_untrained_share 1", "--tokens.train structured_output_masked"):
+        typed(f"{line} {more} --overwrite", tmp_path)
+        assert len(read_jsonl(tmp_path / "out.jsonl")) == 6
+
+
+def test_groups_with_much_that_is_not_trained_are_no_longer_offered(tmp_path: Path) -> None:
+    (tmp_path / "formal.py").write_text(FORMAL)
+    with served(f"{UNTRAINED} {EVEN} --store groups.db", tmp_path) as (server, url):
+
+        def both() -> dict[str, Any] | None:
+            """Groups were delivered, before the window was full, and dropped."""
+            now = get(f"{url}/v1/status")["server"]
+            return now if now["groups_dropped"] and now["groups_delivered"] else None
+
+        told = server.until(both)
+        assert told["groups_dropped"].keys() == {"untrained"}
+        formal = told["untrained"]["formal"]
+        assert (formal["over"], formal["ceiling"]) == (True, 0.1)
+        assert formal["share"] > 0.1
+        assert "--tokens.train structured_output_masked" in formal["message"]
+        metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
+        assert 'envserver_untrained_tokens_total{environment="formal",flag="structured' in metrics
+        assert 'envserver_untrained_share{environment="formal"} 0.' in metrics
+        assert "untrained_over_ceiling" in server.output()
+
+
+# Tasks that a trainer names
+
+
+def ids(groups: list[list[Trajectory | None]]) -> list[list[str]]:
+    return [[one.rollout_id for one in group if one is not None] for group in groups]
+
+
+def made_of(url: str) -> int:
+    """Ordered groups that are finished: no run ever leases them."""
+    return int(get(f"{url}/v1/status")["groups"]["dropped"])
+
+
+@pytest.mark.thorough
+def test_named_tasks_get_their_rollouts_in_order_once_also_over_a_kill(tmp_path: Path) -> None:
+    line = f"{MATH} --rollouts.max_queued_groups 0"
+    slow = "--sim.seconds_per_token 0.005 --rollouts.max_concurrent 4"
+    with (
+        served(f"{line} {slow}", tmp_path) as (server, url),
+        SyncEnvClient(url, run=None) as client,
+    ):
+        known = client.tasks("math", limit=20)
+        assert len({task.task_id for task in known}) == 20
+        assert all("answer" not in task.public for task in known)
+        assert client.tasks("math", after=3, limit=2) == known[3:5]
+        named = [known[index].task_id for index in (3, 0, 3)]
+        made = client.rollouts("math", named, group_size=2, key="step-1")
+        told = [[one.task_id if one else "" for one in group] for group in made]
+        assert told == [[name] * 2 for name in named]
+        rows = [one.sequences[0] for group in made for one in group if one is not None]
+        assert len(rows) == 6 and all(row.mask.any() for row in rows)
+        assert ids(client.rollouts("math", named, group_size=2, key="step-1")) == ids(made)
+        other = ids(client.rollouts("math", named[:1], group_size=2))
+        assert not set(other[0]) & set(ids(made)[0])
+        for name, task, words in (("nowhere", named[0], "nowhere"), ("math", "x", "no task x")):
+            with pytest.raises(NotFoundError, match=words):
+                client.rollouts(name, [task])
+        assert not [one for one in client.list_groups() if one.state != "dropped"]  # no run's
+        # An order outlives whoever asked, and what it had made outlives the server.
+        before = made_of(url)
+        every = [task.task_id for task in known]
+        body = {"environment": "math", "task_ids": every, "group_size": 2, "wait_seconds": 0.1}
+        key = {"idempotency-key": "slow"}
+        answer = httpx.post(f"{url}/v1/rollouts", json=body, headers=key, timeout=PATIENCE)
+        assert answer.status_code == 202 and answer.json()["groups"] == 20
+        server.until(lambda: made_of(url) >= before + 2)
+        server.kill()
+    with served(line, tmp_path) as (_, url), SyncEnvClient(url, run=None) as client:
+        assert ids(client.rollouts("math", named, group_size=2, key="step-1")) == ids(made)
+        kept = {one.group_id for one in client.list_groups()}
+        assert len(kept) >= before + 2
+        finished = client.rollouts("math", every, group_size=2, key="slow")
+        assert all(one is not None for group in finished for one in group)
+        after = {one.group_id for one in client.list_groups()}
+        assert kept <= after and len(after) == before + 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -55,6 +56,15 @@ def envserver(*words: object, folder: Path, **popen: Any) -> subprocess.Complete
         check=False,
         **popen,
     )
+
+
+def typed(
+    line: str, folder: Path, status: int = 0, **popen: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs `envserver LINE`, which must end with `status`."""
+    ended = envserver(*shlex.split(line), folder=folder, **popen)
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    return ended
 
 
 def _can_be_warm(words: tuple[object, ...], variables: dict[str, str]) -> bool:
@@ -124,6 +134,10 @@ class Running:
             seconds=seconds,
         )
 
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """The first true value of `condition`, while it lives."""
+        return until(condition, self.output, alive=self.process)
+
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
@@ -165,6 +179,17 @@ def running(
     finally:
         if process.poll() is None:
             _end(process, finish_seconds)
+
+
+@contextlib.contextmanager
+def served(line: str, folder: Path, **how: Any) -> Iterator[tuple[Running, str]]:
+    """`envserver serve LINE` on a port that it chooses, and its address, once trainers may come.
+
+    Args:
+        how: for `running`.
+    """
+    with running("serve", *shlex.split(line), "--port", 0, folder=folder, **how) as server:
+        yield server, server.wait_for(r"Trainers: (http\S+)\s")[1]
 
 
 def _end(process: Process, finish_seconds: float) -> None:
