@@ -1,8 +1,12 @@
-"""Packages of environments are installed, found, run in their own interpreter, and removed."""
+"""Packages of environments are installed, found, run in their own interpreter, shared and removed;
+environments of another framework are found by scheme and run in its backend.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import envserver, read_jsonl
-from support.env_packages import home, refused, run, wheel
+from support.commands import read_jsonl, typed
+from support.env_packages import home, wheel
 from support.waiting import PATIENCE
 
 from envserver import ConfigError, registry
@@ -68,63 +72,88 @@ def sums(folder: Path, *requires: str, code: str = PLAIN, manifest: str = "") ->
     return wheel(folder, "my-sums", files, requires=requires, environments=[point])
 
 
+class Line:
+    """Runs command lines in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, line: str) -> str:
+        """What a command prints that must succeed."""
+        return typed(line, self.folder).stdout
+
+    def refused(self, line: str) -> str:
+        """What a command says that must refuse."""
+        return " ".join(typed(line, self.folder, status=2).stderr.split())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Line:
+    return Line(tmp_path)
+
+
 @pytest.mark.thorough
 def test_a_package_whose_dependencies_are_met_shares_the_interpreter(
-    tmp_path: Path, home: Path
+    run: Line, tmp_path: Path, home: Path
 ) -> None:
     path = sums(tmp_path, "envserver>=0.2", "pydantic>=2", manifest="name: sums\nversion: '1.0'\n")
-    assert run("env", "install", path, folder=tmp_path) == "sums\n"
-    assert "already" in refused("env", "install", path, folder=tmp_path)
-    assert f"my-sums  1.0      shared  sums          {path}" in run("env", "list", folder=tmp_path)
-    listed = [line.split() for line in run("list", folder=tmp_path).splitlines()]
+    assert run(f"env install {path}") == "sums\n"
+    assert "already" in run.refused(f"env install {path}")
+    assert f"my-sums  1.0      shared  sums          {path}" in run("env list")
+    listed = [line.split() for line in run("list").splitlines()]
     assert ["sums", "pooled", "my-sums", "Adds", "numbers."] in listed
     manifest = (home / "my-sums" / "environment.yaml").read_text()
     assert "licence: MIT\nisolation: pooled\nreward_range:\n- -1.0\n- 1.0\n" in manifest
-    run("env", "remove", "sums", folder=tmp_path)
-    assert "Adds numbers" not in run("list", folder=tmp_path)
+    run("env remove sums")
+    assert "Adds numbers" not in run("list")
     assert not list(home.iterdir())
 
 
-def test_what_is_not_a_new_package_of_environments_is_refused(tmp_path: Path, home: Path) -> None:
+def test_what_is_not_a_new_package_of_environments_is_refused(
+    run: Line, tmp_path: Path, home: Path
+) -> None:
     (tmp_path / "my_env").mkdir()
-    assert "no pyproject.toml" in refused("env", "install", "my_env", folder=tmp_path)
     nothing = wheel(tmp_path, "nothing", {"nothing.py": ""})
-    assert "offers no environment" in refused("env", "install", nothing, folder=tmp_path)
     math = wheel(tmp_path, "other", {"other.py": ""}, environments=["math = other:Math"])
-    assert "already is an environment 'math'" in refused("env", "install", math, folder=tmp_path)
     missing = sums(tmp_path, "simpleeval<1")
-    words = ("env", "install", missing, "--interpreter", "shared")
-    assert "needs simpleeval<1 (here:" in refused(*words, folder=tmp_path)
-    assert "not installed. Installed: nothing" in refused("env", "remove", "x", folder=tmp_path)
+    for words, why in (
+        ("install my_env", "no pyproject.toml"),
+        (f"install {nothing}", "offers no environment"),
+        (f"install {math}", "already is an environment 'math'"),
+        (f"install {missing} --interpreter shared", "needs simpleeval<1 (here:"),
+        ("remove x", "not installed. Installed: nothing"),
+    ):
+        assert why in run.refused(f"env {words}")
     assert not home.exists()
 
 
 @pytest.mark.thorough
-def test_what_cannot_be_used_leaves_nothing(tmp_path: Path, home: Path) -> None:
-    broken = sums(tmp_path, code="import no_such_module")
-    assert "no_such_module" in refused("env", "install", broken, folder=tmp_path)
-    lying = sums(tmp_path, manifest="name: sums\nreward_range: [0, 1]\n")
-    said = refused("env", "install", lying, folder=tmp_path)
-    assert "reward_range of 'sums' is [0.0, 1.0], but the package says [-1.0, 1.0]" in said
+def test_what_cannot_be_used_leaves_nothing(run: Line, tmp_path: Path, home: Path) -> None:
+    for how, why in (
+        ({"code": "import no_such_module"}, "no_such_module"),
+        (
+            {"manifest": "name: sums\nreward_range: [0, 1]\n"},
+            "reward_range of 'sums' is [0.0, 1.0], but the package says [-1.0, 1.0]",
+        ),
+    ):
+        assert why in run.refused(f"env install {sums(tmp_path, **how)}")
     absent = sums(tmp_path, "no-such-package-anywhere")
-    assert "no-such-package-anywhere" in refused("env", "install", absent, folder=tmp_path)
+    assert "no-such-package-anywhere" in run.refused(f"env install {absent}")
     assert not list(home.iterdir())
 
 
 @pytest.mark.thorough
-def test_a_package_with_conflicting_dependencies_runs_beside_math(tmp_path: Path) -> None:
-    """The other package is made here; the next test has a real one."""
+def test_a_package_with_conflicting_dependencies_runs_beside_math(
+    run: Line, tmp_path: Path
+) -> None:
+    """The other package is made here; `test_an_older_pydantic_runs_beside_math` has a real one."""
     wheel(tmp_path, "simpleeval", {"simpleeval.py": "VERSION = 0.5\n"}, version="0.5")
-    code = CODE.format(
-        imports="import simpleeval", version="simpleeval.VERSION", number="simpleeval.VERSION"
-    )
-    path = sums(tmp_path, "envserver>=0.2", "simpleeval<1", code=code)
-    run("env", "install", path, folder=tmp_path)
-    assert "my-sums (own venv)" in run("list", folder=tmp_path)
-    check_mix(tmp_path, 0.5)
-    said = refused(
-        *("process", "--env", "sums", "--model", "sim", "--env.largest", "x"), folder=tmp_path
-    )
+    version = "simpleeval.VERSION"
+    code = CODE.format(imports="import simpleeval", version=version, number=version)
+    run(f"env install {sums(tmp_path, 'envserver>=0.2', 'simpleeval<1', code=code)}")
+    assert "my-sums (own venv)" in run("list")
+    check_mix(run, 0.5)
+    said = run.refused("process --env sums --model sim --env.largest x")
     assert "--env.largest" in said
 
 
@@ -157,26 +186,24 @@ SERVED = """
 
 
 @pytest.mark.thorough
-def test_services_tools_and_hooks_run_in_an_own_interpreter(tmp_path: Path) -> None:
+def test_services_tools_and_hooks_run_in_an_own_interpreter(run: Line, tmp_path: Path) -> None:
     code = PLAIN.replace("import itertools", "import itertools, os, sys", 1)
     imports = "from contextlib import asynccontextmanager\nfrom envserver import Caller, tool\n"
     code = code.replace("    def score_group", SERVED + "\n    def score_group", 1)
-    path = sums(tmp_path, code=imports + code)
-    run("env", "install", path, "--interpreter", "own", folder=tmp_path)
-    words = ["process", "--env", "sums", "--model", "sim", "--out", "out.jsonl"]
-    run(*words, "--env.total_steps", 2, "--env.group_size", 2, folder=tmp_path)
+    run(f"env install {sums(tmp_path, code=imports + code)} --interpreter own")
+    flags = "--env.total_steps 2 --env.group_size 2"
+    run(f"process --env sums --model sim --out out.jsonl {flags}")
     groups = [line["envserver"] for line in read_jsonl(tmp_path / "out.jsonl")]
     rollouts = [one for group in groups for one in group["rollouts"]]
     assert [one["reward"] for one in rollouts] == [1.0] * 4
     assert all(one["hooks"][0]["reason"] == "the question" for one in rollouts)
     # Under the debugger all runs in that interpreter, so that prints are shown.
-    words = ["run", "--env", "sums", "--task", "sum-1", "--model", "sim", "--debug"]
-    shown = run(*words, folder=tmp_path)
+    shown = run("run --env sums --task sum-1 --model sim --debug")
     assert f"rollout in {tmp_path}" in shown and "my-sums/venv" in shown
 
 
 @pytest.mark.thorough
-def test_tasks_go_on_in_a_new_process_when_theirs_dies(tmp_path: Path) -> None:
+def test_tasks_go_on_in_a_new_process_when_theirs_dies(run: Line, tmp_path: Path) -> None:
     died = tmp_path / "died"
     dies = (
         f"if index == 40 and not Path({str(died)!r}).exists():\n"
@@ -191,8 +218,7 @@ def test_tasks_go_on_in_a_new_process_when_theirs_dies(tmp_path: Path) -> None:
         "            self.max_turns = self.max_turns or self.largest + 1\n"
     )
     code = code.replace("a, b =", dies).replace("largest: int = 9", derives)
-    path = sums(tmp_path, code=code)
-    run("env", "install", path, "--interpreter", "own", folder=tmp_path)
+    run(f"env install {sums(tmp_path, code=code)} --interpreter own")
     registry.find.cache_clear()
     kind = registry.find("sums")
     environment = kind(kind.Config.model_validate({"largest": 7}))
@@ -208,7 +234,7 @@ def test_tasks_go_on_in_a_new_process_when_theirs_dies(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_older_pydantic_runs_beside_math(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
     older = "pydantic==2.9.2"
@@ -228,25 +254,25 @@ def test_an_older_pydantic_runs_beside_math(
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.com", "-C", str(project)]
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "sums"]):
         subprocess.run([*git, *words], check=True)
-    run("env", "install", f"git+file://{project}", folder=tmp_path)
-    check_mix(tmp_path, 9.2)
-    run("env", "install", project, "--replace", "true", folder=tmp_path)
-    assert "my-sums  2.0      own venv" in run("env", "list", folder=tmp_path)
+    run(f"env install git+file://{project}")
+    check_mix(run, 9.2)
+    run(f"env install {project} --replace true")
+    assert "my-sums  2.0      own venv" in run("env list")
 
 
-def check_mix(folder: Path, version: float) -> None:
+def check_mix(run: Line, version: float) -> None:
     """Tasks, rollouts, scores and group scores of `sums` see their own library."""
-    settings = {"env.total_steps": 6, "env.group_size": 2, "env.ensure_scores_are_not_same": False}
-    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    words = ["process", "--env", "math=1,sums=1", "--model", "sim", "--out", "out.jsonl", *flags]
-    run(*words, folder=folder)
-    groups = [line["envserver"] for line in read_jsonl(folder / "out.jsonl")]
+    flags = "--env.total_steps 6 --env.group_size 2 --env.ensure_scores_are_not_same false"
+    run(f"process --env math=1,sums=1 --model sim --out out.jsonl {flags}")
+    groups = [line["envserver"] for line in read_jsonl(run.folder / "out.jsonl")]
     assert sorted(one["env"] for one in groups) == ["math"] * 3 + ["sums"] * 3
+    expected = {"same": 1.0, "version": version, "in_group": version}
     for one in groups:
         if one["env"] == "sums":
-            for rollout in one["rollouts"]:
-                expected = {"same": 1.0, "version": version, "in_group": version}
-                assert rollout["metrics"].items() >= expected.items()
+            assert all(made["metrics"].items() >= expected.items() for made in one["rollouts"])
+
+
+# Shared on the hub
 
 
 MANIFEST = """\
@@ -279,21 +305,22 @@ def project(folder: Path, manifest: str = MANIFEST) -> Path:
 
 
 def test_push_without_a_token_shows_what_would_be_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    words = ["env", "push", project(tmp_path), "--to", "me/sums"]
-    ended = envserver(*words, folder=tmp_path)
-    assert ended.returncode == 0, ended.stderr
+    place = project(tmp_path)
+    ended = typed(f"env push {place} --to me/sums", tmp_path)
     names = ["README.md", "environment.yaml", "my_sums/__init__.py", "pyproject.toml"]
     assert ended.stdout.split() == [f"hf://datasets/me/sums/{name}" for name in names]
     assert "nothing was uploaded of sums 1.0" in ended.stderr
-    assert (tmp_path / "project" / "README.md").read_text() == "# Sums\n"
+    assert (place / "README.md").read_text() == "# Sums\n"
 
+    # What nobody should use is refused.
+    def refusal(to: str = "me/sums") -> str:
+        assert main(["env", "push", str(place), "--to", to, "--dry-run"]) == 2
+        return " ".join(capsys.readouterr().err.split())
 
-def test_push_refuses_what_nobody_should_use(tmp_path: Path) -> None:
-    words = ["env", "push", tmp_path / "project", "--to", "me/sums", "--dry-run"]
     for manifest, reason in (
         (MANIFEST.replace("determinism", "determinsm"), "unknown field `determinsm`"),
         (MANIFEST.replace("data_sources: [made by the program]\n", ""), "has no data_sources"),
@@ -301,11 +328,11 @@ def test_push_refuses_what_nobody_should_use(tmp_path: Path) -> None:
         (f"{MANIFEST}licence: GPL-3.0-only\n", "but the package says 'MIT'"),
     ):
         project(tmp_path, manifest)
-        assert reason in refused(*words, folder=tmp_path)
+        assert reason in refusal()
     project(tmp_path)
-    (tmp_path / "project" / "server.pem").touch()
-    assert "server.pem looks like a key" in refused(*words, folder=tmp_path)
-    assert "not a name on the hub" in refused(*words[:-2], "sums", folder=tmp_path)
+    (place / "server.pem").touch()
+    assert "server.pem looks like a key" in refusal()
+    assert "not a name on the hub" in refusal("sums")
 
 
 class FolderHub:
@@ -327,7 +354,7 @@ class FolderHub:
 
 @pytest.mark.thorough
 def test_what_was_pushed_is_installed_from_the_hub(
-    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub, "HfApi", lambda: FolderHub(tmp_path / "hub"))
@@ -350,4 +377,110 @@ def test_what_was_pushed_is_installed_from_the_hub(
     assert card.startswith("---\nlicense: mit\ntags:\n- envserver-environment\n---\n\n# Sums")
     assert main(["env", "install", "hub:me/sums@v1"]) == 0
     assert capsys.readouterr().out.endswith("sums\n")
-    assert "my-sums  1.0      shared" in run("env", "list", folder=tmp_path)
+    assert "my-sums  1.0      shared" in run("env list")
+
+
+# Frameworks
+
+
+FRAMEWORK = """
+VERSION = {version}
+
+def load(name):
+    return {{"question": "Which version of " + name + "?", "answer": str(VERSION)}}
+"""
+BRIDGE = '''
+from envserver import Backend, Environment, Integration, NotFoundError, Score, Task
+
+
+def environment(name):
+    import little_gym
+
+    if name == "missing":
+        raise NotFoundError("There is no such game.")
+
+    class Played(Environment):
+        """A game of the little gym."""
+
+        def tasks(self, split):
+            loaded = little_gym.load(name)
+            yield Task("t", {"question": loaded["question"]}, {"answer": loaded["answer"]})
+
+        async def rollout(self, task, run):
+            import little_gym
+            await run.chat([{"role": "user", "content": task.public["question"]}])
+            return str(little_gym.VERSION)
+
+        def score(self, task, result):
+            return Score(reward=float(result.output == task.hidden["answer"]))
+
+    Played.name = "gym_" + name
+    return Played
+
+
+def backend(name, packages):
+    return Backend(
+        name="little-gym",
+        requirements=["little-gym==2.0"],
+        prepare="import little_gym as g; open(g.__path__[0] + '/ready', 'w').close()",
+    )
+
+
+INTEGRATION = Integration(
+    what="games of a gym", environment=environment, module="little_gym", backend=backend
+)
+'''
+
+
+@pytest.fixture
+def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package that offers the scheme `gym`."""
+    place = tmp_path / "site"
+    info = place / "gym_bridge-1.0.dist-info"
+    info.mkdir(parents=True)
+    (place / "gym_bridge.py").write_text(BRIDGE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gym-bridge\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[envserver.integrations]\ngym = gym_bridge:INTEGRATION\n"
+    )
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("bridge")
+def test_environments_of_a_framework_share_a_backend(run: Line, tmp_path: Path, home: Path) -> None:
+    said = run.refused("process --env gym:hanoi --model sim")
+    assert "gym:hanoi needs the package 'little_gym'" in said
+    assert "envserver env install gym:hanoi" in said
+    assert "Did you mean 'gym:go'?" in run.refused("process --env gim:go")
+    assert "gym:NAME" in (listed := run("list")) and "games of a gym" in listed
+    for version in (1, 2):
+        code = {"little_gym/__init__.py": FRAMEWORK.format(version=version)}
+        wheel(tmp_path, "little-gym", code, version=f"{version}.0")
+    extra = wheel(tmp_path, "hanoi", {"hanoi.py": ""})
+    assert run(f"env install gym:hanoi --with {extra}") == "gym:hanoi\n"
+    said = run.refused("process --env gym:go --model sim")
+    assert "gym:go is not installed; others of gym are" in said
+    assert "gym:go" in run("env install gym:go")
+    said = run.refused("env install gym:missing")
+    assert "no such game" in said and "Error" not in said and "File" not in said
+    assert "installed already" in run.refused("env install gym:go")
+    assert "little-gym  2.0" in run("env list")
+    site = next((home / "little-gym" / "venv").glob("lib/python*/site-packages"))
+    assert (site / "hanoi.py").exists() and (site / "little_gym" / "ready").exists()
+
+    same = "--model sim --env.ensure_scores_are_not_same false"
+    run(f"process --env gym:hanoi {same} --env.group_size 2 --limit 1 --out rows.jsonl")
+    (group,) = read_jsonl(tmp_path / "rows.jsonl")
+    assert group["scores"] == [1.0, 1.0]
+    record = home / "little-gym" / "installed.json"
+    record.write_text(re.sub(r'"envserver": "[^"]+"', '"envserver": "0.0.1"', record.read_text()))
+    done = typed(f"process --env math=1,gym:go=1 {same} --limit 2 --out mix.jsonl", tmp_path)
+    assert "little-gym was installed by envserver 0.0.1" in done.stderr
+
+    run("env remove gym:go")
+    assert "gym:go" not in run("env list")
+    run("env remove gym:hanoi")
+    assert not list(home.iterdir())
