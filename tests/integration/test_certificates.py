@@ -12,134 +12,104 @@ import pytest
 import trustme
 from structlog.testing import capture_logs
 from support.api import running_api
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, until
 
 from envserver import ServerConfig
 from envserver.api import certificates, create_api, serve_api
-from envserver.api.server import RunningServer
 
-GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+REFUSED = (OSError, asyncio.IncompleteReadError)  # TLS errors are of the first kind
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Files:
-    """What a server is given, replaced one file after the other."""
+class House:
+    """A server that looks at its certificate often, and what it is given."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, authority: trustme.CA) -> None:
         self.chain, self.key = folder / "chain.pem", folder / "key.pem"
         self.clients = folder / "clients.pem"
-
-    def issue(self, authority: trustme.CA) -> None:
-        """The key last: in between they do not fit."""
-        made = authority.issue_cert("localhost", "127.0.0.1")
-        made.cert_chain_pems[0].write_to_path(self.chain)
-        made.private_key_pem.write_to_path(self.key)
-        authority.cert_pem.write_to_path(self.clients)
-
-    def settings(self) -> ServerConfig:
-        return ServerConfig(
+        self.authority = authority
+        self.issue(authority)
+        self.settings = ServerConfig(
             ssl_certfile=self.chain,
             ssl_keyfile=self.key,
             ssl_ca_certs=self.clients,
             ssl_cert_reqs="required",
         )
 
+    def issue(self, authority: trustme.CA) -> None:
+        """Replaces one file after the other, the key last: in between they do not fit."""
+        made = authority.issue_cert("localhost", "127.0.0.1")
+        made.cert_chain_pems[0].write_to_path(self.chain)
+        made.private_key_pem.write_to_path(self.key)
+        authority.cert_pem.write_to_path(self.clients)
 
-def trusting(authority: trustme.CA) -> ssl.SSLContext:
-    """Of a client that has a certificate of `authority`, and wants one of it."""
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    authority.issue_cert("client").configure_cert(context)
-    return context
+    async def open(self, authority: trustme.CA) -> Connection:
+        """A connection of a client that has a certificate of `authority`, and wants one of it.
 
-
-class Connection:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def open(cls, server: RunningServer, authority: trustme.CA) -> Connection:
-        """Raises OSError or an error of TLS: the two do not trust each other."""
-        opened = cls(
-            *await asyncio.open_connection(server.host, server.port, ssl=trusting(authority))
-        )
-        await opened.ask()
+        Raises OSError or an error of TLS: the two do not trust each other.
+        """
+        context = ssl.create_default_context()
+        authority.configure_trust(context)
+        authority.issue_cert("client").configure_cert(context)
+        host, port = self.server.host, self.server.port
+        opened = await asyncio.open_connection(host, port, ssl=context)
+        await ask(opened)
         return opened
 
-    async def ask(self) -> None:
-        self._writer.write(GET)
-        head = await self._reader.readuntil(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200"), head
-        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        await self._reader.readexactly(length)
-
-    async def close(self) -> None:
-        self._writer.close()
-
-
-@pytest.fixture
-def authorities() -> tuple[trustme.CA, trustme.CA]:
-    return trustme.CA(), trustme.CA()
+    async def accepted(self, authority: trustme.CA) -> Connection:
+        """The first connection that the two agree on."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                try:
+                    return await self.open(authority)
+                except REFUSED:
+                    await asyncio.sleep(0.02)
 
 
-@pytest.fixture
-def files(tmp_path: Path, authorities: tuple[trustme.CA, trustme.CA]) -> Files:
-    made = Files(tmp_path)
-    made.issue(authorities[0])
-    return made
+async def ask(connection: Connection) -> None:
+    reader, writer = connection
+    writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200"), head
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    await reader.readexactly(length)
 
 
 @pytest.fixture
-async def server(
-    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[RunningServer]:
+async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
     monkeypatch.setattr(certificates, "LOOK_SECONDS", 0.02)
+    made = House(tmp_path, trustme.CA())
     async with running_api(tmp_path / "store.db") as api:
-        app = create_api(api.store, settings=files.settings())
-        async with await serve_api(app, "127.0.0.1", 0, files.settings()) as running:
-            yield running
+        app = create_api(api.store, settings=made.settings)
+        async with await serve_api(app, "127.0.0.1", 0, made.settings) as made.server:
+            yield made
 
 
-async def accepted(server: RunningServer, authority: trustme.CA) -> Connection:
-    """The first connection that the two agree on."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            try:
-                return await Connection.open(server, authority)
-            except (OSError, asyncio.IncompleteReadError):  # ssl's own are of the first kind
-                await asyncio.sleep(0.02)
-
-
-async def test_new_connections_have_the_new_certificate_and_open_ones_stay(
-    server: RunningServer, files: Files, authorities: tuple[trustme.CA, trustme.CA]
-) -> None:
-    old, new = authorities
-    before = await Connection.open(server, old)
+async def test_new_connections_have_the_new_certificate_and_open_ones_stay(house: House) -> None:
+    old, new = house.authority, trustme.CA()
+    before = await house.open(old)
     for authority, former in ((new, old), (old, new)):
-        files.issue(authority)
-        after = await accepted(server, authority)
-        with pytest.raises((OSError, asyncio.IncompleteReadError)):
-            await Connection.open(server, former)
-        await before.ask()
-        await after.close()
-    await before.close()
+        house.issue(authority)
+        after = await house.accepted(authority)
+        with pytest.raises(REFUSED):
+            await house.open(former)
+        await ask(before)
+        after[1].close()
+    before[1].close()
 
 
-async def test_what_does_not_fit_changes_nothing_and_is_tried_again(
-    server: RunningServer, files: Files, authorities: tuple[trustme.CA, trustme.CA]
-) -> None:
-    old, new = authorities
-    chain = files.chain.read_bytes()
+async def test_what_does_not_fit_changes_nothing_and_is_tried_again(house: House) -> None:
+    new = trustme.CA()
+    chain = house.chain.read_bytes()
     with capture_logs() as logs:
         for wrong in (chain[: len(chain) // 2], trustme.CA().cert_pem.bytes(), None):
             said = len(logs)
-            files.chain.unlink() if wrong is None else files.chain.write_bytes(wrong)
-            async with asyncio.timeout(PATIENCE):
-                while len(logs) == said:
-                    await asyncio.sleep(0.02)
+            house.chain.unlink() if wrong is None else house.chain.write_bytes(wrong)
+            await until(lambda said=said: len(logs) > said)
             await asyncio.sleep(0.1)
-            await (await Connection.open(server, old)).close()
-        files.issue(new)
-        await (await accepted(server, new)).close()
+            (await house.open(house.authority))[1].close()
+        house.issue(new)
+        (await house.accepted(new))[1].close()
     problems = [line["error"] for line in logs if line["event"] == "certificate_not_reloaded"]
     assert len(problems) >= 3
     assert all(one != following for one, following in pairwise(problems))

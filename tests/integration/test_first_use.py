@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from support.commands import ENVSERVER, envserver, read_jsonl, running, until
+from support.commands import ENVSERVER, read_jsonl, running, typed
 from support.extent import first_of
 
 from envserver import main
@@ -41,25 +41,26 @@ def written(folder: Path, code: str) -> Path:
     return path
 
 
+def in_a_shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    how = {"cwd": folder, "capture_output": True, "text": True, "check": False}
+    return subprocess.run(line, shell=True, **how)
+
+
 def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
     config = "class Config(Environment.Config):\n        tries: int = 1\n        key: str = ''\n\n"
-    code = WHOLE.replace("    def tasks", f"    {config}    def tasks", 1)
-    own = ("--env.tries", "2", "--env.key", "hush", "--agent.output_kb", "32", "--model", "sim")
-    ran = envserver("process", "--env", written(tmp_path, code), *own, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert "1 group in data/echo.jsonl" in ran.stderr
-    shown = ran.stderr.partition("Try next:\n")[2].splitlines()
+    written(tmp_path, WHOLE.replace("    def tasks", f"    {config}    def tasks", 1))
+    own = "--env.tries 2 --env.key hush --agent.output_kb 32"
+    said = typed(f"process --env 'echo of mine.py' {own} --model sim", tmp_path).stderr
+    assert "1 group in data/echo.jsonl" in said
+    assert "hush" not in said
+    shown = said.partition("Try next:\n")[2].splitlines()
     look, real, serve = (line.partition(" # ")[0] for line in shown)
     assert "view data/echo.jsonl" in look
-    assert "echo of mine.py" in real
-    assert "echo of mine.py" in serve
-    assert "--env.tries 2 --agent.output_kb 32" in real
-    assert "--env.tries 2 --agent.output_kb 32" in serve
-    assert "hush" not in ran.stderr
-    for command in (f"{look} --help", f"{real} --help", f"{serve} --help"):
-        done = subprocess.run(
-            command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+    for command in (real, serve):
+        assert "echo of mine.py" in command
+        assert "--env.tries 2 --agent.output_kb 32" in command
+    for command in (look, real, serve):
+        done = in_a_shell(f"{command} --help", tmp_path)
         assert (done.returncode, done.stderr) == (0, ""), command
         assert done.stdout
 
@@ -89,13 +90,14 @@ def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
     ],
 )
 def test_an_environment_that_cannot_run_is_told_in_a_line(
-    tmp_path: Path, old: str, new: str, expected: str
+    tmp_path: Path, old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, WHOLE.replace(old, new, 1))
-    ran = envserver("process", "--env", path, "--model", "sim", folder=tmp_path)
-    assert ran.returncode == 2, ran.stderr
-    assert expected in ran.stderr.splitlines()[-1]
-    assert "Traceback" not in ran.stderr
+    status = main(["process", "--env", str(path), "--model", "sim", "--out", str(tmp_path / "o")])
+    said = capsys.readouterr().err
+    assert status == 2, said
+    assert expected in said.splitlines()[-1]
+    assert "Traceback" not in said
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -129,11 +131,8 @@ def test_an_engine_that_refuses_us_is_found_out_before_any_rollout(
     refusing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-mine")
-    ran = envserver(
-        "process", "--env", "math", "--openai.base_url", refusing, "--openai.model_name", "m",
-        folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 1, ran.stderr
+    line = f"process --env math --openai.base_url {refusing} --openai.model_name m"
+    ran = typed(line, tmp_path, status=1)
     assert "OPENAI_API_KEY is used: --openai.base_url http" in ran.stderr
     assert "(HTTP 401): No such key: Bearer ***" in ran.stderr.splitlines()[-1]
     assert "Set the key: OPENAI_API_KEY, or ENVSERVER_OPENAI__API_KEY" in ran.stderr
@@ -165,9 +164,8 @@ def test_stopped_while_it_starts_it_leaves_nothing(
     monkeypatch.setenv("TMPDIR", str(temporary))
     words = ("serve", "--env", "math", "--model", "sim", "--port", 0)
     with running(*words, folder=tmp_path) as process:
-        until(
-            lambda: any(temporary.iterdir()), process.output, alive=process.process
-        )  # the workers' folder, before they are up
+        # The workers' folder, before they are up.
+        process.until(lambda: any(temporary.iterdir()))
         process.send(number)
         assert process.end() in (0, 128 + number), process.output()
     assert not any(path.name.startswith("envserver") for path in temporary.iterdir())
@@ -182,24 +180,14 @@ def test_a_long_path_for_temporary_files_does_no_harm(
     temporary = tmp_path / ("job-" + "1" * 100)
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    done = envserver(
-        "process", "--env", environment, "--model", "sim", "--env.total_steps", 1, folder=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
+    typed(f"process --env {environment} --model sim --env.total_steps 1", tmp_path)
     assert len(read_jsonl(tmp_path / "data" / f"{environment}.jsonl")) == 1
 
 
 @pytest.mark.parametrize("closed", first_of("<&- >&- 2>&-", "<&-", ">&-", "2>&-"))
 def test_closed_streams_do_no_harm(closed: str, tmp_path: Path) -> None:
-    words = f"process --env math --model sim --sim.latency_seconds 0 --env.total_steps 1 {closed}"
-    done = subprocess.run(
-        f"{ENVSERVER} {words}",
-        shell=True,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    line = f"process --env math --model sim --sim.latency_seconds 0 --env.total_steps 1 {closed}"
+    done = in_a_shell(f"{ENVSERVER} {line}", tmp_path)
     assert done.returncode == 0, done.stderr
     groups = read_jsonl(tmp_path / "data" / "math.jsonl")
     assert [group["envserver"]["index"] for group in groups] == [0]

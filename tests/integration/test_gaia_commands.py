@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from support.commands import environment_variables, envserver, free_port, read_jsonl, running
+from support.commands import free_port, read_jsonl, running, served, typed
 from support.vllm_server import VllmServer
 from support.waiting import PATIENCE
 
-from envserver import SimConfig
 from envserver.models import ASSETS
-from envserver.models.sim.server import serve_sim
 
 PYTHON = Path(sys.executable)
 TRAINER = Path(__file__).parents[1] / "support" / "atropos_peer" / "trainer.py"
 AS_BEFORE = (
-    "--env.group_size", 2, "--env.include_messages", "true", "--env.max_concurrent_processes", 8,
-    "--env.use_chat_completion", "true",
-)  # fmt: skip
+    "--env.group_size 2 --env.include_messages true --env.max_concurrent_processes 8"
+    " --env.use_chat_completion true"
+)
 """Flags of the seed's commands."""
-SOLVED = ("--model", "sim", "--sim.latency_seconds", 0)
+SOLVED = "--model sim --sim.latency_seconds 0"
+EVEN = "--env.ensure_scores_are_not_same false"
 
 
 @pytest.fixture(autouse=True)
@@ -34,69 +30,44 @@ def _smolagents() -> None:
     pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")
 
 
-@asynccontextmanager
-async def engine() -> AsyncIterator[str]:
-    """The address of a simulated engine, as one gives it with --openai.base_url."""
-    addresses: asyncio.Queue[str] = asyncio.Queue()
-    stop = asyncio.Event()
-    config = SimConfig(latency_seconds=0)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(
-            serve_sim(config, "127.0.0.1", 0, listening=addresses.put_nowait, stop=stop)
-        )
-        try:
-            yield await addresses.get()
-        finally:
-            stop.set()
-
-
 @pytest.mark.thorough
-async def test_process_as_it_was_typed(tmp_path: Path) -> None:
+def test_process_as_it_was_typed(tmp_path: Path) -> None:
     """With smolagents' CodeAgent, on an engine that knows nothing of us."""
-    async with engine() as url:
-        words = [
-            PYTHON, "-m", "environments.gaia", "process",
-            "--env.data_path_to_save_groups", "out.jsonl", "--env.total_steps", 1, *AS_BEFORE,
-            "--openai.model_name", "sim", "--openai.base_url", url,
-        ]  # fmt: skip
-        ran = await asyncio.to_thread(
-            subprocess.run, list(map(str, words)), cwd=tmp_path, capture_output=True, text=True,
-            timeout=PATIENCE, env=environment_variables(), check=False,
-        )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    with running("models", "sim", "--port", 0, folder=tmp_path) as engine:
+        url = engine.wait_for(r"http://\S+/v1")[0]
+        line = (
+            f"process --env.data_path_to_save_groups out.jsonl --env.total_steps 1 {AS_BEFORE}"
+            f" --openai.model_name sim --openai.base_url {url}"
+        )
+        words = ("-m", "environments.gaia", *line.split())
+        with running(*words, folder=tmp_path, program=PYTHON) as process:
+            assert process.end() == 0, process.output()
     (group,) = read_jsonl(tmp_path / "out.jsonl")
     assert len(group["envserver"]["rollouts"]) == 2
     assert all(messages[0]["role"] == "system" for messages in group["messages"])
 
 
 @pytest.mark.thorough
-def test_sft_rows_of_conversations(tmp_path: Path) -> None:
-    words = ["sft-gen", "rows.jsonl", "--tokenizer", "no/such", "--save-messages", "--env", "gaia"]
-    words += ["--env.agent", "plain", "--num-seqs-to-save", "5", "--group-size", "3"]
-    words += ["--save-top-n-per-group", "2"]
-    ran = envserver(*words, *SOLVED, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    rows = read_jsonl(tmp_path / "rows.jsonl")
+def test_sft_rows_of_conversations_and_of_tokens(tmp_path: Path) -> None:
+    save = "--save-messages --num-seqs-to-save 5 --group-size 3 --save-top-n-per-group 2"
+    agent = "--tokenizer no/such --env gaia --env.agent plain"
+    typed(f"sft-gen talks.jsonl {agent} {save} {SOLVED}", tmp_path)
+    rows = read_jsonl(tmp_path / "talks.jsonl")
     assert len(rows) == 5
     assert {tuple(sorted(row)) for row in rows} == {("messages", "score")}
     assert all(row["score"] > 0 and row["messages"][0]["role"] == "system" for row in rows)
-
-
-@pytest.mark.thorough
-def test_sft_rows_of_tokens(tmp_path: Path) -> None:
-    words = ["sft-gen", "rows.jsonl", "--tokenizer", ASSETS, "--env", "math", *SOLVED]
-    words += ["--allow-negative-scores", "--sim.solve_probability", 1, "--num-seqs-to-save"]
-    ran = envserver(*words, 6, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
+    line = (
+        f"sft-gen rows.jsonl --tokenizer {ASSETS} --env math {SOLVED} --allow-negative-scores"
+        " --sim.solve_probability 1 --num-seqs-to-save"
+    )
+    typed(f"{line} 6", tmp_path)
     rows = read_jsonl(tmp_path / "rows.jsonl")
     assert len(rows) == 6
     for row in rows:
         assert row["prefix"].endswith("<|im_start|>assistant\n") and row["score"] == 1.0
         assert row["completion"] and not row["completion"].startswith("<|im_start|>")
-    again = envserver(*words, 2, folder=tmp_path)
-    assert again.returncode == 2 and "exists" in again.stderr
-    more = envserver(*words, 2, "--append-to-previous", folder=tmp_path)
-    assert more.returncode == 0, more.stderr
+    assert "exists" in typed(f"{line} 2", tmp_path, status=2).stderr
+    typed(f"{line} 2 --append-to-previous", tmp_path)
     assert read_jsonl(tmp_path / "rows.jsonl")[:6] == rows
     assert len(read_jsonl(tmp_path / "rows.jsonl")) == 8
 
@@ -117,9 +88,11 @@ def test_a_stock_trainer_is_fed_under_the_earlier_name(
 ) -> None:
     rows = 64
     port = free_port()
-    words = ["-m", "environments.smolagents_integration.smolagents_env", "serve", *AS_BEFORE]
-    words += [*SOLVED, "--sim.solve_probability", 0.5, "--env.agent", agent, "--port", port]
-    words += ["--env.ensure_scores_are_not_same", "false", "--rollouts.max_concurrent", 8]
+    line = (
+        f"serve {AS_BEFORE} {SOLVED} {EVEN} --sim.solve_probability 0.5 --env.agent {agent}"
+        f" --port {port} --rollouts.max_concurrent 8"
+    )
+    words = ["-m", "environments.smolagents_integration.smolagents_env", *line.split()]
     with running(*words, "--store", "s.db", folder=tmp_path, program=PYTHON) as server:
         server.wait_for("http://\\S+")
         got = trained(atropos_python, f"http://127.0.0.1:{port}", rows // 4, 4)
@@ -134,18 +107,16 @@ def test_process_and_serve_on_a_real_vllm(
 ) -> None:
     """Its model is random: what counts is that every rollout comes through, exactly as sampled."""
     url = f"{vllm_server.root_url}/v1"
-    common = ["--env", "gaia", "--openai.base_url", url, "--env.group_size", 4]
-    common += ["--env.max_steps", 2, "--sampling.max_tokens", 16]
-    words = ["--env.total_steps", rollouts // 4, "--env.data_path_to_save_groups", "out.jsonl"]
-    ran = envserver("process", *common, *words, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
+    common = (
+        f"--env gaia --openai.base_url {url} --env.group_size 4 --env.max_steps 2"
+        " --sampling.max_tokens 16"
+    )
+    total = f"--env.total_steps {rollouts // 4} --env.data_path_to_save_groups out.jsonl"
+    typed(f"process {common} {total}", tmp_path)
     groups = read_jsonl(tmp_path / "out.jsonl")
     made = [rollout for group in groups for rollout in group["envserver"]["rollouts"]]
     assert len(made) == rollouts
     assert all(any(mask != -100 for mask in row) for group in groups for row in group["masks"])
-    port = free_port()
-    serving = [*common, "--port", port, "--env.ensure_scores_are_not_same", "false"]
-    with running("serve", *serving, "--store", "s.db", folder=tmp_path) as server:
-        server.wait_for("http://\\S+")
-        got = trained(atropos_python, f"http://127.0.0.1:{port}", 4, rollouts // 4)
+    with served(f"{common} {EVEN} --store s.db", tmp_path) as (_, url):
+        got = trained(atropos_python, url, 4, rollouts // 4)
     assert got["rows"] >= rollouts

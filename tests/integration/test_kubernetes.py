@@ -83,8 +83,7 @@ def pods(objects: list[Tree]) -> Iterator[tuple[str, Tree]]:
 def test_every_object_is_what_kubernetes_expects(
     kubernetes_python: Path, way: str, tmp_path: Path
 ) -> None:
-    folder, components = WAYS[way]
-    objects = built(folder, components)
+    objects = built(*WAYS[way])
     templates = [
         {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": name}}
         for name, template in pods(objects)
@@ -126,14 +125,12 @@ def test_pods_may_little_and_end_in_time(way: str) -> None:
                 assert any(selected.items() <= has.items() for has in labels.values()), one
         if one["kind"] == "HorizontalPodAutoscaler":
             assert one["spec"]["scaleTargetRef"]["name"] in labels
-    secrets = set(re.findall(r"secret(?:KeyRef: \{name|Name): ([a-z-]+)", yaml_text(folder)))
+    files = [*folder.glob("*.yaml"), *FOLDER.glob("base/*")]
+    text = "".join(path.read_text() for path in files)
+    secrets = set(re.findall(r"secret(?:KeyRef: \{name|Name): ([a-z-]+)", text))
     assert secrets, "found by their form"
     for secret in secrets:
         assert f"secret generic {secret} " in README, "README.md says how it is made"
-
-
-def yaml_text(folder: Path) -> str:
-    return "".join(path.read_text() for path in [*folder.glob("*.yaml"), *FOLDER.glob("base/*")])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,14 @@ def demo(images: Images) -> Iterator[Compose]:
         yield compose
 
 
-def doctor(engine: Engine, image: str, *options: str) -> tuple[int, str]:
+def docker(engine: Engine, line: str, *more: str) -> str:
+    """What `docker LINE MORE` prints, which must succeed."""
+    return engine.output(*line.split(), *more)
+
+
+def doctor(engine: Engine, image: str, options: str = "") -> tuple[int, str]:
     """The exit status of `envserver doctor` in a container, and what it prints."""
-    done = engine.run("run", "--rm", "--network", "none", *options, image, "doctor")
+    done = engine.run(*f"run --rm --network none {options} {image} doctor".split())
     return done.returncode, done.stdout + done.stderr
 
 
@@ -65,10 +71,9 @@ def url_of(compose: Compose) -> str:
 
 def status(url: str, headers: dict[str, str] | None = None) -> int:
     """The status of an answer; 0 while nobody answers."""
-    try:
+    with suppress(httpx.TransportError):
         return httpx.get(url, headers=headers, timeout=PATIENCE).status_code
-    except httpx.TransportError:
-        return 0
+    return 0
 
 
 def wait_until_ready(url: str, compose: Compose) -> None:
@@ -77,8 +82,9 @@ def wait_until_ready(url: str, compose: Compose) -> None:
 
 def kill(engine: Engine, pid: int) -> None:
     """Sends SIGKILL to a process of the engine's machine, which may be root's."""
-    words = ("--pid", "host", "--user", "0", "--network", "none", engine.python_image)
-    engine.output("run", "--rm", *words, "python3", "-c", f"import os; os.kill({pid}, 9)")
+    program = f"import os; os.kill({pid}, 9)"
+    line = f"run --rm --pid host --user 0 --network none {engine.python_image} python3 -c"
+    docker(engine, line, program)
 
 
 def stored(url: str) -> set[str]:
@@ -92,6 +98,12 @@ def test_a_trainer_gets_every_group_once_through_a_crash_and_a_restart(
 ) -> None:
     url = url_of(demo)
     wait_until_ready(url, demo)
+    # It runs as an ordinary user, on a root that is read-only.
+    told = demo.container("demo")
+    assert told["Config"]["User"] == "10001:0"
+    assert told["HostConfig"]["ReadonlyRootfs"] and told["HostConfig"]["CapDrop"] == ["ALL"]
+    assert told["State"]["Health"]["Status"] in ("healthy", "starting")
+    assert told["Config"]["Labels"]["org.opencontainers.image.title"] == "envserver"
     until(lambda: len(stored(url)) == GROUPS, lambda: demo.output("logs"))
     made = stored(url)
     taken: list[str] = []
@@ -123,22 +135,13 @@ def test_a_trainer_gets_every_group_once_through_a_crash_and_a_restart(
     assert made <= set(taken)
 
 
-def test_it_runs_as_an_ordinary_user_on_a_root_that_is_read_only(demo: Compose) -> None:
-    told = demo.container("demo")
-    assert told["Config"]["User"] == "10001:0"
-    assert told["HostConfig"]["ReadonlyRootfs"] and told["HostConfig"]["CapDrop"] == ["ALL"]
-    assert told["State"]["Health"]["Status"] in ("healthy", "starting")
-    labels = told["Config"]["Labels"]
-    assert labels["org.opencontainers.image.title"] == "envserver"
-
-
 def test_a_published_port_asks_for_a_token(docker_engine: Engine, server_image: str) -> None:
-    volume = ("--volume", "envserver-tokens:/data")
-    words = ("token", "create", "--tokens", "/data/tokens.yaml", "--role", "trainer")
-    made = docker_engine.output("run", "--rm", *volume, server_image, *words, "--name", "me")
-    options = (*volume, "--publish", "127.0.0.1::8000", "--detach", "--rm", server_image)
-    words = ("--model", "sim", "--host", "0.0.0.0", "--server.tokens_file", "/data/tokens.yaml")
-    container = docker_engine.output("run", *options, "serve", "--env", "math", *words).strip()
+    volume = "--volume envserver-tokens:/data"
+    create = "token create --tokens /data/tokens.yaml --role trainer --name me"
+    made = docker(docker_engine, f"run --rm {volume} {server_image} {create}")
+    options = f"{volume} --publish 127.0.0.1::8000 --detach --rm {server_image}"
+    serve = "serve --env math --model sim --host 0.0.0.0 --server.tokens_file /data/tokens.yaml"
+    container = docker(docker_engine, f"run {options} {serve}").strip()
     try:
         places = docker_engine.run("port", container, "8000").stdout.split()
         if not places:
@@ -149,21 +152,22 @@ def test_a_published_port_asks_for_a_token(docker_engine: Engine, server_image: 
         token = {"Authorization": f"Bearer {made.split()[0]}"}
         until(lambda: status(f"{url}/v1/status", token) == 200, str)
     finally:
-        docker_engine.output("rm", "--force", container)
-        docker_engine.output("volume", "rm", "--force", "envserver-tokens")
+        docker(docker_engine, f"rm --force {container}")
+        docker(docker_engine, "volume rm --force envserver-tokens")
 
 
 def test_any_user_runs_programs_of_a_model_in_a_default_container(
     docker_engine: Engine, server_image: str
 ) -> None:
     """As OpenShift does it: a user id that no account has, of the group root."""
-    options = ("--user", "123456:0", "--read-only", "--tmpfs", "/tmp:exec", "--network", "none")
-    words = "--model sim --sim.latency_seconds 0 --sim.solve_probability 1"
-    words += " --env.ensure_scores_are_not_same false"
-    words += " --env.group_size 2 --env.total_steps 2 --out /data/o.jsonl"
+    words = (
+        "--model sim --sim.latency_seconds 0 --sim.solve_probability 1 --env.group_size 2"
+        " --env.ensure_scores_are_not_same false --env.total_steps 2 --out /data/o.jsonl"
+    )
     script = f"envserver process --env code {words} && cat /data/o.jsonl"
-    run = ("run", "--rm", *options, "--entrypoint", "sh", server_image, "-c", script)
-    groups = [orjson.loads(x) for x in docker_engine.output(*run).splitlines() if x[:1] == "{"]
+    options = "--user 123456:0 --read-only --tmpfs /tmp:exec --network none --entrypoint sh"
+    said = docker(docker_engine, f"run --rm {options} {server_image} -c", script)
+    groups = [orjson.loads(line) for line in said.splitlines() if line[:1] == "{"]
     # Nothing but the tests of a task, run on the model's program, gives a reward of 1.
     assert [group["scores"] for group in groups] == [[1.0, 1.0], [1.0, 1.0]]
 
@@ -176,12 +180,12 @@ def test_doctor_says_what_works_in_a_container_and_what_to_allow(
         assert "Sandboxes use the backend landlock." in by_default
     for option in ALLOWED:
         assert f"--security-opt {option}" in by_default
-    options = [word for option in ALLOWED for word in ("--security-opt", option)]
-    status, allowed = doctor(docker_engine, server_image, *options)
+    options = " ".join(f"--security-opt {option}" for option in ALLOWED)
+    status, allowed = doctor(docker_engine, server_image, options)
     assert status == 0 and "Sandboxes use the backend namespace." in allowed
     profile = tmp_path / "seccomp.json"
     profile.write_bytes(orjson.dumps(FORBIDDEN))
-    status, nothing = doctor(docker_engine, server_image, "--security-opt", f"seccomp={profile}")
+    status, nothing = doctor(docker_engine, server_image, f"--security-opt seccomp={profile}")
     assert status == 1 and "No sandbox backend works" in nothing
     for option in ALLOWED:
         assert f"--security-opt {option}" in nothing
@@ -194,29 +198,21 @@ async def test_sandboxes_run_in_the_image_made_for_them(
     found: dict[str, Any]
     (found,) = orjson.loads(images.engine.output("inspect", image))
     assert found["Config"]["User"] == "1000:1000"
-    look = (
-        "run",
-        "--rm",
-        "--network",
-        "none",
-        image,
-        "sh",
-        "-c",
+    look = docker(
+        images.engine,
+        f"run --rm --network none {image} sh -c",
         "stat -c %a /work; git --version",
     )
-    mode, git = images.engine.output(*look).splitlines()
+    mode, git = look.splitlines()
     assert mode == "1777" and git.startswith("git version")
     report = await probe("docker", SandboxConfig(backend="docker", docker_image=image))
     assert report.works, report.failure
 
 
-def test_every_profile_can_be_read(images: Images) -> None:
+def test_every_profile_can_be_read_and_the_alarms_are_rules_of_prometheus(images: Images) -> None:
     for profile in ("demo", "cpu", "gpu", "observe"):
         told = orjson.loads(Compose(images, profile).output("config", "--format", "json"))
         assert told["services"]
-
-
-def test_the_alarms_are_rules_of_prometheus(docker_engine: Engine) -> None:
     promtool = find_promtool()
     if promtool is None:
         pytest.skip("promtool is missing: make docker-engine finds it on Debian and Ubuntu")
@@ -224,3 +220,68 @@ def test_the_alarms_are_rules_of_prometheus(docker_engine: Engine) -> None:
         check = [promtool, "check", *words]
         done = subprocess.run(check, cwd=DOCKER, capture_output=True, text=True, check=False)
         assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
+
+
+# docker/Dockerfile.vllm on a stand-in for vLLM's image: how the engine is started. The image for
+# CPUs is not built here: it takes gigabytes. docker/README.md says how it was tried.
+
+# Takes the place of vLLM: it answers with how it was started.
+SERVER = """
+import http.server, importlib, json, os, sys
+words = sys.argv[1:]
+extension, name = words[words.index("--worker-extension-cls") + 1].split(".")
+names = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "HOME")
+facts = {
+    "words": words,
+    "extension": hasattr(getattr(importlib.import_module(extension), name), "envserver_reload"),
+    "variables": {name: os.environ[name] for name in names},
+    "user": [os.getuid(), os.getgid()],
+    "writable": os.access("/models", os.W_OK),
+}
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(facts).encode())
+place = words[words.index("--host") + 1], int(words[words.index("--port") + 1])
+http.server.HTTPServer(place, Answer).serve_forever()
+"""
+STAND_IN = """
+ARG BASE
+FROM ${BASE}
+COPY api_server.py /stand-in/vllm/entrypoints/openai/
+RUN ln -s /stand-in/vllm "$(python3 -c 'import site; print(site.getsitepackages()[0])')/vllm"
+"""
+
+
+def test_vllm_is_started_with_what_envserver_uses(images: Images, tmp_path: Path) -> None:
+    engine, folder, port = images.engine, tmp_path / "stand-in", free_port()
+    folder.mkdir()
+    (folder / "Dockerfile").write_text(STAND_IN)
+    (folder / "api_server.py").write_text(SERVER)
+    base = f"--build-arg BASE={engine.python_image}"
+    docker(engine, f"build --network host --tag vllm-stand-in {base}", str(folder))
+    image = images.build("Dockerfile.vllm", "envserver-engine:gpu", base="vllm-stand-in")
+    options = f"--env HOST=127.0.0.1 --env PORT={port} --user 123456:0 --read-only"
+    line = f"run --detach --network host {options} {image} --model Qwen/Qwen3-4B"
+    container = docker(engine, line).strip()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: status(url) == 200, lambda: engine.output("logs", container))
+        facts = httpx.get(url, timeout=PATIENCE).json()
+        words = " ".join(facts["words"])
+        for part in (
+            "--enable-scale-out",
+            "--enable-auto-tool-choice --tool-call-parser hermes",
+            "--model Qwen/Qwen3-4B",
+        ):
+            assert part in words
+        assert facts["extension"] and facts["user"] == [123456, 0]
+        assert facts["variables"] == {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "HOME": "/models",
+        }
+        assert engine.run("exec", container, "engine", "healthy").returncode == 0
+    finally:
+        docker(engine, f"rm --force --volumes {container}")

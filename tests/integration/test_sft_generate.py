@@ -15,36 +15,32 @@ import pytest
 from envserver_clients.finetuning.conversation import Conversation, read_row
 from envserver_clients.finetuning.data import parts_of, rows_of
 from support import check_plans
-from support.commands import envserver, read_jsonl, running, until
+from support.commands import read_jsonl, running, typed
 from support.scripted_teacher import Teacher, kinds_of, plan, query_lines, serving
 
 IN_FLIGHT = 16
 
 
-def command(folder: Path, teacher: Teacher, *more: object, name: str = "teacher") -> list[object]:
-    """The words that have `teacher` write plans for queries.jsonl, which is made."""
+def command(folder: Path, teacher: Teacher, name: str = "teacher") -> str:
+    """The line that has `teacher` write plans for queries.jsonl, which is made."""
     lines = query_lines(teacher.kinds, len(teacher.kinds) * 25 // 24)
     (folder / "queries.jsonl").write_text("\n".join(lines) + "\n")
-    return [
-        *("sft", "router", "generate", "--queries", "queries.jsonl", "--teacher", name),
-        *("--openai.base_url", teacher.url, "--openai.server_type", "openai", "--out", "made"),
-        *("--rollouts.max_concurrent", IN_FLIGHT, "--log_level", "warning", *more),
-    ]
+    return (
+        f"sft router generate --queries queries.jsonl --teacher {name} --out made"
+        f" --openai.base_url {teacher.url} --openai.server_type openai"
+        f" --rollouts.max_concurrent {IN_FLIGHT} --log_level warning"
+    )
 
 
-def made(folder: Path, *words: object, status: int = 0) -> tuple[str, str]:
-    """The output of a command that ends with `status`, on both streams."""
-    done = envserver(*words, folder=folder)
-    assert done.returncode == status, done.stderr
-    return done.stdout, done.stderr
-
-
-def checked(rows: Path) -> int:
-    """The number of rows that a program which knows nothing of envserver found right."""
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    """The rows, which a program that knows nothing of envserver finds right."""
+    rows = folder / "made" / "rows.jsonl"
     words = [sys.executable, "-I", str(check_plans.__file__), str(rows)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    read = read_jsonl(rows)
+    assert int(done.stdout) == len(read)
+    return read
 
 
 def plans_of(teacher: Teacher, *, is_graph: bool) -> list[Any]:
@@ -72,21 +68,21 @@ def test_plans_of_a_killed_and_resumed_run_are_all_there_once(
     groups = tmp_path / "made" / "groups.jsonl"
     teacher = Teacher(kinds_of(lines), busy_every=97)
     with serving(teacher):
-        words = command(tmp_path, teacher, "--profile", "graph", "--resume")
+        line = command(tmp_path, teacher) + " --profile graph --resume"
         for wanted in sorted(
             random.Random(kills).sample(range(lines // 3, lines * 9 // 10), kills)
         ):
-            with running(*words, folder=tmp_path) as run:
-                until(lambda n=wanted: teacher.asked.total() > n, run.output, alive=run.process)
+            with running(*line.split(), folder=tmp_path) as run:
+                run.until(lambda n=wanted: teacher.asked.total() > n)
                 run.kill()
         before = _lines(groups)
-        said, _ = made(tmp_path, *words)
+        said = typed(line, tmp_path).stdout
     assert len(teacher.asked) == len(teacher.kinds) and teacher.refused
     assert teacher.asked.total() - len(teacher.asked) <= kills * IN_FLIGHT
     assert 0 < before < len(teacher.kinds)
 
-    rows = read_jsonl(tmp_path / "made" / "rows.jsonl")
-    assert checked(tmp_path / "made" / "rows.jsonl") == len(rows) == sum(split)
+    rows = rows_in(tmp_path)
+    assert len(rows) == sum(split)
     assert [row["plan"] for row in rows] == plans_of(teacher, is_graph=True)
     summary = json.loads((tmp_path / "made" / "summary.json").read_text())
     assert summary["rows"] + sum(summary["dropped"].values()) == summary["groups"]
@@ -100,7 +96,7 @@ def test_plans_of_a_killed_and_resumed_run_are_all_there_once(
     }
     assert f"{len(rows):,} rows of {len(teacher.kinds):,} queries" in said
 
-    made(tmp_path, "sft", "router", "made/rows.jsonl", "--out", "sft")
+    typed("sft router made/rows.jsonl --out sft", tmp_path)
     parts = [tmp_path / "sft" / f"{name}.jsonl" for name in ("train", "validation", "test")]
     assert tuple(map(_lines, parts)) == split
     (part,) = parts_of(tmp_path / "sft")
@@ -114,10 +110,10 @@ def test_several_teachers_share_the_queries_and_rows_are_balanced(tmp_path: Path
         "alpha: {prompt: 1, completion: 2}\nbeta: {prompt: 10, completion: 20}\n"
     )
     with serving(teacher):
-        words = command(tmp_path, teacher, "--prices.file", "prices.yaml", name="alpha,beta")
-        made(tmp_path, *words, "--rows", 24, "--balance", "both")
-    rows = read_jsonl(tmp_path / "made" / "rows.jsonl")
-    assert checked(tmp_path / "made" / "rows.jsonl") == len(rows) == 24
+        line = command(tmp_path, teacher, name="alpha,beta")
+        typed(f"{line} --prices.file prices.yaml --rows 24 --balance both", tmp_path)
+    rows = rows_in(tmp_path)
+    assert len(rows) == 24
     shapes = Counter((len(row["route_plan"]), row["difficulty"]) for row in rows)
     # Two of the four routes are one call long.
     assert shapes == {
@@ -136,39 +132,36 @@ def test_several_teachers_share_the_queries_and_rows_are_balanced(tmp_path: Path
 def test_bad_lines_are_named_before_anything_is_asked(tmp_path: Path) -> None:
     teacher = Teacher(kinds_of(24))
     with serving(teacher):
-        words = command(tmp_path, teacher)
+        line = command(tmp_path, teacher)
         queries = tmp_path / "queries.jsonl"
         good = queries.read_text()
         queries.write_text(
             f'{good}{{torn\n\n["a list"]\n{{"question": " "}}\n{{"query": "\\ud800"}}\n'
         )
-        _, error = made(tmp_path, *words, status=2)
         assert (
             "has 4 bad lines: line 26: not JSON; line 28: not a JSON object; line 29: no query; "
             "line 30: not UTF-8"
-        ) in error
+        ) in typed(line, tmp_path, status=2).stderr
         assert not teacher.asked
-        made(tmp_path, *words, "--skip_bad")
+        typed(f"{line} --skip_bad", tmp_path)
         assert teacher.asked.total() == len(teacher.kinds)
         # More queries later: only those are asked.
         queries.write_text(good.replace("query 3 ", "query 3 really "))
-        made(tmp_path, *words, "--resume")
-        assert teacher.asked.total() == len(teacher.kinds) + 1
+        typed(f"{line} --resume", tmp_path)
         # A file must not mix rows of two profiles, so plans of another one are refused.
-        _, error = made(tmp_path, *words, "--resume", "--profile", "graph", status=2)
-        assert "--profile" in error and teacher.asked.total() == len(teacher.kinds) + 1
+        assert "--profile" in typed(f"{line} --resume --profile graph", tmp_path, status=2).stderr
+        assert teacher.asked.total() == len(teacher.kinds) + 1
 
 
 def test_a_refused_key_and_a_missing_engine_are_named_and_cost_nothing(tmp_path: Path) -> None:
     teacher = Teacher(kinds_of(96), key="right")
     with serving(teacher):
-        words = command(tmp_path, teacher)
-        _, error = made(tmp_path, *words, "--openai.api_key", "wrong", status=1)
+        line = command(tmp_path, teacher)
+        error = typed(f"{line} --openai.api_key wrong", tmp_path, status=1).stderr
         assert "401" in error and "OPENAI_API_KEY" in error and "wrong" not in error
-        made(tmp_path, *words, "--openai.api_key", "right")
-        assert checked(tmp_path / "made" / "rows.jsonl") == len(plans_of(teacher, is_graph=False))
-    words[words.index("made")] = "other"
-    _, error = made(tmp_path, *words, status=1)
+        typed(f"{line} --openai.api_key right", tmp_path)
+        assert len(rows_in(tmp_path)) == len(plans_of(teacher, is_graph=False))
+    error = typed(line.replace("--out made", "--out other"), tmp_path, status=1).stderr
     assert "accepts no connection" in error
     assert not (tmp_path / "other" / "rows.jsonl").exists()
 
@@ -176,25 +169,25 @@ def test_a_refused_key_and_a_missing_engine_are_named_and_cost_nothing(tmp_path:
 def test_ctrl_c_keeps_what_was_answered(tmp_path: Path) -> None:
     teacher, groups = Teacher(kinds_of(240)), tmp_path / "made" / "groups.jsonl"
     with serving(teacher):
-        words = command(tmp_path, teacher, "--resume")
-        with running(*words, folder=tmp_path) as run:
-            until(lambda: _lines(groups) >= 20, run.output, alive=run.process)
+        line = command(tmp_path, teacher) + " --resume"
+        with running(*line.split(), folder=tmp_path) as run:
+            run.until(lambda: _lines(groups) >= 20)
             run.send(signal.SIGINT)
             assert run.end() == 130
         assert "--resume" in run.output()
         assert not (tmp_path / "made" / "rows.jsonl").exists()
-        made(tmp_path, *words)
+        typed(line, tmp_path)
     # Open groups were finished at Ctrl-C: nothing was asked twice.
     assert set(teacher.asked.values()) == {1} and len(teacher.asked) == len(teacher.kinds)
-    assert checked(tmp_path / "made" / "rows.jsonl") == len(plans_of(teacher, is_graph=False))
+    assert len(rows_in(tmp_path)) == len(plans_of(teacher, is_graph=False))
 
 
-@pytest.mark.parametrize(("name", "problems"), [("math", 12), ("code", 8)])
+@pytest.mark.parametrize(("name", "problems"), [("math", 8), ("code", 4)])
 def test_right_solutions_of_several_tries_become_conversations(
     tmp_path: Path, name: str, problems: int
 ) -> None:
-    words = ["sft", name, "generate", "--model", "sim", "--sim.solve_probability", 0.5, "--k", 3]
-    made(tmp_path, *words, "--limit", problems, "--out", "made", "--log_level", "warning")
+    line = f"sft {name} generate --model sim --sim.solve_probability 0.5 --k 3 --out made"
+    typed(f"{line} --limit {problems} --log_level warning", tmp_path)
     groups = read_jsonl(tmp_path / "made" / "groups.jsonl")
     rows = read_jsonl(tmp_path / "made" / "rows.jsonl")
     assert [len(group["envserver"]["rollouts"]) for group in groups] == [3] * problems

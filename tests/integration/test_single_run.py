@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import json
 import os
 import pty
 import select
+import shlex
 import subprocess
 import time
 from pathlib import Path
@@ -17,11 +19,13 @@ import msgspec
 import orjson
 import pytest
 from envserver_environments.swe.asking import asked_task
-from envserver_records.records import Trajectory, Usage, pack
+from envserver_records.records import Trajectory, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import ENVSERVER, environment_variables, envserver
+from support.commands import ENVSERVER, environment_variables, typed
+from support.extent import examples
 from support.fake_vllm import fake_vllm
+from support.trajectories import trajectory
 from support.waiting import PATIENCE
 
 from envserver import ConfigError, Environment, InputError, Result, Score, main
@@ -31,7 +35,7 @@ from envserver.environment import answer_text
 from envserver.export import problems_of
 from envserver.export.unified import actions_of, unified
 
-SIM = ("--model", "sim", "--sim.latency_seconds", "0")
+SIM = "--model sim --sim.latency_seconds 0"
 COMMAND = "```bash\nprintf 'new\\n' > note.txt; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"
 
 
@@ -42,12 +46,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_a_question_with_its_answer_is_scored_and_kept(tmp_path: Path) -> None:
-    words = ("run", "--env", "math", *SIM, "--question", "What is 3 + 4?")
-    known = envserver(
-        *words, *("--answer", "7", "--sim.solve_probability", "1", "-o", "deep/er/a.traj.json"),
-        folder=tmp_path,
-    )  # fmt: skip
-    assert known.returncode == 0, known.stderr
+    line = f"run --env math {SIM} --question 'What is 3 + 4?' --answer 7"
+    known = typed(f"{line} --sim.solve_probability 1 -o deep/er/a.traj.json", tmp_path)
     document = read(tmp_path / "deep/er/a.traj.json")
     assert known.stdout == f"{document['final_answer']}\n" == "7\n"
     assert "Reward: 1" in known.stderr
@@ -61,13 +61,12 @@ def test_mistakes_are_told_in_the_words_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ("run", "--env", "math", *SIM)
     for more, wanted in (
-        ((), "--question is needed"),
-        (("--question", "a", "--anser", "b"), "Did you mean --answer?"),
-        (("--question", " "), "The question is empty"),
+        ("", "--question is needed"),
+        ("--question a --anser b", "Did you mean --answer?"),
+        ("--question ' '", "The question is empty"),
     ):
-        assert main([*words, *more]) == 2
+        assert main(shlex.split(f"run --env math {SIM} {more}")) == 2
         assert wanted in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
@@ -86,21 +85,20 @@ async def test_a_repository_is_worked_on_in_a_copy(tmp_path: Path) -> None:
     (repository / "a.py").write_text("a = 1\n")
     with pytest.raises(InputError, match="--yolo"):
         asked_task("Add a note.", repository, confirm=True)
-    words = [
-        *("run", "--env", "swe", "--question", "Add a note.", "--repo", str(repository)),
-        *("--steps", "1", "-o", str(tmp_path / "out.json"), "--openai.server_type", "openai"),
-        *("--openai.model_name", "fake"),
-    ]
+    line = (
+        f"run --env swe --question 'Add a note.' --repo {repository} --steps 1"
+        f" -o {tmp_path / 'out.json'} --openai.server_type openai --openai.model_name fake"
+    )
     async with fake_vllm(text=COMMAND) as fake:
-        words += ["--openai.base_url", fake.url]
-        ran = await _ran([*words, "--yolo"], tmp_path)
-        assert ran.returncode == 0, ran.stderr
+        line += f" --openai.base_url {fake.url}"
+        closed = {"stdin": subprocess.DEVNULL}
+        await asyncio.to_thread(lambda: typed(f"{line} --yolo", tmp_path, **closed))
         document = read(tmp_path / "out.json")
         assert "+new" in document["final_answer"]
         assert [one["tool"] for one in document["actions"]] == ["reason", "bash", "finalize"]
         assert document["actions"][1]["output"]["returncode"] == 0
         assert sorted(path.name for path in repository.iterdir()) == ["a.py"]
-        seen = await _on_a_terminal(words, tmp_path, "n\n")
+        seen = await asyncio.to_thread(_talk, shlex.split(line), tmp_path, "n\n")
         assert "printf 'new" in seen
         document = read(tmp_path / "out.json")
         assert document["final_answer"] == ""
@@ -108,22 +106,8 @@ async def test_a_repository_is_worked_on_in_a_copy(tmp_path: Path) -> None:
         assert refusals == ["the user refuses this command"]
 
 
-async def _ran(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    import asyncio
-
-    return await asyncio.to_thread(
-        lambda: envserver(*words, folder=folder, stdin=subprocess.DEVNULL)
-    )
-
-
-async def _on_a_terminal(words: list[str], folder: Path, answer: str) -> str:
-    """What the command says on a terminal where each of its questions is answered so."""
-    import asyncio
-
-    return await asyncio.to_thread(_talk, words, folder, answer)
-
-
 def _talk(words: list[str], folder: Path, answer: str) -> str:
+    """What the command says on a terminal where each of its questions is answered so."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [str(ENVSERVER), *words],
@@ -194,13 +178,10 @@ class Slow(Environment):
 
 def test_what_was_done_before_the_time_was_up_is_kept(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    ran = envserver(
-        *("run", "--env", "slow.py", *SIM, "--question", "?", "--answer", "!", "--steps", "4"),
-        folder=tmp_path,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "hit its limit: time" in ran.stderr
-    assert "Reward: 0.4" in ran.stderr
+    line = f"run --env slow.py {SIM} --question ? --answer ! --steps 4"
+    said = typed(line, tmp_path).stderr
+    assert "hit its limit: time" in said
+    assert "Reward: 0.4" in said
     document = json.loads((tmp_path / "runs" / "slow_one.traj.json").read_text())
     assert problems_of(document, domains=["slow"]) == []
     thoughts = [one for one in document["actions"] if one["tool"] == "think"]
@@ -259,7 +240,7 @@ JSON = st.recursive(
 STEP = st.tuples(st.text("ab ", min_size=1).filter(str.strip), JSON, JSON, st.floats(0, 1e9))
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(STEP, max_size=8), st.integers(1, 3), JSON)
 def test_whatever_is_logged_comes_through_as_a_good_record(
     steps: list[tuple[str, Any, Any, float]], at_once: int, output: Any
@@ -275,7 +256,7 @@ def test_whatever_is_logged_comes_through_as_a_good_record(
     assert [(one["tool"], one["input"], one["output"]) for one in actions] == [
         (tool.strip(), given, gave) for tool, given, gave, _ in steps
     ]
-    document = unified(_trajectory(actions=actions, output=output), ended_at=10.0, question="?")
+    document = unified(made(actions=actions, output=output), ended_at=10.0, question="?")
     assert problems_of(orjson.loads(orjson.dumps(document))) == []
 
 
@@ -323,7 +304,7 @@ def test_actions_are_read_off_a_conversation_where_none_was_logged() -> None:
         (2, "calculate", "7"),
         (3, "reason", "It is 7."),
     ]
-    document = unified(_trajectory(messages=messages, output=None), ended_at=10.0)
+    document = unified(made(messages=messages), ended_at=10.0)
     assert (document["question"], document["actions"][-1]["output"]) == ("?", "It is 7.")
 
 
@@ -336,21 +317,6 @@ def test_the_answer_of_an_output(output: Any, answer: str) -> None:
     assert answer_text(Result(output=output, messages=messages)) == answer
 
 
-def _trajectory(**changes: Any) -> Trajectory:
-    plain: dict[str, Any] = {
-        "rollout_id": "r",
-        "attempt": 1,
-        "task_id": "one",
-        "env": "math",
-        "sequences": [],
-        "messages": [],
-        "tools": [],
-        "output": None,
-        "score": Score(reward=None),
-        "finish_reason": None,
-        "truncated": False,
-        "limit": None,
-        "turns": 0,
-        "usage": Usage(seconds=3.0),
-    }
-    return Trajectory(**{**plain, **changes})
+def made(**changes: Any) -> Trajectory:
+    plain = {"task_id": "one", "messages": [], "output": None, "score": Score(reward=None)}
+    return trajectory("r", **(plain | changes))

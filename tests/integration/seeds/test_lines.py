@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_environments.smolagents_integration import set_earlier_defaults
 from support.commands import environment_variables, envserver, running
 from support.waiting import PATIENCE
 
-pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[3]
 SECTIONS = tomllib.loads(Path(__file__).with_name("lines.toml").read_text())["section"]
 BLOCKS = re.findall(
@@ -54,25 +54,13 @@ def typed(script: str, folder: Path, status: int = 0) -> str:
     if script.startswith("envserver ") and not SHELLS & {*script}:
         done = envserver(*shlex.split(script)[1:], folder=folder)
     else:
-        done = typed_in_a_shell(script, folder)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        how = {"env": environment_variables() | {"PATH": path}, "cwd": folder, "check": False}
+        words = ["bash", "-euo", "pipefail", "-c", script]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, **how)
     said = done.stdout + done.stderr
     assert done.returncode == status, f"{script}\n{said[-3000:]}"
     return said
-
-
-def typed_in_a_shell(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    variables = environment_variables() | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    }
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
 
 
 def check(line: dict[str, Any], folder: Path, engine: str) -> None:
@@ -92,6 +80,7 @@ def check(line: dict[str, Any], folder: Path, engine: str) -> None:
         assert (folder / name).read_text().count("\n") == count, (script, name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section["document"])
 def test_each_line_of_the_table(section: dict[str, Any], clone: Path, engine: str) -> None:
     if "needs" in section:
@@ -103,6 +92,15 @@ def test_each_line_of_the_table(section: dict[str, Any], clone: Path, engine: st
     (clone / "output.jsonl").write_text("".join(routes))
     for line in section["line"]:
         check(line, clone, engine)
+
+
+def test_the_page_has_a_quick_start_for_each_predecessor() -> None:
+    assert [name for name, _ in BLOCKS] == [
+        "VideoMultiAgents_HOEY",
+        "esm-agentbench",
+        "CourseGPT-Pro",
+        "The smolagents integration of Atropos",
+    ]
 
 
 def route(number: int) -> dict[str, Any]:
@@ -124,17 +122,62 @@ def route(number: int) -> dict[str, Any]:
     }
 
 
-def test_the_page_has_a_quick_start_for_each_predecessor() -> None:
-    assert [name for name, _ in BLOCKS] == [
-        "VideoMultiAgents_HOEY",
-        "esm-agentbench",
-        "CourseGPT-Pro",
-        "The smolagents integration of Atropos",
-    ]
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "block"), BLOCKS, ids=[name for name, _ in BLOCKS])
 def test_a_quick_start_runs_as_it_stands(name: str, block: str, clone: Path) -> None:
     if "smolagents" in name:
         pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")
     typed(block, clone)
+
+
+def test_the_earlier_defaults_of_the_smolagents_integration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GAIA where it was downloaded, web tools where the key is set; else a line says what runs."""
+    words = ["process", "--env.total_steps", "2"]
+    none: dict[str, str] = {}
+    set_earlier_defaults(words, none, tmp_path)
+    assert none == {"ENVSERVER_ENV__FILES": "true"}
+    assert "GAIA is not in data/gaia" in capsys.readouterr().err
+    (tmp_path / "data" / "gaia").mkdir(parents=True)
+    made = {"TAVILY_API_KEY": "k"}
+    set_earlier_defaults(words, made, tmp_path)
+    assert made.pop("TAVILY_API_KEY")
+    assert made == {
+        "ENVSERVER_ENV__DATA_SET": "gaia",
+        "ENVSERVER_ENV__SPLIT": "validation",
+        "ENVSERVER_ENV__FILES": "true",
+        "ENVSERVER_ENV__WEB": "live",
+        "ENVSERVER_ENV__WEB_DEPTH": "advanced",
+    }
+    chosen = {"ENVSERVER_ENV__WEB": "none", "ENVSERVER_ENV__FILES": "no", "TAVILY_API_KEY": "k"}
+    own = dict(chosen)
+    set_earlier_defaults([*words, "--env.data_set=sample"], own, tmp_path)
+    assert own == chosen
+
+
+ENVIRONMENTS = ("code", "gaia", "math", "mhqa", "router", "swe", "tau", "video")
+
+
+@pytest.mark.thorough
+def test_sft_build_makes_rows_of_every_environment_and_teaches_no_failure(tmp_path: Path) -> None:
+    """With its own templates."""
+    pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")
+    sim = "--model sim --sim.latency_seconds 0 --env.total_steps 2 --env.group_size 2"
+    for name in ENVIRONMENTS:
+        line = f"process --env {name} {sim} --env.include_actions true --out {name}.jsonl"
+        typed(f"envserver {line}", tmp_path)
+    files = " ".join(f"{name}.jsonl" for name in ENVIRONMENTS)
+    typed(f"envserver convert {files} --out unified", tmp_path)
+    said = typed("envserver sft build unified --out sft", tmp_path)
+    rows = [
+        json.loads(line)
+        for path in (tmp_path / "sft").glob("*/*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    for name in ENVIRONMENTS:
+        tools = {row["tool"] for row in rows if row["meta"]["domain"] == name}
+        assert tools - {"finalize"}, name
+        assert f"{name}: " in said
+    # A plan that was refused is no plan to learn.
+    assert all("steps" in json.loads(row["output"]) for row in rows if row["tool"] == "plan")
