@@ -14,6 +14,7 @@ import envserver_clients.http
 import httpx
 import numpy as np
 import pytest
+from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import EnvClient, NotAllowed, Retries, ServerUnreachable, SyncEnvClient
 from envserver_clients.records import Batch, Row, decode_batch
 from support.api import Api, native_group, put_native, wire_group
@@ -35,6 +36,11 @@ def ids(batch: Batch) -> list[str]:
     return [group.group_id for group in batch.groups]
 
 
+def told(row: Row) -> list[object]:
+    logprobs = None if row.logprobs is None else row.logprobs.tolist()
+    return [row.tokens.tolist(), row.mask.tolist(), logprobs, row.reward, row.learn]
+
+
 async def test_rows_are_the_arrays_that_were_stored_or_posted(api: Api) -> None:
     await api.put("a", truncated=True)
     posted = {
@@ -48,21 +54,19 @@ async def test_rows_are_the_arrays_that_were_stored_or_posted(api: Api) -> None:
     own = batch.groups[0]
     assert (own.group_id, own.env, own.policy_version) == ("a", "math", 7)
     first, second, cut_off, whole, bare = batch.rows
-    kinds = [first.tokens.dtype, first.mask.dtype]
-    assert kinds == [np.int32, np.uint8]
+    assert first.logprobs is not None
+    kinds = [first.tokens.dtype, first.mask.dtype, first.logprobs.dtype]
+    assert kinds == [np.int32, np.uint8, np.float32]
 
-    def told(row: Row) -> list[object]:
-        assert row.logprobs is not None and row.logprobs.dtype == np.float32
-        return [row.tokens.tolist(), row.mask.tolist(), row.logprobs.tolist()]
-
-    assert told(first) == [[1, 2, 3, 4, 5], [0, 0, 1, 1, 1], [0, 0, -0.25, -0.5, -0.75]]
+    logprobs = [0, 0, -0.25, -0.5, -0.75]
+    assert told(first) == [[1, 2, 3, 4, 5], [0, 0, 1, 1, 1], logprobs, 0.0, False]
     assert first.versions.tolist() == [-1, -1, 7, 7, 7]
-    assert (first.reward, second.reward, whole.reward) == (0.0, 1.0, 0.5)
+    assert (second.reward, whole.reward) == (1.0, 0.5)
     assert first.messages[-1] == {"role": "assistant", "content": "2"}
     assert (first.group_id, first.trajectory, second.trajectory) == ("a", 0, 1)
     with pytest.raises(ValueError, match="read-only"):
         first.tokens[0] = 9
-    assert told(cut_off) == [[9, 5, 6], [0, 1, 1], [0.0, -0.5, -0.25]]
+    assert told(cut_off) == [[9, 5, 6], [0, 1, 1], [0.0, -0.5, -0.25], 0.5, False]
     assert [row.learn for row in batch.rows] == [False, False, False, True, True]
     assert (bare.logprobs, bare.messages) == (None, [])
 
@@ -360,3 +364,71 @@ async def test_what_is_damaged_on_its_way_is_refused() -> None:
         with pytest.raises(InputError, match="damaged"):
             await waiting
     await client.close()
+
+
+# A trainer on the Atropos wire
+
+
+async def batches(api: Api, size: int) -> list[Batch]:
+    def loop() -> list[Batch]:
+        with AtroposTrainerClient(api.url, group_size=2, batch_size=size) as trainer:
+            return list(trainer.batches(idle_seconds=0.3))
+
+    return await asyncio.to_thread(loop)
+
+
+async def test_rows_of_the_atropos_wire_are_those_of_the_native_client(api: Api) -> None:
+    await api.put("a", truncated=True)
+    await api.put("b")
+    async with EnvClient(api.url, run="all", batch_size=2, delivery="broadcast") as client:
+        native = await leased(client, whole=False)
+        (batch,) = await batches(api, 2)
+    assert len(batch.groups) == 2
+    assert [told(row) for row in batch.rows] == [told(row) for row in native.rows]
+    assert {row.versions[-1] for row in batch.rows} == {-1}
+
+
+async def test_groups_of_others_keep_their_scores_and_masks(api: Api) -> None:
+    logprobs = [[1.0, -0.5, -0.25]] * 2
+    for mark in (1, 2):
+        await api.post("/scored_data", wire_group(2, mark, inference_logprobs=logprobs))
+    rows = [row for batch in await batches(api, 1) for row in batch.rows]
+    assert [row.tokens[0] for row in rows] == [1, 1, 2, 2]
+    assert told(rows[0]) == [[1, 5, 6], [0, 1, 1], [0.0, -0.5, -0.25], 0.5, True]
+    assert len({row.group_id for row in rows}) == 2
+
+
+async def test_fetching_is_not_acknowledging_for_who_asked_for_that(api: Api) -> None:
+    for mark in (1, 2):
+        await api.post("/scored_data", wire_group(2, mark))
+
+    def train() -> None:
+        with AtroposTrainerClient(
+            api.url, group_size=2, batch_size=1, acknowledged=True
+        ) as trainer:
+            learned, left = trainer.lease(wait_seconds=5), trainer.lease(wait_seconds=5)
+            assert learned is not None and left is not None
+            assert learned.lease_id != left.lease_id
+            trainer.ack(learned, checkpoint="step-1")
+
+    await asyncio.to_thread(train)
+    states = (await api.get("/v1/status"))["groups"]
+    assert (states["acked"], states["leased"]) == (1, 1)
+
+
+def test_failures_on_the_atropos_wire_have_types() -> None:
+    answers = {
+        "/register": httpx.Response(200, json={"uuid": 1}),
+        "/batch": httpx.Response(200, json={"status": "error", "message": "No.", "batch": []}),
+    }
+    wire = httpx.MockTransport(lambda request: answers[request.url.path])
+    with AtroposTrainerClient("http://x", group_size=2, transport=wire) as trainer:
+        with pytest.raises(ConflictError, match=r"There is no batch: No\."):
+            trainer.lease()
+        answers["/batch"] = httpx.Response(200, json={"batch": 7})
+        with pytest.raises(InputError, match="is not a batch"):
+            trainer.lease()
+        answers["/batch"] = httpx.Response(200, json={"batch": None})
+        assert trainer.lease() is None
+    with pytest.raises(ServerUnreachable):
+        AtroposTrainerClient("http://127.0.0.1:1", group_size=2, retries=QUICK).register()
