@@ -14,90 +14,79 @@ import pytest
 import yaml
 from envserver_factory.publishing.model_card import Result, split_card, with_results
 from support.hub import running_hub
+from support.in_process import Run
 from support.models_on_disk import write_model
 from support.waiting import PATIENCE
 
-from envserver import main
-
 RESULT = Result("math", "test", 8, 16, 0.625, 0.5, 0.75, {1: 0.6, 2: 0.7})
 CARD = "---\nlibrary_name: transformers\ntags: [merge]\n---\n\n# A model\n\nIts text.\n"
+PUBLISHED = ("model.safetensors", "config.json", "README.md", "tokenizer.json")
+KEPT = ("optimizer.pt", "trainer_state.json", ".env", "notes.txt", "checkpoint-5/model.safetensors")
+M = Path("m")
 
 
-def model(folder: Path) -> Path:
+@pytest.fixture
+def model(run: Run) -> Path:
     """A finished model with much beside it that must stay here."""
-    write_model(folder, {"model.norm.weight": ("F32", np.zeros(4, np.float32))})
-    (folder / "README.md").write_text(CARD)
-    (folder / "tokenizer.json").write_text("{}")
-    for name in ("optimizer.pt", "trainer_state.json", "rng_state.pth", ".env", "notes.txt"):
-        (folder / name).write_text("x")
-    (folder / "checkpoint-5").mkdir()
-    (folder / "checkpoint-5" / "model.safetensors").write_bytes(b"x")
-    (folder / "checkpoint-5" / "optimizer.pt").write_bytes(b"x")
-    return folder
+    write_model(M, {"model.norm.weight": ("F32", np.zeros(4, np.float32))})
+    (M / "README.md").write_text(CARD)
+    (M / "tokenizer.json").write_text("{}")
+    (M / "checkpoint-5").mkdir()
+    for name in (*KEPT, "rng_state.pth", "checkpoint-5/optimizer.pt"):
+        (M / name).write_text("x")
+    return M
 
 
-def publish(folder: Path, *words: str) -> int:
-    return main(["publish", str(folder), "me/x", *words])
-
-
-def test_a_dry_run_shows_what_is_uploaded_and_what_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = model(tmp_path / "m")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert publish(folder, "--dry_run", "--license", "mit", "--base_model", "them/base") == 0
-    told = capsys.readouterr()
+def test_a_dry_run_shows_what_is_uploaded_and_what_is_not(model: Path, run: Run) -> None:
+    before = {path: path.read_bytes() for path in M.rglob("*") if path.is_file()}
+    told = run("publish m me/x --dry_run --license mit --base_model them/base")
     header, body = split_card(told.out)
     assert header["license"] == "mit" and header["base_model"] == "them/base"
     assert header["tags"] == ["merge"] and "Its text." in body
     up, _, left = told.err.partition("Not uploaded")
     assert "a private model" in up
-    for name in ("model.safetensors", "config.json", "README.md", "tokenizer.json"):
+    for name in PUBLISHED:
         assert name in up and name not in left.replace("checkpoint-5/model.safetensors", "")
-    for name in ("optimizer.pt", "trainer_state.json", ".env", "notes.txt", "checkpoint-5/model"):
-        assert name in left and name not in up
-    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert all(name in left and name not in up for name in KEPT)
+    assert before == {path: path.read_bytes() for path in M.rglob("*") if path.is_file()}
 
 
-def test_a_publication_is_one_commit_of_what_the_dry_run_shows(tmp_path: Path) -> None:
+def test_a_publication_is_one_commit_of_what_the_dry_run_shows(model: Path) -> None:
     """huggingface_hub itself, against a stand-in for the hub."""
     pytest.importorskip("huggingface_hub")
-    folder = model(tmp_path / "m")
     with running_hub() as hub:
         done = subprocess.run(
-            [sys.executable, "-m", "envserver", "publish", str(folder), "me/x"],
+            [sys.executable, "-m", "envserver", "publish", "m", "me/x"],
             env={**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_of_a_stand_in"},
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        path, token, body = next(one for one in hub.asked if "/repos/" in one[0])
-        assert (path, token) == ("/api/repos/create", "Bearer hf_of_a_stand_in")
-        asked = json.loads(body)  # newer libraries say it by `visibility`
-        assert asked.get("private") is True or asked.get("visibility") == "private"
-        assert asked.get("type", "model") == "model"
-        kept = ("model.safetensors", "config.json", "tokenizer.json")
-        committed = hub.committed()
-        assert committed.pop("README.md").decode().startswith("---\nlibrary_name: transformers")
-        assert committed.items() >= {name: (folder / name).read_bytes() for name in kept}.items()
-        names = {path.name for path in folder.iterdir()}
-        assert committed.keys() <= names - {"optimizer.pt", "trainer_state.json", ".env"}
-        assert done.stdout.strip().endswith("a" * 40)
+            check=True, capture_output=True, text=True, timeout=PATIENCE,
+        )  # fmt: skip
+    path, token, body = next(one for one in hub.asked if "/repos/" in one[0])
+    assert (path, token) == ("/api/repos/create", "Bearer hf_of_a_stand_in")
+    asked = json.loads(body)  # newer libraries say it by `visibility`
+    assert asked.get("private") is True or asked.get("visibility") == "private"
+    assert asked.get("type", "model") == "model"
+    committed = hub.committed()
+    assert committed.pop("README.md").decode().startswith("---\nlibrary_name: transformers")
+    for name in {*PUBLISHED} - {"README.md"}:
+        assert committed[name] == (M / name).read_bytes()
+    assert committed.keys() <= {path.name for path in M.iterdir()} - {*KEPT[:3]}
+    assert done.stdout.strip().endswith("a" * 40)
 
 
 def test_a_public_repository_gets_nothing_unasked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub_library: Any = pytest.importorskip("huggingface_hub")
     real = hub_library.HfApi
     with running_hub(private=False) as hub:
         monkeypatch.setattr(hub_library, "HfApi", lambda: real(endpoint=hub.url, token="t" * 20))
-        assert publish(model(tmp_path / "m")) == 2
-        assert "is public: nothing was uploaded" in capsys.readouterr().err
+        assert "is public: nothing was uploaded" in run("publish m me/x", status=2)
         assert not [path for path, _, _ in hub.asked if "/commit/" in path]
-        assert publish(tmp_path / "m", "--public") == 0
+        run("publish m me/x --public")
         assert "model.safetensors" in hub.committed()
+
+
+INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
 
 
 @pytest.mark.parametrize(
@@ -107,60 +96,38 @@ def test_a_public_repository_gets_nothing_unasked(
         ("tokenizer.json", '{"key": "AKIA' + "A" * 16 + '"}', "a key of AWS"),
         ("LICENSE", "-----BEGIN RSA PRIVATE KEY-----", "a private key"),
         ("metrics.jsonl", '{"key": "of-this-machine-7"}', "$MY_API_KEY"),
-        ("adapter_config.json", '{"base_model_name_or_path": "/home/me/base"}', "--base_model"),
+        (ADAPTER, '{"base_model_name_or_path": "/home/me/base"}', "--base_model"),
+        (ADAPTER, '{"base_model_name_or_path": "m/checkpoint-5"}', "--base_model"),
         ("README.md", "---\nbase_model: /home/me/base\n---\n", "--base_model"),
-        ("README.md", "---\na: [\n---\n", "not YAML"),
-        (".work/started.json", "{}", "a training that has not ended"),
-        (
-            "model.safetensors.index.json",
-            '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
-            "is missing",
-        ),
-        ("model.safetensors.index.json", '{"weight_map": ["a"]}', "no weight_map"),
         ("README.md", "---\nbase_model: [them/base, /home/me/base]\n---\n", "--base_model"),
         ("README.md", "---\nbase_model: out/models/base\n---\n", "--base_model"),
-        ("adapter_config.json", '{"base_model_name_or_path": "m/checkpoint-5"}', "--base_model"),
+        ("README.md", "---\na: [\n---\n", "not YAML"),
         ("README.md", "---\ndate: 2026-13-01\n---\n", "not YAML"),
         ("README.md", "caf\xe9", "cannot be read"),
+        (".work/started.json", "{}", "a training that has not ended"),
+        (INDEX, '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}', "is missing"),
+        (INDEX, '{"weight_map": ["a"]}', "no weight_map"),
     ],
 )
 def test_what_must_not_be_published_is_refused_with_its_file(
-    tmp_path: Path,
-    name: str,
-    text: str,
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, text: str, why: str, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "of-this-machine-7")
-    monkeypatch.chdir(tmp_path)
-    folder = model(tmp_path / "m")
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_text(text, encoding="latin-1")
-    assert publish(folder, "--dry_run") == 2
-    assert why in capsys.readouterr().err.replace("\n", " ")
+    (M / name).parent.mkdir(exist_ok=True)
+    (M / name).write_text(text, encoding="latin-1")
+    assert why in run("publish m me/x --dry_run", status=2)
 
 
-def test_a_link_out_of_the_folder_is_not_followed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = model(tmp_path / "m")
-    (tmp_path / "private.txt").write_text("a diary")
-    (folder / "vocab.txt").symlink_to(tmp_path / "private.txt")
-    assert publish(folder, "--dry_run") == 2
-    assert "vocab.txt is a link to" in capsys.readouterr().err.replace("\n", " ")
-    (folder / "vocab.txt").unlink()
-    (folder / "vocab.txt").symlink_to("tokenizer.json")
-    assert publish(folder, "--dry_run") == 0
-
-
-def test_a_folder_without_a_model_and_a_wrong_name_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert publish(tmp_path, "--dry_run") == 2
-    assert "neither a model nor an adapter" in capsys.readouterr().err
-    assert main(["publish", str(tmp_path), "no-owner", "--dry_run"]) == 2
-    assert "OWNER/NAME" in capsys.readouterr().err
+def test_a_link_out_of_the_folder_is_not_followed(model: Path, run: Run) -> None:
+    Path("private.txt").write_text("a diary")
+    link = M / "vocab.txt"
+    link.symlink_to(Path("private.txt").absolute())
+    assert "vocab.txt is a link to" in run("publish m me/x --dry_run", status=2)
+    link.unlink()
+    link.symlink_to("tokenizer.json")
+    run("publish m me/x --dry_run")
+    assert "neither a model nor an adapter" in run("publish . me/x --dry_run", status=2)
+    assert "OWNER/NAME" in run("publish . no-owner --dry_run", status=2)
 
 
 def test_results_are_in_the_card_as_the_hub_reads_them() -> None:

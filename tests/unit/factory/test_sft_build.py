@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,11 @@ import pytest
 from envserver_factory.sft_building.splits import split_three, split_tools, split_tools_by_group
 from hypothesis import given
 from hypothesis import strategies as st
+from support.in_process import Run
 
-from envserver import main
 from envserver.export import problems_of
 
-ROOT = Path(__file__).parents[3]
-
+SHIPPED = Path(__file__).parents[3] / "configs/sft_templates.yaml"
 TEMPLATES = """
 tools:
   reason:
@@ -33,36 +33,42 @@ tools:
   load_context:
     instruction: "Load {path}."
 """
-
-
-def _action(step: int, tool: str, given: Any, output: Any) -> dict[str, Any]:
-    return {"step": step, "tool": tool, "input": given, "output": output}
+Build = Callable[..., dict[str, Any]]
 
 
 def _trajectory(task_id: str, *actions: Any, reward: float | None = None) -> dict[str, Any]:
+    names = ("step", "tool", "input", "output")
     return {
         "schema_version": 1,
         "task_id": task_id,
         "domain": task_id.partition("-")[0],
         "question": f"Question of {task_id}?",
-        "actions": [_action(number, *action) for number, action in enumerate(actions, 1)],
+        "actions": [dict(zip(names, (n, *one), strict=True)) for n, one in enumerate(actions, 1)],
         "final_answer": "",
         "metadata": {"start_ts": 0.0, "end_ts": 1.0, "reward": reward},
     }
 
 
-def _write(folder: Path, *trajectories: dict[str, Any]) -> Path:
+def _write(*trajectories: dict[str, Any], folder: str = "unified") -> None:
     for one in trajectories:
         assert problems_of(one) == []
-        path = folder / one["domain"] / f"{one['task_id']}.json"
+        path = Path(folder, one["domain"], f"{one['task_id']}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(one), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture
-def unified(tmp_path: Path) -> Path:
-    (tmp_path / "templates.yaml").write_text(TEMPLATES)
+def build(run: Run) -> Build:
+    """Builds `unified` (another folder, too) by the templates; returns the rows of each file."""
+    Path("templates.yaml").write_text(TEMPLATES)
+
+    def built(out: str, words: str = "", source: str = "unified") -> dict[str, Any]:
+        run(f"sft build {source} --templates templates.yaml --out {out} {words}")
+        return {
+            str(path.relative_to(out)): [json.loads(line) for line in path.read_text().splitlines()]
+            for path in sorted(Path(out).rglob("*.jsonl"))
+        }
+
     maths = [
         _trajectory(
             f"math-{n:02d}",
@@ -83,72 +89,56 @@ def unified(tmp_path: Path) -> Path:
         for n in range(30)
     ]
     lone = _trajectory("video-0", ("load_context", {"path": "v.txt"}, {"text": "ein Tisch, grün"}))
-    return _write(tmp_path / "unified", *maths, *hops, lone)
+    _write(*maths, *hops, lone)
+    return built
 
 
-def _build(unified: Path, out: Path, *words: str) -> dict[str, Any]:
-    templates = ["--templates", str(unified.parent / "templates.yaml")]
-    assert main(["sft", "build", str(unified), *templates, "--out", str(out), *words]) == 0
-    return {
-        str(path.relative_to(out)): [json.loads(line) for line in path.read_text().splitlines()]
-        for path in sorted(out.rglob("*.jsonl"))
-    }
+def _rows(files: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for rows in files.values() for row in rows]
 
 
-def test_rows_their_order_and_their_split_are_those_of_the_script(
-    unified: Path, tmp_path: Path
-) -> None:
-    files = _build(unified, tmp_path / "sft")
-
-    maths = [f"math-{n:02d}" for n in range(10)]
+def test_rows_their_order_and_their_split_are_those_of_the_script(build: Build) -> None:
+    files = build("sft")
     rng = random.Random(123)
-    for tool, count in (("reason", 10), ("bash", 10), ("reason_hop", 60), ("load_context", 1)):
+    for count in (10, 10):  # those of `reason`, then those of `bash`
         order = list(range(count))
         rng.shuffle(order)
-        if tool != "bash":
-            continue
-        rows = [
-            {
-                "tool": "bash",
-                "instruction": f"Next command for Question of {maths[n]}?",
-                "output": f"echo {n}",
-                "meta": {"task_id": maths[n], "domain": "math", "step": 2},
-            }
-            for n in order
-        ]
-        assert files["bash/val.jsonl"] + files["bash/train.jsonl"] == rows
-    assert files["reason/val.jsonl"][0]["instruction"].endswith("Context:")
-    assert {row["output"] for row in files["reason/train.jsonl"]} <= {
-        f"echo {n}" for n in range(10)
-    }
-    assert files["load_context/train.jsonl"] == files["load_context/val.jsonl"]
-    assert files["load_context/train.jsonl"][0]["output"] == '{"text": "ein Tisch, grün"}'
-    assert "grün" in (tmp_path / "sft/load_context/train.jsonl").read_text(encoding="utf-8")
-    summary = {
-        "reason": {"train": 9, "val": 1},
-        "bash": {"train": 9, "val": 1},
-        "reason_hop": {"train": 57, "val": 3},
-        "load_context": {"train": 1, "val": 1},
-    }
-    assert (tmp_path / "sft/SUMMARY.json").read_text() == json.dumps(summary, indent=2)
-
-
-def test_what_is_no_text_is_written_as_json_and_nothing_at_all_is_no_row(tmp_path: Path) -> None:
-    (tmp_path / "templates.yaml").write_text(TEMPLATES)
-    said = [({"é": 1}, '{"é": 1}'), (None, None), ([], "[]"), (0, "0"), (" ", " "), ("", None)]
-    docs = [
-        _trajectory(f"video-{n}", ("load_context", {"path": "a"}, o))
-        for n, (o, _) in enumerate(said)
+    assert files["bash/val.jsonl"] + files["bash/train.jsonl"] == [
+        {
+            "tool": "bash",
+            "instruction": f"Next command for Question of math-{n:02d}?",
+            "output": f"echo {n}",
+            "meta": {"task_id": f"math-{n:02d}", "domain": "math", "step": 2},
+        }
+        for n in order
     ]
-    rows = _build(_write(tmp_path / "unified", *docs), tmp_path / "out")
-    outputs = {row["meta"]["task_id"]: row["output"] for part in rows.values() for row in part}
+    assert files["reason/val.jsonl"][0]["instruction"].endswith("Context:")
+    outputs = {row["output"] for row in files["reason/train.jsonl"]}
+    assert outputs <= {f"echo {n}" for n in range(10)}
+    (lone,) = files["load_context/train.jsonl"]
+    assert files["load_context/val.jsonl"] == [lone]
+    assert lone["output"] == '{"text": "ein Tisch, grün"}'
+    assert "grün" in Path("sft/load_context/train.jsonl").read_text(encoding="utf-8")
+    counts = {"reason": (9, 1), "bash": (9, 1), "reason_hop": (57, 3), "load_context": (1, 1)}
+    summary = {tool: {"train": train, "val": val} for tool, (train, val) in counts.items()}
+    assert Path("sft/SUMMARY.json").read_text() == json.dumps(summary, indent=2)
+    assert build("sft") == files
+
+
+def test_what_is_no_text_is_written_as_json_and_nothing_at_all_is_no_row(build: Build) -> None:
+    said = [({"é": 1}, '{"é": 1}'), (None, None), ([], "[]"), (0, "0"), (" ", " "), ("", None)]
+    for number, (output, _) in enumerate(said):
+        document = _trajectory(f"video-{number}", ("load_context", {"path": "a"}, output))
+        _write(document, folder="said")
+    rows = _rows(build("out", source="said"))
+    outputs = {row["meta"]["task_id"]: row["output"] for row in rows}
     assert outputs == {f"video-{n}": text for n, (_, text) in enumerate(said) if text is not None}
 
 
 def test_failures_and_blanks_are_no_rows_and_domains_and_prefixes_have_templates(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run,
 ) -> None:
-    (tmp_path / "templates.yaml").write_text(
+    Path("templates.yaml").write_text(
         "tools:\n  reason: {instruction: 'T: {question}'}\n  open: {instruction: 'P: {path}'}\n"
         "  'tool:*': {instruction: 'T: {question}', response_from: action_call}\n"
         "domains:\n  math:\n    reason: {instruction: 'M: {question}'}\n"
@@ -157,122 +147,87 @@ def test_failures_and_blanks_are_no_rows_and_domains_and_prefixes_have_templates
     refused["actions"][0]["error"] = "no such customer"
     older = _trajectory("router-1", ("reason", {}, {"error": "json", "message": "no plan"}))
     paid = _trajectory("tau-2", ("tool:pay", {"to": "Ida"}, "paid"), ("reason", {}, "so"))
-    own = _trajectory("math-1", ("reason", {}, "so"))
-    files = _build(_write(tmp_path / "unified", refused, older, paid, own), tmp_path / "out")
-    rows = {
-        (row["tool"], row["instruction"][:2], row["output"])
-        for part in files.values()
-        for row in part
-    }
+    _write(refused, older, paid, _trajectory("math-1", ("reason", {}, "so")))
+    said = " ".join(run("sft build unified --templates templates.yaml --out out").out.split())
+    lines = [line for path in Path("out").rglob("*.jsonl") for line in path.open()]
+    rows = {(row["tool"], row["instruction"][:2], row["output"]) for row in map(json.loads, lines)}
     call = '{"name": "pay", "arguments": {"to": "Ida"}}'
     assert rows == {("tool", "T:", call), ("reason", "T:", "so"), ("reason", "M:", "so")}
-    said = " ".join(capsys.readouterr().out.split())
     assert "2 failed or refused actions; 1 with an empty placeholder" in said
     assert "tau: 2 rows (reason 1, tool 1)" in said
     assert "router: 0 rows (no action became one)" in said
 
 
-def test_rows_of_a_task_stand_on_one_side_over_all_tools(unified: Path, tmp_path: Path) -> None:
-    several = [
-        _trajectory(f"gaia-0-{n}", *[("bash", {"command": f"{n}{i}"}, "") for i in range(3)])
-        for n in range(9)
-    ]
-    for one in several:  # rollouts of one task
+def test_rows_of_a_task_stand_on_one_side_over_all_tools(build: Build) -> None:
+    for n in range(9):  # rollouts of one task
+        one = _trajectory(f"gaia-0-{n}", *[("bash", {"command": f"{n}{i}"}, "") for i in range(3)])
         one["metadata"]["task_id"] = "0"
-    _write(unified, *several)
-    files = _build(unified, tmp_path / "sft", "--group-by", "task_id", "--val_ratio", "0.3")
-    sides = {
-        side: {
-            "gaia-0" if (task := row["meta"]["task_id"]).startswith("gaia-0") else task
-            for name, rows in files.items()
-            if name.endswith(f"{side}.jsonl")
-            for row in rows
-        }
-        for side in ("train", "val")
-    }
-    assert not sides["train"] & sides["val"]
+        _write(one)
+    files = build("sft", "--group-by task_id --val_ratio 0.3")
+    sides: dict[str, set[str]] = {"train.jsonl": set(), "val.jsonl": set()}
+    for name, rows in files.items():
+        tasks = {row["meta"]["task_id"] for row in rows}
+        sides[Path(name).name] |= {"gaia-0" if "gaia-0" in task else task for task in tasks}
+    assert not sides["train.jsonl"] & sides["val.jsonl"]
     assert len(files["reason_hop/val.jsonl"]) >= 2 and files["bash/val.jsonl"]
     assert files["load_context/val.jsonl"] == []
 
 
-def test_what_else_can_be_wanted(unified: Path, tmp_path: Path) -> None:
-    strict = _build(unified, tmp_path / "strict", "--strict-split")
-    assert strict["load_context/val.jsonl"] == []
+def test_what_else_can_be_wanted(build: Build, run: Run) -> None:
+    assert build("strict", "--strict-split")["load_context/val.jsonl"] == []
 
-    good = _build(unified, tmp_path / "good", "--min-reward", "0.8")
-    kept = {row["meta"]["task_id"] for rows in good.values() for row in rows}
+    kept = {row["meta"]["task_id"] for row in _rows(build("good", "--min-reward 0.8"))}
     assert kept == {"math-08", "math-09"}
 
-    full = _build(unified, tmp_path / "full", "--context", "--notes")
-    rows = [row for rows in full.values() for row in rows]
-    second = next(r for r in rows if r["meta"]["task_id"] == "mhqa-07" and r["meta"]["step"] == 3)
-    assert second["instruction"] == "Question of mhqa-07? Notes: one of 7"
+    rows = {
+        (row["meta"]["task_id"], row["meta"]["step"]): row
+        for row in _rows(build("full", "--context --notes"))
+    }
+    assert rows["mhqa-07", 3]["instruction"] == "Question of mhqa-07? Notes: one of 7"
 
-    said = _build(unified, tmp_path / "said", "--form", "messages")["bash/val.jsonl"][0]
+    said = build("said", "--form messages")["bash/val.jsonl"][0]
     assert [message["role"] for message in said["messages"]] == ["user", "assistant"]
     assert {"env", "task_id", "reward", "tool", "step"} < said.keys()
 
-
-def test_a_folder_is_built_again_but_another_is_left_alone(
-    unified: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["sft", "build", str(unified), "--templates", str(tmp_path / "templates.yaml")]
-    first = _build(unified, tmp_path / "sft")
-    assert _build(unified, tmp_path / "sft") == first
-
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "thesis.tex").write_text("mine")
-    assert main([*words, "--out", str(other)]) == 2
-    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
-
-    (unified / "math" / "math-99.json").write_text('{"task_id": ')
-    assert main([*words, "--out", str(tmp_path / "sft")]) == 2
-    assert "math-99.json: no JSON" in capsys.readouterr().err
-    assert json.loads((tmp_path / "sft/SUMMARY.json").read_text())["bash"] == {"train": 9, "val": 1}
-    assert not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("tools: {bash: {instruction: 'Do {this}'}}", "{this} is not one of"),
-        ("tools: {bash: {instruction: 'Do {'}}", "written twice"),
-        ("tools: {bash: {instruction: x, response_from: output}}", "tools.bash.response_from"),
-        ("tools: {bash: {instruktion: x}}", "tools.bash.instruction"),
-        ("tools: [", "cannot be read"),
-    ],
-)
-def test_a_wrong_template_is_named(
-    unified: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
-) -> None:
-    path = tmp_path / "wrong.yaml"
-    path.write_text(text)
-    out = str(tmp_path / "sft")
-    assert main(["sft", "build", str(unified), "--templates", str(path), "--out", out]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_the_preview_writes_nothing(
-    unified: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    templates = ["--templates", str(tmp_path / "templates.yaml")]
-    assert main(["sft", "preview", str(unified), *templates, "--tool", "bash", "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)
+    preview = "sft preview unified --templates templates.yaml"
+    row = json.loads(run(f"{preview} --tool bash --json").out)
     assert row["tool"] == "bash" and row["output"] == "echo 0"
-    assert main(["sft", "preview", str(unified), *templates]) == 0
-    assert "decompose (30)" in capsys.readouterr().out
+    before = sorted(Path().iterdir())
+    assert "decompose (30)" in run(preview).out
+    assert sorted(Path().iterdir()) == before
 
 
-def test_the_shipped_templates_fit_what_our_environments_log(tmp_path: Path) -> None:
-    unified = _write(
-        tmp_path / "unified",
-        _trajectory("math-0", ("calculate", {"expression": "1+1"}, "2"), ("finalize", {}, "2")),
-    )
-    shipped = str(ROOT / "configs/sft_templates.yaml")
-    out = tmp_path / "sft"
-    assert main(["sft", "build", str(unified), "--templates", shipped, "--out", str(out)]) == 0
-    assert json.loads((out / "calculate/train.jsonl").read_text())["output"] == "1+1"
+def test_a_folder_is_built_again_but_another_is_left_alone(build: Build, run: Run) -> None:
+    build("sft")
+    Path("other").mkdir()
+    Path("other/thesis.tex").write_text("mine")
+    words = "sft build unified --templates templates.yaml"
+    run(f"{words} --out other", status=2)
+    assert [path.name for path in Path("other").iterdir()] == ["thesis.tex"]
+
+    Path("unified/math/math-99.json").write_text('{"task_id": ')
+    assert "math-99.json: no JSON" in run(f"{words} --out sft", status=2)
+    assert json.loads(Path("sft/SUMMARY.json").read_text())["bash"] == {"train": 9, "val": 1}
+    assert not list(Path().glob(".*"))
+
+
+def test_a_wrong_template_is_named(build: Build, run: Run) -> None:
+    for text, said in {
+        "tools: {bash: {instruction: 'Do {this}'}}": "{this} is not one of",
+        "tools: {bash: {instruction: 'Do {'}}": "written twice",
+        "tools: {bash: {instruction: x, response_from: output}}": "tools.bash.response_from",
+        "tools: {bash: {instruktion: x}}": "tools.bash.instruction",
+        "tools: [": "cannot be read",
+    }.items():
+        Path("wrong.yaml").write_text(text)
+        assert said in run("sft build unified --templates wrong.yaml --out sft", status=2)
+
+
+def test_the_shipped_templates_fit_what_our_environments_log(run: Run) -> None:
+    actions = ("calculate", {"expression": "1+1"}, "2"), ("finalize", {}, "2")
+    _write(_trajectory("math-0", *actions))
+    run(f"sft build unified --templates {SHIPPED} --out sft")
+    assert json.loads(Path("sft/calculate/train.jsonl").read_text())["output"] == "1+1"
 
 
 # Facts of the original scripts: ALikesToCode/CourseGPT-Pro-DSAI-Lab-Group-6, seed 42.
