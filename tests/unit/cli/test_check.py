@@ -166,119 +166,100 @@ class Broken(Sound):
 '''
 
 
-@pytest.fixture
-def zoo(tmp_path: Path) -> Path:
-    path = tmp_path / "zoo.py"
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("check") / "zoo.py"
     path.write_text(ENVIRONMENT)
     return path
 
 
-def check(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    return envserver("check", *words, folder=folder)
+def check(zoo: Path, words: str) -> subprocess.CompletedProcess[str]:
+    return envserver("check", "--env", *f"zoo.py:{words}".split(), folder=zoo.parent)
 
 
 def report(zoo: Path, name: str, plays: int = 0) -> dict[str, Any]:
     """The report; rollouts cost most, so only tests about them play."""
-    ran = check("--env", f"{zoo}:{name}", "--json", "--plays", plays, folder=zoo.parent)
+    ran = check(zoo, f"{name} --json --plays {plays}")
     assert ran.stdout, (ran.returncode, ran.stderr)
     found: dict[str, Any] = json.loads(ran.stdout)
     assert ran.returncode == (0 if found["ok"] else 1), ran.stderr
+    found["kinds"] = {kind["name"]: kind for kind in found["kinds"]}
+    found["plays"] = {one["way"]: one for one in found["plays"]}
     return found
 
 
-def wrong_kinds(found: dict[str, Any]) -> set[str]:
-    return {kind["name"] for kind in found["kinds"] if kind["wrong"]}
-
-
 def test_a_sound_environment_passes(zoo: Path) -> None:
-    found = report(zoo, "Sound")
+    """With several agents, which play its demonstrations."""
+    found = report(zoo, "Pair", plays=2)
     assert found["ok"] and not found["problems"] and found["whole"]
-    kinds = {kind["name"]: kind for kind in found["kinds"]}
+    kinds, plays = found["kinds"], found["plays"]
     assert (kinds["gold"]["count"], kinds["gold"]["least"], kinds["gold"]["most"]) == (4, 1.0, 1.0)
     assert {"no output", "empty text", "huge text", "wrong type", "question echoed"} <= kinds.keys()
-    assert found["plays"] == [] and found["scoring"]["count"] > 100
-
-
-@pytest.mark.thorough
-def test_endless_tasks_are_cut_and_a_card_is_made(zoo: Path) -> None:
-    ran = check("--env", f"{zoo}:Endless", "--tasks", 3, "--plays", 1, "--card", folder=zoo.parent)
-    assert ran.returncode == 0, ran.stderr
-    lines = ran.stdout.splitlines()
-    assert "| verdict | passes `envserver check` |" in lines
-    assert "| tasks | first 3 of `train` |" in lines
-    assert "| demonstrations, played | 3 of 3 solve their task, mean reward 1, 1.0 turns |" in lines
-    assert "| refusal | 0 of 1 | 0 |" in lines
-
-
-def test_demonstrations_are_played_through_the_rollout_of_several_agents(zoo: Path) -> None:
-    found = report(zoo, "Pair", plays=2)
-    assert found["ok"], (found["problems"], wrong_kinds(found))
-    plays = {one["way"]: one for one in found["plays"]}
+    assert found["scoring"]["count"] > 100
     assert plays["demonstration"]["rewards"] == [1.0] * 4 and plays["demonstration"]["turns"] == 4
     assert plays["spoiled"]["rewards"] == [0.0] * 2
     cheats = [one for one in plays.values() if one["cheat"]]
     assert len(cheats) == 6 and not any(one["solved"] for one in cheats)
 
 
-@pytest.mark.thorough
+@THOROUGH
+def test_endless_tasks_are_cut_and_a_card_is_made(zoo: Path) -> None:
+    ran = check(zoo, "Endless --tasks 3 --plays 1 --card")
+    assert ran.returncode == 0, ran.stderr
+    assert {
+        "| verdict | passes `envserver check` |",
+        "| tasks | first 3 of `train` |",
+        "| demonstrations, played | 3 of 3 solve their task, mean reward 1, 1.0 turns |",
+        "| refusal | 0 of 1 | 0 |",
+    } <= {*ran.stdout.splitlines()}
+
+
+@THOROUGH
 def test_faults_that_only_a_rollout_shows_are_found(zoo: Path) -> None:
     found = report(zoo, "Faulty", plays=3)
     problems = "\n".join(found["problems"])
     assert "The prompt of task 't0' shows hidden text: 'the answer that nobody may see" in problems
     assert "A cheat solves 3 of 3 tasks: the prompt again." in problems
     assert "Spoiled demonstrations are rewarded like right ones" in problems
-    plays = {one["way"]: one for one in found["plays"]}
+    plays = found["plays"]
     assert "I cannot read this answer" in plays["nothing"]["wrong"][0]["error"]
     assert not found["ok"] and plays["demonstration"]["solved"] == 4
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"),
+    ("name", "kinds", "words"),
     [
-        ("Substring", {"every answer", "question echoed"}),
-        ("Raises", {"no output", "empty text"}),
-        ("Strict", {"gold", "no output", "huge text"}),
+        ("Raises", ("no output", "empty text"), ()),
+        ("Strict", ("gold", "no output", "huge text"), ()),
+        ("Shows", (), ("shows hidden text: 'the answer that nobody may see: 0'",)),
+        ("Random", (), ("tasks differ: 'the same'", "have the same id: 'the same'")),
+        ("Broken", (), ("cannot be made: KeyError",)),
+        pytest.param("Moody", (), ("Scored twice, gold of task 't0' gets 0.9",), marks=THOROUGH),
+        pytest.param("Unordered", (), ("In another process the tasks differ",), marks=THOROUGH),
     ],
 )
-def test_rewards_that_are_wrong_are_found(zoo: Path, name: str, kinds: set[str]) -> None:
+def test_wrong_rewards_and_tasks_that_are_not_sound_are_found(
+    zoo: Path, name: str, kinds: tuple[str, ...], words: tuple[str, ...]
+) -> None:
     found = report(zoo, name)
-    assert kinds <= wrong_kinds(found)
-    assert not found["ok"] and not found["problems"]
+    wrong = {one: kind["wrong"] for one, kind in found["kinds"].items() if kind["wrong"]}
+    assert {*kinds} <= wrong.keys() and not found["ok"]
+    problems = "\n".join(found["problems"])
+    assert all(part in problems for part in words) and bool(problems) == bool(words)
     if name == "Raises":
-        wrong = next(kind for kind in found["kinds"] if kind["name"] == "no output")["wrong"]
-        assert "TypeError" in wrong[0]["error"]
+        assert "TypeError" in wrong["no output"][0]["error"]
         # No agent leaves such a thing, and a scorer that raises at it pays nothing for it.
-        assert "wrong type" not in wrong_kinds(found)
-        assert any(kind["name"] == "wrong type" and kind["raised"] for kind in found["kinds"])
+        assert "wrong type" not in wrong and found["kinds"]["wrong type"]["raised"]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Shows", "shows hidden text: 'the answer that nobody may see: 0'"),
-        ("Random", "tasks differ: 'the same'"),
-        ("Random", "have the same id: 'the same'"),
-        ("Broken", "cannot be made: KeyError"),
-        pytest.param("Moody", "Scored twice, gold of task 't0' gets 0.9", marks=THOROUGH),
-        pytest.param("Unordered", "In another process the tasks differ", marks=THOROUGH),
-    ],
-)
-def test_tasks_that_are_not_sound_are_found(zoo: Path, name: str, words: str) -> None:
-    found = report(zoo, name)
-    assert not found["ok"]
-    assert any(words in problem for problem in found["problems"]), found["problems"]
-
-
-def test_tasks_without_a_known_right_result_are_told_of(zoo: Path) -> None:
-    ran = check("--env", f"{zoo}:NoGold", "--plays", 0, folder=zoo.parent)
+def test_what_was_found_is_told_in_words(zoo: Path) -> None:
+    ran = check(zoo, "NoGold --plays 0")
     assert ran.returncode == 0
     assert "No correct result is known for 4 tasks." in ran.stdout
-
-
-def test_a_failed_check_shows_where(zoo: Path) -> None:
-    ran = check("--env", f"{zoo}:Substring", "--plays", 0, folder=zoo.parent)
+    ran = check(zoo, "Substring --plays 0")
     assert ran.returncode == 1
     assert "every answer, task t0: reward 1; expected 0" in ran.stdout
+    assert "question echoed, task t0" in ran.stdout
     assert "Checks FAILED" in ran.stdout
 
 

@@ -9,48 +9,45 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.in_process import Run
 from support.waiting import PATIENCE
 
-from envserver import main
 from envserver.cli import COMMANDS
 from envserver.cli.completion import FILES, SCRIPTS, candidates
 
 
-def names(*words: str) -> list[str]:
-    return [value for value, _ in candidates(words)]
+def names(line: str) -> list[str]:
+    """What the last word of a line may become; it is empty behind a space."""
+    return [value for value, _ in candidates(line.split(" "))]
 
 
-def test_commands_and_their_subcommands() -> None:
-    assert names("") == list(COMMANDS)
-    assert names("re") == ["rescore", "replay"]
-    assert names("models", "s") == ["start", "sim"]
-    assert names("completion", "") == list(SCRIPTS)
-    assert names("nothing", "") == []
+def test_what_a_word_may_become() -> None:
+    exactly = {
+        "": list(COMMANDS),
+        "re": ["rescore", "replay"],
+        "models s": ["start", "sim"],
+        "completion ": list(SCRIPTS),
+        "nothing ": [],
+        "process --resu": ["--resume"],
+        "process --no-resu": ["--no-resume"],
+        "serve --por": ["--port"],
+        "process --log_format ": ["auto", "console", "json"],
+        "process --log_format=c": ["--log_format=console"],
+        "process --log_format = c": ["console"],
+        "export ": [FILES],
+    }
+    assert {line: names(line) for line in exactly} == exactly
+    assert "--openai.base_url" in names("process --op")
+    assert "--env.data_set" in names("process --env math --env.da")
+    assert "--env.data_set" not in names("process --env.da")
+    assert {"math", FILES} <= set(names("process --env "))
+    assert names("export --to sf") != []
 
 
-def test_flags_of_a_command_and_of_its_environment() -> None:
-    assert "--openai.base_url" in names("process", "--op")
-    assert "--env.data_set" in names("process", "--env", "math", "--env.da")
-    assert "--env.data_set" not in names("process", "--env.da")
-    assert names("process", "--resu") == ["--resume"]
-    assert names("process", "--no-resu") == ["--no-resume"]
-    assert names("serve", "--por") == ["--port"]
-
-
-def test_environments_choices_and_files() -> None:
-    assert {"math", FILES} <= set(names("process", "--env", ""))
-    assert names("process", "--log_format", "") == ["auto", "console", "json"]
-    assert names("process", "--log_format=c") == ["--log_format=console"]
-    assert names("process", "--log_format", "=", "c") == ["console"]
-    assert names("export", "--to", "sf") != []
-    assert names("export", "") == [FILES]
-
-
-def test_a_script_is_printed_for_each_shell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_is_printed_for_each_shell(run: Run) -> None:
     for shell, script in SCRIPTS.items():
-        assert main(["completion", shell]) == 0
-        assert capsys.readouterr().out == script
-    assert main(["completion", "tcsh"]) == 2
+        assert run(f"completion {shell}").out == script
+    run("completion tcsh", status=2)
 
 
 @pytest.fixture
@@ -80,27 +77,25 @@ def asked(shell: str, script: str, folder: Path, environment: dict[str, str]) ->
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["pro"], ["process"]),
-        (["models", "st"], ["start"]),
-        (["process", "--log_format", "=", "js"], ["json"]),
-        (["process", "--env", "ma"], ["math"]),
-        (["export", "some"], ["some file.txt", "some.jsonl"]),
-    ],
-)
-def test_bash_completes(
-    words: list[str], expected: list[str], tmp_path: Path, shell_environment: dict[str, str]
-) -> None:
-    quoted = " ".join(f"'{word}'" for word in ["envserver", *words])
-    script = f"""
-        eval "$(envserver completion bash)"
-        COMP_WORDS=({quoted}); COMP_CWORD={len(words)}
+def test_bash_completes(tmp_path: Path, shell_environment: dict[str, str]) -> None:
+    expected = {
+        "pro": ["process"],
+        "models st": ["start"],
+        "process --log_format = js": ["json"],
+        "process --env ma": ["math"],
+        "export some": ["some file.txt", "some.jsonl"],
+    }
+    script = 'eval "$(envserver completion bash)"\n' + "".join(
+        f"""
+        COMP_WORDS=(envserver {line}); COMP_CWORD={len(line.split())}
         _envserver
-        printf '%s\\n' "${{COMPREPLY[@]}}"
-    """
-    assert sorted(asked("bash", script, tmp_path, shell_environment).splitlines()) == expected
+        printf '%s\\n' "${{COMPREPLY[@]}}" | sort
+        echo
+        """
+        for line in expected
+    )
+    told = asked("bash", script, tmp_path, shell_environment)
+    assert [part.splitlines() for part in told.split("\n\n")[:-1]] == [*expected.values()]
 
 
 def test_zsh_completes(tmp_path: Path, shell_environment: dict[str, str]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from envserver_records.errors import ConfigError
+from support.in_process import Run
 
-from envserver import main
 from envserver.export import Options, format_of, group_of, html_view
 from envserver.export.html import MOST_ROLLOUTS, Html, HtmlPages
 from envserver.models import shared_tokenizer
@@ -21,14 +21,10 @@ HOSTILE = (
     "</style></div></details></title> {{ 7 * 7 }} <a href='javascript:alert(4)'>x</a> "
     "<!-- \x00\x1b[31m \u202egnp.exe <meta http-equiv=refresh content='0;url=//evil.example'>"
 )
-ELEMENTS = {
-    *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "div", "span", "b"),
-    *("i", "a", "table", "tr", "th", "td", "details", "summary"),
-}
-ATTRIBUTES = {
-    *("lang", "charset", "http-equiv", "content", "name", "class", "id", "href", "style", "title"),
-    *("dir", "colspan"),
-}
+ELEMENTS = (
+    "html head meta title style body h1 h2 h3 p div span b i a table tr th td details summary"
+)
+ATTRIBUTES = "lang charset http-equiv content name class id href style title dir colspan"
 
 
 class Page(HTMLParser):
@@ -129,8 +125,8 @@ def test_nothing_from_outside_can_act(tmp_path: Path, model: str) -> None:
     made = pages(tmp_path, [line(0, HOSTILE, model=model)], HtmlPages(title=HOSTILE))
     page = made["index.html"]
     seen = Page(page)
-    assert seen.elements <= ELEMENTS
-    assert seen.attributes <= ATTRIBUTES
+    assert seen.elements <= {*ELEMENTS.split()}
+    assert seen.attributes <= {*ATTRIBUTES.split()}
     assert set(seen.addresses) == {"#r1"}
     assert all(re.fullmatch(r"width:[0-9.]+%", style) for style in seen.styles)
     assert "default-src 'none'" in page
@@ -179,22 +175,18 @@ def test_what_is_too_long_is_cut_and_said(tmp_path: Path, monkeypatch: pytest.Mo
     assert "… 1 more sampled tokens" in text
 
 
-def test_an_export_without_rollouts_is_a_page_that_says_so(tmp_path: Path) -> None:
-    (tmp_path / "none.jsonl").touch()
-    out = tmp_path / "page.html"
-    assert main(["export", str(tmp_path / "none.jsonl"), "--to", "html", "--out", str(out)]) == 0
-    assert "There is nothing in it." in out.read_text()
+def test_an_export_without_rollouts_is_a_page_that_says_so(run: Run) -> None:
+    Path("empty.jsonl").touch()
+    run("export empty.jsonl --to html --out page.html")
+    assert "There is nothing in it." in Path("page.html").read_text()
 
 
-def test_more_groups_than_fit_on_one_page_are_refused_before_the_rest_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_groups_than_fit_on_one_page_are_refused_before_the_rest_is_read(run: Run) -> None:
     lines = [json.dumps(line(number, "word")) for number in range(MOST_ROLLOUTS + 1)]
-    (tmp_path / "run.jsonl").write_text("\n".join([*lines, "a line that is never read\n"]))
-    out = tmp_path / "page.html"
-    assert main(["export", str(tmp_path / "run.jsonl"), "--to", "html", "--out", str(out)]) == 2
-    assert "do not fit on one page: --out must be a folder" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"run.jsonl"}
+    Path("run.jsonl").write_text("\n".join([*lines, "a line that is never read\n"]))
+    said = run("export run.jsonl --to html --out page.html", status=2)
+    assert "do not fit on one page: --out must be a folder" in said
+    assert [path.name for path in Path().iterdir()] == ["run.jsonl"]
 
 
 def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path: Path) -> None:

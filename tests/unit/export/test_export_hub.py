@@ -2,59 +2,43 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 import yaml
-from support.hub import Hub, running_hub
+from support.delivered import line, write_lines
+from support.hub import running_hub
+from support.in_process import Run
 from support.waiting import PATIENCE
 
-from envserver import main
-
-MESSAGES = [
-    {"role": "user", "content": "What is six times seven?"},
-    {"role": "assistant", "content": "It is 42."},
-]
+OUT = Path("out")
+PUSH = "--push_to_hub me/rollouts --dry_run"
 
 
-def groups(
-    path: Path, *, env: str = "math", model: str = "m", split: str = "train", **more: Any
-) -> Path:
+def groups(path: str = "groups.jsonl", model: str = "m", env: str = "math", **facts: Any) -> None:
     """A file of two groups of two rollouts, with rewards 0 and 1."""
-    lines = []
-    for number in range(2):
-        rollouts = [
-            {"rollout_id": f"g{number}-r{row}", "rows": [row], "reward": float(row), "turns": 1}
-            for row in range(2)
-        ]
-        facts = {"group_id": f"g{number}", "env": env, "task_id": f"t{number}", "split": split}
-        facts |= {"seed": 0, "model": model, "policy_version": number, "created_at": 1.7e9, **more}
-        lines.append(
-            {
-                "tokens": [[1, 2, 3]] * 2,
-                "masks": [[-100, 2, 3]] * 2,
-                "inference_logprobs": [[1.0, -0.5, -0.5]] * 2,
-                "messages": [MESSAGES] * 2,
-                "scores": [0.0, 1.0],
-                "envserver": {**facts, "index": number, "rollouts": rollouts},
-            }
-        )
-    path.write_bytes(b"\n".join(map(orjson.dumps, lines)) + b"\n")
-    return path
+    lines = [line(number, answers=("It is 42.",) * 2, env=env) for number in range(2)]
+    for number, one in enumerate(lines):
+        one["envserver"] |= {"policy_version": number, "model": model, **facts}
+    write_lines(Path(path), lines)
 
 
-def dry_run(source: Path, out: Path, *words: str, to: str = "messages") -> int:
-    where = ["--push_to_hub", "me/rollouts", "--dry_run", "--out", str(out)]
-    return main(["export", str(source), "--to", to, *where, *words])
+@pytest.fixture
+def card(run: Run) -> Callable[..., str]:
+    """Exports `groups.jsonl` as for the hub, and returns the card."""
+
+    def made(words: str = "", to: str = "messages", source: str = "groups.jsonl") -> str:
+        run(f"export {source} --to {to} {PUSH} --out out {words}")
+        return (OUT / "README.md").read_text()
+
+    return made
 
 
 def header(card: str) -> dict[str, Any]:
@@ -62,50 +46,57 @@ def header(card: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("to", ["messages", "parquet"])
-def test_a_dry_run_writes_what_datasets_can_load(tmp_path: Path, to: str) -> None:
+def test_a_dry_run_writes_what_datasets_can_load(card: Callable[..., str], to: str) -> None:
     datasets = pytest.importorskip("datasets")
     pytest.importorskip("pyarrow")
-    source, out = groups(tmp_path / "groups.jsonl"), tmp_path / "out"
-    assert dry_run(source, out, "--min_reward", "0.5", to=to) == 0
-    card = (out / "README.md").read_text()
-    [config] = header(card)["configs"]
-    [files] = config["data_files"]
-    loaded = datasets.load_dataset(str(out), cache_dir=str(tmp_path / "cache"))
+    groups()
+    told = card("--min_reward 0.5", to)
+    ((files,),) = [config["data_files"] for config in header(told)["configs"]]
+    loaded = datasets.load_dataset(str(OUT), cache_dir="cache")
     assert list(loaded) == [files["split"]] == ["train"]
     assert loaded["train"].num_rows == 2
     assert set(loaded["train"]["reward"]) == {1.0}
-    said = loaded["train"][0]["messages"]
-    assert [(one["role"], one["content"]) for one in said] == [
-        (one["role"], one["content"]) for one in MESSAGES
-    ]
+    said = [(one["role"], one["content"]) for one in loaded["train"][0]["messages"]]
+    assert said == [("user", "What is 0 of math?"), ("assistant", "It is 42.")]
     for name in loaded["train"].column_names:
-        assert f"| `{name}` |" in card
-    listed = {file["path"] for file in json.loads((out / "MANIFEST.json").read_text())["files"]}
-    assert listed == {
-        path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()
-    } - {"MANIFEST.json"}
+        assert f"| `{name}` |" in told
+    listed = {file["path"] for file in json.loads((OUT / "MANIFEST.json").read_text())["files"]}
+    written = {path.relative_to(OUT).as_posix() for path in OUT.rglob("*") if path.is_file()}
+    assert listed == written - {"MANIFEST.json"}
 
 
-def test_a_card_tells_what_it_is_made_of(tmp_path: Path) -> None:
-    source, out = groups(tmp_path / "groups.jsonl", split="test"), tmp_path / "out"
-    evaluation = tmp_path / "exam.txt"
-    evaluation.write_text("one two three four five six seven eight nine ten eleven twelve thirteen")
-    assert dry_run(source, out, "--against", str(evaluation), "--where", "turns < 6") == 0
-    card = (out / "README.md").read_text()
-    told = header(card)
+def test_a_card_tells_what_it_is_made_of(
+    card: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody_else")
+    groups(split="test")
+    exam = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    Path("exam.txt").write_text(exam)
+    found = card(
+        f"--against {tmp_path}/exam.txt --where 'turns < 6'", source=f"{tmp_path}/groups.jsonl"
+    )
+    told = header(found)
     assert told["pretty_name"] == "rollouts" and told["license"] == "unknown"
     assert told["configs"][0]["data_files"][0]["split"] == "test"
     assert "math" in told["tags"] and told["size_categories"] == ["n<1K"]
-    assert "| `math` | 4 | 2 | 0.500 |" in card
-    assert "4 rows; 12 tokens in 4 training rows, of which 8 were sampled" in card
-    assert "- Models: `m`; policy versions: 0 to 1" in card
-    assert "- `where`: `turns < 6`" in card
-    assert "13 words in a row in common with `exam.txt`" in card
-    assert "0.9 to 1.0" in card
+    for part in (
+        "| `math` | 4 | 2 | 0.500 |",
+        "4 rows; 24 tokens in 4 training rows, of which 12 were sampled",
+        "- Models: `m`; policy versions: 0 to 1",
+        "- `where`: `turns < 6`",
+        "13 words in a row in common with `exam.txt`",
+        "0.9 to 1.0",
+    ):
+        assert part in found
+    # Nothing of this machine and no secret is in the folder.
+    everything = b"".join(path.read_bytes() for path in OUT.rglob("*") if path.is_file())
+    assert str(tmp_path).encode() not in everything
+    assert b"hf_of_nobody_else" not in everything
 
 
 GAME = {"low": -2.0, "high": 2.0, "solved_at": 1.0}
 ENDLESS = {"low": 0.0, "high": None, "solved_at": 0.5}
+SHARES = {f"{low} % to {low + 10} %": 2 for low in (0, 50, 70, 90)}
 
 
 @pytest.mark.parametrize(
@@ -113,109 +104,60 @@ ENDLESS = {"low": 0.0, "high": None, "solved_at": 0.5}
     [
         ([GAME], {"0.0 to 0.4": 2, "0.8 to 1.2": 2, "-2.0 to -1.6": 0}),
         ([ENDLESS], {"0 to 0.05": 2, "0.45 to 0.5": 0}),
-        (
-            [GAME, None],
-            {"0 % to 10 %": 2, "50 % to 60 %": 2, "70 % to 80 %": 2, "90 % to 100 %": 2},
-        ),
+        ([GAME, None], SHARES),
     ],
 )
 def test_a_card_counts_rewards_on_the_range_that_the_environment_declares(
-    tmp_path: Path, ranges: list[Any], counts: dict[str, int]
+    card: Callable[..., str], ranges: list[Any], counts: dict[str, int]
 ) -> None:
-    sources = []
     for number, bounds in enumerate(ranges):
         more = {"reward_range": bounds} if bounds else {}
-        sources.append(str(groups(tmp_path / f"{number}.jsonl", env=f"e{number}", **more)))
-    out = tmp_path / "out"
-    where = ["--push_to_hub", "me/rollouts", "--dry_run", "--out", str(out)]
-    assert main(["export", *sources, "--to", "messages", *where]) == 0
-    card = (out / "README.md").read_text()
-    shown = {
-        name.rstrip(): int(count)
-        for name, count in re.findall(r"(?m)^(.+ to \S+(?: %)?) .* (\d+)$", card)
-    }
-    assert shown.items() >= counts.items()
-    assert ("Below that: 0; above: 2." in card) == (ranges == [ENDLESS])
-    assert ("From the lowest to the highest" in card) == (len(ranges) > 1)
+        groups(f"{number}.jsonl", env=f"e{number}", **more)
+    found = card(source=" ".join(f"{number}.jsonl" for number in range(len(ranges))))
+    rows = re.findall(r"(?m)^(.+ to \S+(?: %)?) .* (\d+)$", found)
+    assert {name.rstrip(): int(count) for name, count in rows}.items() >= counts.items()
+    assert ("Below that: 0; above: 2." in found) == (ranges == [ENDLESS])
+    assert ("From the lowest to the highest" in found) == (len(ranges) > 1)
 
 
-def test_nothing_of_this_machine_and_no_secret_is_in_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody_else")
-    source, out = groups(tmp_path / "groups.jsonl"), tmp_path / "out"
-    assert dry_run(source, out) == 0
-    everything = b"".join(path.read_bytes() for path in out.rglob("*") if path.is_file())
-    assert str(tmp_path).encode() not in everything
-    assert b"hf_of_nobody_else" not in everything
-
-
-def test_names_from_the_data_are_no_markup_and_end_no_header(tmp_path: Path) -> None:
+def test_names_from_the_data_are_no_markup_and_end_no_header(card: Callable[..., str]) -> None:
     hostile = "x`|\n---\nlicense: mit\n# y <script>"
-    source = groups(tmp_path / "groups.jsonl", env=hostile, model=hostile)
-    assert dry_run(source, tmp_path / "out", "--title", hostile) == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert header(card)["license"] == "unknown"
-    assert header(card)["tags"][-1] == "x-license-mit-y-script"
-    body = card.split("\n---\n", 1)[1]
+    groups(env=hostile, model=hostile)
+    found = card(f"--title '{hostile}'")
+    assert header(found)["license"] == "unknown"
+    assert header(found)["tags"][-1] == "x-license-mit-y-script"
+    body = found.split("\n---\n", 1)[1]
     assert "`x'' --- license: mit # y <script>`" in body
     assert not any(line.startswith(("---", "# y", "license")) for line in body.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--push_to_hub", "no-owner", "--dry_run"], "OWNER/NAME"),
-        (["--dry_run"], "--dry_run needs --push_to_hub"),
-        (["--push_to_hub", "me/x", "--dry_run", "--out", "one.jsonl"], "Only a folder"),
-    ],
-)
-def test_what_cannot_be_pushed_is_refused_before_any_work(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    says: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = groups(tmp_path / "groups.jsonl")
-    out = [] if "--out" in words else ["--out", "out"]
-    assert main(["export", str(source), "--to", "messages", *out, *words]) == 2
-    assert says in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["groups.jsonl"]
-
-
-def test_pages_have_a_card_without_splits(tmp_path: Path) -> None:
-    source = groups(tmp_path / "groups.jsonl")
-    assert dry_run(source, tmp_path / "out", to="html") == 0
-    told = header((tmp_path / "out" / "README.md").read_text())
+    told = header(card("--overwrite", "html"))  # pages have no splits
     assert "configs" not in told and told["viewer"] is False
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running_hub() as server:
-        yield server
+def test_what_cannot_be_pushed_is_refused_before_any_work(run: Run) -> None:
+    groups()
+    for words, says in {
+        "--push_to_hub no-owner --dry_run --out out": "OWNER/NAME",
+        "--dry_run --out out": "--dry_run needs --push_to_hub",
+        "--push_to_hub me/x --dry_run --out one.jsonl": "Only a folder",
+    }.items():
+        assert says in run(f"export groups.jsonl --to messages {words}", status=2)
+        assert [path.name for path in Path().iterdir()] == ["groups.jsonl"]
 
 
-def test_a_push_is_one_commit_of_the_folder(tmp_path: Path, hub: Hub) -> None:
+def test_a_push_is_one_commit_of_the_folder(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
-    source, out = groups(tmp_path / "groups.jsonl"), tmp_path / "out"
-    words = ["--to", "messages", "--out", str(out), "--push_to_hub", "me/x"]
-    subprocess.run(
-        [sys.executable, "-m", "envserver", "export", str(source), *words],
-        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_of_a_stand_in"},
-        check=True,
-        timeout=PATIENCE,
-    )
+    groups(f"{tmp_path}/groups.jsonl")
+    words = "export groups.jsonl --to messages --out out --push_to_hub me/x"
+    with running_hub() as hub:
+        subprocess.run(
+            [sys.executable, "-m", "envserver", *words.split()], cwd=tmp_path, check=True,
+            env={**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_of_a_stand_in"},
+            timeout=PATIENCE,
+        )  # fmt: skip
     [(token, body)] = [one[1:] for one in hub.asked if one[0] == "/api/repos/create"]
     assert token == "Bearer hf_of_a_stand_in"
     assert json.loads(body)["type"] == "dataset"
     [commit] = [body for path, _, body in hub.asked if path == "/api/datasets/me/x/commit/main"]
-    pushed = {
-        line["value"]["path"]: base64.b64decode(line["value"]["content"])
-        for line in map(json.loads, commit.splitlines())
-        if line["key"] == "file"
-    }
-    assert pushed == {path.name: path.read_bytes() for path in out.iterdir()}
+    pushed = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert hub.committed() == pushed
     assert b"hf_of_a_stand_in" not in commit

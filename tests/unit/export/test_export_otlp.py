@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.delivered import line, write_lines
 from support.extent import examples
+from support.in_process import Run
 from support.otlp_receiver import Traces, receiver, values
 
 from envserver import main
@@ -26,21 +27,23 @@ TALK = [
 ]
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    facts = {"messages": TALK, "usage": {"seconds": 3.0}}
-    return write_lines(tmp_path / "run.jsonl", [line(0, (0.25, None), **facts)])
+FACTS: dict[str, Any] = {"messages": TALK, "usage": {"seconds": 3.0}}
+SEND = "export run.jsonl --to otlp"
 
 
-def send(source: Path, url: str, *words: str) -> int:
-    return main(["export", str(source), "--to", "otlp", "--otlp_endpoint", url, *words])
-
-
-def test_a_rollout_is_a_trace_of_calls_tools_and_reward(source: Path) -> None:
+def test_a_rollout_is_a_trace_of_calls_tools_and_reward(run: Run) -> None:
+    write_lines(Path("run.jsonl"), [line(0, (0.25, None), **FACTS)])
     with receiver() as traces:
-        assert send(source, traces.url) == 0
+        run(f"{SEND} --otlp_endpoint {traces.url}")
         assert not any(b"You add" in body or b"It is 2" in body for body in traces.bodies)
-        assert send(source, traces.url, "--otlp_texts") == 0
+        run(f"{SEND} --otlp_endpoint {traces.url} --otlp_texts")
+        traces.status = 400
+        said = run(f"{SEND} --otlp_endpoint {traces.url}", status=1)
+        assert f"{traces.url} did not take 12 spans" in said
+        traces.bodies.pop()
+        run(f"{SEND} --otlp_endpoint {traces.url} --out out", status=2)
+    run(SEND, status=2)
+    run("export run.jsonl --to html", status=2)
     assert len(traces.by_trace()) == 2
     for spans in traces.by_trace().values():
         silent, told = spans[: len(spans) // 2], spans[len(spans) // 2 :]
@@ -105,48 +108,29 @@ def test_whatever_a_file_holds_is_sent(
 ) -> None:
     source = write_lines(tmp_path_factory.mktemp("in") / "run.jsonl", [line(0, (1.0,), **facts)])
     anybody.bodies.clear()
-    assert send(source, anybody.url, "--otlp_texts") == 0
+    words = f"--to otlp --otlp_endpoint {anybody.url} --otlp_texts"
+    assert main(["export", str(source), *words.split()]) == 0
     assert anybody.spans()[0].name == "task"
 
 
-def test_turns_have_their_own_times_where_they_are_stored(tmp_path: Path) -> None:
+def test_turns_have_their_own_times_where_they_are_stored(run: Run) -> None:
+    engine = {"kind": "engine", "name": "m"}
     timings = [
-        {"kind": "engine", "started": 1.0, "seconds": 0.5, "name": "m", "call": 0},
-        {
-            "kind": "engine",
-            "started": 2.25,
-            "seconds": 0.25,
-            "name": "m",
-            "call": 1,
-            "from": 9,
-            "to": 12,
-        },
+        {**engine, "started": 1.0, "seconds": 0.5, "call": 0},
+        {**engine, "started": 2.25, "seconds": 0.25, "call": 1, "from": 9, "to": 12},
     ]
-    facts = {"messages": TALK, "usage": {"seconds": 3.0}, "started_at": 1_600_000_000.0}
-    facts |= {"timings": timings, "agent_calls": {"": [0, 1]}}
-    source = write_lines(tmp_path / "run.jsonl", [line(0, (1.0,), **facts)])
+    more = {"started_at": 1_600_000_000.0, "timings": timings, "agent_calls": {"": [0, 1]}}
+    write_lines(Path("run.jsonl"), [line(0, (1.0,), **FACTS, **more)])
     with receiver() as traces:
-        assert send(source, traces.url) == 0
+        run(f"{SEND} --otlp_endpoint {traces.url}")
     (spans,) = traces.by_trace().values()
     assert values(spans[0])["envserver.times"] == "measured"
     last = values(spans[4])
     assert (last["gen_ai.usage.input_tokens"], last["gen_ai.usage.output_tokens"]) == (9, 3)
-
-    def seconds(nanoseconds: int) -> float:
-        return round(nanoseconds / 1e9 - 1_600_000_000, 3)
-
-    assert [
-        (seconds(one.start_time_unix_nano), seconds(one.end_time_unix_nano)) for one in spans[1:5]
-    ] == [(0.0, 3.0), (1.0, 1.5), (1.5, 2.25), (2.25, 2.5)]
-
-
-def test_what_the_receiver_does_not_take_is_an_error(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with receiver() as traces:
-        traces.status = 400
-        assert send(source, traces.url) != 0
-        assert f"{traces.url} did not take 12 spans" in capsys.readouterr().err
-        assert send(source, traces.url, "--out", str(tmp_path / "out")) == 2
-    assert main(["export", str(source), "--to", "otlp"]) == 2
-    assert main(["export", str(source), "--to", "html"]) == 2
+    times = [(one.start_time_unix_nano, one.end_time_unix_nano) for one in spans[1:5]]
+    assert [tuple(round(at / 1e9 - 1_600_000_000, 3) for at in span) for span in times] == [
+        (0.0, 3.0),
+        (1.0, 1.5),
+        (1.5, 2.25),
+        (2.25, 2.5),
+    ]

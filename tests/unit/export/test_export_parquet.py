@@ -86,21 +86,19 @@ def export(folder: Path, groups: Sequence[StoredGroup], shard_rows: int = 1000) 
 
 def as_read(rollout: StoredRollout, number: int, row: StoredRow | None) -> dict[str, Any]:
     """What a row of the table must say of a training row (None: the rollout has none)."""
-    names = ("components", "metrics", "agent_metrics", "output", "tools", "actions", "others")
     agent = row.agent if row else None
+    same = (
+        "rollout_id group_id env domain task_id split model reward finish_reason limit turns index "
+        "truncated attempt seed flags policy_version created_at length sampled usage rewards"
+    )
+    in_json = "components metrics agent_metrics output tools actions others"
     return {
-        **{name: getattr(rollout, name) for name in ("rollout_id", "group_id", "env", "domain")},
-        **{name: getattr(rollout, name) for name in ("task_id", "split", "model", "reward")},
-        **{name: getattr(rollout, name) for name in ("finish_reason", "limit", "turns", "index")},
-        **{name: getattr(rollout, name) for name in ("truncated", "attempt", "seed", "flags")},
-        **{name: getattr(rollout, name) for name in ("policy_version", "created_at")},
-        **{name: getattr(rollout, name) for name in ("length", "sampled")},
-        **{name: orjson.loads(orjson.dumps(getattr(rollout, name))) for name in names},
-        "usage": rollout.usage,
-        "rewards": rollout.rewards,
-        "turn_rewards": msgspec.to_builtins(rollout.turn_rewards),
-        "hooks": msgspec.to_builtins(rollout.hooks),
-        "egress": msgspec.to_builtins(rollout.egress),
+        **{name: getattr(rollout, name) for name in same.split()},
+        **{name: orjson.loads(orjson.dumps(getattr(rollout, name))) for name in in_json.split()},
+        **{
+            name: msgspec.to_builtins(getattr(rollout, name))
+            for name in ("turn_rewards", "hooks", "egress")
+        },
         "messages": without_nulls(rollout.messages),
         "rows": len(rollout.rows),
         "row": number,
