@@ -185,6 +185,7 @@ def report(zoo: Path, name: str, plays: int = 0) -> dict[str, Any]:
     assert ran.returncode == (0 if found["ok"] else 1), ran.stderr
     found["kinds"] = {kind["name"]: kind for kind in found["kinds"]}
     found["plays"] = {one["way"]: one for one in found["plays"]}
+    assert bool(found["plays"]) == bool(plays)
     return found
 
 

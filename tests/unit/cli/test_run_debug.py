@@ -11,12 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import environment_variables, envserver
+from support.in_process import Run
 from support.waiting import PATIENCE
-
-from envserver.cli import main
 
 ENVIRONMENT = '''
 from envserver import Environment, Score, Task
@@ -76,8 +76,8 @@ class Sums(Environment):
     def demonstration(self, task):
         return [{"role": "assistant", "content": f"It is {task.hidden['answer']}"}]
 '''
-TASK = ("run", "--env", "sums.py", "--task", "t3", "-o", "t3.json")
-SIM = ("--model", "sim", "--sim.solve_probability", "1", "--sim.openers", "false")
+TASK = "run --env sums.py --task t3 -o t3.json"
+SIM = "--model sim --sim.solve_probability 1 --sim.openers false"
 
 
 @pytest.fixture
@@ -86,9 +86,14 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def document(place: Path) -> Any:
+    return json.loads((place / "t3.json").read_text())
+
+
 def test_breakpoints_work_in_all_of_the_environment(place: Path) -> None:
     typed = "p number\nc\np self.bonus\nc\np task.id\nc\np result.output\nc\n"
-    ran = envserver(*TASK, *SIM, "--debug", "--env.stops", "true", folder=place, input=typed)
+    words = f"{TASK} {SIM} --debug --env.stops true".split()
+    ran = envserver(*words, folder=place, input=typed)
     assert ran.returncode == 0, ran.stderr
     seen = ran.stdout.split("(Pdb)")
     assert "sums.py" in seen[0] and "tasks()" in seen[0] and seen[1].startswith(" 3")
@@ -96,64 +101,50 @@ def test_breakpoints_work_in_all_of_the_environment(place: Path) -> None:
     assert "rollout()" in seen[4] and "the agent has t3" in seen[4] and seen[5].startswith(" 't3'")
     assert "score()" in seen[6] and seen[7].startswith(" 'It is 4'")
     assert "Reward: 1" in ran.stderr
-    document = json.loads((place / "t3.json").read_text())
-    assert document["metadata"]["reward"] == 1.0 and document["final_answer"] == "It is 4"
+    told = document(place)
+    assert told["metadata"]["reward"] == 1.0 and told["final_answer"] == "It is 4"
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fails", ["tasks", "prepare_scoring", "rollout", "score"])
-def test_the_traceback_is_the_environments(
-    place: Path, fails: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    task = ["run", "--env", str(place / "sums.py"), "--task", "t3"]  # a name is found once only
-    assert main([*task, *SIM, "--debug", "--env.fails", fails]) == 1
-    lines = capsys.readouterr().err.splitlines()
+def test_the_traceback_is_the_environments(place: Path, fails: str, run: Run) -> None:
+    # The whole path: a name is found once only.
+    said = run(f"run --env {place}/sums.py --task t3 {SIM} --debug --env.fails {fails}", status=1)
+    lines = said.err.splitlines()
     first = lines.index("Traceback (most recent call last):")
     assert 'sums.py"' in lines[first + 1] and f"in {fails}" in lines[first + 1]
     assert lines[-1] == f"ZeroDivisionError: in {fails}"
     assert not any("/envserver/" in line for line in lines[first:])
 
 
-def test_what_cannot_be_run_is_said_before_anything_starts(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    for words, told in (
-        (("--question", "5 + 1?"), "--question cannot be given with --task"),
-        ((), "--question is needed. Or name a task"),
-    ):
-        task = ("--task", "t3") if words else ()
-        assert main(["run", "--env", str(place / "sums.py"), *task, *words, *SIM]) == 2
-        assert told in capsys.readouterr().err
-    assert main(["run", "--env", "gaia", "--task", "x", "--debug", *SIM]) == 2
-    assert "without a sandbox" in capsys.readouterr().err
+def test_what_cannot_be_run_is_said_before_anything_starts(place: Path, run: Run) -> None:
+    for words, told in {
+        f"{place}/sums.py --task t3 --question '5 + 1?'": "--question cannot be given with --task",
+        f"{place}/sums.py": "--question is needed. Or name a task",
+        "gaia --task x --debug": "without a sandbox",
+    }.items():
+        assert told in run(f"run --env {words} {SIM}", status=2)
 
 
 @pytest.mark.thorough
-def test_process_shows_conversations_and_ends_at_its_limit(place: Path) -> None:
-    words = ("process", "--env", "sums.py", "--limit", 2, "--verbose", "--env.group_size", 2)
-    ran = envserver(*words, *SIM, "--out", "out.jsonl", folder=place)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("[assistant]") == 4 and ran.stderr.count("[user]") == 4
-    assert ran.stderr.count("It is 1") == ran.stderr.count("It is 2") == 2
-    assert len((place / "out.jsonl").read_text().splitlines()) == 2
+def test_process_shows_conversations_and_ends_at_its_limit(place: Path, run: Run) -> None:
+    words = "process --env sums.py --limit 2 --verbose --env.group_size 2 --out out.jsonl"
+    said = run(f"{words} {SIM}").err
+    assert said.count("[assistant]") == 4 and said.count("[user]") == 4
+    assert said.count("It is 1") == said.count("It is 2") == 2
+    assert len(Path("out.jsonl").read_text().splitlines()) == 2
 
 
 class Terminal:
     """A command at a terminal of its own."""
 
-    def __init__(self, *words: str, folder: Path) -> None:
+    def __init__(self, line: str, folder: Path) -> None:
         self._ours, theirs = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "envserver", *words],
-            cwd=folder,
+            [sys.executable, "-m", "envserver", *line.split()], cwd=folder,
             env=environment_variables() | {"TERM": "dumb", "COLUMNS": "200"},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-        )
+            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        )  # fmt: skip
         os.close(theirs)
         self.seen = ""
 
@@ -167,10 +158,14 @@ class Terminal:
         before, _, self.seen = self.seen.partition(text)
         return before
 
-    def type(self, line: str) -> None:
-        os.write(self._ours, f"{line}\n".encode())
+    def type(self, *lines: str) -> None:
+        for line in lines:
+            os.write(self._ours, f"{line}\n".encode())
 
-    def close(self) -> None:
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -179,42 +174,33 @@ class Terminal:
 
 @pytest.mark.thorough
 def test_a_person_plays_the_model_at_a_terminal(place: Path) -> None:
-    terminal = Terminal(*TASK, "--interactive", folder=place)
-    try:
+    with Terminal(f"{TASK} --interactive", place) as terminal:
         shown = terminal.until("> ")
         assert "You are the model" in shown and "3 + 1?" in shown and "!note {text}" in shown
         terminal.type('!note {"txt": "carry"}')
         assert "note does not take that: 'text' is a required property" in terminal.until("again.")
-        terminal.type('!note {"text": "carry"}')
-        terminal.type("")
+        terminal.type('!note {"text": "carry"}', "")
         assert "[tool]" in terminal.until("noted")
         terminal.until("> ")
-        terminal.type("It must be")
-        terminal.type("4")
-        terminal.type("")
+        terminal.type("It must be", "4", "")
         terminal.until("Reward: 1")
         assert terminal.process.wait(PATIENCE) == 0
-    finally:
-        terminal.close()
-    document = json.loads((place / "t3.json").read_text())
-    (messages,) = [one["messages"] for one in document["metadata"]["sequences"]]
-    assert messages[1]["tool_calls"][0]["function"] == {
-        "name": "note", "arguments": '{"text": "carry"}',
-    }  # fmt: skip
+    (messages,) = [one["messages"] for one in document(place)["metadata"]["sequences"]]
+    function = {"name": "note", "arguments": '{"text": "carry"}'}
+    assert messages[1]["tool_calls"][0]["function"] == function
     assert messages[-1]["content"] == "It must be\n4"
 
 
 @pytest.mark.thorough
 def test_a_person_who_leaves_ends_the_run(place: Path) -> None:
-    ran = envserver(*TASK, "--interactive", folder=place, input="half an ans")
+    ran = envserver(*TASK.split(), "--interactive", folder=place, input="half an ans")
     assert ran.returncode == 1
     assert "The person who plays the model has left." in ran.stderr
 
 
 @pytest.mark.thorough
 def test_a_changed_file_runs_the_task_again(place: Path) -> None:
-    terminal = Terminal(*TASK, *SIM, "--watch", "--debug", folder=place)
-    try:
+    with Terminal(f"{TASK} {SIM} --watch --debug", place) as terminal:
         terminal.until("Reward: 1")
         terminal.until("Waiting for a change")
         changed = ENVIRONMENT.replace("self.bonus + float(", "0.5 * float(")
@@ -224,5 +210,3 @@ def test_a_changed_file_runs_the_task_again(place: Path) -> None:
         terminal.until("Waiting for a change")
         os.killpg(terminal.process.pid, signal.SIGINT)
         assert terminal.process.wait(PATIENCE) == 130
-    finally:
-        terminal.close()

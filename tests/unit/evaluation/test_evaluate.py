@@ -1,4 +1,5 @@
-"""`envserver evaluate`: estimates held against brute force, and reports of whole runs."""
+"""`envserver evaluate`: estimates held against brute force, and reports of whole runs, of one
+environment and of several."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ import pytest
 from envserver_environments.tau.evaluation import pass_hat_ks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import envserver, group_ids, read_jsonl
+from support.commands import group_ids, read_jsonl
 from support.extent import examples
+from support.in_process import Run
 
-from envserver import main, pass_at_k, pass_hat_k
+from envserver import pass_at_k, pass_hat_k
 from envserver.evaluation import AttemptResult, Rules, TaskResult, report_run
 from envserver.evaluation.estimators import estimate
 from envserver.evaluation.report import difference
@@ -113,53 +115,52 @@ def test_kinds_of_tasks_are_told_apart_by_labels_and_by_metrics() -> None:
     )
 
 
-SIM = ("--model", "sim", "--sim.latency_seconds", 0, "--workers.processes", 1)
+RUN = Path("run")
+REPORTS = ("report.json", "report.md", "report.html")
+
+
+def report(folder: str = "run") -> Any:
+    return orjson.loads(Path(folder, "report.json").read_bytes())
 
 
 @pytest.mark.thorough
-def test_an_evaluation_is_resumed_with_the_same_settings(tmp_path: Path) -> None:
-    words = ("evaluate", "--env", "math", *SIM, "--env.group_size", 3, "--out", "run")
-    first = envserver(*words, "--env.total_steps", 2, folder=tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "pass^3" in first.stderr and "simulated" in first.stderr
-    groups = tmp_path / "run" / "groups.jsonl"
+def test_an_evaluation_is_resumed_with_the_same_settings(evaluate: Run) -> None:
+    words = "--env math --env.group_size 3 --out run"
+    first = evaluate(f"{words} --env.total_steps 2")
+    assert "pass^3" in first and "simulated" in first
+    groups = RUN / "groups.jsonl"
     before = groups.read_bytes()
-    again = envserver(*words, "--env.total_steps", 3, "--resume", folder=tmp_path)
-    assert again.returncode == 0, again.stderr
+    evaluate(f"{words} --env.total_steps 3 --resume")
     assert groups.read_bytes().startswith(before) and len(set(group_ids(groups))) == 3
-    report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())
+    found = report()
     rewards = {
         line["envserver"]["task_id"]: [one["reward"] for one in line["envserver"]["rollouts"]]
         for line in read_jsonl(groups)
     }
-    assert {task["task_id"]: task["rewards"] for task in report["run"]["tasks"]} == rewards
-    overall = report["run"]["overall"]
+    assert {task["task_id"]: task["rewards"] for task in found["run"]["tasks"]} == rewards
+    overall = found["run"]["overall"]
     mean = sum(map(sum, rewards.values())) / 9
     assert overall["mean_reward"]["value"] == pytest.approx(mean)
     assert overall["pass_hat"]["3"]["value"] == sum(all(r) for r in rewards.values()) / 3
-    assert (report["split"], report["complete"], report["baselines"]) == ("test", True, {})
-    assert "| math | 3 | 9 |" in (tmp_path / "run" / "report.md").read_text()
-    with (tmp_path / "run" / "attempts.csv").open(newline="") as file:
-        attempts = list(csv.DictReader(file))
-    listed = {
-        task: [float(one["reward"]) for one in attempts if one["task_id"] == task]
-        for task in rewards
-    }
+    assert (found["split"], found["complete"], found["baselines"]) == ("test", True, {})
+    assert "| math | 3 | 9 |" in (RUN / "report.md").read_text()
+    listed: dict[str, list[float]] = {}
+    with (RUN / "attempts.csv").open(newline="") as file:
+        for one in csv.DictReader(file):
+            listed.setdefault(one["task_id"], []).append(float(one["reward"]))
     assert listed == rewards
 
 
-def test_results_stand_beside_the_baselines(tmp_path: Path) -> None:
-    words = ("--env.total_steps", 2, "--sampling.temperature", 0, "--out", "run")
-    ran = envserver("evaluate", "--env", "video", *SIM, *words, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())
-    assert report["rules"]["group_size"] == 1
-    assert report["baselines"]["blind"]["counts"]["scored"] == 2
-    assert report["differences"]["blind"]["tasks"] == 2
-    assert any(name.startswith("correct") for name in report["run"]["by"])
-    assert "baseline blind" in (tmp_path / "run" / "report.md").read_text()
+def test_results_stand_beside_the_baselines(evaluate: Run) -> None:
+    evaluate("--env video --env.total_steps 2 --sampling.temperature 0 --out run")
+    found = report()
+    assert found["rules"]["group_size"] == 1
+    assert found["baselines"]["blind"]["counts"]["scored"] == 2
+    assert found["differences"]["blind"]["tasks"] == 2
+    assert any(name.startswith("correct") for name in found["run"]["by"])
+    assert "baseline blind" in (RUN / "report.md").read_text()
     tasks = [
-        {line["envserver"]["task_id"] for line in read_jsonl(tmp_path / "run" / name)}
+        {line["envserver"]["task_id"] for line in read_jsonl(RUN / name)}
         for name in ("groups.jsonl", "groups-blind.jsonl")
     ]
     assert tasks[0] == tasks[1]
@@ -186,69 +187,118 @@ class Failing(Environment):
     def score(self, task, result):
         return Score(reward=1.0)
 '''
+FAIL = "--env failing.py --rollouts.max_attempts 1"
 
 
-def test_what_is_lost_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "failing.py").write_text(FAILING)
-    words = ("evaluate", "--env", "failing.py", *SIM, "--rollouts.max_attempts", 1)
-    ran = envserver(
-        *words, "--env.group_size", 2, "--failures", "zero", "--out", "run", folder=tmp_path
-    )
-    assert ran.returncode == 0, ran.stderr
-    report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())
-    counts = report["run"]["counts"]
+def test_what_is_lost_is_counted(evaluate: Run) -> None:
+    Path("failing.py").write_text(FAILING)
+    evaluate(f"{FAIL} --env.group_size 2 --failures zero --out run")
+    found = report()["run"]
+    counts = found["counts"]
     assert (counts["tasks"], counts["tasks_lost"], counts["scored"], counts["lost"]) == (3, 1, 2, 4)
     assert counts["failed"] == {"agent_error": 4}
-    assert report["run"]["overall"]["mean_reward"]["value"] == pytest.approx(1 / 3)
-    ran = envserver(*words, "--env.all", "--out", "none", folder=tmp_path)
-    assert ran.returncode == 1 and "Nothing could be evaluated" in ran.stderr
-    assert not (tmp_path / "none" / "report.json").exists()
+    assert found["overall"]["mean_reward"]["value"] == pytest.approx(1 / 3)
+    said = evaluate(f"{FAIL} --env.all --out none", status=1)
+    assert "Nothing could be evaluated" in said
+    assert not Path("none/report.json").exists()
 
 
 @pytest.mark.thorough
-def test_overwrite_keeps_the_old_evaluation_until_the_first_group(tmp_path: Path) -> None:
-    (tmp_path / "failing.py").write_text(FAILING)
-    words = ("evaluate", "--env", "failing.py", *SIM, "--rollouts.max_attempts", 1, "--out", "run")
-    assert envserver(*words, folder=tmp_path).returncode == 0
-    files = [path for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()]
+def test_overwrite_keeps_the_old_evaluation_until_the_first_group(evaluate: Run) -> None:
+    Path("failing.py").write_text(FAILING)
+    evaluate(f"{FAIL} --out run")
+    files = [path for path in sorted(RUN.rglob("*")) if path.is_file()]
     before = {path: path.read_bytes() for path in files if "failures" not in path.name}
-    failed = envserver(*words, "--overwrite", "--env.all", folder=tmp_path)
-    assert failed.returncode == 1, failed.stderr
+    evaluate(f"{FAIL} --out run --overwrite --env.all", status=1)
     assert {path: path.read_bytes() for path in before} == before
-    again = envserver(*words, "--env.total_steps", 2, "--overwrite", folder=tmp_path)
-    assert again.returncode == 0, again.stderr
-    report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())
-    assert report["run"]["counts"]["tasks"] == 2
+    evaluate(f"{FAIL} --out run --env.total_steps 2 --overwrite")
+    assert report()["run"]["counts"]["tasks"] == 2
+
+
+EASY = """
+environment: math
+env: {total_steps: 3, group_size: 2, data_set: sample}
+sampling: {temperature: 0.5}
+openai: {base_url: http://localhost:1/v1}
+"""
+
+
+def test_a_folder_is_evaluated_whole_and_its_report_follows_from_its_groups(
+    evaluate: Run, run: Run
+) -> None:
+    """Of one environment that cannot, one that can, and what is none."""
+    Path("envs").mkdir()
+    broken = FAILING.replace("range(3)", "range(2)").replace(
+        "all: bool = False", "all: bool = True"
+    )
+    for name, text in (
+        ("broken.py", broken), ("easy.yaml", EASY), ("_notes.py", "1 / 0"), ("README.md", "..."),
+    ):  # fmt: skip
+        Path("envs", name).write_text(text)
+    words = "--rollouts.max_attempts 1 --prices.prompt 3 --prices.completion 6 --out run"
+    evaluate(f"--env envs {words}", status=1)  # one environment failed: said, and the other is done
+    found = report()
+    broken, easy = found["parts"]
+    assert (broken["name"], broken["run"]["overall"]) == ("broken", None)
+    assert broken["run"]["counts"]["lost"] == 12
+    assert (easy["name"], easy["env"], easy["rules"]["group_size"]) == ("easy", "math", 2)
+    assert easy["settings"]["sampling"]["temperature"] == 0.5
+    costs = easy["run"]["costs"]
+    tokens = costs["total_prompt_tokens"] * 3 + costs["total_completion_tokens"] * 6
+    assert found["totals"]["cost"] == pytest.approx(tokens / 1e6)
+    assert found["average"]["value"] == easy["run"]["overall"]["mean_reward"]["value"]
+    assert found["simulated"] and "## easy" in (RUN / "report.md").read_text()
+
+    before = {name: (RUN / name).read_bytes() for name in REPORTS}
+    for name in REPORTS:
+        (RUN / name).unlink()
+    run("evaluate report run")
+    assert {name: (RUN / name).read_bytes() for name in REPORTS} == before
+    run("evaluate report run --failures zero")
+    assert report()["parts"][0]["run"]["overall"]["rollouts"] == 12
+
+    told = run("evaluate compare run/easy run/easy/groups.jsonl --json").out
+    same = orjson.loads(told)["parts"][0]["reward"]
+    assert (same["tasks"], same["difference"]["value"], same["test"]["p_value"]) == (3, 0, 1)
+    run("evaluate compare run run/easy --out cmp")
+    assert "Only run has broken" in Path("cmp/comparison.md").read_text()
+    assert Path("cmp/comparison.html").exists()
+
+
+MATH = "--env math --model sim"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("line", "told", "status"),
     [
-        (["--failures", "forgive"], "--failures"),
-        (["--pass-at", "2"], "--pass"),
-        (["--resume"], "--out"),
-        (["--resume", "--overwrite"], "exclude each other"),
-        (["--out", "old"], "holds an evaluation"),
-        (["--out", "old", "--resume", "--env.seed", "7"], "seed 0 (now 7)"),
-        (["--out", "broken", "--resume"], "cannot be read"),
-        (["--out", "other", "--resume"], "names no evaluation"),
-        (["--prices.prompt", "1"], "go together"),
-        (["--truncated", "forgive"], "--truncated"),
+        (f"{MATH} --failures forgive", "--failures", 2),
+        (f"{MATH} --pass-at 2", "--pass", 2),
+        (f"{MATH} --resume", "--out", 2),
+        (f"{MATH} --resume --overwrite", "exclude each other", 2),
+        (f"{MATH} --out old", "holds an evaluation", 2),
+        (f"{MATH} --out old --resume --env.seed 7", "seed 0 (now 7)", 2),
+        (f"{MATH} --out broken --resume", "cannot be read", 2),
+        (f"{MATH} --out other --resume", "names no evaluation", 2),
+        (f"{MATH} --prices.prompt 1", "go together", 2),
+        (f"{MATH} --truncated forgive", "--truncated", 2),
+        (f"{MATH} --out several --resume", "of several environments", 2),
+        ("--env empty --model sim", "There is no environment in", 2),
+        ("--env math,nonsense --model sim", "no environment 'nonsense'", 2),
+        ("--env math,math --out several --model sim", "holds an evaluation", 2),
+        ("compare nowhere several", "no nowhere", 2),
+        ("compare several several", "holds no evaluation", 2),
+        ("report nowhere", "holds no evaluation", 2),
+        ("compare", "A is needed", 2),
+        ("", "--env NAME", 2),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
-    words: list[str],
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_meant_is_refused(line: str, told: str, status: int, run: Run) -> None:
     settings = {"environment": "math", "env": {"seed": 0}, "sampling": {}}
     facts = {"split": "test", "group_size": 4, "seed": 0, "simulated": True}
     old = orjson.dumps({"name": "math", "evaluated": settings | facts}).decode()
-    for name, text in (("old", old), ("broken", "[]"), ("other", "{}")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(text)
-    assert main(["evaluate", "--env", "math", "--model", "sim", *words]) == 2
-    assert told in capsys.readouterr().err
+    texts = {"old": old, "broken": "[]", "other": "{}", "several": '{"parts": ["math", "code"]}'}
+    for name, text in texts.items():
+        Path(name).mkdir()
+        Path(name, "run.json").write_text(text)
+    Path("empty").mkdir()
+    assert told in run(f"evaluate {line}", status)

@@ -1,4 +1,4 @@
-"""`evaluate --perturb`: the same tasks in other words, and how steady the results are."""
+"""What reports say beside rewards: how steady results are in other words, and steps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import envserver, read_jsonl
+from support.commands import read_jsonl
 from support.extent import examples
+from support.in_process import Run
 
 from envserver.evaluation.perturbations import KINDS, perturbed
 from envserver.evaluation.robustness import Asked, robustness
+from envserver.evaluation.steps import Action, Steps, steps_of
 
-SIM = ("--model", "sim", "--sim.latency_seconds", 0, "--workers.processes", 1)
 QUESTION = (
     "Anna has 12 apples. Her brother Max takes `some_list[3]` and $x^2 + abcd$ away, "
     'says "Keep This". How many apples remain with Anna at config/file.yaml?'
@@ -58,26 +59,23 @@ def test_each_perturbation_does_what_it_says() -> None:
     assert perturbed("a b", "typos", "1") == "a b"
 
 
-def test_results_in_other_words_stand_in_the_report(tmp_path: Path) -> None:
-    (tmp_path / "brittle.py").write_text(BRITTLE)
-    paraphrases = [
-        {"task_id": "one", "question": "What of one?"},
-        {"task_id": "two", "question": "Please answer two."},
-        {"task_id": "one", "question": "Please answer one."},
-    ]
-    lines = b"".join(orjson.dumps(one) + b"\n" for one in paraphrases)
-    (tmp_path / "words.jsonl").write_bytes(lines)
-    words = ("--env.group_size", 1, "--perturb", "lower_case", "--paraphrases", "words.jsonl")
-    command = ("evaluate", "--env", "brittle.py", *SIM, *words, "--out", "run")
-    ran = envserver(*command, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    run = tmp_path / "run"
+def test_results_in_other_words_stand_in_the_report(evaluate: Run) -> None:
+    Path("brittle.py").write_text(BRITTLE)
+    paraphrases = (
+        ("one", "What of one?"),
+        ("two", "Please answer two."),
+        ("one", "Please answer one."),
+    )
+    lines = [orjson.dumps({"task_id": task, "question": text}) for task, text in paraphrases]
+    Path("words.jsonl").write_bytes(b"\n".join(lines))
+    words = "--env brittle.py --env.group_size 1 --perturb lower_case --out run"
+    evaluate(f"{words} --paraphrases words.jsonl")
     asked = {
         group["envserver"]["task_id"]: group["envserver"]["rollouts"][0]["output"]
-        for group in read_jsonl(run / "groups-paraphrase_1.jsonl")
+        for group in read_jsonl(Path("run/groups-paraphrase_1.jsonl"))
     }
-    assert asked == {"one": "What of one?", "two": "Please answer two."}
-    report = orjson.loads((run / "report.json").read_bytes())
+    assert asked == dict(paraphrases[:2])
+    report = orjson.loads(Path("run/report.json").read_bytes())
     found = report["robustness"]
     assert found["variants"] == ["lower_case", "paraphrase_1", "paraphrase_2"]
     # one: fails in two of its three other ways; two: in one of two; the others are steady.
@@ -85,9 +83,8 @@ def test_results_in_other_words_stand_in_the_report(tmp_path: Path) -> None:
     assert found["worst_reward"]["value"] == found["worst_pass"]["value"] == 1 / 4
     assert found["worst_reward"]["low"] <= 1 / 4 <= found["worst_reward"]["high"]
     assert report["differences"]["lower_case"]["value"] == pytest.approx(3 / 4 - 1 / 4)
-    assert "asked as lower_case" in (run / "report.md").read_text()
-    again = envserver(*command[:-4], *command[-2:], "--resume", folder=tmp_path)
-    assert again.returncode == 2 and "paraphrases" in again.stderr
+    assert "asked as lower_case" in Path("run/report.md").read_text()
+    assert "paraphrases" in evaluate(f"{words} --resume", status=2)
 
 
 def test_chances_are_those_of_all_pairs_of_attempts() -> None:
@@ -99,18 +96,77 @@ def test_chances_are_those_of_all_pairs_of_attempts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "words", "why"),
+    ("words", "why"),
     [
-        ("math", ("--perturb", "shouting"), "no perturbation 'shouting'"),
-        ("math", ("--paraphrases", "bad.jsonl"), "bad.jsonl, line 2 is not a paraphrase"),
-        ("math", ("--paraphrases", "none.jsonl"), "none.jsonl cannot be read"),
-        ("kuhn", ("--perturb", "typos"), "has no question to be perturbed"),
+        ("math --perturb shouting", "no perturbation 'shouting'"),
+        ("math --paraphrases bad.jsonl", "bad.jsonl, line 2 is not a paraphrase"),
+        ("math --paraphrases none.jsonl", "none.jsonl cannot be read"),
+        ("kuhn --perturb typos", "has no question to be perturbed"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(
-    env: str, words: tuple[str, ...], why: str, tmp_path: Path
-) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"task_id": "a", "question": "b"}\n{"task_id": 1}\n')
-    more = ("--env.total_steps", 1, "--env.group_size", 1, "--out", "run")
-    ran = envserver("evaluate", "--env", env, *SIM, *words, *more, folder=tmp_path)
-    assert ran.returncode == 2 and why in " ".join(ran.stderr.split()), ran.stderr
+def test_what_cannot_be_asked_is_refused(words: str, why: str, evaluate: Run) -> None:
+    Path("bad.jsonl").write_text('{"task_id": "a", "question": "b"}\n{"task_id": 1}\n')
+    assert why in evaluate(f"--env {words} --env.total_steps 1 --env.group_size 1 --out run", 2)
+
+
+WANDERING = '''
+from envserver import Environment, Score, Task
+
+class Wandering(Environment):
+    """Searches twice for the same, fails once, and opens a page."""
+
+    class Config(Environment.Config):
+        directly: bool = False
+
+    def baselines(self):
+        return {"directly": {"directly": True}}
+
+    def tasks(self, split):
+        yield Task("solved", {}, {"reward": 1.0})
+        yield Task("failed", {}, {"reward": 0.0})
+        yield Task("silent", {}, {"reward": 1.0})
+
+    async def rollout(self, task, run):
+        await run.chat([{"role": "user", "content": "go"}])
+        if task.id == "silent":
+            return
+        run.log_action("open", {"page": 1}, "the page")
+        if not self.config.directly:
+            run.log_action("search", {"for": "x"}, ["a", "b"])
+            run.log_action("search", {"for": "x"}, ["a", "b"])
+            run.log_action("search", {"for": "x"}, ["c"])
+            run.log_action("open", {"page": 9}, None, error="no such page")
+            run.log_action("reason", None, "")
+        run.log_action("finalize", {}, "done")
+
+    def score(self, task, result):
+        return Score(reward=task.hidden["reward"])
+'''
+
+
+def test_steps_are_measured_against_the_shortest_success(evaluate: Run, run: Run) -> None:
+    Path("wandering.py").write_text(WANDERING)
+    evaluate("--env wandering.py --env.group_size 2 --out run")
+    written = Path("run/report.json").read_bytes()
+    report = orjson.loads(written)
+    told = {name: (one["value"], one["tasks"]) for name, one in report["run"]["steps"].items()}
+    assert told == {
+        "steps": (6.0, 2),
+        "steps of a success": (6.0, 1),
+        "steps beyond the shortest success": (5.0, 1),  # the baseline's success has one
+        "share with an error": (pytest.approx(1 / 6), 2),
+        "share repeated": (pytest.approx(1 / 6), 2),
+        "share useless": (pytest.approx(3 / 6), 2),
+    }
+    direct = report["baselines"]["directly"]["steps"]
+    assert direct["steps beyond the shortest success"]["value"] == 0
+    shown = Path("run/report.md").read_text().replace(" [5.00, 5.00]", "")
+    assert "| steps beyond the shortest success | 5.000 | 0.000 |" in shown
+    run("evaluate report run")
+    assert Path("run/report.json").read_bytes() == written
+
+
+def test_what_others_say_and_what_was_left_out_are_no_steps() -> None:
+    said = [Action("user"), Action("finalize"), Action("actions_cut_off"), Action("say")]
+    assert steps_of(said) == Steps(steps=1, errors=0, repeated=0, useless=1)
+    assert steps_of([]) == Steps(steps=0, errors=0, repeated=0, useless=0)

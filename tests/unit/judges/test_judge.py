@@ -1,4 +1,7 @@
-"""`self.judge` in scorers: asked through the server, cached, bounded; its failures are ours."""
+"""`self.judge` in scorers: asked through the server, cached, bounded; its failures are ours.
+
+And each record says what its rollout took and cost, by the prices of each model and of the judge.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,27 @@ import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from envserver_records.costs import JudgeUsage, Prices
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import generate_latest
-from prometheus_client.core import CollectorRegistry
-from support.commands import envserver, free_port, read_jsonl, running, until
+from support.commands import envserver, read_jsonl, running, until
+from support.in_process import Run
 from support.judging import JudgeEngine, judge_engine
 from support.waiting import PATIENCE
 
-from envserver import ConfigError, JudgeError, Result, ScorerError, Task
+from envserver import ConfigError, JudgeError, Result, ScorerError, Settings, Task
+from envserver.evaluation.folders import View
+from envserver.evaluation.group_files import report_of_files
 from envserver.judge_config import JudgeConfig
 from envserver.judges.server import JudgeServer
+from envserver.rollouts.costs import RolloutPrices, ScoringSpent
 from envserver.rollouts.scoring import ScorerPool, _Timer
 from envserver.running.judging import JudgeNumbers, judge_line, judge_of
+from envserver.running.prices import rollout_prices
 
 KEY = "sk-judge-7d1f0c"
 
@@ -100,7 +111,7 @@ def says_half(messages: list[dict[str, Any]]) -> str:
 
 @contextlib.asynccontextmanager
 async def house(
-    environment: str, engine: JudgeEngine | None, folder: Path, scorers: int = 2, **settings: Any
+    environment: str, engine: JudgeEngine | None, folder: Path, scorers: int = 1, **settings: Any
 ) -> AsyncIterator[tuple[ScorerPool, JudgeServer]]:
     """Scorers with a judge."""
     url = engine.url if engine else "http://127.0.0.1:9/v1"
@@ -117,10 +128,8 @@ async def reward(pool: ScorerPool, output: str) -> float | None:
 
 async def test_equal_questions_are_paid_once(judged: str, tmp_path: Path) -> None:
     with judge_engine(says_half) as engine:
-        async with house(judged, engine, tmp_path, prompt_price=1.0, completion_price=2.0) as (
-            pool,
-            judge,
-        ):
+        prices = {"prompt_price": 1.0, "completion_price": 2.0}
+        async with house(judged, engine, tmp_path, scorers=2, **prices) as (pool, judge):
             wanted = ["blocking:a", "blocking:a", "async:b", "async:b", "async:b"]
             assert await asyncio.gather(*(reward(pool, one) for one in wanted)) == [0.5] * 5
             assert len(engine.asked) == 5  # a, and b 0 to b 3
@@ -134,23 +143,14 @@ async def test_equal_questions_are_paid_once(judged: str, tmp_path: Path) -> Non
             assert judge_line(judge) == (
                 f"Judge: 16 calls (10 from {tmp_path / 'judge.db'}), 600 + 60 tokens, 0.0007 USD"
             )
-            registry = CollectorRegistry()
-            registry.register(_Families(list(await JudgeNumbers(judge).families())))
-            shown = generate_latest(registry).decode()
+            families = list(await JudgeNumbers(judge).families())
+            shown = generate_latest(Mock(collect=lambda: families)).decode()
             assert 'envserver_judge_calls_total{end="engine"} 6.0' in shown
             assert 'envserver_judge_tokens_total{kind="prompt"} 600.0' in shown
             assert 'envserver_judge_cost_total{currency="USD"} 0.00072' in shown
         async with house(judged, engine, tmp_path) as (pool, judge):  # as after a restart
             assert await reward(pool, "async:b") == 0.5
             assert (len(engine.asked), judge.counts.cached) == (6, 4)
-
-
-class _Families:
-    def __init__(self, families: list[Any]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Any]:
-        return self._families
 
 
 async def test_a_judge_that_fails_is_our_failure(judged: str, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ async def test_a_scorers_clock_stands_still_while_it_waits(judged: str, tmp_path
         return "1"
 
     with judge_engine(slow) as engine:
-        async with house(judged, engine, tmp_path, scorers=1) as (pool, _):
+        async with house(judged, engine, tmp_path) as (pool, _):
             assert await reward(pool, "blocking:a") == 1.0
             Path(judged).write_text(ENVIRONMENT.replace('if how == "blocking":', "while True:"))
         engine.say = says_half
@@ -219,7 +219,7 @@ async def test_a_scorers_clock_stands_still_while_it_waits(judged: str, tmp_path
             'if how == "blocking":', 'if how == "hang":\n            import time; time.sleep(99)'
         )
         Path(judged).write_text(hanging)
-        async with house(judged, engine, tmp_path, scorers=1) as (pool, _):
+        async with house(judged, engine, tmp_path) as (pool, _):
             with pytest.raises(ScorerError, match="longer than 2 seconds"):
                 await reward(pool, "hang:")
             assert await reward(pool, "async:b") == 0.5  # a new process
@@ -235,7 +235,7 @@ async def test_a_scorer_that_is_killed_ends_its_call(judged: str, tmp_path: Path
         return "1"
 
     with judge_engine(slow) as engine:
-        async with house(judged, engine, tmp_path, scorers=1, max_concurrent=1) as (pool, judge):
+        async with house(judged, engine, tmp_path, max_concurrent=1) as (pool, judge):
             scoring = asyncio.create_task(reward(pool, "blocking:a"))
             await asyncio.to_thread(waiting.wait, PATIENCE)
             scoring.cancel()
@@ -254,50 +254,44 @@ def _no_pause() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+SIM = "--env judged.py --model sim"
+
+
+def priced(engine: JudgeEngine, price: int = 1) -> str:
+    """The flags of this judge."""
+    prices = f"--judge.prompt_price {price} --judge.completion_price {price}"
+    return f"--judge.base_url {engine.url} {prices}"
+
+
 @pytest.mark.thorough
-def test_commands_ask_it_and_show_its_cost_and_never_its_key(tmp_path: Path) -> None:
+def test_commands_ask_it_and_show_its_cost_and_never_its_key(judged: str, run: Run) -> None:
     """`process` pays, `rescore` finds the answers beside its source; no call is a training row."""
-    (tmp_path / "judged.py").write_text(ENVIRONMENT)
-    out = tmp_path / "data" / "judged.jsonl"
+    out = Path("data/judged.jsonl")
     with judge_engine(lambda messages: "0.25") as engine:
-        judge = ("--judge.base_url", engine.url, "--judge.prompt_price", 1)
-        judge = (*judge, "--judge.completion_price", 1)
-        (tmp_path / ".env").write_text(f"ENVSERVER_JUDGE__API_KEY={KEY}\n")
-        ran = envserver(
-            *("process", "--env", "judged.py", "--model", "sim", "--env.group_size", 2, *judge),
-            folder=tmp_path,
-        )
-        assert ran.returncode == 0, ran.stderr
+        Path(".env").write_text(f"ENVSERVER_JUDGE__API_KEY={KEY}\n")
+        ran = run(f"process {SIM} --env.group_size 2 {priced(engine)}")
         assert engine.keys == {f"Bearer {KEY}"}
         asked = len(engine.asked)
-        assert "Judge: " in ran.stderr + ran.stdout and "USD" in ran.stderr + ran.stdout
+        assert "Judge: " in ran.err + ran.out and "USD" in ran.err + ran.out
         groups = read_jsonl(out)
         assert [group["scores"] for group in groups] == [[0.75, 0.75]] * 2
-        again = envserver(
-            *("rescore", "data/judged.jsonl", "--env", "judged.py", "--out", "new.jsonl", *judge),
-            folder=tmp_path,
-        )
-        assert again.returncode == 0, again.stderr
+        again = run(f"rescore {out} --env judged.py --out new.jsonl {priced(engine)}")
         assert len(engine.asked) == asked, "rescore paid again"
-        (tmp_path / "data").rename(tmp_path / "kept")
+        assert "0 + 0 tokens" in again
+        rescored = [group["scores"] for group in read_jsonl(Path("new.jsonl"))]
+        assert rescored == [[0.75, 0.75]] * 2
+        Path("data").rename("kept")
         rollout = groups[0]["envserver"]["rollouts"][0]["rollout_id"]
-        replayed = envserver(
-            *("replay", "kept/judged.jsonl", "--env", "judged.py", "--rollout", rollout, *judge),
-            folder=tmp_path,
-        )
+        words = f"replay kept/judged.jsonl --env judged.py --rollout {rollout} {priced(engine)}"
+        replayed = envserver(*words.split(), folder=Path())
         assert "0.25" in replayed.stdout, replayed.stderr
         assert len(engine.asked) == asked, "replay paid again"
-        (tmp_path / "kept").rename(tmp_path / "data")
-        assert "0 + 0 tokens" in again.stderr
-        assert [group["scores"] for group in read_jsonl(tmp_path / "new.jsonl")] == [
-            [0.75, 0.75]
-        ] * 2
-    shown = ran.stdout + ran.stderr + again.stdout + again.stderr + out.read_text()
+    shown = ran.out + ran.err + again.out + again.err + Path("kept/judged.jsonl").read_text()
     assert KEY not in shown
     for group in groups:
         assert [rollout["turns"] for rollout in group["envserver"]["rollouts"]] == [1, 1]
         assert [len(messages) for messages in group["messages"]] == [2, 2]
-    assert KEY.encode() not in (tmp_path / "data" / "judge.db").read_bytes()
+    assert KEY.encode() not in Path("kept/judge.db").read_bytes()
 
 
 IN_A_NEW_PROCESS = """
@@ -325,28 +319,19 @@ def test_scorers_do_not_have_the_servers_variables(judged: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_single_question_shows_what_its_judge_cost(tmp_path: Path) -> None:
-    (tmp_path / "judged.py").write_text(ENVIRONMENT)
+def test_a_single_question_shows_what_its_judge_cost(judged: str, run: Run) -> None:
     with judge_engine(lambda messages: "0.25") as engine:
-        words = ("run", "--env", "judged.py", "--model", "sim", "--question", "Is it?")
-        words = (*words, "--judge.base_url", engine.url, "--judge.prompt_price", "1")
-        words = (*words, "--judge.completion_price", "1")
-        scored = envserver(*words, "--answer", "yes", folder=tmp_path)
-        assert scored.returncode == 0, scored.stderr
-        assert "Judge: 4 calls (0 from data/judge.db), 400 + 40 tokens, 0.0004 USD" in scored.stderr
-        unscored = envserver(*words, folder=tmp_path)
-        assert unscored.returncode == 0 and "Judge" not in unscored.stderr
+        words = f"run {SIM} --question 'Is it?' {priced(engine)}"
+        scored = run(f"{words} --answer yes")
+        assert "Judge: 4 calls (0 from data/judge.db), 400 + 40 tokens, 0.0004 USD" in scored
+        assert "Judge" not in run(words)
 
 
 @pytest.mark.thorough
-def test_a_server_shows_what_its_judge_costs(tmp_path: Path) -> None:
-    (tmp_path / "judged.py").write_text(ENVIRONMENT)
+def test_a_server_shows_what_its_judge_costs(judged: str, tmp_path: Path) -> None:
     with judge_engine(lambda messages: "0.25") as engine:
-        words = ("serve", "--env", "judged.py", "--model", "sim", "--port", free_port())
-        words = (*words, "--judge.base_url", engine.url, "--judge.prompt_price", 1)
-        words = (*words, "--judge.completion_price", 1)
-        words = (*words, "--env.ensure_scores_are_not_same", "false")
-        with running(*words, folder=tmp_path) as server:
+        words = f"serve {SIM} --port 0 {priced(engine)} --env.ensure_scores_are_not_same false"
+        with running(*words.split(), folder=tmp_path) as server:
             url = server.wait_for(r"http://127\.0\.0\.1:\d+")[0]
 
             def shown() -> str:
@@ -368,3 +353,92 @@ async def test_a_judge_may_be_asked_after_its_score_was_given_up() -> None:
             pass
     with timer.stopped():  # it raised, in the judge's server
         pass
+
+
+# What a rollout took and cost --------------------------------------------------------------------
+
+PRICED = """
+from envserver import Environment, Score, Task
+
+class Priced(Environment):
+    def tasks(self, split):
+        yield Task("t", {"question": "?"}, {})
+
+    def demonstration(self, task):
+        return [{"role": "assistant", "content": "yes"}]
+
+    async def rollout(self, task, run):
+        return (await run.chat([{"role": "user", "content": "?"}])).content
+
+    async def score(self, task, result):
+        ask = [{"role": "user", "content": "one"}]
+        return Score(reward=float((await self.judge.chat(ask)).content))
+
+    async def score_group(self, task, results, scores):
+        for n in range(3):
+            await self.judge.chat([{"role": "user", "content": str(n)}])
+        return scores
+"""
+
+
+@pytest.mark.thorough
+def test_records_hold_the_cost_of_tokens_and_of_the_judge(run: Run) -> None:
+    Path("priced.py").write_text(PRICED)
+    with judge_engine(says_half) as engine:
+        prices = "--prices.prompt 1000 --prices.completion 5000"
+        words = f"--env priced.py --model sim --env.group_size 2 {priced(engine, 10)} {prices}"
+        ran = run(f"process {words} --judge.completion_price 20 --out priced.jsonl")
+    (group,) = read_jsonl(Path("priced.jsonl"))
+    usages = [rollout["usage"] for rollout in group["envserver"]["rollouts"]]
+    for usage in usages:
+        tokens = usage["prompt_tokens"] * 1000 + usage["completion_tokens"] * 5000
+        assert usage["cost"]["models"] == {"": pytest.approx(tokens / 1e6)}
+        judged = usage["judge"]["prompt_tokens"] * 10 + usage["judge"]["completion_tokens"] * 20
+        assert usage["cost"]["judge"] == pytest.approx(judged / 1e6)
+        assert usage["scoring_seconds"] > 0
+    # The equal question of both scores is paid once; the group's three questions are shared.
+    total = {
+        name: sum(usage["judge"][name] for usage in usages)
+        for name in ("calls", "cached", "prompt_tokens")
+    }
+    assert total == {"calls": 5, "cached": 1, "prompt_tokens": 4 * 100}
+    models = sum(usage["cost"]["models"][""] for usage in usages)
+    assert f"{models:.4f} USD" in ran
+    (report,) = report_of_files(Path("priced.jsonl"), View())
+    costs = report.run.costs
+    assert costs is not None and costs.currency == "USD"
+    assert costs.total_cost == pytest.approx(models + sum(u["cost"]["judge"] for u in usages))
+    assert costs.total_judge_tokens == 4 * 110
+
+
+def test_agents_are_priced_by_their_own_models(tmp_path: Path) -> None:
+    file = tmp_path / "prices.yaml"
+    file.write_text("policy: {prompt: 1, completion: 2}\nuser: {prompt: 3, completion: 4}\n")
+    agents = {"agent": None, "user": "user"}
+    settings = Settings.model_validate({"prices": {"file": file}})
+    prices = rollout_prices(settings, "policy", agents, None).agents
+    found = {name: (one.prompt, one.completion) for name, one in prices.items()}
+    assert found == {"agent": (1, 2), "user": (3, 4)}
+    flags = Settings.model_validate({"prices": {"prompt": 7, "completion": 8}})
+    assert set(rollout_prices(flags, "policy", agents, None).agents) == {"agent"}
+    assert rollout_prices(Settings(), "policy", agents, None) == RolloutPrices()
+    judge = JudgeConfig(prompt_price=1, completion_price=1, currency="EUR")
+    with pytest.raises(ConfigError, match="EUR"):
+        rollout_prices(flags, "policy", {}, judge)
+    with pytest.raises(ConfigError):
+        Prices(prompt=-1.0, completion=0.0)
+
+
+@given(
+    st.tuples(*[st.integers(0, 10**6)] * 4).map(lambda counts: JudgeUsage(*counts)),
+    st.integers(1, 9),
+)
+def test_shares_of_a_groups_scoring_add_up(judge: JudgeUsage, count: int) -> None:
+    members = [ScoringSpent() for _ in range(count)]
+    ScoringSpent(3.0, judge).share_with(members)
+    total = JudgeUsage()
+    for member in members:
+        assert member.judge is not None
+        total += member.judge
+    assert total == judge
+    assert sum(member.seconds for member in members) == pytest.approx(3.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 from envserver_clients.http import SyncEnvClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import envserver, free_port, group_ids, read_jsonl, running, until
+from support.commands import Running, group_ids, read_jsonl, running, until
 from support.extent import examples
+from support.in_process import Run
 from support.waiting import PATIENCE
 
-from envserver import ConfigError, MixSettings, main
+from envserver import ConfigError, MixSettings
 from envserver.cli.command_line import CommandSpec
 from envserver.cli.mixing import read_mix
 from envserver.cli.settings import load_settings
@@ -75,35 +77,32 @@ def test_who_was_away_catches_up_a_little_and_nobody_waits_long(
     assert in_a_row <= CATCH_UP_GROUPS + 2 * longest + 2
 
 
+ENDINGS: list[Ending] = ["delivered", "filtered", "failed"]
+
+
 @settings(max_examples=examples(40))
 @given(
-    MIX,
-    st.integers(1, 12),
-    st.lists(st.integers(1, 5), min_size=5, max_size=5),
-    st.lists(st.integers(0, 30), min_size=5, max_size=5),
-    st.sampled_from([None, 7, 40]),
-    st.lists(st.sampled_from(["delivered", "filtered", "failed"]), min_size=1, max_size=9),
+    mix=MIX,
+    room=st.integers(1, 12),
+    sizes_and_tasks=st.lists(
+        st.tuples(st.integers(1, 5), st.integers(0, 30)), min_size=5, max_size=5
+    ),
+    wanted=st.sampled_from([None, 7, 40]),
+    endings=st.lists(st.sampled_from(ENDINGS), min_size=1, max_size=9),
 )
-def test_no_order_of_events_blocks_or_overfills(
-    mix: list[Share],
-    room: int,
-    sizes: list[int],
-    tasks: list[int],
-    wanted: int | None,
-    endings: list[Ending],
-) -> None:
-    asyncio.run(_run(mix, room, sizes, tasks, wanted, endings))
+def test_no_order_of_events_blocks_or_overfills(**drawn: Any) -> None:
+    asyncio.run(_run(**drawn))
 
 
 async def _run(
     mix: list[Share],
     room: int,
-    sizes: list[int],
-    tasks: list[int],
+    sizes_and_tasks: list[tuple[int, int]],
     wanted: int | None,
     endings: list[Ending],
 ) -> None:
     """Each environment asks as often as it has tasks; groups end in some order."""
+    sizes, tasks = zip(*sizes_and_tasks, strict=True)
     turns = Turns(Shares(targets(mix)), room=room, wanted=wanted)
     running = done = most = delivered = 0
 
@@ -189,83 +188,82 @@ class {name}(Environment):
     def score(self, task, result):
         return Score(reward=0.5, metrics={{"word": float(self.config.word == "own")}})
 """
-SIM = ("--model", "sim", "--sim.latency_seconds", "0", "--workers.processes", "1")
+SIM = "--model sim --sim.latency_seconds 0 --workers.processes 1"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(run: Run, tmp_path: Path) -> Path:
     for name in ("Left", "Right"):
-        (tmp_path / f"{name.lower()}.py").write_text(ECHO.format(name=name))
+        Path(f"{name.lower()}.py").write_text(ECHO.format(name=name))
     return tmp_path
 
 
-def mixed(folder: Path, **changes: str) -> Path:
-    path = folder / "mix.yaml"
-    path.write_text(
+def mixed(left: str = "seed: 0", right: str = "seed: 0", all: str = "seed: 0") -> str:
+    """The flag that names a mix with these settings."""
+    Path("mix.yaml").write_text(
         f"""
 environments:
   - name: left.py
     weight: 3
-    env: {{word: own, {changes.get("left", "seed: 0")}}}
+    env: {{word: own, {left}}}
   - name: right.py
     minimum_share: 0.25
-    env: {{{changes.get("right", "seed: 0")}}}
-env: {{group_size: 2, word: other, {changes.get("all", "seed: 0")}}}
+    env: {{{right}}}
+env: {{group_size: 2, word: other, {all}}}
 model: sim
 sim: {{latency_seconds: 0}}
 workers: {{processes: 1}}
 rollouts: {{max_concurrent: 8, stop_after_failed_groups: 2, max_attempts: 1}}
 """
     )
-    return path
+    return "--config mix.yaml"
 
 
 @pytest.mark.thorough
-def test_a_file_makes_one_mix_with_the_shares_that_were_asked(folder: Path) -> None:
-    path = mixed(folder, all="data_path_to_save_groups: out.jsonl")
-    words = ("process", "--config", path, "--total_groups")
-    ran = envserver(*words, 8, folder=folder)
-    assert ran.returncode == 0, ran.stderr
-    assert "8 groups in out.jsonl" in ran.stderr
-    ran = envserver(*words, 24, "--resume", folder=folder)
-    assert ran.returncode == 0, ran.stderr
-    groups = read_jsonl(folder / "out.jsonl")
-    ids = group_ids(folder / "out.jsonl")
+def test_a_file_makes_one_mix_with_the_shares_that_were_asked(folder: Path, run: Run) -> None:
+    words = f"process {mixed(all='data_path_to_save_groups: out.jsonl')} --total_groups"
+    assert "8 groups in out.jsonl" in run(f"{words} 8")
+    run(f"{words} 24 --resume")
+    groups = [group["envserver"] for group in read_jsonl(Path("out.jsonl"))]
+    ids = group_ids(Path("out.jsonl"))
     assert len(ids) == len(set(ids)) == 24
-    by_name = Counter(group["envserver"]["env"] for group in groups)
-    assert abs(by_name["left"] - 18) <= 2, by_name
+    assert abs(sum(group["env"] == "left" for group in groups) - 18) <= 2
     for group in groups:
-        facts = group["envserver"]
-        own = {rollout["metrics"]["word"] for rollout in facts["rollouts"]}
-        assert own == {float(facts["env"] == "left")}
+        own = {rollout["metrics"]["word"] for rollout in group["rollouts"]}
+        assert own == {float(group["env"] == "left")}
 
 
-def test_one_that_fails_and_one_that_ends_do_not_keep_the_others(folder: Path) -> None:
-    path = mixed(folder, left="broken: true", right="total_steps: 6")
-    ran = envserver("process", "--config", path, folder=folder)
-    assert ran.returncode == 1
-    assert "left has ended" in ran.stderr
-    assert len(group_ids(folder / "data" / "right.jsonl")) == 6
-    assert group_ids(folder / "data" / "left.jsonl") == []
-    assert (folder / "data" / "left.failures.jsonl").exists()
+def test_one_that_fails_and_one_that_ends_do_not_keep_the_others(folder: Path, run: Run) -> None:
+    mix = mixed(left="broken: true", right="total_steps: 6")
+    assert "left has ended" in run(f"process {mix}", status=1)
+    assert len(group_ids(Path("data/right.jsonl"))) == 6
+    assert group_ids(Path("data/left.jsonl")) == []
+    assert Path("data/left.failures.jsonl").exists()
+
+
+def serving(line: str, folder: Path) -> AbstractContextManager[Running]:
+    return running(*f"serve --port 0 {line}".split(), folder=folder)
+
+
+def url_of(server: Running) -> str:
+    return server.wait_for(r"Trainers: (http://[\d.:]+)")[1]
+
+
+def status_at(url: str) -> Any:
+    return httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["server"]
 
 
 def test_a_server_offers_all_of_them_to_one_trainer(folder: Path) -> None:
-    port = free_port()
-    words = ("serve", "--env", "left.py,right.py=3", *SIM, "--env.group_size", "2", "--port", port)
-    more = ("--env.ensure_scores_are_not_same", "false", "--total_groups", 12)
-    with running(*words, *more, folder=folder) as server:
-        server.wait_for("Trainers: ")
-        url = f"http://127.0.0.1:{port}"
+    more = "--env.group_size 2 --env.ensure_scores_are_not_same false --total_groups 12"
+    with serving(f"--env left.py,right.py=3 {SIM} {more}", folder) as server:
+        url = url_of(server)
 
         def made() -> Any:
-            found = httpx.get(f"{url}/v1/groups?after=0&limit=100", timeout=PATIENCE).json()[
-                "groups"
-            ]
-            return found if len(found) >= 12 else None
+            listed = httpx.get(f"{url}/v1/groups?after=0&limit=100", timeout=PATIENCE).json()
+            return listed["groups"] if len(listed["groups"]) >= 12 else None
 
         groups = until(made, server.output, alive=server.process)
-        status = httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["server"]
+        status = status_at(url)
     assert len(groups) == 12
     by_name = Counter(group["env"] for group in groups)
     assert abs(by_name["right"] - 9) <= 1, by_name
@@ -277,64 +275,53 @@ def test_a_server_offers_all_of_them_to_one_trainer(folder: Path) -> None:
 def test_one_whose_groups_are_all_filtered_keeps_no_trainer_waiting(folder: Path) -> None:
     """Though it has the larger weight, a full queue holds all back, and old groups are dropped."""
     name = "ensure_scores_are_not_same"
-    path = mixed(folder, left=f"{name}: true", all=f"{name}: false")
-    port = free_port()
-    words = ("serve", "--config", path, "--port", port, "--rollouts.max_queued_groups", 3)
-    with running(*words, "--rollouts.max_staleness_at_delivery", 1, folder=folder) as server:
-        server.wait_for("Trainers: ")
-        url = f"http://127.0.0.1:{port}"
+    mix = mixed(left=f"{name}: true", all=f"{name}: false")
+    more = "--rollouts.max_queued_groups 3 --rollouts.max_staleness_at_delivery 1"
+    with serving(f"{mix} {more}", folder) as server:
+        url = url_of(server)
         with SyncEnvClient(url, run="trainer", batch_size=2) as client:
             for version in range(4):
                 batch = next(client.batches(idle_seconds=PATIENCE))
                 assert {group.env for group in batch.groups} == {"right"}
                 client.ack(batch)
                 client.publish_policy_version(version)
-        status = httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["server"]
+        status = status_at(url)
     assert status["groups_dropped"]["zero_variance"] > 0
     assert status["environments"]["left"] == 0
 
 
-def test_what_cannot_be_mixed_is_told_before_anything_starts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder)
-    path = mixed(folder)
-    told = {
-        ("--env", "left.py=0,right.py"): "a weight must be a positive number",
-        ("--env", "left.py,lefft"): "There is no environment 'lefft'",
-        ("--env", "left.py,left.py"): "named twice",
-        ("--config", str(path), "--env", "left.py"): "a single environment is given as well",
-        ("--env", "left.py,right.py", "--env.wrod", "x"): "Did you mean --env.word?",
-    }
-    for words, wanted in told.items():
-        assert main(["process", *words, *SIM]) == 2
-        assert wanted in capsys.readouterr().err
-    wrong = mixed(folder, left="wrod: x")
-    assert main(["process", "--config", str(wrong)]) == 2
-    assert "environments[0]: env.wrod: there is no such setting" in capsys.readouterr().err
-    path.write_text("environments: [{name: left.py, wieght: 2}]\n")
-    assert main(["process", "--config", str(path)]) == 2
-    assert "mix.yaml:1: environments[0].wieght" in capsys.readouterr().err
+def test_what_cannot_be_mixed_is_told_before_anything_starts(folder: Path, run: Run) -> None:
+    mix = mixed()
+    for words, wanted in {
+        "--env left.py=0,right.py": "a weight must be a positive number",
+        "--env left.py,lefft": "There is no environment 'lefft'",
+        "--env left.py,left.py": "named twice",
+        f"{mix} --env left.py": "a single environment is given as well",
+        "--env left.py,right.py --env.wrod x": "Did you mean --env.word?",
+    }.items():
+        assert wanted in run(f"process {words} {SIM}", status=2)
+    wrong = mixed(left="wrod: x")
+    told = run(f"process {wrong}", status=2)
+    assert "environments[0]: env.wrod: there is no such setting" in told
+    Path("mix.yaml").write_text("environments: [{name: left.py, wieght: 2}]\n")
+    assert "mix.yaml:1: environments[0].wieght" in run(f"process {mix}", status=2)
     assert read_mix(COMMAND, ["--env", "left.py"]) is None
 
 
-def test_total_steps_of_a_mix_is_the_total(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-
-    def read(*flags: str) -> list[tuple[int | None, int | None]]:
-        members = read_mix(COMMAND, list(flags))
+def test_total_steps_of_a_mix_is_the_total(folder: Path) -> None:
+    def read(line: str) -> list[tuple[int | None, int | None]]:
+        members = read_mix(COMMAND, line.split())
         assert members is not None
         found = [(one.spec.settings.total_groups, one.environment.config) for one in members]
         return [(total, config.total_steps) for total, config in found]
 
-    mix = ("--env", "left.py=2,right.py", "--env.total_steps")
-    assert read(*mix, "3") == [(3, None), (3, None)]
-    assert read(*mix, "3", "--total_groups", "2") == [(2, None), (2, None)]
-    path = str(mixed(folder, left="total_steps: 6"))
-    assert read("--config", path) == [(None, 6), (None, None)]
-    assert read("--config", path, "--env.total_steps", "9") == [(9, None), (9, None)]
-    path = str(mixed(folder, left="total_steps: 6", all="total_steps: 8"))
-    assert read("--config", path) == [(8, 6), (8, None)]
+    mix = "--env left.py=2,right.py --env.total_steps"
+    assert read(f"{mix} 3") == [(3, None), (3, None)]
+    assert read(f"{mix} 3 --total_groups 2") == [(2, None), (2, None)]
+    path = mixed(left="total_steps: 6")
+    assert read(path) == [(None, 6), (None, None)]
+    assert read(f"{path} --env.total_steps 9") == [(9, None), (9, None)]
+    assert read(mixed(left="total_steps: 6", all="total_steps: 8")) == [(8, 6), (8, None)]
 
 
 RUNS = [

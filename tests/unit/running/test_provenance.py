@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import orjson
-import pytest
 from envserver_records.records import Group, pack, unpack
 from envserver_records.seals import chained, digest_after, is_intact, link_of, sealed
 from hypothesis import given
 from hypothesis import strategies as st
 from support.api import native_group
-from support.commands import envserver, read_jsonl
+from support.commands import read_jsonl
+from support.in_process import Run
 
-from envserver import Environment, SamplingConfig, Score, Task
+from envserver import SamplingConfig
 from envserver.models.model_files import model_source
+from envserver.registry import find
 from envserver.rollouts.provenance import made_with
 from envserver.running.delivered import Delivery, LineChain, read_body
 from envserver.tokens_config import TokensConfig
@@ -111,71 +112,41 @@ def test_a_stored_group_that_was_changed_is_found() -> None:
     assert (delivery.findings, delivery.unsealed) == ([], True)
 
 
-class Plain(Environment):
-    """Has nothing."""
-
-    def tasks(self, split: str) -> list[Task]:
-        return []
-
-    async def rollout(self, task: object, run: object) -> None:
-        return None
-
-    def score(self, task: object, result: object) -> Score:
-        return Score(reward=0.0)
-
-
 def test_the_digest_of_settings_is_of_those_that_matter() -> None:
-    def digest(sampling: SamplingConfig, tokens: TokensConfig, **env: object) -> str:
-        environment = Plain(Plain.Config.model_validate(env))
-        return str(made_with(environment, sampling, tokens)["settings"])
+    kind = find("math")
 
-    usual = digest(SamplingConfig(), TokensConfig())
+    def digest(sampling: dict[str, Any] = {}, tokens: dict[str, Any] = {}, **env: Any) -> str:
+        environment = kind(kind.Config.model_validate(env))
+        made = made_with(environment, SamplingConfig(**sampling), TokensConfig(**tokens))
+        return str(made["settings"])
+
+    usual = digest()
     where = {"data_path_to_save_groups": "/x/y.jsonl", "total_steps": 9}
-    assert digest(SamplingConfig(), TokensConfig(tokenizer=Path("/models")), **where) == usual
-    others = {
-        usual,
-        digest(SamplingConfig(temperature=0.5), TokensConfig()),
-        digest(SamplingConfig(), TokensConfig(think="keep")),
-        digest(SamplingConfig(), TokensConfig(), group_size=9),
-    }
-    assert len(others) == 4
+    assert digest(tokens=TokensConfig(tokenizer=Path("/models")), **where) == usual
+    others = digest(0.5), digest(tokens=TokensConfig(think="keep")), digest(group_size=9)
+    assert len({usual, *others}) == 4
 
 
-@pytest.mark.parametrize(
-    ("root", "folder", "expected"),
-    [
-        (None, None, {}),
-        ("Qwen/Qwen3-4B", None, {"source": "Qwen/Qwen3-4B"}),
-        ("/home/me/secret/tiny/", None, {"source": "tiny"}),
-        (
-            "/home/me/.cache/models--Qwen--Qwen3-4B/snapshots/0123abc",
-            None,
-            {"source": "Qwen/Qwen3-4B", "revision": "0123abc"},
-        ),
-        (
-            "Qwen/Qwen3-4B",
-            "/home/me/.cache/models--Qwen--Qwen3-4B/snapshots/0123abc",
-            {"source": "Qwen/Qwen3-4B", "revision": "0123abc"},
-        ),
-    ],
-)
-def test_a_model_is_named_without_its_path(
-    root: str | None, folder: str | None, expected: dict[str, str]
-) -> None:
-    assert model_source(root, Path(folder) if folder else None) == expected
+def test_a_model_is_named_without_its_path() -> None:
+    qwen, cached = "Qwen/Qwen3-4B", "/home/me/.cache/models--Qwen--Qwen3-4B/snapshots/0123abc"
+    known = {"source": qwen, "revision": "0123abc"}
+    assert model_source(None, None) == {}
+    assert model_source(qwen, None) == {"source": qwen}
+    assert model_source("/home/me/secret/tiny/", None) == {"source": "tiny"}
+    assert model_source(cached, None) == known
+    assert model_source(qwen, Path(cached)) == known
 
 
-def test_process_writes_it_and_verify_names_the_changed_line(tmp_path: Path) -> None:
+def test_process_writes_it_and_verify_names_the_changed_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "formal.py").write_text(FORMAL)
-    run: Callable[..., object] = lambda *words: envserver(  # noqa: E731
-        "process", "--env", "formal.py", "--model", "sim", "--sim.latency_seconds", 0,
-        "--env.api_key", "hush-hush", "--env.group_size", 2, "--env.total_steps", 2,
-        "--env.data_path_to_save_groups", "out.jsonl", "--workers.processes", 1, *words,
-        folder=tmp_path,
-    )  # fmt: skip
-    run()
-    run("--resume", "--env.total_steps", 4)
-    path = tmp_path / "out.jsonl"
+    words = (
+        f"process --env {tmp_path}/formal.py --model sim --sim.latency_seconds 0 "
+        f"--env.api_key hush-hush --env.group_size 2 --out {tmp_path}/out.jsonl "
+        "--workers.processes 1 --env.total_steps"
+    )
+    run(f"{words} 2")
+    run(f"{words} 4 --resume")
+    path = Path("out.jsonl")
     facts = [line["envserver"] for line in read_jsonl(path)]
     assert len(facts) == 4
     told = facts[0]["provenance"]
@@ -187,18 +158,14 @@ def test_process_writes_it_and_verify_names_the_changed_line(tmp_path: Path) -> 
     text = path.read_text()
     assert "hush-hush" not in text and str(tmp_path) not in text
 
-    def verified(*words: object) -> tuple[int, str]:
-        done = envserver("verify", "out.jsonl", "--model", "sim", *words, folder=tmp_path)
-        return done.returncode, " ".join((done.stdout + done.stderr).split())
-
-    assert verified()[0] == 0
+    verify = "verify out.jsonl --model sim"
+    run(verify)
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(
-        b"".join([lines[0], lines[1].replace(b'"reward":0.5', b'"reward":1.0'), *lines[2:]])
-    )
-    status, said = verified()
-    assert status == 1 and f"changed: line 2, {facts[1]['group_id']}" in said
+    changed = lines[1].replace(b'"reward":0.5', b'"reward":1.0')
+    path.write_bytes(b"".join([lines[0], changed, *lines[2:]]))
+    said = run(verify, status=1)
+    assert f"changed: line 2, {facts[1]['group_id']}" in " ".join(said.out.split())
     path.write_bytes(b"".join([lines[0], *lines[2:]]))
-    status, said = verified()
-    assert status == 1 and f"order: line 2, {facts[2]['group_id']}" in said
-    assert verified("--digests", "false")[0] == 0, "an excerpt"
+    said = run(verify, status=1)
+    assert f"order: line 2, {facts[2]['group_id']}" in " ".join(said.out.split())
+    run(f"{verify} --digests false")  # an excerpt

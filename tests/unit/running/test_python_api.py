@@ -71,39 +71,31 @@ def test_groups_can_be_taken_as_they_finish_and_left(tmp_path: Path) -> None:
     assert len(list(envserver.groups(Echo, **SIM))) == 2
 
 
-@pytest.mark.parametrize("environment", [Echo, Echo(Echo.Config(group_size=2))])
-def test_an_environment_may_be_a_class_or_an_instance(environment: Any) -> None:
-    result = envserver.process(environment, model="sim", env={"total_steps": 1, "group_size": 2})
-    assert [group.env for group in result.groups] == ["echo"]
-
-
-def test_a_class_without_a_file_is_refused_with_what_to_do() -> None:
+def test_an_environment_may_be_a_class_or_an_instance_but_not_one_without_a_file() -> None:
+    one = {"total_steps": 1, "group_size": 2}
+    for environment in (Echo, Echo(Echo.Config(group_size=2))):
+        result = envserver.process(environment, model="sim", env=one)
+        assert [group.env for group in result.groups] == ["echo"]
     made = type("Made", (Echo,), {"__module__": "__nowhere__"})
     with pytest.raises(ConfigError, match="not in a file"):
         envserver.process(made, **SIM)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("environment", "settings", "message"),
     [
-        ({"env": {"group_sizes": 2}}, r"'env\.group_sizes'\. Did you mean 'env\.group_size'"),
-        ({"env.group_size": 0}, r"env\.group_size: must be greater"),
-        ({"modle": "sim"}, "Did you mean 'model'"),
+        ("math", {"env": {"group_sizes": 2}}, r"'env\.group_sizes'\. Did you mean 'env\.group_si"),
+        ("math", {"env.group_size": 0}, r"env\.group_size: must be greater"),
+        ("math", {"modle": "sim"}, "Did you mean 'model'"),
+        ("/etc/passwd", SIM, "'/etc/passwd' is not a Python file"),
+        ("maths", SIM, "Did you mean 'math'"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        envserver.process("math", **settings)
-
-
-def test_a_file_that_is_not_python_is_told_as_such() -> None:
-    with pytest.raises(ConfigError, match="'/etc/passwd' is not a Python file"):
-        envserver.process("/etc/passwd", **SIM)
-
-
-def test_an_unknown_environment_is_told_with_the_nearest_name() -> None:
-    with pytest.raises(NotFoundError, match="Did you mean 'math'"):
-        envserver.process("maths", **SIM)
+def test_mistakes_are_told_before_anything_runs(
+    environment: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, NotFoundError), match=message):
+        envserver.process(environment, **settings)
 
 
 @pytest.mark.thorough
@@ -209,43 +201,41 @@ if __name__ == "__main__":
     assert " ".join(done.stdout.splitlines()) == kept, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("without", "message"),
-    [
-        ("os.rmdir(os.getcwd())", "The working directory of this process has been removed"),
-        ("tempfile._candidate_tempdir_list = lambda: []", "no folder for temporary files"),
-    ],
-)
-def test_a_process_that_lacks_a_folder_is_told_so(
-    tmp_path: Path, without: str, message: str
-) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    program = f"""
-import os, tempfile, envserver
-{without}
-try:
-    {SCORE}
-except envserver.ConfigError as error:
-    print(error.message)
-"""
-    assert message in _python("-P", "-c", program, cwd=here).stdout
-
-
-def test_a_home_that_cannot_be_read_has_no_packages(tmp_path: Path) -> None:
+def test_a_process_that_lacks_a_folder_is_told_so(tmp_path: Path) -> None:
+    """And a home that cannot be read has no packages."""
     home = tmp_path / "home"
     home.mkdir(mode=0)
-    program = """
-import os
+    (tmp_path / "here").mkdir()
+    program = f"""
+import os, tempfile, envserver
 from envserver.registry import known_names
-known = known_names()
-if os.geteuid() == 0:
+
+def told():
+    try:
+        {SCORE}
+    except envserver.ConfigError as error:
+        print(error.message)
+
+known, user = known_names(), os.geteuid()
+if user == 0:
     os.seteuid(12345)
 os.environ["XDG_DATA_HOME"] = os.environ["CLOSED"]
 print(known_names() == known)
+os.seteuid(user)
+del os.environ["XDG_DATA_HOME"]
+found, tempfile._candidate_tempdir_list = tempfile._candidate_tempdir_list, lambda: []
+told()
+tempfile._candidate_tempdir_list = found
+os.rmdir(os.getcwd())
+told()
 """
-    done = _python("-c", program, cwd=tmp_path, env={**os.environ, "CLOSED": str(home)})
-    assert done.stdout.strip() == "True", done.stderr
+    variables = {**os.environ, "CLOSED": str(home)}
+    done = _python("-P", "-c", program, cwd=tmp_path / "here", env=variables)
+    assert done.returncode == 0, done.stderr
+    packages, temporary, here = done.stdout.splitlines()
+    assert packages == "True"
+    assert "no folder for temporary files" in temporary
+    assert "The working directory of this process has been removed" in here
 
 
 def _python(*words: Path | str, **options: Any) -> subprocess.CompletedProcess[str]:

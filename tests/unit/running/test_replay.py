@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from envserver_records.errors import EngineRefused
 from envserver_records.records import Call, ServiceCall
 from support.commands import envserver, read_jsonl
+from support.in_process import Run
 
-from envserver import EngineError, InputError, ServiceError, main
+from envserver import EngineError, InputError, ServiceError
 from envserver.rollouts.replaying import (
     Player,
     RecordedServices,
@@ -70,29 +72,34 @@ class Pair(Environment):
 '''
 
 
+PLAY = "replay kept.jsonl --env pair.py --rollout"
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the environment, and a file of a rollout whose calls were kept."""
     folder = tmp_path_factory.mktemp("replay")
     (folder / "pair.py").write_text(PAIR)
-    ran = envserver(
-        "process", "--env", "pair.py", "--model", "sim", "--sim.latency_seconds", 0,
-        "--env.total_steps", 1, "--env.group_size", 1, "--env.greeting", "Hi",
-        "--tokens.keep_calls", "true", "--env.data_path_to_save_groups", "kept.jsonl",
-        folder=folder,
-    )  # fmt: skip
+    words = (
+        "process --env pair.py --model sim --sim.latency_seconds 0 --env.total_steps 1 "
+        "--env.group_size 1 --env.greeting Hi --tokens.keep_calls true --out kept.jsonl"
+    )
+    ran = envserver(*words.split(), folder=folder)
     assert ran.returncode == 0, ran.stderr
     return folder
 
 
-def rollout_id(path: Path) -> str:
-    return str(read_jsonl(path)[0]["envserver"]["rollouts"][0]["rollout_id"])
+def group_in(path: Path) -> Any:
+    return read_jsonl(path)[0]["envserver"]
+
+
+def rollout_id(place: Path) -> str:
+    return str(group_in(place / "kept.jsonl")["rollouts"][0]["rollout_id"])
 
 
 def test_in_the_debugger_all_is_as_it_was(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollout = rollout_id(place / "kept.jsonl")
-    words = ("replay", "kept.jsonl", "--rollout", rollout, "--env", "pair.py", "--debug")
     monkeypatch.setenv("CLOCK_BROKEN", "1")
+    words = f"{PLAY} {rollout_id(place)} --debug".split()
     ran = envserver(*words, folder=place, input="p task.public\nc\n")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "'question': 'Say" in ran.stdout  # the debugger stood in the agent
@@ -100,37 +107,25 @@ def test_in_the_debugger_all_is_as_it_was(place: Path, monkeypatch: pytest.Monke
 
 
 def test_what_an_agent_says_otherwise_is_shown(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    rollout = rollout_id(place / "kept.jsonl")
-    common = ["replay", "kept.jsonl", "--rollout", rollout, "--env", "pair.py"]
-    assert main([*common, "--env.greeting", "Good day"]) == 1
-    said = capsys.readouterr().out
+    rollout = rollout_id(place)
+    said = run(f"{PLAY} {rollout} --env.greeting 'Good day'", status=1).out
     assert "DIFFERENT at call 1" in said
     assert "-Hi, it is 11 (there is no such zone)." in said
     assert "+Good day, it is 11 (there is no such zone)." in said
-    assert main([*common[:-3], "nobody", *common[-2:]]) == 2
-    assert rollout in capsys.readouterr().err
+    assert rollout in run(f"{PLAY} nobody", status=2)
 
 
 def call(agent: str | None, text: str, answer: str, **facts: Any) -> Call:
-    import numpy as np
-
-    fields: dict[str, Any] = {
-        "index": 0,
-        "model": "m",
-        "prompt_ids": np.empty(0, np.int32),
-        "completion_ids": np.empty(0, np.int32),
-        "logprobs": np.empty(0, np.float32),
-        "versions": [],
-        "exact": False,
-        "finish_reason": "stop",
-        "agent": agent,
-        "messages": [{"role": "user", "content": text}],
-        "message": {"role": "assistant", "content": answer},
-    }
-    return Call(**fields | facts)
+    ids = np.empty(0, np.int32)
+    return Call(
+        index=0, model="m", prompt_ids=ids, completion_ids=ids, logprobs=np.empty(0, np.float32),
+        versions=[], exact=False, finish_reason="stop", agent=agent,
+        messages=[{"role": "user", "content": text}],
+        message={"role": "assistant", "content": answer}, **facts,
+    )  # fmt: skip
 
 
 async def ask(player: Player, text: str, line: str = "r") -> str:
@@ -157,9 +152,6 @@ async def test_each_agent_and_each_of_several_calls_at_once_finds_its_own() -> N
     assert "-one" in player.difference.diff
     with pytest.raises(EngineError):  # it is over, whatever is asked now
         await ask(player, "one", "r/a")
-
-
-async def test_who_asks_beyond_the_record_is_told_so() -> None:
     player = Player(recorded_calls([call(None, "one", "1")], "r", []), model="m", exact=False)
     assert await ask(player, "one") == "1"
     with pytest.raises(EngineRefused, match="record ends here"):
@@ -198,22 +190,20 @@ def test_calls_are_read_off_a_conversation_that_only_grew() -> None:
 
 def test_where_calls_were_not_kept_each_agent_s_are_read_off_its_own_talk(place: Path) -> None:
     (group,) = read_jsonl(place / "kept.jsonl")
-    for key in ("calls", "service_calls"):
-        del group["envserver"]["rollouts"][0][key]
-    (place / "plain.jsonl").write_text(json.dumps(group) + "\n")
-    rollout = rollout_id(place / "plain.jsonl")
-    plain = read_record([str(place / "plain.jsonl")], rollout)
-    kept = read_record([str(place / "kept.jsonl")], rollout)
-    assert (plain.kept, kept.kept) == (False, True)
-    assert sorted(one.line for one in plain.exchanges) == sorted(one.line for one in kept.exchanges)
-    asked = {one.line: one.messages for one in plain.exchanges}
-    assert asked == {one.line: one.messages for one in kept.exchanges}
-
-
-def test_the_record_of_the_file_is_json_and_small(place: Path) -> None:
-    (group,) = read_jsonl(place / "kept.jsonl")
     facts = group["envserver"]
     (rollout,) = facts["rollouts"]
     assert facts["env_config"]["greeting"] == "Hi"
     assert [one["name"] for one in rollout["service_calls"]] == ["clock", "clock"]
     assert json.dumps(rollout["calls"]).count("Say ") == 1  # said once, kept once
+    del rollout["calls"], rollout["service_calls"]
+    (place / "plain.jsonl").write_text(json.dumps(group) + "\n")
+    plain, kept = (
+        read_record([str(place / name)], rollout_id(place))
+        for name in ("plain.jsonl", "kept.jsonl")
+    )
+    assert (plain.kept, kept.kept) == (False, True)
+    asked, told = (
+        [(one.line, one.messages) for one in record.exchanges] for record in (plain, kept)
+    )
+    assert sorted(line for line, _ in asked) == sorted(line for line, _ in told)
+    assert dict(asked) == dict(told)

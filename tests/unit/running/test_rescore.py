@@ -7,14 +7,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from envserver_records.records import Usage
 from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import running
+from support.in_process import Run
+from support.trajectories import sequence
+from support.trajectories import trajectory as rollout
 
-from envserver import Group, Score, Sequence, Trajectory, main
+from envserver import Group, Score, Trajectory
 from envserver.export import group_line, group_of
 from envserver.export.rescored import rescored_line
 
@@ -55,137 +56,95 @@ class Shy:
 
 
 def trajectory(number: int, output: str, reward: float, rows: int = 1) -> Trajectory:
-    tokens = np.arange(3, dtype=np.int32) + number
-    row = Sequence(
-        tokens=tokens,
-        mask=np.array([0, 1, 1], np.uint8),
-        logprobs=np.array([0, -1, -2], np.float32),
-        calls=np.array([-1, 0, 0], np.int32),
-        versions=np.array([-1, 0, 0], np.int32),
-        path=[0],
-    )
-    return Trajectory(
-        rollout_id=f"r{number}",
-        attempt=1,
-        task_id="t",
-        env="echo",
-        sequences=[row] * rows,
-        messages=[{"role": "user", "content": "?"}, {"role": "assistant", "content": output}],
-        tools=[],
-        output=output,
-        score=Score(reward=reward, components={"old": reward}),
-        finish_reason="stop",
-        truncated=False,
-        limit=None,
-        turns=1,
-        usage=Usage(completion_tokens=2),
-    )
+    row = sequence(range(number, number + 3), [0, 1, 1])
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": output}]
+    score = Score(reward=reward, components={"old": reward})
+    return rollout(f"r{number}", *[row] * rows, messages=messages, output=output, score=score)
 
 
-def line_of(task_id: str, *trajectories: Trajectory, env: str = "echo", **how: Any) -> bytes:
-    group = Group(
-        group_id=f"{env}-{task_id}",
-        index=0,
-        env=env,
-        task_id=task_id,
-        split="test",
-        trajectories=list(trajectories),
-        seed=7,
-    )
-    return group_line(group, include_messages=True, score_range=how.get("score_range", "unit"))
+def line_of(
+    task_id: str, *trajectories: Trajectory, env: str = "echo", score_range: str = "unit"
+) -> bytes:
+    names = {"group_id": f"{env}-{task_id}", "env": env, "task_id": task_id, "split": "test"}
+    group = Group(index=0, trajectories=list(trajectories), seed=7, **names)
+    return group_line(group, include_messages=True, score_range=score_range)
+
+
+OLD, NEW = Path("old.jsonl"), Path("new.jsonl")
+WRONG_0 = line_of("test-7-0", trajectory(0, "0", 0.0))
+RUBRIC_WORDS = "--rubric rubric.py:Shy"
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def rescore(run: Run) -> Run:
+    """Rescores `old.jsonl` to `new.jsonl`."""
     Path("echo.py").write_text(ECHO)
     Path("rubric.py").write_text(RUBRIC)
-    return tmp_path
+    common = "rescore old.jsonl --env echo.py --out new.jsonl --processes 1"
+    return lambda words="", status=0: run(f"{common} {words}", status)
 
 
-def rescore(*words: str) -> int:
-    common = ["--env", "echo.py", "--out", "new.jsonl", "--processes", "1"]
-    return main(["rescore", "old.jsonl", *common, *words])
+def rewards() -> dict[str, list[Any]]:
+    lines = [json.loads(line)["envserver"] for line in NEW.read_text().splitlines()]
+    return {line["task_id"]: [one["reward"] for one in line["rollouts"]] for line in lines}
 
 
-def rewards(path: str) -> dict[str, list[Any]]:
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return {
-        line["envserver"]["task_id"]: [one["reward"] for one in line["envserver"]["rollouts"]]
-        for line in lines
-    }
-
-
-def test_the_environment_scores_again_and_what_it_has_not_is_counted(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_environment_scores_again_and_what_it_has_not_is_counted(rescore: Run) -> None:
     wrong = line_of("test-7-0", trajectory(0, "0", 0.0, rows=2), trajectory(1, "9", 0.0))
     right = line_of("test-7-1", trajectory(2, "1", 1.0), score_range="pm1")
     gone = line_of("test-7-99", trajectory(3, "1", 1.0))
-    other = line_of("x", trajectory(4, "1", 1.0), env="other")
-    Path("old.jsonl").write_bytes(wrong + right + gone + other)
-    assert rescore() == 0
-    assert rewards("new.jsonl") == {"test-7-0": [1.0, 0.0], "test-7-1": [1.0]}
-    said = capfd.readouterr().err
-    assert "1 of 3 rewards changed (1 up, 0 down)" in said
-    assert "test-7-99" in said
-    assert "'other'" in said
-    new, before = json.loads(Path("new.jsonl").read_bytes().splitlines()[0]), json.loads(wrong)
+    OLD.write_bytes(wrong + right + gone + line_of("x", trajectory(4, "1", 1.0), env="other"))
+    said = rescore()
+    assert rewards() == {"test-7-0": [1.0, 0.0], "test-7-1": [1.0]}
+    for part in ("1 of 3 rewards changed (1 up, 0 down)", "test-7-99", "'other'"):
+        assert part in said
+    new, before = json.loads(NEW.read_bytes().splitlines()[0]), json.loads(wrong)
     assert new["scores"] == [1.0, 1.0, 0.0]
     assert (new["tokens"], new["messages"]) == (before["tokens"], before["messages"])
     first = new["envserver"]["rollouts"][0]
     assert first["rescored_from"] == {"reward": 0.0, "components": {"old": 0.0}, "metrics": {}}
     assert first["metrics"] == {"new": 1.0}
     assert group_of(new, "here").rollouts[0].reward == 1.0
-    assert rescore() == 2  # it exists
-    assert "--resume" in capfd.readouterr().err
+    assert "--resume" in rescore(status=2)  # it exists
+    assert "Shy" in rescore("--rubric rubric.py:Bold --overwrite", status=2)
 
 
-def test_a_rubric_that_fails_gives_no_zero_and_is_asked_again(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rubric_that_fails_gives_no_zero_and_is_asked_again(rescore: Run) -> None:
     fine = line_of("test-7-1", trajectory(0, "1", 1.0), trajectory(1, "", 0.0))
     fails = line_of("test-7-2", trajectory(2, "2", 1.0), trajectory(3, "1", 0.0))
-    Path("old.jsonl").write_bytes(fine + fails)
-    rubric = ("--rubric", "rubric.py:Shy")
-    assert rescore(*rubric) == 1
-    assert rewards("new.jsonl") == {"test-7-1": [0.5]}
-    said = capfd.readouterr().err
-    assert "the judge does not answer" in said
-    assert "without a reward: 1 rollout" in said
+    OLD.write_bytes(fine + fails)
+    said = rescore(RUBRIC_WORDS, status=1)
+    assert rewards() == {"test-7-1": [0.5]}
+    assert "the judge does not answer" in said and "without a reward: 1 rollout" in said
     Path("mended").touch()
-    with Path("new.jsonl").open("ab") as file:
+    with NEW.open("ab") as file:
         file.write(b'{"tokens"')  # what a killed writer leaves
-    assert rescore(*rubric, "--resume") == 0
-    assert rewards("new.jsonl") == {"test-7-1": [0.5], "test-7-2": [0.5, 0.0]}
-    assert "1 of them from an earlier run" in capfd.readouterr().err
+    assert "1 of them from an earlier run" in rescore(f"{RUBRIC_WORDS} --resume")
+    assert rewards() == {"test-7-1": [0.5], "test-7-2": [0.5, 0.0]}
 
 
-def test_overwrite_keeps_the_old_file_until_a_group_is_scored(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = line_of("test-7-0", trajectory(0, "0", 0.0))
-    Path("old.jsonl").write_bytes(good)
-    assert rescore() == 0
-    before = Path("new.jsonl").read_bytes()
+def test_overwrite_keeps_the_old_file_until_a_group_is_scored(rescore: Run) -> None:
+    OLD.write_bytes(WRONG_0)
+    rescore()
+    before = NEW.read_bytes()
 
-    Path("old.jsonl").write_bytes(b"not a group\n" + good)
-    assert rescore("--overwrite") == 2
-    Path("old.jsonl").write_bytes(line_of("test-7-2", trajectory(0, "2", 1.0)))
-    assert rescore("--overwrite", "--rubric", "rubric.py") == 1
-    assert "1 groups that could not be scored" in capsys.readouterr().err
-    assert Path("new.jsonl").read_bytes() == before
+    OLD.write_bytes(b"not a group\n" + WRONG_0)
+    rescore("--overwrite", status=2)
+    OLD.write_bytes(line_of("test-7-2", trajectory(0, "2", 1.0)))
+    said = rescore("--overwrite --rubric rubric.py", status=1)
+    assert "1 groups that could not be scored" in said
+    assert NEW.read_bytes() == before
 
     others = [line_of(f"test-7-{number}", trajectory(number, "1", 0.0)) for number in (1, 2, 0)]
-    Path("old.jsonl").write_bytes(b"".join([*others, b"not a group\n"]))
-    assert rescore("--overwrite") == 2
-    written = Path("new.jsonl").read_bytes()
-    Path("old.jsonl").write_bytes(b"".join(others))
-    assert rescore("--resume") == 0
-    assert Path("new.jsonl").read_bytes().startswith(written)
-    assert list(rewards("new.jsonl")) == ["test-7-1", "test-7-2", "test-7-0"]
+    OLD.write_bytes(b"".join([*others, b"not a group\n"]))
+    rescore("--overwrite", status=2)
+    written = NEW.read_bytes()
+    OLD.write_bytes(b"".join(others))
+    rescore("--resume")
+    assert NEW.read_bytes().startswith(written)
+    assert list(rewards()) == ["test-7-1", "test-7-2", "test-7-0"]
     names = {"echo.py", "rubric.py", "old.jsonl", "new.jsonl", "__pycache__"}
-    assert {path.name for path in place.iterdir()} <= names
+    assert {path.name for path in Path().iterdir()} <= names
 
 
 KILLER = """
@@ -203,42 +162,32 @@ class Echo(Base):
 """
 
 
-def test_a_killed_overwrite_leaves_the_old_file(place: Path) -> None:
-    Path("old.jsonl").write_bytes(line_of("test-7-0", trajectory(0, "0", 0.0)))
-    assert rescore() == 0
-    before = Path("new.jsonl").read_bytes()
+def test_a_killed_overwrite_leaves_the_old_file(rescore: Run, tmp_path: Path) -> None:
+    OLD.write_bytes(WRONG_0)
+    rescore()
+    before = NEW.read_bytes()
     Path("killer.py").write_text(KILLER)
-    words = ("--env", "killer.py", "--out", "new.jsonl", "--overwrite")
-    with running("rescore", "old.jsonl", *words, folder=place) as process:
+    words = "rescore old.jsonl --env killer.py --out new.jsonl --overwrite"
+    with running(*words.split(), folder=tmp_path) as process:
         Path("pid.new").write_text(str(process.pid))
         Path("pid.new").rename("pid")
         assert process.end() == -signal.SIGKILL
-    assert Path("new.jsonl").read_bytes() == before
-
-
-def test_a_rubric_that_is_not_there_is_named(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    Path("old.jsonl").write_bytes(line_of("test-7-1", trajectory(0, "1", 1.0)))
-    assert rescore("--rubric", "rubric.py:Bold") == 2
-    assert "Shy" in capfd.readouterr().err
+    assert NEW.read_bytes() == before
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.none() | st.floats(0, 1)), min_size=1, max_size=5))
 def test_rows_stay_with_their_rollouts(given: list[tuple[int, float | None]]) -> None:
     trajectories = [trajectory(10 * at, "x", 0.5, rows) for at, (rows, _) in enumerate(given)]
     line = json.loads(line_of("t", *trajectories, score_range="pm1"))
-    scores = [Score(reward=reward) for _, reward in given]
-    new = rescored_line(line, scores, by="test", at=0.0)
+    new = rescored_line(line, [Score(reward=reward) for _, reward in given], by="test", at=0.0)
     kept = [(at, rows, reward) for at, (rows, reward) in enumerate(given) if reward is not None]
     if new is None:
         assert not kept
         return
     group = group_of(new, "here")  # checks that rows and rollouts belong together
-    assert [(len(one.rows), one.reward) for one in group.rollouts] == [
-        (rows, reward) for _, rows, reward in kept
+    found = [
+        (one.rows[0].tokens.tolist()[0] // 10, len(one.rows), one.reward) for one in group.rollouts
     ]
-    firsts = [one.rows[0].tokens.tolist() for one in group.rollouts]
-    assert firsts == [[10 * at, 10 * at + 1, 10 * at + 2] for at, _, _ in kept]
+    assert found == kept
     told = [2 * reward - 1 for _, rows, reward in kept for _ in range(rows)]
     assert new["scores"] == pytest.approx(told)

@@ -1,26 +1,32 @@
-"""`--track`: numbers and sample rollouts of a run; a tracker that fails stops nothing."""
+"""What a run counts, tells at `/metrics`, and gives to trackers (`--track`); one that fails stops
+nothing."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 import structlog
+from envserver_records.errors import WorkerError
 from envserver_records.records import Score, Usage
-from envserver_records.tracking import JsonLinesTracker, Row, Tracker
-from support.api import native_group
+from envserver_records.tracking import JsonLinesTracker
+from support.api import native_group, put_native
 from support.waiting import PATIENCE, until
 
 import envserver
 from envserver import ConfigError
-from envserver.rollouts.events import GroupDelivered, GroupDropped, RolloutScored
+from envserver.rollouts.events import GroupDelivered, GroupDropped, RolloutFailed, RolloutScored
+from envserver.running.metrics import Deliveries, RolloutNumbers
+from envserver.running.tally import Tally
 from envserver.running.tracked_numbers import TrackedNumbers
 from envserver.running.tracking import without_secrets
+from envserver.store import open_store
+from envserver.telemetry.history import Name, numbers_of
 
 SIM: dict[str, Any] = {"model": "sim", "env": {"total_steps": 2, "group_size": 2}}
 KEY = "sk-" + "a1b2c3d4" * 4
@@ -34,6 +40,49 @@ def delivered(numbers: TrackedNumbers, environment: str, **changes: Any) -> None
     numbers.observe(environment, GroupDelivered(group=native_group("g1", 3, **changes)))
 
 
+def dropped(group_id: str, reason: str) -> GroupDropped:
+    facts: dict[str, Any] = {"index": 0, "task_id": "t", "failed": False, "message": "", "at": 0.0}
+    return GroupDropped(group_id=group_id, reason=reason, **facts)
+
+
+def test_a_group_is_dropped_with_its_own_failure() -> None:
+    tally = Tally()
+    facts: dict[str, Any] = {"index": 0, "task_id": "t", "attempt": 1, "final": False, "at": 0.0}
+    for group_id, message in (("one", "exited with code 3"), ("two", "timed out")):
+        failure = WorkerError(message).failure()
+        tally(RolloutFailed(group_id=group_id, rollout_id="r", failure=failure, **facts))
+    assert (tally.failure_of("one"), tally.failure_of("three")) == ("exited with code 3", "")
+
+
+OF_MATH = (("environment", "math"),)
+
+
+async def test_spread_and_equal_groups_are_counted_delivered_or_not() -> None:
+    numbers = RolloutNumbers()
+    observe = numbers.observer("math")
+    for number, rewards in enumerate([(0.0, 1.0), (0.5, 0.5)]):
+        group = native_group(f"g{number}")
+        for one, reward in zip(group.trajectories, rewards, strict=True):
+            one.score.reward = reward
+        observe(GroupDelivered(group=group))
+    observe(dropped("g2", "zero_variance"))
+    observe(dropped("g3", "stale"))
+    now = numbers_of(await numbers.families())
+    assert now[Name("envserver_group_deviation_count", OF_MATH)] == 2
+    assert now[Name("envserver_group_deviation_sum", OF_MATH)] == 0.5
+    assert now[Name("envserver_groups_equal_total", OF_MATH)] == 2
+
+
+async def test_groups_of_others_are_counted_when_they_are_stored_once(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "groups.db") as store:
+        for group_id in ("g1", "g2", "g1"):  # the third was stored before
+            await put_native(store, native_group(group_id, score=Score(reward=0.25)))
+        now = numbers_of(await Deliveries(store, lambda: -1).families())
+    wanted = {"groups_total": 2, "equal_groups_total": 2, "reward_count": 4, "reward_sum": 1.0}
+    found = {name: now[Name(f"envserver_stored_{name}", OF_MATH)] for name in wanted}
+    assert found == wanted
+
+
 def test_scalars_are_of_the_time_since_the_last_call() -> None:
     numbers = TrackedNumbers(4)
     for tokens in (100, 300):
@@ -43,10 +92,7 @@ def test_scalars_are_of_the_time_since_the_last_call() -> None:
         )  # fmt: skip
         numbers.observe("math", event)
     delivered(numbers, "math")
-    drop = GroupDropped(
-        group_id="g", index=0, task_id="t", reason="stale", failed=False, message="", at=0
-    )
-    numbers.observe("math", drop)
+    numbers.observe("math", dropped("g", "stale"))
     found = numbers.scalars(10.0)
     assert (found["reward"], found["completion_tokens"]) == (pytest.approx(1 / 3), 200)
     assert (found["limited_share"], found["tokens_per_second"]) == (0.5, 40)
@@ -85,33 +131,20 @@ def test_rows_are_the_best_and_the_worst_of_a_group_bounded_and_without_secrets(
     assert without_secrets({"a": [f"http://u:{KEY}@b/", 1]}) == {"a": ["http://[redacted]@b/", 1]}
 
 
-class Refuses:
-    """A tracker whose every call fails."""
-
-    def config(self, settings: Mapping[str, Any]) -> None:
-        pass
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        raise RuntimeError("no room")
-
-    def rollouts(self, step: int, rows: Sequence[Row]) -> None:
-        raise RuntimeError("no room")
-
-    def close(self) -> None:
-        raise RuntimeError("closed")
-
-
 async def test_a_tracker_that_fails_or_hangs_stops_nothing_and_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = threading.Event()
+    no_room, closed = RuntimeError("no room"), RuntimeError("closed")
+    failing = {"scalars": no_room, "rollouts": no_room, "close": closed}
+    refuses = Mock(**{name: Mock(side_effect=error) for name, error in failing.items()})
 
-    def opened(name: str, *, folder: Path, run: str, **_: Any) -> Tracker:
+    def opened(name: str, *, folder: Path, run: str, **_: Any) -> Any:
         if name == "mlflow":
             never.wait()
         if name in ("wandb", "mlflow"):
             raise OSError("no such host")
-        return Refuses() if name == "trackio" else JsonLinesTracker(folder / f"{run}.jsonl")
+        return refuses if name == "trackio" else JsonLinesTracker(folder / f"{run}.jsonl")
 
     monkeypatch.setattr("envserver.running.tracking.open_tracker", opened)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)

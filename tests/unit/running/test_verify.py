@@ -15,15 +15,16 @@ from envserver_records.errors import ConfigError, EngineError, EngineUnavailable
 from envserver_records.records import Group
 from support.api import put_native, running_api
 from support.commands import envserver, free_port, read_jsonl
+from support.in_process import Run
 from support.sampled import PROMPT, SAMPLED, Engine, group
 from support.vllm_server import VllmServer
 
-from envserver import main
 from envserver.export import group_line
 from envserver.models import SimEngine
 from envserver.running.group_sources import FileSource
 from envserver.running.verifying import Report, Sample, parse_sample, verify
 
+Check = Callable[..., Any]
 GROUPS = [group("a"), group("b")]
 
 
@@ -38,15 +39,14 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 @pytest.fixture
-def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
-    """Runs the command on lines; its exit status and its JSON."""
+def check(run: Run) -> Check:
+    """Runs the command on lines, which must end with `status`; returns its JSON."""
 
-    def run(lines: list[dict[str, Any]], *words: object) -> tuple[int, Any]:
-        path = write(tmp_path / "groups.jsonl", lines)
-        status = main(["verify", str(path), "--model", "sim", "--json", *map(str, words)])
-        return status, json.loads(capsys.readouterr().out)
+    def command(lines: list[dict[str, Any]], words: str = "", status: int = 0) -> Any:
+        write(Path("groups.jsonl"), lines)
+        return json.loads(run(f"verify groups.jsonl --model sim --json {words}", status).out)
 
-    return run
+    return command
 
 
 async def verified(path: Path, engine: SimEngine, **changes: Any) -> Report:
@@ -56,9 +56,9 @@ async def verified(path: Path, engine: SimEngine, **changes: Any) -> Report:
     return await verify(FileSource(path), engine, **(facts | changes))
 
 
-def test_what_was_sampled_is_exact(check: Callable[..., tuple[int, Any]]) -> None:
-    status, report = check(lines_of(*GROUPS))
-    assert (status, report["verdict"]) == (0, "exact")
+def test_what_was_sampled_is_exact(check: Check) -> None:
+    report = check(lines_of(*GROUPS))
+    assert report["verdict"] == "exact"
     assert (report["groups"], report["rows"], report["policy_version"]) == (2, 6, 7)
     compared = report["compared"]
     assert (compared["rows"], compared["tokens_exactly_equal"]) == (6, 6 * SAMPLED)
@@ -66,14 +66,11 @@ def test_what_was_sampled_is_exact(check: Callable[..., tuple[int, Any]]) -> Non
     assert report["findings"] == report["worst"] == []
 
 
-def test_the_table_fits_eighty_columns_and_is_plain(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_fits_eighty_columns_and_is_plain(run: Run) -> None:
     lines = lines_of(*GROUPS)
     lines[0]["inference_logprobs"][1][PROMPT] -= 0.25
-    path = write(tmp_path / "x", lines)
-    assert main(["verify", str(path), "--model", "sim"]) == 1
-    told = capsys.readouterr().out
+    write(Path("x"), lines)
+    told = run("verify x --model sim", status=1).out
     assert "DIFFERENT" in told
     assert "logprobs_differ: line 1, a-1, row 1, position 9: token" in told
     assert "+0.25" in told
@@ -82,182 +79,138 @@ def test_the_table_fits_eighty_columns_and_is_plain(
     assert "\033" not in told
 
 
+Row = list[Any]
+Damage = Callable[[dict[str, Any]], Any]
+OF_ROWS = ("tokens", "masks", "scores", "inference_logprobs")
+AT = PROMPT + 2
+
+
 def other(token: int) -> int:
     return token + 1 if token < 300 else token - 1
 
 
-def swap_context(line: dict[str, Any]) -> None:
-    line["tokens"][0][3] = other(line["tokens"][0][3])
+def put(place: int, value: Any) -> Callable[[Row], Row]:
+    """A row with another value (of the old one, where it is a function) at a place."""
+    return lambda row: [
+        *row[:place], value(row[place]) if callable(value) else value, *row[place + 1 :]
+    ]  # fmt: skip
 
 
-def swap_sampled(line: dict[str, Any]) -> None:
-    line["tokens"][0][PROMPT + 2] = other(line["tokens"][0][PROMPT + 2])
+def row(**changes: Callable[[Row], Row]) -> Damage:
+    """Changes the first row."""
 
-
-def swap_sampled_and_label(line: dict[str, Any]) -> None:
-    swap_sampled(line)
-    line["masks"][0][PROMPT + 2] = line["tokens"][0][PROMPT + 2]
-
-
-def exchange_neighbours(line: dict[str, Any]) -> None:
-    for row in (line["tokens"][0], line["masks"][0]):
-        row[PROMPT], row[PROMPT + 1] = row[PROMPT + 1], row[PROMPT]
-
-
-def shift_labels(line: dict[str, Any]) -> None:
-    line["masks"][0] = [-100, *line["masks"][0][:-1]]
-
-
-def shift_what_is_trained(line: dict[str, Any]) -> None:
-    tokens = line["tokens"][0]
-    line["masks"][0] = [-100] * (PROMPT - 1) + tokens[PROMPT - 1 : -1] + [-100]
-
-
-def untrain_last(line: dict[str, Any]) -> None:
-    line["masks"][0][-1] = -100
-
-
-def set_logprob(value: float) -> Callable[[dict[str, Any]], None]:
     def change(line: dict[str, Any]) -> None:
-        line["inference_logprobs"][0][PROMPT + 4] = value
+        for name, made in changes.items():
+            line[name][0] = made(line[name][0])
 
     return change
 
 
-def add_a_thousandth(line: dict[str, Any]) -> None:
-    line["inference_logprobs"][0][PROMPT + 4] -= 1e-3
+def exchanged(row: Row) -> Row:
+    return [*row[:PROMPT], row[PROMPT + 1], row[PROMPT], *row[PROMPT + 2 :]]
 
 
-def lose_tokens(line: dict[str, Any]) -> None:
-    del line["tokens"][1]
-
-
-def lose_row(line: dict[str, Any]) -> None:
-    for name in ("tokens", "masks", "scores", "inference_logprobs"):
-        del line[name][2]
-
-
-def double_row(line: dict[str, Any]) -> None:
-    for name in ("tokens", "masks", "scores", "inference_logprobs"):
-        line[name].append(line[name][0])
-
-
-def lose_number(line: dict[str, Any]) -> None:
-    line["inference_logprobs"][0].pop()
-
-
-def cut_versions(line: dict[str, Any]) -> None:
-    line["envserver"]["rollouts"][0]["versions"][0].pop()
-
-
-def invent_id(value: int) -> Callable[[dict[str, Any]], None]:
-    def change(line: dict[str, Any]) -> None:
-        line["tokens"][0][2] = value
-
-    return change
+def train_from_the_prompt_on(line: dict[str, Any]) -> None:
+    line["masks"][0] = [-100] * (PROMPT - 1) + line["tokens"][0][PROMPT - 1 : -1] + [-100]
 
 
 @pytest.mark.parametrize(
-    ("damage", "kind", "row", "position"),
+    ("damage", "kind", "place", "position"),
     [
-        (swap_context, "logprobs_differ", 0, None),
-        (swap_sampled, "mask", 0, PROMPT + 2),
-        (swap_sampled_and_label, "logprobs_differ", 0, None),
-        (exchange_neighbours, "logprobs_differ", 0, None),
-        (shift_labels, "mask", 0, PROMPT + 1),
-        (shift_what_is_trained, "logprob", 0, PROMPT - 1),
-        (untrain_last, "mask", 0, PROMPT + SAMPLED - 1),
-        (add_a_thousandth, "logprobs_differ", 0, PROMPT + 4),
-        (set_logprob(float("nan")), "logprob", 0, PROMPT + 4),
-        (set_logprob(float("-inf")), "logprob", 0, PROMPT + 4),
-        (set_logprob(0.25), "logprob", 0, PROMPT + 4),
-        (lose_tokens, "rows", None, None),
-        (lose_row, "rows", None, None),
-        (double_row, "rows", 3, None),
-        (lose_number, "lengths", 0, None),
-        (cut_versions, "versions", 0, None),
-        (invent_id(-3), "token_id", 0, 2),
-        (invent_id(2**70), "token_id", 0, 2),
-        (invent_id(10**6), "refused", 0, None),
+        (row(tokens=put(3, other)), "logprobs_differ", 0, None),
+        (row(tokens=put(AT, other)), "mask", 0, AT),
+        (row(tokens=put(AT, other), masks=put(AT, other)), "logprobs_differ", 0, None),
+        (row(tokens=exchanged, masks=exchanged), "logprobs_differ", 0, None),
+        (row(masks=lambda row: [-100, *row[:-1]]), "mask", 0, PROMPT + 1),
+        (train_from_the_prompt_on, "logprob", 0, PROMPT - 1),
+        (row(masks=put(PROMPT + SAMPLED - 1, -100)), "mask", 0, PROMPT + SAMPLED - 1),
+        (row(inference_logprobs=put(AT, lambda p: p - 1e-3)), "logprobs_differ", 0, AT),
+        (row(inference_logprobs=put(AT, float("nan"))), "logprob", 0, AT),
+        (row(inference_logprobs=put(AT, float("-inf"))), "logprob", 0, AT),
+        (row(inference_logprobs=put(AT, 0.25)), "logprob", 0, AT),
+        (lambda line: line["tokens"].pop(1), "rows", None, None),
+        (lambda line: [line[name].pop(2) for name in OF_ROWS], "rows", None, None),
+        (lambda line: [line[name].append(line[name][0]) for name in OF_ROWS], "rows", 3, None),
+        (row(inference_logprobs=lambda row: row[:-1]), "lengths", 0, None),
+        (
+            lambda line: line["envserver"]["rollouts"][0]["versions"][0].pop(),
+            "versions",
+            0,
+            None,
+        ),
+        (row(tokens=put(2, -3)), "token_id", 0, 2),
+        (row(tokens=put(2, 2**70)), "token_id", 0, 2),
+        (row(tokens=put(2, 10**6)), "refused", 0, None),
     ],
 )
 def test_damage_is_found_and_named(
-    check: Callable[..., tuple[int, Any]],
-    damage: Callable[[dict[str, Any]], None],
-    kind: str,
-    row: int | None,
-    position: int | None,
+    check: Check, damage: Damage, kind: str, place: int | None, position: int | None
 ) -> None:
     lines = lines_of(*GROUPS)
     damage(lines[1])
-    status, report = check(lines)
-    assert (status, report["verdict"]) == (1, "wrong")
+    report = check(lines, status=1)
+    assert report["verdict"] == "wrong"
     found = next(one for one in report["findings"] if one["kind"] == kind)
-    assert (found["line"], found["group_id"], found["row"]) == (2, "b", row)
+    assert (found["line"], found["group_id"], found["row"]) == (2, "b", place)
     if position is not None:
         assert found["position"] == position
     assert {one["line"] for one in report["findings"]} == {2}
     assert report["compared"]["rows"] >= 3  # those of the other line
 
 
-def test_lines_that_cannot_be_read_are_named_and_the_rest_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path / "x", lines_of(*GROUPS))
-    good = path.read_bytes().splitlines()
+def test_lines_that_cannot_be_read_are_named_and_the_rest_goes_on(run: Run) -> None:
+    good = write(Path("x"), lines_of(*GROUPS)).read_bytes().splitlines()
     bad = [b"{", b'{"tokens": [["x"]]}', b"[" * 100_000, b'"\xff"', b"", good[1][:-50]]
-    path.write_bytes(b"\n".join([good[0], *bad, good[1]]))
-    assert main(["verify", str(path), "--model", "sim", "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert [one["line"] for one in report["findings"]] == [2, 3, 4, 5, 7]
-    assert {one["kind"] for one in report["findings"]} == {"unreadable"}
-    assert report["compared"]["rows"] == 6
+    Path("x").write_bytes(b"\n".join([good[0], *bad, good[1]]))
+    report = json.loads(run("verify x --model sim --json", status=1).out)
+    found = {one["line"]: one["kind"] for one in report["findings"]}
+    assert found == dict.fromkeys([2, 3, 4, 5, 7], "unreadable")
+    assert len(report["findings"]) == 5 and report["compared"]["rows"] == 6
 
 
-def test_the_tolerance_decides_what_passes(check: Callable[..., tuple[int, Any]]) -> None:
+def test_the_tolerance_decides_what_passes(check: Check) -> None:
     lines = lines_of(*GROUPS)
     lines[0]["inference_logprobs"][0][PROMPT] -= 3e-5
-    status, report = check(lines)
-    assert (status, report["verdict"]) == (0, "within_tolerance")
+    report = check(lines)
+    assert report["verdict"] == "within_tolerance"
     compared = report["compared"]
     assert compared["tokens_exactly_equal"] == compared["tokens"] - 1
     assert compared["kl_k1"] == pytest.approx(-3e-5 / compared["tokens"], rel=1e-2)
-    assert report["worst"][0] | {"recorded": 0, "again": 0, "difference": 0, "token": 0} == {
-        "group_id": "a", "rollout_id": "a-0", "row": 0, "line": 1, "position": PROMPT,
-        "token": 0, "recorded": 0, "again": 0, "difference": 0,
-    }  # fmt: skip
-    assert check(lines, "--tolerance", 0)[0] == 1
-    assert check(lines, "--tolerance", 1e-6)[0] == 1
+    place = {"group_id": "a", "rollout_id": "a-0", "row": 0, "line": 1, "position": PROMPT}
+    worst = report["worst"][0]
+    assert worst.items() >= place.items()
+    assert worst.keys() - place.keys() == {"token", "recorded", "again", "difference"}
+    check(lines, "--tolerance 0", status=1)
+    check(lines, "--tolerance 1e-6", status=1)
 
 
 def test_rows_of_other_versions_are_counted_not_compared(
-    check: Callable[..., tuple[int, Any]],
+    check: Check,
 ) -> None:
     old = group("old", version=6)
     for trajectory in old.trajectories:
         for row in trajectory.sequences:
             row.logprobs[PROMPT:] -= 0.5
-    status, report = check(lines_of(*GROUPS, old))
-    assert (status, report["not_compared"]) == (0, {"other_version": 3})
-    status, report = check(lines_of(*GROUPS, old), "--policy_version", 6)
-    assert (status, report["compared"]["rows"]) == (1, 3)
+    assert check(lines_of(*GROUPS, old))["not_compared"] == {"other_version": 3}
+    report = check(lines_of(*GROUPS, old), "--policy_version 6", status=1)
+    assert report["compared"]["rows"] == 3
 
 
 def test_that_nothing_can_be_compared_is_no_success(
-    check: Callable[..., tuple[int, Any]],
+    check: Check,
 ) -> None:
     for lines in ([], lines_of(group("a", mask=np.zeros(PROMPT + SAMPLED, np.uint8)))):
         for line in lines:
             line["inference_logprobs"] = [[1.0] * (PROMPT + SAMPLED)] * 3
-        status, report = check(lines)
-        assert (status, report["verdict"]) == (1, "nothing_compared")
+        report = check(lines, status=1)
+        assert report["verdict"] == "nothing_compared"
     assert report["not_compared"] == {"nothing_trained": 3}
     masked = lines_of(*GROUPS)
     for line in masked:
         for rollout in line["envserver"]["rollouts"]:
             rollout["row_flags"] = [["structured_output_masked"]] * len(rollout["rows"])
-    status, report = check(masked)
-    assert (status, report["verdict"]) == (1, "nothing_compared")
+    report = check(masked, status=1)
+    assert report["verdict"] == "nothing_compared"
     assert report["tokens_not_compared"] == {"structured_output_masked": 6 * SAMPLED}
 
 
@@ -319,24 +272,24 @@ async def test_requests_at_a_time_are_bounded(tmp_path: Path) -> None:
         assert engine.most_in_flight == concurrency
 
 
-def test_a_sample_is_the_same_for_the_same_seed(check: Callable[..., tuple[int, Any]]) -> None:
+def test_a_sample_is_the_same_for_the_same_seed(check: Check) -> None:
     lines = lines_of(*(group(name) for name in "abcdefgh"))
     for line in lines:
         for row in line["inference_logprobs"]:
             row[PROMPT] -= 0.5
 
-    def chosen(*words: object) -> list[tuple[int, int]]:
-        report = check(lines, *words)[1]
+    def chosen(words: str) -> list[tuple[int, int]]:
+        report = check(lines, f"--sample {words}", status=1)
         assert report["compared"]["rows"] + report["not_compared"].get("not_sampled", 0) == 24
         return sorted((one["line"], one["row"]) for one in report["findings"])
 
-    assert len(chosen("--sample", 5)) == 5
-    assert chosen("--sample", 5) == chosen("--sample", 5, "--concurrency", 3)
-    assert chosen("--sample", 5) != chosen("--sample", 5, "--seed", 1)
-    half = chosen("--sample", "50%")
-    assert half == chosen("--sample", "0.5")
+    assert len(chosen("5")) == 5
+    assert chosen("5") == chosen("5 --concurrency 3")
+    assert chosen("5") != chosen("5 --seed 1")
+    half = chosen("50%")
+    assert half == chosen("0.5")
     assert 4 < len(half) < 20
-    assert set(chosen("--sample", 5)) <= set(chosen("--sample", 9))
+    assert set(chosen("5")) <= set(chosen("9"))
 
 
 def test_samples_are_shares_or_numbers() -> None:
@@ -348,14 +301,14 @@ def test_samples_are_shares_or_numbers() -> None:
             parse_sample(bad)
 
 
-def test_a_wrong_command_line_is_status_two(tmp_path: Path) -> None:
-    path = str(write(tmp_path / "x", lines_of(GROUPS[0])))
+def test_a_wrong_command_line_is_status_two(run: Run) -> None:
+    write(Path("x"), lines_of(GROUPS[0]))
     nowhere = f"http://127.0.0.1:{free_port()}"
-    assert main(["verify"]) == 2
-    assert main(["verify", str(tmp_path / "none.jsonl"), "--model", "sim"]) == 2
-    assert main(["verify", nowhere, "--model", "sim"]) == 2
-    assert main(["verify", path, "--model", "sim", "--sample", "x"]) == 2
-    assert main(["verify", path, "--openai.server_type", "openai"]) == 2
+    for words in (
+        "", "none.jsonl --model sim", f"{nowhere} --model sim", "x --model sim --sample x",
+        "x --openai.server_type openai",
+    ):  # fmt: skip
+        run(f"verify {words}", status=2)
 
 
 async def test_a_servers_groups_are_verified_where_they_lie(tmp_path: Path) -> None:

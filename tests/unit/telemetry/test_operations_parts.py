@@ -16,6 +16,7 @@ import aiohttp.web
 import httpx
 import pytest
 import structlog
+from aiohttp.test_utils import TestServer
 from envserver_records.errors import EngineRefused, EngineUnavailable
 from fastapi import FastAPI, Request
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from support.api import native_group, put_native
 from support.cpu import cpu_limit
+from support.extent import examples
 from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig, ServerConfig
@@ -35,10 +37,20 @@ from envserver.models.measured import MeasuredEngine
 from envserver.running.bootstrap import bootstrap_server
 from envserver.server_config import TelemetryConfig
 from envserver.store import open_store
+from envserver.telemetry.genai import MOST_CHARACTERS, inputs, outputs, tool_texts
 from envserver.telemetry.lag import TICK_SECONDS, LoopLag
 from envserver.telemetry.numbers import OTHER, Counts, Distribution, Labelled
 from envserver.telemetry.redaction import STRUCK, redacted
 from envserver.telemetry.tracing import NO_SPAN, within
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        await serve_api(app, "127.0.0.1", 0) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
+    ):
+        yield http
 
 
 async def test_ready_means_that_every_part_is(tmp_path: Path) -> None:
@@ -51,40 +63,28 @@ async def test_ready_means_that_every_part_is(tmp_path: Path) -> None:
             raise EngineUnavailable("Nobody listens.")
         return ""
 
-    async with open_store(tmp_path / "s.db") as store:
-        api = create_api(store, settings=ServerConfig(), health=health)
-        async with (
-            await serve_api(api, "127.0.0.1", 0) as server,
-            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
-        ):
-
-            async def parts(status: int) -> dict[str, Any]:
-                answer = await http.get("/readyz")
-                assert answer.status_code == status, answer.text
-                return dict(answer.json()["parts"])
-
-            assert (await parts(503))["engine"]["state"] == "starting"
-            health.found("engine", engine)
-            began = (await parts(200))["engine"]["since"]
-            assert (await parts(200))["engine"]["since"] == began
-            well = False
-            assert (await parts(503))["engine"]["reason"] == "Nobody listens."
-            assert "Nobody listens." in (await http.get("/readyz")).json()["detail"]
-            well = True
-            await parts(200)
-            health.drain()
-            assert (await parts(503))["server"]["state"] == "draining"
-            assert (await http.get("/healthz")).status_code == 200
-
-
-@asynccontextmanager
-async def at_the_door(health: Health) -> AsyncIterator[tuple[BootstrapApp, httpx.AsyncClient]]:
-    door = BootstrapApp(health)
     async with (
-        await serve_api(door, "127.0.0.1", 0) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
+        open_store(tmp_path / "s.db") as store,
+        served(create_api(store, settings=ServerConfig(), health=health)) as http,
     ):
-        yield door, http
+
+        async def parts(status: int) -> dict[str, Any]:
+            answer = await http.get("/readyz")
+            assert answer.status_code == status, answer.text
+            return dict(answer.json()["parts"])
+
+        assert (await parts(503))["engine"]["state"] == "starting"
+        health.found("engine", engine)
+        began = (await parts(200))["engine"]["since"]
+        assert (await parts(200))["engine"]["since"] == began
+        well = False
+        assert (await parts(503))["engine"]["reason"] == "Nobody listens."
+        assert "Nobody listens." in (await http.get("/readyz")).json()["detail"]
+        well = True
+        await parts(200)
+        health.drain()
+        assert (await parts(503))["server"]["state"] == "draining"
+        assert (await http.get("/healthz")).status_code == 200
 
 
 async def test_who_comes_too_early_is_told_so_and_who_waits_at_the_end_is_answered() -> None:
@@ -106,7 +106,8 @@ async def test_who_comes_too_early_is_told_so_and_who_waits_at_the_end_is_answer
 
     health = Health()
     health.expect("store")
-    async with at_the_door(health) as (door, http):
+    door = BootstrapApp(health)
+    async with served(door) as http:
         early = await http.get("/v1/status")
         assert (early.status_code, early.headers["retry-after"]) == (503, "1")
         assert "store is starting" in early.json()["detail"]
@@ -122,24 +123,10 @@ async def test_who_comes_too_early_is_told_so_and_who_waits_at_the_end_is_answer
         assert (await waiting).status_code == 204
 
 
-async def test_a_server_is_ready_when_its_routes_serve(tmp_path: Path) -> None:
-    config = ServerConfig(port=0)
-    async with (
-        bootstrap_server(config, TelemetryConfig(), tmp_path / "s.db", ()) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
-    ):
-        early = await http.get("/readyz")
-        assert (early.status_code, (await http.get("/v1/status")).status_code) == (503, 503)
-        assert "routes is starting" in early.json()["detail"]
-        await server.open(create_api(server.store, settings=config, health=server.health))
-        assert (await http.get("/v1/status")).status_code == 200
-        assert (await http.get("/readyz")).status_code == 200
-
-
-async def test_it_is_not_ready_when_its_port_opens(
+async def test_a_server_is_ready_when_its_routes_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asks before the start goes on must not hear that everything is there."""
+    """Who asks when its port opens must not hear that everything is there."""
     heard: list[httpx.Response] = []
 
     async def asked_at_once(*words: Any) -> Any:
@@ -149,17 +136,27 @@ async def test_it_is_not_ready_when_its_port_opens(
         return server
 
     monkeypatch.setattr("envserver.running.bootstrap.serve_api", asked_at_once)
-    async with bootstrap_server(
-        ServerConfig(port=0), TelemetryConfig(), tmp_path / "s.db", ("engine",)
-    ):
+    config, settings = ServerConfig(port=0), TelemetryConfig()
+    async with bootstrap_server(config, settings, tmp_path / "a.db", ("engine",)):
         (answer,) = heard
     assert answer.status_code == 503
     assert set(answer.json()["parts"]) == {"store", "disk", "engine", "routes"}
+    async with (
+        bootstrap_server(config, settings, tmp_path / "s.db", ()) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
+    ):
+        early = await http.get("/readyz")
+        assert (early.status_code, (await http.get("/v1/status")).status_code) == (503, 503)
+        assert "routes is starting" in early.json()["detail"]
+        await server.open(create_api(server.store, settings=config, health=server.health))
+        for path in ("/v1/status", "/readyz"):
+            assert (await http.get(path)).status_code == 200
 
 
 async def test_a_lease_stays_with_its_stream_when_the_server_ends(tmp_path: Path) -> None:
     async with open_store(tmp_path / "s.db") as store:
-        async with at_the_door(Health()) as (door, http):
+        door = BootstrapApp(Health())
+        async with served(door) as http:
             api, arrived = create_api(store, settings=ServerConfig()), asyncio.Event()
 
             async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -194,29 +191,30 @@ async def test_a_lease_stays_with_its_stream_when_the_server_ends(tmp_path: Path
 
 async def test_requests_are_counted_by_the_template_of_their_route(tmp_path: Path) -> None:
     metrics = Metrics()
-    async with open_store(tmp_path / "s.db") as store:
-        api = create_api(store, settings=ServerConfig(), metrics=metrics)
-        async with (
-            await serve_api(api, "127.0.0.1", 0) as server,
-            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
-        ):
-            for name in ("a-secret-id", "another"):
-                assert (await http.get(f"/v1/groups/{name}")).status_code == 404
-                assert (await http.get(f"/nowhere/{name}")).status_code == 404
-            # Posts of groups, the plain one on its shorter way and the other, have the same place.
-            assert (await http.post("/scored_data", json={})).status_code == 422
-            assert (await http.post("/register", json={})).status_code == 422
-            groups = "/v1/environments/a-secret-id/groups"
-            for query, status in (("open=1&begun=2", 404), ("open=-1", 422), ("begun=x", 422)):
-                assert (await http.post(f"{groups}?{query}", content=b"x")).status_code == status
-            text = (await http.get("/metrics")).text
-    for path in ("/scored_data", "/register"):
-        assert f'method="POST",route="{path}",status="422"}} 1.0' in text
-    for status, count in ((404, 1), (422, 2)):
-        labels = f'route="/v1/environments/{{env_id}}/groups",status="{status}"'
-        assert f'method="POST",{labels}}} {count}.0' in text
-    assert 'method="GET",route="/v1/groups/{group_id:path}",status="404"} 2.0' in text
-    assert 'route="unmatched",status="404"} 2.0' in text
+    groups = "/v1/environments/a-secret-id/groups"
+    async with (
+        open_store(tmp_path / "s.db") as store,
+        served(create_api(store, settings=ServerConfig(), metrics=metrics)) as http,
+    ):
+        for name in ("a-secret-id", "another"):
+            for path in (f"/v1/groups/{name}", f"/nowhere/{name}"):
+                assert (await http.get(path)).status_code == 404
+        # Posts of groups, the plain one on its shorter way and the other, have the same place.
+        for path in ("/scored_data", "/register"):
+            assert (await http.post(path, json={})).status_code == 422
+        for query, status in (("open=1&begun=2", 404), ("open=-1", 422), ("begun=x", 422)):
+            assert (await http.post(f"{groups}?{query}", content=b"x")).status_code == status
+        text = (await http.get("/metrics")).text
+    posts = 'method="POST",route="/v1/environments/{env_id}/groups"'
+    for counted in (
+        'method="POST",route="/scored_data",status="422"} 1.0',
+        'method="POST",route="/register",status="422"} 1.0',
+        f'{posts},status="404"}} 1.0',
+        f'{posts},status="422"}} 2.0',
+        'method="GET",route="/v1/groups/{group_id:path}",status="404"} 2.0',
+        'route="unmatched",status="404"} 2.0',
+    ):
+        assert counted in text
     assert "a-secret-id" not in text
 
 
@@ -298,89 +296,71 @@ def test_what_looks_like_a_secret_is_struck_out(key: str, form: str) -> None:
     assert line.endswith(" after")
 
 
-@pytest.mark.parametrize(
-    "part",
-    ["eyJ-", "eyJhbGci.", "a:", "://a:", ":", "/r/", "bearer ", "token ", "api_key=", "sk-", " "],
+SLOW = ("eyJ-", "eyJhbGci.", "a:", "://a:", ":", "/r/", "bearer ", "token ", "api_key=", "sk-", " ")
+PLAIN = (
+    "max_tokens: 1024",
+    "the key is: unknown_setting",
+    "The token limit is reached.",
+    "http://h:1/v1/runs/abc",
+    "tokens=1234567",
 )
-def test_no_line_takes_long_to_search_for_secrets(part: str) -> None:
-    began = time.process_time()
-    redacted(f"key token bearer ://{part * (60_000 // len(part))}")
-    assert time.process_time() - began < cpu_limit(0.5)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "max_tokens: 1024",
-        "the key is: unknown_setting",
-        "The token limit is reached.",
-        "http://h:1/v1/runs/abc",
-        "tokens=1234567",
-    ],
-)
-def test_plain_lines_stay_as_they_are(line: str) -> None:
-    assert redacted(line) == line
+def test_plain_lines_stay_as_they_are_and_none_takes_long_to_search_for_secrets() -> None:
+    assert [redacted(line) for line in PLAIN] == [*PLAIN]
+    for part in SLOW:
+        began = time.process_time()
+        redacted(f"key token bearer ://{part * (60_000 // len(part))}")
+        assert time.process_time() - began < cpu_limit(0.5), part
 
 
 LOGGING = """
 import logging, sys, warnings, structlog
 from envserver.cli.logs import configure_logs
 configure_logs("info", sys.argv[1])
+log, uvicorn = structlog.get_logger("x"), logging.getLogger("uvicorn.error")
+for _ in range(1000):
+    uvicorn.warning("Invalid HTTP request received.")
+    logging.getLogger("asyncio").error("ours")
+model = "the model's" + "\\n" * 500_000
+log.warning("heard", text=model)
+try:
+    raise ValueError(model)
+except ValueError:
+    log.exception("raised")
+print("=====", file=sys.stderr, flush=True)
 structlog.contextvars.bind_contextvars(rollout_id="rollout-7")
-structlog.get_logger("x").warning("ours", url="http://h/r/" + "k" * 32 + "/v1")
-logging.getLogger("uvicorn.error").error("theirs %s", "Bearer " + "b" * 20)
+log.warning("ours", url="http://h/r/" + "k" * 32 + "/v1")
+uvicorn.error("theirs %s", "Bearer " + "b" * 20)
 warnings.warn("python's")
 try:
     secret = "s" * 20
     raise ValueError("api_key=" + secret)
 except ValueError:
-    structlog.get_logger().exception("raised")
+    log.exception("raised")
 """
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
-def test_all_log_lines_have_one_form_ids_and_no_secrets(form: str) -> None:
+def test_all_log_lines_are_bounded_and_have_one_form_ids_and_no_secrets(form: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", LOGGING, form], capture_output=True, text=True, check=True
     )
-    assert not any(secret * 20 in ran.stderr for secret in "kbs")
-    for event in ("ours", "theirs", "python's", "raised"):
-        assert event in ran.stderr
+    flood, told = ran.stderr.split("=====\n")
+    # What clients and models send makes few and short lines.
+    assert flood.count("Invalid HTTP request received.") == 10
+    assert flood.count("ours") == 1000  # an error is the server's
+    assert flood.count("the model's") >= 2
+    assert "characters left out" in flood
+    assert max(map(len, flood.splitlines())) < 200_000
+    assert len(flood) < 500_000
+    assert not any(secret * 20 in told for secret in "kbs")
+    assert all(event in told for event in ("ours", "theirs", "python's", "raised"))
     if form == "json":
-        lines = [json.loads(line) for line in ran.stderr.splitlines()]
-        assert len(lines) == 4
-        assert all(line["rollout_id"] == "rollout-7" for line in lines)
+        ids = [json.loads(line)["rollout_id"] for line in told.splitlines()]
+        assert ids == ["rollout-7"] * 4
     else:
-        assert ran.stderr.count("rollout_id=rollout-7") == 4
-
-
-FLOODING = """
-import logging, sys, structlog
-from envserver.cli.logs import configure_logs
-configure_logs("info", sys.argv[1])
-for _ in range(1000):
-    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
-    logging.getLogger("asyncio").error("ours")
-model = "the model's" + "\\n" * 500_000
-structlog.get_logger().warning("heard", text=model)
-try:
-    raise ValueError(model)
-except ValueError:
-    structlog.get_logger().exception("raised")
-"""
-
-
-@pytest.mark.parametrize("form", ["json", "console"])
-def test_what_clients_and_models_send_makes_few_and_short_lines(form: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", FLOODING, form], capture_output=True, text=True, check=True
-    )
-    assert ran.stderr.count("Invalid HTTP request received.") == 10
-    assert ran.stderr.count("ours") == 1000  # an error is the server's
-    assert ran.stderr.count("the model's") >= 2
-    assert "characters left out" in ran.stderr
-    assert max(map(len, ran.stderr.splitlines())) < 200_000
-    assert len(ran.stderr) < 500_000
+        assert told.count("rollout_id=rollout-7") == 4
 
 
 class _Spanned:
@@ -402,13 +382,8 @@ async def test_the_engine_gets_the_trace_of_a_call_and_is_measured() -> None:
 
     app = aiohttp.web.Application()
     app.router.add_post("/v1/chat/completions", answer)
-    runner = aiohttp.web.AppRunner(app)
-    await runner.setup()
-    site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        port = runner.addresses[0][1]
-        config = OpenAIConfig(base_url=f"http://127.0.0.1:{port}/v1", model_name="m")
+    async with TestServer(app) as server:
+        config = OpenAIConfig(base_url=f"http://127.0.0.1:{server.port}/v1", model_name="m")
         async with MeasuredEngine(OpenAIEngine(config)) as engine:
 
             async def post() -> None:
@@ -424,6 +399,63 @@ async def test_the_engine_gets_the_trace_of_a_call_and_is_measured() -> None:
             assert list(engine.errors) == [(("engine_refused",), 1)]
             assert engine.in_flight == 0
             assert [one.state for one in engine.replicas()] == ["closed"]
-    finally:
-        await runner.cleanup()
     assert seen == [None, _Spanned.traceparent, None]
+
+
+# Texts in spans: bounded, without secrets, and JSON whatever a model says -------------------------
+
+SECRET = "sk-telemetry-0123456789abcdef"
+TEXTS = st.one_of(
+    st.text(max_size=40),
+    st.builds(lambda size: f"{'x ' * size}{SECRET}{' y' * size}", st.sampled_from([0, 20_000])),
+)
+CALLS = st.lists(
+    st.one_of(
+        st.none(),
+        st.builds(lambda text: {"id": "c", "function": {"name": "f", "arguments": text}}, TEXTS),
+    ),
+    max_size=3,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool", "critic"])},
+        optional={
+            "content": st.one_of(TEXTS, st.none(), st.just([{"type": "text", "text": "part"}])),
+            "tool_calls": CALLS,
+            "reasoning_content": TEXTS,
+            "tool_call_id": TEXTS,
+        },
+    ),
+    max_size=12,
+)
+TOOLS = st.lists(st.fixed_dictionaries({"name": TEXTS, "parameters": st.just({})}), max_size=4)
+
+
+@settings(max_examples=examples(60))
+@given(messages=MESSAGES, tools=TOOLS)
+def test_texts_are_bounded_json_without_secrets(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> None:
+    tools = [{"type": "function", "function": one} for one in tools]
+    found = {**inputs(messages, tools), **outputs((one, None) for one in messages)}
+    for name, text in found.items():
+        assert isinstance(json.loads(text), list), name
+        if name != "gen_ai.tool.definitions":  # what an environment declares
+            assert SECRET not in text
+        # One message alone may be longer: its texts are cut one by one.
+        assert len(text) < 3 * MOST_CHARACTERS
+
+
+def test_of_a_long_conversation_the_last_messages_are_kept() -> None:
+    turns = [{"role": "user", "content": f"{number} {'x' * 10_000}"} for number in range(20)]
+    told = json.loads(inputs(turns, [])["gen_ai.input.messages"])
+    assert told[-1]["parts"][0]["content"].startswith("19 ")
+    left = 20 - (len(told) - 1)
+    assert told[0]["parts"][0]["content"] == f"[{left} earlier messages are left out]"
+    assert told[1]["parts"][0]["content"].startswith(f"{left} ")
+
+
+def test_a_secret_that_the_cut_would_halve_is_removed() -> None:
+    text = f"{'x' * 4090} {SECRET} {'y' * 20_000}"
+    (cut,) = {value for key, value in tool_texts("", text).items() if key.endswith("result")}
+    assert "sk-" not in cut and len(cut) < 9000

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_tools.calling import Tool, ToolError, toolbox
+from envserver_tools.calling import Tool, ToolError, function_tool, toolbox
 from envserver_tools.protocol import (
     FORMAT,
     Part,
@@ -28,70 +30,18 @@ from envserver import Reply
 CALL = 'TOOL_CALL: {"tool": "look", "args": {"path": "a"}}'
 
 
-def seen(text: str) -> list[Any]:
-    """The parts in short: (type, text), (tool, args) of a call, the code of an error."""
-    return [short(part) for part in parse_message(text)]
+MESSAGES = tomllib.loads(Path(__file__).with_name("messages.toml").read_text())["message"]
 
 
 def short(part: Part) -> Any:
     if part.type == "error":
         return part.code
-    return (part.tool, part.args) if part.type == "tool_call" else (part.type, part.text)
+    return [part.tool, part.args] if part.type == "tool_call" else [part.type, part.text]
 
 
-LOOK = ("look", {"path": "a"})
-CASES: list[tuple[str, list[Any]]] = [
-    (CALL, [LOOK]),
-    ('TOOL_CALL: {"tool": "look", "args": {}}', [("look", {})]),
-    ('TOOL_CALL: {"tool": "look"}', [("look", {})]),
-    ('TOOL_CALL: {"tool": "look", "args": {"path": "a"}, "why": 1}', [LOOK]),
-    ('TOOL_CALL:\n\n {"tool": "run",\n "args": {"x": ["}"]}}\n', [("run", {"x": ["}"]})]),
-    ('TOOL_CALL:\n```json\n{"tool": "look", "args": {"path": "a"}}\n```\n', [LOOK]),
-    ('TOOL_CALL: ```{"tool": "look", "args": {"path": "a"}}', [LOOK]),
-    (f"```\n{CALL}\n```", [("thought", "```"), LOOK]),
-    (f"  \tTHOUGHT: hm \n{CALL}", [("thought", "hm"), LOOK]),
-    (f"A\nTHOUGHT: b\nc\nTHOUGHT:\n{CALL}", [("thought", "A"), ("thought", "b\nc"), LOOK]),
-    ("THOUGHT: I know.\nFINAL: 42", [("thought", "I know."), ("final", "42")]),
-    ("FINAL: a\nTOOL_CALL: {}\nFINAL: b", [("final", "a\nTOOL_CALL: {}\nFINAL: b")]),
-    ("FINAL:", [("final", "")]),
-    ("THOUGHT: one FINAL: two", [("thought", "one FINAL: two")]),
-    ("I will say TOOL_CALL: later", [("thought", "I will say TOOL_CALL: later")]),
-    ("final: lower case", [("thought", "final: lower case")]),
-    ("**FINAL:** bold", [("thought", "**FINAL:** bold")]),
-    ("TOOL_CALL {}", [("thought", "TOOL_CALL {}")]),
-    ("", ["empty"]),
-    (" \n\t", ["empty"]),
-    ("THOUGHT:  \n", ["empty"]),
-    (f"<think>FINAL: no</think>{CALL}", [LOOK]),
-    (f"<think>a</think>b<think>c</think>\n{CALL}", [LOOK]),
-    (f"<think>{CALL}", ["empty"]),
-    ("TOOL_CALL:\n{'tool': 'look'}", ["bad_json"]),
-    ("TOOL_CALL:", ["bad_json"]),
-    ('TOOL_CALL: {"tool": "look", "args": {"a": 1, "a": 2}}', ["bad_json"]),
-    ('TOOL_CALL: {"tool": "look", "args": {"a": NaN}}', ["bad_json"]),
-    ('TOOL_CALL: {"tool": "look", "args": {"a": 1e999}}', ["bad_json"]),
-    ('TOOL_CALL: {"tool": "look", "args": {"a": "\\ud800"}}', ["bad_json"]),
-    ('TOOL_CALL: {"tool": "look", "args": {"a": "line\nbreak"}}', ["bad_json"]),
-    ('TOOL_CALL: {"tool": "look", "args": {"path": "a"}', ["bad_json"]),
-    ('TOOL_CALL: ["look", {}]', ["bad_json"]),
-    (f'TOOL_CALL: look\n{CALL}', ["bad_json"]),
-    ('TOOL_CALL: {"name": "look", "args": {}}', ["missing_tool"]),
-    ('TOOL_CALL: {"tool": 1, "args": {}}', ["missing_tool"]),
-    ('TOOL_CALL: {"tool": "look", "args": []}', ["bad_args"]),
-    ('TOOL_CALL: {"tool": "look", "args": null}', ["bad_args"]),
-    (f"THOUGHT: hm\nTOOL_CALL: {{}}\n{CALL}", [("thought", "hm"), "missing_tool"]),
-    (f"{CALL}\n{CALL}", [LOOK, "multiple_calls"]),
-    (f"{CALL}\nTHOUGHT: then\n{CALL}", [LOOK, "multiple_calls"]),
-    (f"{CALL}\nTOOL RESULT:\nmade up\n{CALL}", [LOOK, "multiple_calls"]),
-    (f"{CALL}\nTOOL RESULT:\nmade up", [LOOK, "text_after_call"]),
-    (f"{CALL}\nFINAL: early", [LOOK, "text_after_call"]),
-    (f"{CALL} and so on", [LOOK, "text_after_call"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "expected"), CASES)
-def test_a_message_is_read_by_the_rules(text: str, expected: list[Any]) -> None:
-    assert seen(text) == expected
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message["says"][:40])
+def test_a_message_is_read_by_the_rules(message: dict[str, Any]) -> None:
+    assert [short(part) for part in parse_message(message["says"])] == message["parts"]
 
 
 def test_a_call_keeps_its_source() -> None:
@@ -117,22 +67,22 @@ def test_no_text_makes_the_parser_fail(pieces: list[str]) -> None:
     assert all(part.text.strip() for part in parts if part.type == "thought")
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "THOUGHT: a\n", "TOOL_CALL:" + " " * 9, " ", "\n", "\t", "```", "<think>", "{", "[",
-        '{"tool":', CALL + "\n", "9", '"', "\\", " TOOL_CALL", "</think>",
-    ],
+REPEATED = (
+    "THOUGHT: a\n", "TOOL_CALL:" + " " * 9, " ", "\n", "\t", "```", "<think>", "{", "[",
+    '{"tool":', CALL + "\n", "9", '"', "\\", " TOOL_CALL", "</think>",
 )  # fmt: skip
+
+
 @pytest.mark.parametrize("head", ["", "TOOL_CALL: ", CALL])
-def test_long_texts_are_read_in_linear_time(head: str, piece: str) -> None:
-    times = []
-    for size in (40_000, 800_000):
-        text = head + piece * (size // len(piece))
-        begin = time.process_time()
-        parse_message(text)
-        times.append(time.process_time() - begin)
-    assert times[1] < 40 * times[0] + cpu_limit(0.5)
+def test_long_texts_are_read_in_linear_time(head: str) -> None:
+    for piece in REPEATED:
+        times = []
+        for size in (20_000, 400_000):
+            text = head + piece * (size // len(piece))
+            begin = time.process_time()
+            parse_message(text)
+            times.append(time.process_time() - begin)
+        assert times[1] < 40 * times[0] + cpu_limit(0.5), piece
 
 
 def look(path: str) -> str:
@@ -146,14 +96,7 @@ async def wait(seconds: int) -> str:
 
 
 def tool(name: str, function: Any, **properties: Any) -> Tool:
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-    description = {"name": name, "description": f"Can {name}.", "parameters": parameters}
-    return Tool({"type": "function", "function": description}, function)
+    return Tool(function_tool(name, f"Can {name}.", properties), function)
 
 
 TOOLS = toolbox(
@@ -225,16 +168,10 @@ async def test_a_call_that_cannot_be_carried_out_is_an_observation(call: str, wo
     assert [step["type"] for step in run.steps] == ["tool_call", "tool_result", "final"]
 
 
-async def test_too_many_failed_calls_end_it() -> None:
-    run, _ = await played(*['TOOL_CALL: {"tool": "fly"}'] * 5, max_tool_errors=3)
-    assert (run.ending, run.tool_errors) == ("tool_errors", 3)
-
-
 async def test_an_error_is_quoted_with_the_format_and_three_in_a_row_end_it() -> None:
     bad = "TOOL_CALL: {'tool'}"
     run, model = await played(bad, bad, CALL, bad, "", bad, "FINAL: never")
-    assert run.ending == "errors"
-    assert model.texts == ["FINAL: never"]
+    assert (run.ending, model.texts) == ("errors", ["FINAL: never"])
     correction = run.messages[3]["content"]
     assert "double quotes" in correction and "'tool'}" in correction and FORMAT in correction
     assert run.messages[-1]["role"] == "assistant"  # what it said last is answered by nobody
@@ -251,17 +188,17 @@ async def test_what_follows_a_call_is_dropped_and_said_to_be() -> None:
     assert run.steps[2]["text"].startswith("text_after_call")
 
 
-async def test_three_thoughts_in_a_row_are_reminded_and_count_as_steps() -> None:
+async def test_other_ends() -> None:
+    run, _ = await played(*['TOOL_CALL: {"tool": "fly"}'] * 5, max_tool_errors=3)
+    assert (run.ending, run.tool_errors) == ("tool_errors", 3)
+    # Three thoughts in a row are reminded, and count as steps.
     run, _ = await played("a", "THOUGHT: b", "c", "d", "e", CALL, max_steps=6)
     assert run.ending == "steps"
-    answers = [m["content"] for m in run.messages[3::2]]
-    assert [FORMAT in answer for answer in answers] == [False, False, True, False, False, False]
-
-
-async def test_a_message_that_was_cut_off_is_never_read() -> None:
+    reminded = [FORMAT in message["content"] for message in run.messages[3::2]]
+    assert reminded == [False, False, True, False, False, False]
+    # A message that was cut off is never read.
     run, _ = await played("FINAL: 4", finish_reason="length")
-    assert (run.ending, run.answer) == ("truncated", None)
-    assert run.steps[-1]["type"] == "error"
+    assert (run.ending, run.answer, run.steps[-1]["type"]) == ("truncated", None, "error")
 
 
 async def test_what_happened_before_an_exception_is_known() -> None:
@@ -272,24 +209,16 @@ async def test_what_happened_before_an_exception_is_known() -> None:
 
 
 async def test_old_turns_are_left_out_in_pairs_when_the_context_is_full() -> None:
-    def count(messages: list[dict[str, Any]]) -> int:
-        return 10 * len(messages)
-
     # 85 % of 90 - 10 tokens: six messages.
-    window = Window(count, context_tokens=90, max_tokens=10)
+    window = Window(lambda messages: 10 * len(messages), context_tokens=90, max_tokens=10)
     calls = [f'TOOL_CALL: {{"tool": "wait", "args": {{"seconds": {n}}}}}' for n in range(5)]
     run, model = await played(*calls, "FINAL: x", window=window)
     assert [len(messages) for messages in model.asked] == [2, 4, 6, 6, 6, 6]
     assert all(messages[:2] == START for messages in model.asked)
-    last = model.asked[-1]
-    assert [m["content"] for m in last[3::2]] == [
-        "TOOL RESULT:\nwaited 3",
-        "TOOL RESULT:\nwaited 4",
-    ]
+    last = [message["content"] for message in model.asked[-1][3::2]]
+    assert last == ["TOOL RESULT:\nwaited 3", "TOOL RESULT:\nwaited 4"]
     assert len(run.messages) == 2 + 2 * 5 + 1
-
-
-async def test_the_last_turn_stays_even_where_it_is_too_long() -> None:
+    # The last turn stays even where it is too long.
     window = Window(lambda messages: 10**6, context_tokens=90, max_tokens=10)
     _, model = await played(CALL, CALL, "FINAL: x", window=window)
     assert [len(messages) for messages in model.asked] == [2, 4, 4]

@@ -16,40 +16,75 @@ from envserver_tools.calling import (
     ToolResult,
     call_tool,
     descriptions,
+    function_tool,
     run_tool_call,
     toolbox,
+    use_tool,
 )
 from envserver_tools.protocol import run_protocol
 from envserver_tools.sandboxed import PRELOAD, read_patch, sandbox_tools
-from support.tool_benches import Bench, Houses
+from support.sandboxes import sandboxes
 
-from envserver import Reply, SandboxLimits, SandboxSpec
+from envserver import ConfigError, Reply, Sandbox, Sandboxes, SandboxLimits, SandboxSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=20.0, processes=64)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def houses() -> AsyncIterator[Houses]:
-    async with AsyncExitStack() as stack:
-        yield Houses(stack)
+class Bench:
+    """A sandbox and its tools, called as a model calls them."""
+
+    def __init__(self, sandbox: Sandbox, **options: Any) -> None:
+        self.sandbox = sandbox
+        self.tools = sandbox_tools(sandbox, **options)
+
+    async def __call__(self, name: str, **arguments: Any) -> str:
+        """The text of a call that must be in order."""
+        result = await self.result(name, **arguments)
+        assert result.ok, result.text
+        return result.text
+
+    async def refused(self, name: str, **arguments: Any) -> str:
+        """The text of a call that must not be."""
+        result = await self.result(name, **arguments)
+        assert not result.ok, result.text
+        assert result.text.startswith("Error: ")
+        return result.text
+
+    async def result(self, name: str, **arguments: Any) -> ToolResult:
+        return await use_tool(self.tools, name, arguments)
+
+    async def sh(self, script: str) -> str:
+        """What a script says that must end well."""
+        done = await self.sandbox.exec(["bash", "-euc", script])
+        assert done.ok, done.stderr + done.stdout
+        return done.stdout.decode(errors="replace")
 
 
 Open = Callable[..., AbstractAsyncContextManager[Bench]]
 
 
-@pytest.fixture
-def bench(houses: Houses) -> Open:
-    @asynccontextmanager
-    async def open_bench(
-        backend: str = "namespace", preload: tuple[str, ...] = PRELOAD, **options: Any
-    ) -> AsyncIterator[Bench]:
-        house = await houses.at(backend)
-        async with house.open(SandboxSpec(preload=preload, limits=LIMITS)) as sandbox:
-            yield Bench(sandbox, **options)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench() -> AsyncIterator[Open]:
+    """Opens a sandbox with its tools; the service of each backend is made when it is asked for."""
+    houses: dict[str, Sandboxes] = {}
+    async with AsyncExitStack() as stack:
 
-    return open_bench
+        @asynccontextmanager
+        async def open_bench(
+            backend: str = "namespace", preload: tuple[str, ...] = PRELOAD, **options: Any
+        ) -> AsyncIterator[Bench]:
+            if backend not in houses:
+                try:
+                    houses[backend] = await stack.enter_async_context(sandboxes(backend))
+                except ConfigError as error:
+                    pytest.skip(str(error))
+            spec = SandboxSpec(preload=preload, limits=LIMITS)
+            async with houses[backend].open(spec) as sandbox:
+                yield Bench(sandbox, **options)
+
+        yield open_bench
 
 
 @pytest.mark.parametrize(
@@ -238,7 +273,10 @@ async def test_a_command_shows_head_and_tail_and_how_it_ended(bench: Open) -> No
 
 
 async def test_what_a_killed_command_said_is_shown(bench: Open) -> None:
+    """And a program that answers for the tool is no harm."""
+    forge = "for f in /proc/$PPID/fd/1; do head -c 100 /dev/urandom > $f; done; echo said; sleep 1"
     async with bench() as use:
+        assert "said" in await use("bash", command=forge)
         hungry = "import sys\nprint('first', flush=True)\nx = [b'x' * 10**6 for _ in range(10**5)]"
         await use("write_file", path="hungry.py", content=hungry)
         said = await use("run_cmd", cmd=["python3", "hungry.py"])
@@ -274,12 +312,6 @@ async def test_what_is_planted_in_the_workspace_is_not_run_by_tools(bench: Open)
         await use("read_file", path="json.py")
         await use("run_cmd", cmd=["true"])
         assert "OWNED" not in await use("list_dir")
-
-
-async def test_a_program_that_answers_for_the_tool_is_no_harm(bench: Open) -> None:
-    forge = "for f in /proc/$PPID/fd/1; do head -c 100 /dev/urandom > $f; done; echo said; sleep 1"
-    async with bench() as use:
-        assert "said" in await use("bash", command=forge)
 
 
 MAKE = r"""
@@ -380,10 +412,6 @@ async def test_a_patch_starts_where_it_is_told(bench: Open) -> None:
         assert "HEAD is not a commit" in await use.refused("git_diff")
         await use.sh("rm -rf .git")
         assert "there is no git repository" in await use.refused("git_diff")
-
-
-async def test_a_sha256_repository_has_patches_too(bench: Open) -> None:
-    async with bench() as use:
         await use.sh(
             "git init -q --object-format=sha256 .; git config user.email a@b;"
             "git config user.name n; echo 1 > a; git add a; git commit -qm one; echo 2 > a"
@@ -419,15 +447,12 @@ async def test_tools_are_called_in_openai_s_shape(bench: Open) -> None:
 
 
 async def test_the_text_protocol_uses_the_same_tools(bench: Open) -> None:
-    texts = iter(
-        [
-            "THOUGHT: I write.\n"
-            'TOOL_CALL: {"tool": "write_file", "args": {"path": "a", "content": "7"}}',
-            'TOOL_CALL:\n```json\n{"tool": "run_cmd", "args": {"cmd": ["cat", "a"]}}\n```',
-            'TOOL_CALL: {"tool": "read_file", "args": {"path": "/etc/passwd"}}',
-            "FINAL: 7",
-        ]
+    calls = (
+        '{"tool": "write_file", "args": {"path": "a", "content": "7"}}',
+        '{"tool": "run_cmd", "args": {"cmd": ["cat", "a"]}}',
+        '{"tool": "read_file", "args": {"path": "/etc/passwd"}}',
     )
+    texts = iter([*(f"TOOL_CALL: {call}" for call in calls), "FINAL: 7"])
 
     async def chat(messages: list[dict[str, Any]], **_: Any) -> Reply:
         message = {"role": "assistant", "content": next(texts)}
@@ -450,14 +475,12 @@ async def test_smolagents_uses_the_same_tools(bench: Open) -> None:
 
         class Scripted(smolagents.Model):
             turns = iter(
-                [
-                    "<code>\nwrite_file(path='a', content='from the agent')\n</code>",
-                    "<code>\nfinal_answer(bash('cat a', timeout=5))\n</code>",
-                ]
+                ["write_file(path='a', content='from the agent')", "final_answer(bash('cat a', 5))"]
             )
 
             def generate(self, messages: Any, **_: Any) -> Any:
-                return smolagents.ChatMessage(role="assistant", content=next(self.turns))
+                text = f"<code>\n{next(self.turns)}\n</code>"
+                return smolagents.ChatMessage(role="assistant", content=text)
 
         run_cmd = as_smolagents(use.tools["run_cmd"])
         schema = smolagents.models.get_tool_json_schema(run_cmd)["function"]["parameters"]
@@ -474,12 +497,6 @@ async def test_smolagents_uses_the_same_tools(bench: Open) -> None:
     def shout(word: str) -> str:
         return word.upper()
 
-    parameters = {
-        "type": "object",
-        "properties": {"word": {"type": "string"}},
-        "required": ["word"],
-        "additionalProperties": False,
-    }
-    described = {"name": "shout", "description": "Shouts.", "parameters": parameters}
-    tool = as_smolagents(toolbox(Tool({"type": "function", "function": described}, shout))["shout"])
+    described = function_tool("shout", "Shouts.", {"word": {"type": "string"}})
+    tool = as_smolagents(toolbox(Tool(described, shout))["shout"])
     assert tool(word="hi") == "HI"

@@ -1,28 +1,43 @@
-"""`@tool`: from a typed function to a schema, checked arguments, and results that a model reads."""
+"""`@tool`: from a typed function to a schema, checked arguments, and results that a model reads.
+
+And the loop that calls tools, and tools that run in the server, with a task's hidden part and keys.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
+import envserver_environments
+import envserver_factory
+import envserver_tools
 import msgspec
 import pytest
+from envserver_tools.loop import LoopEnd, chat_with_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from support.extent import examples
 
 import envserver
-from envserver import AgentError, Tool, ToolError, tool
-from envserver.tools.calling import call_tool, toolbox
-from envserver.tools.loop import chat_with_tools
+from envserver import AgentError, Caller, Environment, Score, Task, Tool, ToolError, tool
+from envserver.environment import tools_of
+from envserver.tools.calling import call_tool, function_tool, toolbox
+from envserver.tools.serving import server_tools
 
 README = Path(envserver.__file__).parent / "tools" / "README.md"
+
+
+ONE = {"total_steps": 1, "group_size": 1}
+ALWAYS = {"solve_probability": 1.0, "openers": False}
 
 
 class Unit(Enum):
@@ -172,21 +187,9 @@ async def test_a_wrong_call_is_told_to_the_model(arguments: Any, told: str) -> N
     assert told in text
 
 
-async def test_described_tools_name_the_argument_too() -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
-    described = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    text = await answer(Tool(described, lambda n: ""), {"n": "x"})
-    assert (
-        text == "Error: the arguments of f are not valid: 'x' is not of type 'integer' (at `$.n`)"
-    )
-
-
 async def test_results_are_texts_or_json() -> None:
-    assert json.loads(await answer(measure, {"start": {"x": 1}, "stops": [{"x": 2}]})) == {
-        "length": 1.0,
-        "unit": "m",
-        "stops": 1,
-    }
+    found = json.loads(await answer(measure, {"start": {"x": 1}, "stops": [{"x": 2}]}))
+    assert found == {"length": 1.0, "unit": "m", "stops": 1}
 
     @tool(name="wait", max_characters=3)
     async def waits() -> str:
@@ -195,6 +198,18 @@ async def test_results_are_texts_or_json() -> None:
         return "12345"
 
     assert (waits.name, await answer(waits, {})) == ("wait", "123\n[cut: the result is longer]")
+    described = function_tool("f", "", {"n": {"type": "integer"}})
+    text = await answer(Tool(described, lambda n: ""), {"n": "x"})
+    why = "'x' is not of type 'integer' (at `$.n`)"
+    assert text == f"Error: the arguments of f are not valid: {why}"
+
+    @tool
+    def look(name: str) -> str:
+        """Looks."""
+        return {"a": "b"}[name]
+
+    with pytest.raises(AgentError, match=r"The tool 'look' raised KeyError: 'c'"):
+        await answer(look, {"name": "c"})
 
 
 async def test_methods_are_tools_of_their_object() -> None:
@@ -209,35 +224,20 @@ async def test_methods_are_tools_of_their_object() -> None:
             return self.count
 
     first, second = Bench(5), Bench(9)
-    assert [await answer(first.take, {"some": 2}), await answer(second.take, {"some": 1})] == [
-        "3",
-        "8",
-    ]
+    assert await answer(first.take, {"some": 2}) == "3"
+    assert await answer(second.take, {"some": 1}) == "8"
     assert await first.take(1) == 2
-
-
-async def test_what_the_author_did_not_mean_is_a_bug() -> None:
-    @tool
-    def look(name: str) -> str:
-        """Looks."""
-        return {"a": "b"}[name]
-
-    with pytest.raises(AgentError, match=r"The tool 'look' raised KeyError: 'c'"):
-        await answer(look, {"name": "c"})
 
 
 def _untyped(a) -> str:  # type: ignore[no-untyped-def]
     """Does."""
-    return str(a)
 
 
 def _starred(*a: int) -> str:
     """Does."""
-    return str(a)
 
 
-def _bare(a: int) -> str:
-    return str(a)
+def _bare(a: int) -> str: ...
 
 
 def _other(a: int) -> str:
@@ -246,28 +246,104 @@ def _other(a: int) -> str:
     Args:
         b: another one.
     """
-    return str(a)
 
 
 def _unheld(a: asyncio.Event) -> str:
     """Does."""
-    return str(a)
 
 
-@pytest.mark.parametrize(
-    ("function", "told"),
-    [
-        (_untyped, "'a' .* needs a type"),
-        (_starred, "a model names each argument"),
-        (_bare, "needs a docstring"),
-        (_other, r"describes \['b'\]"),
-        (_unheld, "JSON cannot hold"),
-        (lambda: 1, "is not a name for a tool"),
-    ],
+def test_a_function_that_cannot_be_a_tool_is_refused() -> None:
+    refused: dict[Any, str] = {
+        _untyped: "'a' .* needs a type",
+        _starred: "a model names each argument",
+        _bare: "needs a docstring",
+        _other: r"describes \['b'\]",
+        _unheld: "JSON cannot hold",
+        lambda: 1: "is not a name for a tool",
+    }
+    for function, told in refused.items():
+        with pytest.raises(TypeError, match=told):
+            tool(function)
+
+
+# The loop -----------------------------------------------------------------------------------------
+
+
+class Run:
+    """A rollout whose model says what is listed, and calls tools by name or with arguments."""
+
+    def __init__(self, *replies: tuple[str, list[Any]], cut_off: bool = False) -> None:
+        self.max_turns = 20
+        self.metrics: dict[str, float] = {}
+        self._replies = iter(replies)
+        self._reason = "length" if cut_off else "stop"
+
+    async def chat(self, messages: list[Any], tools: list[Any]) -> Any:
+        text, calls = next(self._replies)
+        message = {"role": "assistant", "content": text}
+        calls = [call(one, {}) if isinstance(one, str) else one for one in calls]
+        return SimpleNamespace(
+            content=text, tool_calls=calls, finish_reason=self._reason, message=message
+        )
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics[name] = value
+
+
+async def _fails() -> str:
+    raise ToolError("it fails")
+
+
+TOOLS = toolbox(
+    Tool(function_tool("look", "Looks.", {}), lambda: "seen"),
+    Tool(function_tool("fail", "Fails.", {}), _fails),
+    Tool(function_tool("finish", "Ends.", {}), lambda: "done"),
 )
-def test_a_function_that_cannot_be_a_tool_is_refused(function: Any, told: str) -> None:
-    with pytest.raises(TypeError, match=told):
-        tool(function)
+
+
+async def _loop(run: Run, **options: Any) -> tuple[LoopEnd, list[Any]]:
+    messages: list[Any] = [{"role": "user", "content": "Go."}]
+    end = await chat_with_tools(run, messages, TOOLS, final="finish", **options)  # type: ignore[arg-type]
+    return end, messages
+
+
+async def test_the_final_tool_ends_the_loop_and_later_calls_are_not_run() -> None:
+    run = Run(("first", ["look"]), ("", ["finish", "fail"]))
+    end, messages = await _loop(run)
+    assert end == LoopEnd("final_tool", "", "first", "done")
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
+    assert run.metrics == {"tool_errors": 0}
+
+
+async def test_a_text_without_calls_ends_the_loop_unless_there_is_a_reminder() -> None:
+    assert (await _loop(Run(("answer", []))))[0].reason == "text"
+    reminders = {"hm": "Call a tool.", "answer": None}
+    end, messages = await _loop(Run(("hm", []), ("answer", [])), reminder=reminders.get)
+    assert end.text == "answer"
+    assert messages[2] == {"role": "user", "content": "Call a tool."}
+
+
+async def test_a_message_that_was_cut_off_runs_no_call() -> None:
+    end, messages = await _loop(Run(("half", ["finish"]), cut_off=True))
+    assert (end.reason, end.result, len(messages)) == ("cut_off", None, 2)
+
+
+@pytest.mark.parametrize(("in_a_row", "errors"), [(False, 2), (True, 3)])
+async def test_too_many_errors_end_the_loop(in_a_row: bool, errors: int) -> None:
+    run = Run(("", ["fail"]), ("", ["look"]), ("", ["fail"]), ("", ["fail"]))
+    end, _ = await _loop(run, max_tool_errors=2, errors_in_a_row=in_a_row)
+    assert (end.reason, run.metrics["tool_errors"]) == ("limit", errors)
+
+
+async def test_the_smaller_limit_of_turns_counts() -> None:
+    run = Run(*[("", ["look"])] * 5)
+    end, messages = await _loop(run, max_turns=2)
+    assert (end.reason, len(messages)) == ("limit", 5)
+
+
+async def test_an_answer_beside_calls_ends_the_loop_after_them() -> None:
+    end, messages = await _loop(Run(("42", ["look"])), is_answer=lambda text: text == "42")
+    assert (end.reason, messages[-1]["content"]) == ("text", "seen")
 
 
 async def test_parallel_calls_meet_and_their_results_are_in_order() -> None:
@@ -287,30 +363,13 @@ async def test_parallel_calls_meet_and_their_results_are_in_order() -> None:
         await asyncio.sleep(0)
         return f"{name} of {len(done)}"
 
-    calls = [
-        *(call("meet", {"name": name}) for name in "ab"),
-        *(call("note", {"name": name}) for name in "cd"),
-    ]
-    replies = iter([calls, []])
-
-    async def chat(messages: Any, tools: Any) -> Any:
-        return SimpleNamespace(
-            content="",
-            tool_calls=next(replies),
-            finish_reason="stop",
-            message={"role": "assistant"},
-        )
-
-    run = SimpleNamespace(chat=chat, max_turns=3, log_metric=lambda name, value: None)
+    asked = {"a": "meet", "b": "meet", "c": "note", "d": "note"}
+    calls = [call(one, {"name": name}) for name, one in asked.items()]
     messages: list[Any] = []
-    end = await chat_with_tools(run, messages, [meet, note])  # type: ignore[arg-type]
+    end = await chat_with_tools(Run(("", calls), ("", [])), messages, [meet, note])  # type: ignore[arg-type]
     assert end.reason == "text"
-    assert [one["content"] for one in messages if one["role"] == "tool"] == [
-        "a",
-        "b",
-        "c of 1",
-        "d of 2",
-    ]
+    told = [one["content"] for one in messages if one["role"] == "tool"]
+    assert told == ["a", "b", "c of 1", "d of 2"]
 
 
 PLAYED = """
@@ -346,20 +405,144 @@ def _example() -> str:
 def test_the_example_of_the_readme_is_short_and_works(tmp_path: Path) -> None:
     assert len(_example().splitlines()) < 40
     (tmp_path / "shop.py").write_text(_example() + PLAYED)
-    made = envserver.process(
-        f"{tmp_path}/shop.py:Played", model="sim", env={"total_steps": 1, "group_size": 2},
-        sim={"solve_probability": 1.0, "openers": False},
-    )  # fmt: skip
-    for trajectory in made.groups[0].trajectories:
-        told = [one["content"] for one in trajectory.messages if one["role"] == "tool"]
-        assert told == ["3", "8", "Error: there is no fig; there are: apple, pear."]
-        assert (trajectory.score.reward, trajectory.metrics["tool_errors"]) == (1.0, 1.0)
+    made = envserver.process(f"{tmp_path}/shop.py:Played", model="sim", env=ONE, sim=ALWAYS)
+    (trajectory,) = made.groups[0].trajectories
+    told = [one["content"] for one in trajectory.messages if one["role"] == "tool"]
+    assert told == ["3", "8", "Error: there is no fig; there are: apple, pear."]
+    assert (trajectory.score.reward, trajectory.metrics["tool_errors"]) == (1.0, 1.0)
 
 
 @pytest.mark.thorough
 def test_a_bug_in_a_tool_is_told_once_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(_example() + PLAYED + BUG)
     with pytest.raises(envserver.EnvserverError, match=r"raised KeyError: 'fig'.*shop.py:\d+"):
-        envserver.process(
-            f"{tmp_path}/shop.py:Broken", model="sim", env={"total_steps": 1, "group_size": 2}
-        )
+        envserver.process(f"{tmp_path}/shop.py:Broken", model="sim", env=ONE)
+
+
+# In the server ------------------------------------------------------------------------------------
+
+VAULT = '''
+import json
+import os
+
+from envserver import Caller, Environment, Score, Task, ToolError, tool
+
+
+class Vault(Environment):
+    """Find a word that only the server knows."""
+
+    def tasks(self, split):
+        yield Task("word", {"length": 5}, {"word": "amber"})
+
+    @tool(on_server=True)
+    async def letter(self, place: int, caller: Caller) -> str:
+        """Returns one letter.
+
+        Args:
+            place: its place, from 1.
+        """
+        if not 1 <= place <= 5:
+            raise ToolError(f"there is no letter {place}.")
+        return caller.task.hidden["word"][place - 1] + str(os.getpid()) + os.environ["VAULT_KEY"]
+
+    @tool(on_server=True)
+    def broken(self, caller: Caller) -> str:
+        """Fails with a secret."""
+        return {}[caller.task.hidden["word"]]
+
+    async def rollout(self, task, run):
+        messages = [{"role": "user", "content": "Which word?"}]
+        end = await run.loop(messages)
+        told = [one["content"] for one in messages if one["role"] == "tool"]
+        return {"told": told, "key": os.environ.get("VAULT_KEY"), "worker": os.getpid()}
+
+    def score(self, task, result):
+        return Score(reward=1.0)
+
+    calls = [("letter", {"place": 1}), ("letter", {"place": 9}), ("letter", {"place": "x"})]
+
+    def demonstration(self, task):
+        calls = [
+            {"id": f"c{number}", "type": "function",
+             "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for number, (name, arguments) in enumerate(self.calls)
+        ]
+        return [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "assistant", "content": "done"},
+        ]
+
+
+class Broken(Vault):
+    calls = [("broken", {})]
+'''
+
+
+def test_a_tool_on_the_server_knows_what_the_worker_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VAULT_KEY", "-k3y")
+    (tmp_path / "vault.py").write_text(VAULT)
+    made = envserver.process(f"{tmp_path}/vault.py:Vault", model="sim", env=ONE, sim=ALWAYS)
+    output = made.groups[0].trajectories[0].output
+    assert output["told"] == [
+        f"a{os.getpid()}-k3y",
+        "Error: there is no letter 9.",
+        "Error: the arguments of letter are not valid: Expected `int`, got `str` - at `place`.",
+    ]
+    assert output["worker"] != os.getpid() and output["key"] is None
+
+
+@pytest.mark.thorough
+def test_its_bug_is_told_once_without_what_it_knew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VAULT_KEY", "")
+    (tmp_path / "vault.py").write_text(VAULT)
+    with pytest.raises(envserver.EnvserverError) as told:
+        envserver.process(f"{tmp_path}/vault.py:Broken", model="sim", env=ONE, sim=ALWAYS)
+    assert "The tool 'broken' raised KeyError in the server" in str(told.value)
+    assert "vault.py:" in str(told.value) and "amber" not in str(told.value)
+
+
+def test_the_model_does_not_see_the_caller_and_listed_methods_are_bound() -> None:
+    class Shown(Environment):
+        def tasks(self, split: str) -> Any: ...
+
+        @tool
+        def own(self) -> str:
+            """Returns its class."""
+            return type(self).__name__
+
+        @tool(on_server=True)
+        def look(self, name: str, caller: Caller) -> str:
+            """Looks."""
+            raise ToolError(f"{name} {caller}")
+
+        tools = [own, len]
+
+        async def rollout(self, task: Any, run: Any) -> None: ...
+
+        def score(self, task: Task, result: object) -> Score:
+            return Score(reward=0.0)
+
+    own, other = tools_of(Shown())
+    assert (own(), other) == ("Shown", len)  # type: ignore[operator]
+    assert [one.name for one in server_tools(Shown())] == ["look"]
+
+    parameters = Shown.look.description["function"]["parameters"]
+    assert list(parameters["properties"]) == ["name"]
+
+
+@pytest.mark.parametrize("package", [envserver_environments, envserver_tools, envserver_factory])
+def test_every_public_name_is_there_and_no_other(package: object) -> None:
+    for name in package.__all__:  # type: ignore[attr-defined]
+        assert getattr(package, name).__doc__ or isinstance(getattr(package, name), tuple | str)
+    with pytest.raises(AttributeError, match="no attribute 'Missing'"):
+        _ = package.Missing  # type: ignore[attr-defined]
+
+
+def test_the_packages_import_nothing_heavy() -> None:
+    code = "import sys, envserver_environments, envserver_tools; print('envserver' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"

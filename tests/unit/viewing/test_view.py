@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,17 @@ from envserver.running.viewing import viewing
 from envserver.store import open_store
 from envserver.viewing.failure_files import FailureFiles
 from envserver.viewing.sources import viewed
+
+
+def client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=PATIENCE)
+
+
+@asynccontextmanager
+async def viewed_at(*places: object) -> AsyncIterator[httpx.AsyncClient]:
+    """`envserver view` of these places, over HTTP."""
+    async with viewing([str(one) for one in places]) as server, client(server.url) as http:
+        yield http
 
 
 async def got(http: httpx.AsyncClient, path: str, **parameters: Any) -> Any:
@@ -57,7 +69,7 @@ def test_a_file_is_shown_and_followed_until_ctrl_c(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "run.jsonl", [line(n) for n in range(3)])
 
     async def look(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
+        async with client(url) as http:
             rows = (await got(http, "/v1/groups", order="newest"))["groups"]
             assert [row["task_id"] for row in rows] == [f"math-{n:06d}" for n in (2, 1, 0)]
             rollout = await got(http, f"/v1/groups/{rows[0]['group_id']}/rollouts/1")
@@ -91,89 +103,65 @@ def test_a_file_is_shown_and_followed_until_ctrl_c(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_two_look_at_the_same_file_and_the_second_goes_on_alone(tmp_path: Path) -> None:
+async def test_two_look_at_the_same_file_and_the_second_goes_on_alone(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "run.jsonl", [line(1)])
 
     async def ids_at(url: str) -> list[str]:
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
+        async with client(url) as http:
             return [one["task_id"] for one in (await got(http, "/v1/groups"))["groups"]]
 
     async def grow() -> None:
         with file.open("ab") as more:
             more.write(orjson.dumps(line(2)) + b"\n")
 
-    async def look() -> None:
-        async with viewing([str(file)]) as first:
-            second = viewing([str(file)])
-            server = await second.__aenter__()
-            assert await ids_at(first.url) == await ids_at(server.url) == ["math-000001"]
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http:
-            assert (await told_of(http, grow))[1]["task_id"] == "math-000002"
-        assert await ids_at(server.url) == ["math-000001", "math-000002"]
-        await second.__aexit__(None, None, None)
-
-    asyncio.run(look())
+    async with viewing([str(file)]) as first:
+        second = viewing([str(file)])
+        server = await second.__aenter__()
+        assert await ids_at(first.url) == await ids_at(server.url) == ["math-000001"]
+    async with client(server.url) as http:
+        assert (await told_of(http, grow))[1]["task_id"] == "math-000002"
+    assert await ids_at(server.url) == ["math-000001", "math-000002"]
+    await second.__aexit__(None, None, None)
 
 
-def test_failures_beside_a_file_are_told_as_a_server_tells_them(tmp_path: Path) -> None:
+async def test_failures_beside_a_file_are_told_as_a_server_tells_them(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "run.jsonl", [line(1)])
     beside = FailuresFile(file, resume=False)
-    names: dict[str, Any] = {
-        "group_id": "math-train-0-000007-ab",
-        "index": 7,
-        "task_id": "math-000007",
-    }
+    group_id = "math-train-0-000007-ab"
+    names: dict[str, Any] = {"group_id": group_id, "index": 7, "task_id": "math-000007"}
     failure = EngineTimeout("No answer came.").failure()
-    failed = RolloutFailed(
-        **names,
-        rollout_id="math-train-0-000007-ab-r1",
-        attempt=2,
-        failure=failure,
-        final=True,
-        at=5.0,
-    )
-    beside.write(failed)
-
-    async def look() -> None:
-        found = FailureFiles(viewed([str(file)]))
-        await found.read_new()
-        (row,) = found.log.after(0)
-        assert (row.kind, row.fault, row.what) == (failure.kind, "engine", "rollout")
-        assert (row.environment, row.rollout, row.attempt, row.time) == ("math", 1, 2, 5.0)
-        dropped = GroupDropped(
-            **names, reason="zero_variance", failed=False, message="Same.", at=6.0
-        )
-        beside.write(dropped)
-        with beside.path.open("ab") as file_of_failures:
-            file_of_failures.write(b'{"event": "rollout_fai')
-        await found.read_new()
-        assert [one.what for one in found.log.after(1)] == ["drop"]
-
-    asyncio.run(look())
+    facts: dict[str, Any] = {"attempt": 2, "failure": failure, "final": True, "at": 5.0}
+    beside.write(RolloutFailed(**names, rollout_id=f"{group_id}-r1", **facts))
+    found = FailureFiles(viewed([str(file)]))
+    await found.read_new()
+    (row,) = found.log.after(0)
+    assert (row.kind, row.fault, row.what) == (failure.kind, "engine", "rollout")
+    assert (row.environment, row.rollout, row.attempt, row.time) == ("math", 1, 2, 5.0)
+    beside.write(GroupDropped(**names, reason="zero_variance", failed=False, message="", at=6.0))
+    with beside.path.open("ab") as file_of_failures:
+        file_of_failures.write(b'{"event": "rollout_fai')
+    await found.read_new()
+    assert [one.what for one in found.log.after(1)] == ["drop"]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"a": 1}\n', ["is not a group", "line 1"]),
-        ("question,answer\n1,2\n", ["is not JSON", "line 1"]),
-        (None, ["no such file"]),
-    ],
-)
-def test_what_cannot_be_shown_is_told(
-    tmp_path: Path, content: str | None, words: list[str]
-) -> None:
+async def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
-    if content is not None:
-        file.write_text(content)
-
-    async def look() -> None:
-        async with viewing([str(file)]):
-            pass
-
-    with pytest.raises(EnvserverError) as found:
-        asyncio.run(look())
-    assert all(word in str(found.value) for word in words)
+    for content, words in (
+        (None, "no such file"),
+        ('{"a": 1}\n', "line 1 is not a group"),
+        ("question,answer\n1,2\n", "line 1 is not JSON"),
+    ):
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(EnvserverError, match=words):
+            async with viewing([str(file)]):
+                pass
+    found = envserver("view", tmp_path / "none.jsonl", folder=tmp_path)
+    assert found.returncode == 2 and "none.jsonl" in found.stderr
+    file = Path(os.fsdecode(bytes(tmp_path) + b"/\xff.jsonl"))
+    write_lines(file, [line(0)])
+    with pytest.raises(EnvserverError, match="is not UTF-8"):
+        viewed([str(file)]).files()
 
 
 def test_places_are_what_they_hold_and_no_title_has_a_password(tmp_path: Path) -> None:
@@ -198,11 +186,6 @@ def test_places_are_what_they_hold_and_no_title_has_a_password(tmp_path: Path) -
             viewed(wrong)
 
 
-def test_the_command_line_is_told_what_is_wrong(tmp_path: Path) -> None:
-    found = envserver("view", tmp_path / "none.jsonl", folder=tmp_path)
-    assert found.returncode == 2 and "none.jsonl" in found.stderr
-
-
 def changed(top: dict[str, Any] | None = None, **of_rollouts: Any) -> dict[str, Any]:
     found = line(1) | (top or {})
     for rollout in found["envserver"]["rollouts"]:
@@ -224,94 +207,78 @@ def changed(top: dict[str, Any] | None = None, **of_rollouts: Any) -> dict[str, 
     ],
     ids=range(8),
 )
-def test_a_line_that_only_looks_like_a_group_is_told(tmp_path: Path, wrong: dict[str, Any]) -> None:
+async def test_a_line_that_only_looks_like_a_group_is_told(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
     file = write_lines(tmp_path / "run.jsonl", [wrong])
-
-    async def look() -> None:
-        async with looking_at(tmp_path / "index", file) as http:
-            for path in ("", "/rollouts", "/rollouts/0", "/rollouts/0/tokens"):
-                answer = await http.get(f"/v1/groups/math-train-0-000001{path}")
-                assert answer.status_code == 422
-                assert "run.jsonl, line 1 is not a group" in answer.json()["detail"]
-
-    asyncio.run(look())
+    async with looking_at(tmp_path / "index", file) as http:
+        for path in ("", "/rollouts", "/rollouts/0", "/rollouts/0/tokens"):
+            answer = await http.get(f"/v1/groups/math-train-0-000001{path}")
+            assert answer.status_code == 422
+            assert "run.jsonl, line 1 is not a group" in answer.json()["detail"]
 
 
-def test_two_evaluations_are_compared_down_to_the_groups_of_a_task(tmp_path: Path) -> None:
+async def test_two_evaluations_are_compared_down_to_the_groups_of_a_task(tmp_path: Path) -> None:
     rewards = {1: (0.0, 1.0), 2: (1.0, 1.0), 3: (0.0, 0.0), 4: (0.0, 0.5)}
     better = {1: (1.0, 1.0), 2: (0.0, 1.0), 3: (0.0, 0.0), 4: (0.0, 0.5)}
     a = write_evaluation(tmp_path / "base", [line(n, rewards[n]) for n in rewards])
     b = write_evaluation(tmp_path / "tuned", [line(n, better[n]) for n in better])
-
-    async def look() -> None:
-        async with looking_at(tmp_path / "index", a, b) as http:
-            found = await got(http, "/v1/evaluations")
-            (math,) = found["evaluations"][0]["environments"]
-            assert [one["name"] for one in found["evaluations"]] == ["base", "tuned"]
-            assert (math["environment"], math["tasks"], math["rollouts"]) == ("math", 4, 8)
-            assert math["low"] <= math["reward_mean"] == 0.4375 <= math["high"]
-            first = await got(http, "/v1/comparison", limit=1)
-            reward = first["parts"][0]["reward"]
-            assert (reward["better"], reward["worse"], reward["equal"]) == (1, 1, 2)
-            (task,) = first["tasks"]
-            assert (task["task_id"], task["difference"]) == ("math-000002", -0.5)
-            for side, mean in (("a", 1.0), ("b", 0.5)):
-                group = task[f"{side}_group"]
-                rows = (await got(http, "/v1/groups", text=group))["groups"]
-                assert [(row["group_id"], row["reward_mean"]) for row in rows] == [(group, mean)]
-                whole = await got(http, f"/v1/groups/{group}/rollouts")
-                assert (whole["group"]["group_id"], len(whole["rollouts"])) == (group, 2)
-            seen, cursor = [task["task_id"]], first["cursor"]
-            while cursor:
-                page = await got(http, "/v1/comparison", limit=1, cursor=cursor)
-                seen += [one["task_id"] for one in page["tasks"]]
-                cursor = page["cursor"]
-            assert seen == [f"math-{n:06d}" for n in (2, 3, 4, 1)]
-            turned = await got(http, "/v1/comparison", a="tuned", b="base", order="best", limit=1)
-            assert turned["tasks"][0]["difference"] == 0.5
-            assert (await http.get("/v1/comparison?a=nothing")).status_code == 404
-
-    asyncio.run(look())
+    async with looking_at(tmp_path / "index", a, b) as http:
+        found = await got(http, "/v1/evaluations")
+        (math,) = found["evaluations"][0]["environments"]
+        assert [one["name"] for one in found["evaluations"]] == ["base", "tuned"]
+        assert (math["environment"], math["tasks"], math["rollouts"]) == ("math", 4, 8)
+        assert math["low"] <= math["reward_mean"] == 0.4375 <= math["high"]
+        first = await got(http, "/v1/comparison", limit=1)
+        reward = first["parts"][0]["reward"]
+        assert (reward["better"], reward["worse"], reward["equal"]) == (1, 1, 2)
+        (task,) = first["tasks"]
+        assert (task["task_id"], task["difference"]) == ("math-000002", -0.5)
+        for side, mean in (("a", 1.0), ("b", 0.5)):
+            group = task[f"{side}_group"]
+            rows = (await got(http, "/v1/groups", text=group))["groups"]
+            assert [(row["group_id"], row["reward_mean"]) for row in rows] == [(group, mean)]
+            whole = await got(http, f"/v1/groups/{group}/rollouts")
+            assert (whole["group"]["group_id"], len(whole["rollouts"])) == (group, 2)
+        seen, cursor = [task["task_id"]], first["cursor"]
+        while cursor:
+            page = await got(http, "/v1/comparison", limit=1, cursor=cursor)
+            seen += [one["task_id"] for one in page["tasks"]]
+            cursor = page["cursor"]
+        assert seen == [f"math-{n:06d}" for n in (2, 3, 4, 1)]
+        turned = await got(http, "/v1/comparison", a="tuned", b="base", order="best", limit=1)
+        assert turned["tasks"][0]["difference"] == 0.5
+        assert (await http.get("/v1/comparison?a=nothing")).status_code == 404
 
 
-def test_folders_of_process_are_compared_by_environment(tmp_path: Path) -> None:
+async def test_folders_of_process_are_compared_by_environment(tmp_path: Path) -> None:
     for name, low in (("base", 0.0), ("tuned", 0.5)):
         groups = [line(n, (low, 1.0), env=env) for n in range(3) for env in ("math", "code")]
         write_lines(tmp_path / name / "a.jsonl", groups[:2])
         write_lines(tmp_path / name / "b.jsonl", groups[2:])
-
-    async def look() -> None:
-        places = tmp_path / "base", tmp_path / "tuned"
-        async with looking_at(tmp_path / "index", *places) as http:
-            runs = (await got(http, "/v1/evaluations"))["evaluations"]
-            assert [(one["average"]["value"], len(one["environments"])) for one in runs] == [
-                (0.5, 2),
-                (0.75, 2),
-            ]
-            found = await got(http, "/v1/comparison", environment="code", limit=1)
-            assert found["together"]["reward"]["difference"]["value"] == 0.25
-            assert (found["total"], found["tasks"][0]["a_group"]) == (3, "base/code-train-0-000000")
-
-    asyncio.run(look())
+    places = tmp_path / "base", tmp_path / "tuned"
+    async with looking_at(tmp_path / "index", *places) as http:
+        runs = (await got(http, "/v1/evaluations"))["evaluations"]
+        assert [(one["average"]["value"], len(one["environments"])) for one in runs] == [
+            (0.5, 2),
+            (0.75, 2),
+        ]
+        found = await got(http, "/v1/comparison", environment="code", limit=1)
+        assert found["together"]["reward"]["difference"]["value"] == 0.25
+        assert (found["total"], found["tasks"][0]["a_group"]) == (3, "base/code-train-0-000000")
 
 
 @pytest.mark.thorough
-def test_a_store_is_looked_at_while_a_server_has_it(where: str) -> None:
-    async def look() -> None:
-        async with open_store(where) as store:
-            await put_native(store, native_group("g1"))
-            async with (
-                viewing([where]) as server,
-                httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
-            ):
-                (row,) = (await got(http, "/v1/groups"))["groups"]
-                assert (row["group_id"], row["state"]) == ("g1", "queued")
-                assert (await got(http, "/v1/groups/g1/rollouts/0"))["rollouts"] == 2
-                assert (await got(http, "/v1/source"))["kind"] == "store"
-                more = partial(put_native, store, native_group("g2"))
-                assert (await told_of(http, more))[1]["group_id"] == "g2"
-
-    asyncio.run(look())
+async def test_a_store_is_looked_at_while_a_server_has_it(where: str) -> None:
+    async with open_store(where) as store:
+        await put_native(store, native_group("g1"))
+        async with viewed_at(where) as http:
+            (row,) = (await got(http, "/v1/groups"))["groups"]
+            assert (row["group_id"], row["state"]) == ("g1", "queued")
+            assert (await got(http, "/v1/groups/g1/rollouts/0"))["rollouts"] == 2
+            assert (await got(http, "/v1/source"))["kind"] == "store"
+            more = partial(put_native, store, native_group("g2"))
+            assert (await told_of(http, more))[1]["group_id"] == "g2"
 
 
 async def test_words_are_found_beside_a_group_that_cannot_be_read(tmp_path: Path) -> None:
@@ -336,46 +303,32 @@ async def test_the_page_of_another_program_is_not_passed_on() -> None:
                 pass
 
 
-def test_a_name_that_is_not_utf8_is_refused_in_words(tmp_path: Path) -> None:
-    file = Path(os.fsdecode(bytes(tmp_path) + b"/\xff.jsonl"))
-    write_lines(file, [line(0)])
-    with pytest.raises(EnvserverError, match="is not UTF-8"):
-        viewed([str(file)]).files()
-
-
 @pytest.mark.thorough
-def test_a_server_elsewhere_is_read_with_a_token_that_the_browser_never_sees(
+async def test_a_server_elsewhere_is_read_with_a_token_that_the_browser_never_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = tmp_path / "tokens.yaml"
     token, _ = create_token(tokens, "page", "reader")
-
-    async def look() -> None:
-        settings = {"tokens_file": tokens}
-        async with running_api(tmp_path / "store.db", server=settings) as api:
-            await put_native(api.store, native_group("a/b g"))
-            monkeypatch.delenv("ENVSERVER_TOKEN", raising=False)
-            with pytest.raises(EnvserverError, match="asks for an access token"):
-                async with viewing([api.url]):
-                    pass
-            monkeypatch.setenv("ENVSERVER_TOKEN", token)
-            async with (
-                viewing([api.url]) as server,
-                httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
-            ):
-                assert (await got(http, "/v1/source"))["kind"] == "server"
-                (row,) = (await got(http, "/v1/groups", order="newest"))["groups"]
-                assert row["group_id"] == "a/b g"
-                answer = await http.get("/v1/groups/a%2Fb%20g/rollouts/0")
-                assert answer.json()["rollouts"] == 2
-                assert token not in f"{answer.headers} {answer.text}"
-                more = partial(put_native, api.store, native_group("g2"))
-                assert (await told_of(http, more))[1]["group_id"] == "g2"
-                refused = await http.get("/v1/groups?limit=nothing")
-                assert refused.status_code == 422 and refused.json()["errors"]
-                for path in ("/batch", "/v1/runs/r/stream", "/v1/tasks", "/v1/nothing"):
-                    assert (await http.get(path)).status_code == 404, path
-                assert (await http.post("/v1/runs", json={"name": "r"})).status_code == 405
-                assert (await http.get("/v1/groups", headers={"host": "x.y"})).status_code == 421
-
-    asyncio.run(look())
+    settings = {"tokens_file": tokens}
+    async with running_api(tmp_path / "store.db", server=settings) as api:
+        await put_native(api.store, native_group("a/b g"))
+        monkeypatch.delenv("ENVSERVER_TOKEN", raising=False)
+        with pytest.raises(EnvserverError, match="asks for an access token"):
+            async with viewing([api.url]):
+                pass
+        monkeypatch.setenv("ENVSERVER_TOKEN", token)
+        async with viewed_at(api.url) as http:
+            assert (await got(http, "/v1/source"))["kind"] == "server"
+            (row,) = (await got(http, "/v1/groups", order="newest"))["groups"]
+            assert row["group_id"] == "a/b g"
+            answer = await http.get("/v1/groups/a%2Fb%20g/rollouts/0")
+            assert answer.json()["rollouts"] == 2
+            assert token not in f"{answer.headers} {answer.text}"
+            more = partial(put_native, api.store, native_group("g2"))
+            assert (await told_of(http, more))[1]["group_id"] == "g2"
+            refused = await http.get("/v1/groups?limit=nothing")
+            assert refused.status_code == 422 and refused.json()["errors"]
+            for path in ("/batch", "/v1/runs/r/stream", "/v1/tasks", "/v1/nothing"):
+                assert (await http.get(path)).status_code == 404, path
+            assert (await http.post("/v1/runs", json={"name": "r"})).status_code == 405
+            assert (await http.get("/v1/groups", headers={"host": "x.y"})).status_code == 421

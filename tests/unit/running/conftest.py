@@ -1,0 +1,3 @@
+"""Commands in the folder of a test."""
+
+from support.in_process import run as run
