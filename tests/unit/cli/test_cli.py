@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -149,21 +150,7 @@ def test_help_shows_the_settings_of_the_environment(run: Run) -> None:
     assert "--openai.api_key secret [unset]" in told
 
 
-MISTAKES = {
-    "proces": "Did you mean 'process'?",
-    "process --env mathh": "no environment 'mathh'",
-    "process": "needs an environment",
-    "process --env.grop_size 3": "Did you mean --env.group_size?",
-    "score --env math": "--input is needed (JSONL file of rows to score).",
-    "models": "needs a command: `envserver models list`, ",
-    "models prob": "There is no command `models prob`. Did you mean 'probe'?",
-    "token": "`envserver token revoke`",
-    "export --to parquet": "`envserver export` needs --out",
-    "verify a.jsonl b.jsonl": "Unexpected argument after SOURCE and its value.",
-    "list everything": "takes no arguments",
-    "run-api --port no": "--port: must be a valid integer",
-    "run-api --host 0.0.0.0": "--host: must be a loopback address",
-}
+MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text())["commands"]
 
 
 def test_mistakes_are_one_clear_line(run: Run) -> None:

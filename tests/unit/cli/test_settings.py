@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from envserver.cli import renamed
 from envserver.cli.openai_variables import export_dotenv
 from envserver.cli.settings import load_settings
 from envserver.config import Section
+
+MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text())
+TOO_DEEP = "env: " + "[" * 5000
 
 
 class Config(EnvironmentConfig):
@@ -125,47 +129,10 @@ def test_flags_variables_and_files_say_the_same(values: dict[str, int]) -> None:
     assert by_flag == env(environ=environ) == env(defaults={"env": values})
 
 
-MISTAKES = {
-    "--env.grop_size 8": "--env.grop_size: there is no such setting. Did you mean --env",
-    "--group_size 8": "Did you mean --env.group_size?",
-    "--env.digit 8": "Did you mean --env.digits?",
-    "--env.total_steps -1": "--env.total_steps: must be greater than or equal to 1 (gi",
-    "--env.seed many": "--env.seed: must be a valid integer",
-    "--env.seed": "--env.seed: a value is needed (int)",
-    "--env.limits {turns}": "--env.limits: must be JSON",
-    "--env.split tset": "--env.split: must be 'train', 'validation' or 'test' (given",
-    "--openai x": "--openai is a group of settings: try --openai.base_url",
-    "--openai.base_url localhost:1": "--openai.base_url: an address must look like http",
-    "--openai.base_url http://h:99999": "--openai.base_url: the port must be a number",
-    "--server.host 0.0.0.0": "--server.host: must be a loopback address",
-    "--model qwen-0,5b": "There is no model 'qwen-0,5b'.",
-    "--slurm true": "Give the engines' addresses",
-    "--testing": "Use the simulated engine: --model sim",
-    "math": "Unexpected argument 'math'",
-    "--env a --env b": "--env is given twice (a and b)",
-    "--config a --config b": "--config is given twice",
-    "--config /nonexistent.yaml": "no file",
-}
-MISTAKES_IN_FILES = {
-    "env:\n  seed: 1\n  grop_size: 2\n": ":3: env.grop_size: there is no such setting",
-    "env:\n  seed: many\n": ":2: env.seed: must be a valid integer",
-    "sevrer:\n  port: 1\n": "Did you mean server?",
-    "env:\n  seed: 1\n  seed: 2\n": ":3: 'seed' is given twice",
-    "env: [1]\n": "env must be a mapping",
-    "- 1\n": "the file must be a mapping",
-    "env:\n  seed: [1\n": "not valid YAML",
-    "env: \x07": "not valid YAML",
-    "env: " + "[" * 5000: "nested too deeply",
-    "env: !!python/object:os.system {}\n": ":1: env must be a mapping",
-    "store: &a [*a]\n": "recursive",
-    "openai:\n- {model_name: m}\n- {model_name: n}\n": ":3: openai.model_name differs from run",
-}
-
-
 def test_mistakes_are_told() -> None:
-    for line, expected in MISTAKES.items():
+    for line, expected in MISTAKES["flags"].items():
         assert expected in message(line)
-    for text, expected in MISTAKES_IN_FILES.items():
+    for text, expected in {**MISTAKES["files"], TOO_DEEP: "nested too deeply"}.items():
         told = message(of_file(text))
         assert expected in told and "run.yaml" in told
     all_at_once = message("--env.seed x --env.group_size 0 --server.port 99999999")
@@ -197,56 +164,20 @@ def test_secrets_are_in_no_error() -> None:
     assert len(warned) == 1 and "hush" not in warned[0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "environ", "expected", "said"),
-    [
-        (
-            "",
-            {"OPENAI_API_KEY": "sk-1"},
-            "https://api.openai.com/v1 gpt-4o-mini sk-1 openai",
-            "OPENAI_API_KEY is used: --openai.base_url https://api.openai.com/v1 and "
-            "--openai.model_name gpt-4o-mini.",
-        ),
-        (
-            "",
-            {"OPENAI_BASE_URL": "http://a:1/v1", "OPENAI_MODEL": "m"},
-            "http://a:1/v1 m  vllm",
-            "OPENAI_BASE_URL, OPENAI_MODEL are used: --openai.base_url http://a:1/v1 and "
-            "--openai.model_name m.",
-        ),
-        (
-            "--openai.base_url http://b:1/v1",
-            {"OPENAI_API_KEY": "sk-1", "OPENAI_BASE_URL": "http://a:1/v1"},
-            "http://b:1/v1 default sk-1 vllm",
-            "OPENAI_API_KEY is used: --openai.base_url http://b:1/v1.",
-        ),
-        (
-            "--api_key sk-2",  # an old name
-            {"OPENAI_API_KEY": "sk-1"},
-            "http://localhost:9001/v1 default sk-2 vllm",
-            "--api_key is now --openai.api_key.",
-        ),
-        ("--openai.base_url none", {"OPENAI_API_KEY": "sk-1"}, "", ""),
-        ("--model sim", {"OPENAI_API_KEY": "sk-1", "OPENAI_MODEL": "m"}, "", ""),
-    ],
-)
-def test_variables_of_openai_name_the_engine_where_nothing_else_does(
-    flags: str, environ: dict[str, str], expected: str, said: str
-) -> None:
+@pytest.mark.parametrize("case", MISTAKES["openai"])
+def test_variables_of_openai_name_the_engine_where_nothing_else_does(case: dict[str, Any]) -> None:
     class Own(Settings):
         model: str | None = None
 
+    environ = case["environ"]
     Path(".env").write_text("OPENAI_MODEL=of the file\n" if "OPENAI_MODEL" in environ else "")
     told: list[str] = []
     sources: dict[str, Any] = {"environ": environ, "folder": Path(), "openai_variables": "openai"}
-    engine = load(flags, settings_class=Own, warn=told.append, **sources).openai
+    engine = load(case["flags"], settings_class=Own, warn=told.append, **sources).openai
     key = engine.api_key.get_secret_value()
-    assert told == ([said] if said else [])
-    if expected:
-        found = f"{engine.base_url} {engine.model_name} {key} {engine.server_type}"
-        assert found == expected
-    else:
-        assert not key
+    assert told == ([case["said"]] if case["said"] else [])
+    found = f"{engine.base_url} {engine.model_name} {key} {engine.server_type}"
+    assert found == case["expected"] if case["expected"] else not key
 
 
 def test_a_key_alone_names_no_engine_of_a_trainer() -> None:
@@ -316,48 +247,26 @@ def test_a_needed_setting_is_asked_for() -> None:
     assert load("--env.data x", config_class=Needy)
 
 
-ENVIRONMENT = '''
-from envserver import Environment, Score, Task
-
-class Adder(Environment):
-    """Adds."""
-
-    class Config(Environment.Config):
-        digits: int = 3
-        """How many digits."""
-
-    def tasks(self, split):
-        yield Task("1", {})
-
-    def rollout(self, task, run):
-        return ""
-
-    def score(self, task, result):
-        return Score(reward=1.0)
-'''
-
-
 @pytest.mark.parametrize(
     ("flags", "variable", "file"),
     [
-        ("--env adder.py", "", ""),
-        ("--env.name adder.py", "", ""),
-        ("", "ENVSERVER_ENVIRONMENT=adder.py", ""),
-        ("", "ENVSERVER_ENV=adder.py", ""),
-        ("", "ENVSERVER_ENV__NAME=adder.py", ""),
-        ("", "", "environment: adder.py\n"),
-        ("", "", "env: adder.py\n"),
-        ("", "", "env:\n  name: adder.py\n  digits: 5\n"),
-        ("--env adder.py", "ENVSERVER_ENV=third", "env: {name: other}"),  # the command line wins
+        ("--env math", "", ""),
+        ("--env.name math", "", ""),
+        ("", "ENVSERVER_ENVIRONMENT=math", ""),
+        ("", "ENVSERVER_ENV=math", ""),
+        ("", "ENVSERVER_ENV__NAME=math", ""),
+        ("", "", "environment: math\n"),
+        ("", "", "env: math\n"),
+        ("", "", "env:\n  name: math\n  data_set: gsm8k\n"),
+        ("--env math", "ENVSERVER_ENV=third", "env: {name: other}"),  # the command line wins
     ],
 )
 def test_the_environment_is_named_by_any_source(flags: str, variable: str, file: str) -> None:
-    Path("adder.py").write_text(ENVIRONMENT)
-    words = f"{flags} --env.digits 7 {of_file(file)}"
+    words = f"{flags} --env.data_set sample {of_file(file)}"
     environ = dict([variable.split("=")]) if variable else {}
     settings = load_settings(words.split(), environ=environ, folder=Path())
-    assert settings.environment == "adder.py"
-    assert settings.env.model_dump()["digits"] == 7
+    assert settings.environment == "math"
+    assert settings.env.model_dump()["data_set"] == "sample"
 
 
 def test_own_flags_of_a_command_and_short_names() -> None:

@@ -135,11 +135,7 @@ def fewer_tasks(first: Path, second: Path) -> None:
         (other_model, "shard2/run.json: model 'another', but in", False),
         (a_task_twice, "shard2/tasks.jsonl, line 4: task", False),
         (a_shard_less, "Shard 2/3 is missing", True),
-        (
-            lambda first, second: change_run(first, complete=False),
-            "shard1 is not finished",
-            True,
-        ),
+        (lambda first, second: change_run(first, complete=False), "shard1 is not finished", True),
         (fewer_tasks, "shard1/tasks.jsonl has 2 of 5 tasks; shard 1/2 has 3", True),
         (lambda first, second: shutil.rmtree(second), "shard2 holds no shard", False),
     ],

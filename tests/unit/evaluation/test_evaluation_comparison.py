@@ -62,33 +62,29 @@ def test_where_there_are_too_many_signs_random_ones_are_taken() -> None:
     assert 0 < sign_flip_test([abs(one) for one in odd]).p_value < 1e-4
 
 
-def report(tasks: dict[str, list[float]], **facts: Any) -> Report:
+def report(
+    tasks: dict[str, list[float]],
+    lost: int = 0,
+    digests: dict[str, str] = {},  # noqa: B006 - nobody changes it
+    truncated: tuple[str, ...] = (),
+    **facts: Any,
+) -> Report:
     """Of an environment; `digests` and `truncated` by task, `lost` attempts of each."""
-    digests, cut = facts.pop("digests", {}), facts.pop("truncated", ())
     results = [
         TaskResult(
-            task_id=task_id,
-            attempts=[AttemptResult(reward=one, truncated=task_id in cut) for one in rewards],
-            lost=facts.get("lost", 0),
-            digest=digests.get(task_id, "same"),
+            task_id=name,
+            attempts=[AttemptResult(reward=one, truncated=name in truncated) for one in rewards],
+            lost=lost,
+            digest=digests.get(name, "same"),
             labels={"level": "<b>1</b>"},
         )
-        for task_id, rewards in tasks.items()
+        for name, rewards in tasks.items()
     ]
-    facts.pop("lost", None)
     rules = Rules(group_size=max(map(len, tasks.values())))
-    told: dict[str, Any] = {
-        "env": "math",
-        "name": "math",
-        "split": "test",
-        "model": "m",
-        "complete": True,
-        "simulated": False,
-        "created_at": 0.0,
-        "settings": {"env": {"seed": 0}},
-        "rules": rules,
-    }
-    return Report(run=report_run(results, rules), baselines={}, differences={}, **(told | facts))
+    told: dict[str, Any] = {"env": "math", "name": "math", "split": "test", "model": "m"}
+    told |= {"complete": True, "simulated": False, "created_at": 0.0, "rules": rules}
+    told |= {"settings": {"env": {"seed": 0}}, "baselines": {}, "differences": {}}
+    return Report(run=report_run(results, rules), **(told | facts))
 
 
 def compared(a: Report, b: Report, rules: Rules | None = None) -> Comparison:
@@ -184,68 +180,51 @@ def test_several_environments_count_alike_in_their_mean() -> None:
     assert "| mean | 10 |" in text and "## code" in text
 
 
-SAMPLE = (
-    '{{"doc_id": {id}, "filter": "{filter}", "metrics": ["acc"], "acc": {acc}, "doc_hash": "h"}}'
-)
-
-
-def harness_wrote(folder: Path, accs: dict[str, list[float]], told: float | None = None) -> None:
+def harness_wrote(folder: Path, accs: dict[str, list[float]], told: float | None = None) -> Path:
     """Files as the harness writes them: one task, its filters with the values of documents."""
     (folder / "model").mkdir(parents=True)
+    facts = {"metrics": ["acc"], "doc_hash": "h"}
     lines = [
-        SAMPLE.format(id=number, filter=name, acc=acc)
+        msgspec.json.encode({"doc_id": number, "filter": name, "acc": acc, **facts})
         for name, values in accs.items()
         for number, acc in enumerate(values)
     ]
-    (folder / "model" / "samples_sums_now.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "model" / "samples_sums_now.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     values: dict[str, Any] = {"alias": "sums"}
     for name, of_documents in accs.items():
         mean = sum(of_documents) / len(of_documents)
         values |= {f"acc,{name}": mean if told is None else told, f"acc_stderr,{name}": 0.1}
-    results = {
-        "results": {"sums": values},
-        "versions": {"sums": 1.0},
-        "n-shot": {"sums": 5},
-        "higher_is_better": {"sums": {"acc": True}},
-        "lm_eval_version": "0.4",
-    }
+    of_task = {"results": values, "versions": 1.0, "n-shot": 5, "higher_is_better": {"acc": True}}
+    results = {name: {"sums": value} for name, value in of_task.items()} | {"lm_eval_version": "0"}
     (folder / "model" / "results_now.json").write_bytes(msgspec.json.encode(results))
+    return folder
 
 
 def test_a_task_of_the_harness_is_a_report_like_others(tmp_path: Path) -> None:
-    harness_wrote(tmp_path / "raw", {"strict": [1.0, 0.0, 0.0], "loose": [1.0, 1.0, 0.0]})
-    first = harvest(tmp_path / "raw", metric=None, requests=3)[0]
+    accs = {"strict": [1.0, 0.0, 0.0], "loose": [1.0, 1.0, 0.0]}
+    raw = harness_wrote(tmp_path / "raw", accs)
+    first = harvest(raw, metric=None, requests=3)[0]
     assert (first.facts.metric, first.facts.filter, first.documents) == ("acc", "strict", 3)
-    loose = harvest(tmp_path / "raw", metric="acc,loose", requests=3)[0]
+    loose = harvest(raw, metric="acc,loose", requests=3)[0]
     run = HarnessRun(
-        task="sums",
-        model="m",
-        simulated=False,
-        settings={},
-        facts=loose.facts,
-        prompt_tokens=10,
-        completion_tokens=7,
-        seconds=1.0,
-        documents=3,
-        finished_at=0.0,
-    )
+        task="sums", model="m", simulated=False, settings={}, facts=loose.facts, prompt_tokens=10,
+        completion_tokens=7, seconds=1.0, documents=3, finished_at=0.0,
+    )  # fmt: skip
     (tmp_path / "samples.jsonl").write_bytes(loose.samples.read_bytes())
     found = report_harness(tmp_path, "sums", run, Counted())
-    assert found.run.overall is not None and found.run.costs is not None
-    assert found.run.overall.mean_reward.value == pytest.approx(loose.facts.values["acc,loose"])
-    assert (found.run.costs.total_prompt_tokens, found.run.costs.total_completion_tokens) == (10, 7)
-    assert found.run.components == {
-        "acc,loose": pytest.approx(2 / 3),
-        "acc,strict": pytest.approx(1 / 3),
-    }
+    overall, costs = found.run.overall, found.run.costs
+    assert overall is not None and costs is not None
+    assert overall.mean_reward.value == pytest.approx(loose.facts.values["acc,loose"])
+    assert (costs.total_prompt_tokens, costs.total_completion_tokens) == (10, 7)
+    means = {"acc,loose": 2 / 3, "acc,strict": 1 / 3}
+    assert found.run.components == pytest.approx(means)
     assert "5 examples in each prompt" in markdown_of(found)
 
 
 def test_numbers_of_the_harness_that_are_no_mean_of_rewards_are_refused(tmp_path: Path) -> None:
-    harness_wrote(tmp_path / "odd", {"none": [0.5, 7.5]})
-    harness_wrote(tmp_path / "wrong", {"none": [0.5, 0.5]}, told=0.9)
-    for name in ("odd", "wrong"):
-        with pytest.raises(InputError, match="lacks a metric"):
-            harvest(tmp_path / name, metric=None, requests=0)
-    with pytest.raises(InputError, match="no results"):
-        harvest(tmp_path / "nothing", metric=None, requests=0)
+    odd = harness_wrote(tmp_path / "odd", {"none": [0.5, 7.5]})
+    wrong = harness_wrote(tmp_path / "wrong", {"none": [0.5, 0.5]}, told=0.9)
+    nothing = tmp_path / "nothing"
+    for place, why in ((odd, "lacks a metric"), (wrong, "lacks a metric"), (nothing, "no results")):
+        with pytest.raises(InputError, match=why):
+            harvest(place, metric=None, requests=0)

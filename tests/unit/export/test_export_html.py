@@ -50,63 +50,31 @@ class Page(HTMLParser):
         self.text += data
 
 
+EVERYTHING = Path(__file__).with_name("everything.json").read_text()
+"""The messages and the facts of a rollout, in which everything that can be text is TEXT."""
+
+
 def line(
     number: int, text: str, *, rollouts: int = 1, model: str = "sim", tokens: int = 6
 ) -> dict[str, Any]:
     """A group in which everything that can be text is `text`."""
     ids = shared_tokenizer().encode("two and two is four, and more besides")[:tokens]
-    call = {"id": text, "type": "function", "function": {"name": text, "arguments": text}}
-    messages = [
-        {"role": text, "content": text, "name": text},
-        {"role": "user", "content": [{"type": "text", "text": text}, {"type": text, "url": text}]},
-        {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": text, "content": text},
+    everything = json.loads(EVERYTHING.replace("TEXT", json.dumps(text)[1:-1]))
+    name = f"{text}-{number}"
+    each = [
+        {**everything["rollout"], "rollout_id": f"{name}-r{row}", "rows": [row]}
+        for row in range(rollouts)
     ]
-    tool = {"type": "function", "function": {"name": text, "description": text, "parameters": {}}}
-    rollout = {
-        "reward": 0.5,
-        "turns": 1,
-        "components": {text: 0.5},
-        "metrics": {text: 1.0},
-        "output": {text: text},
-        "finish_reason": text,
-        "limit": text,
-        "flags": [text],
-        "tools": [tool],
-        "actions": [{"step": 1, "tool": text, "input": {text: text}, "output": text}],
-        "others": [{"agent": text, "trained": False, "model": text, "messages": messages}],
-        "usage": {"seconds": 1.0},
-        "hooks": [
-            {"at": "request", "reason": text, "changed": ["messages"]},
-            {"at": "answer", "reason": text},
-        ],
-        "egress": [{"method": "GET", "host": text, "port": 443}] * 2,
-        "agents": [text],
-        "row_flags": [[text]],
-    }
+    facts = {"group_id": name, "env": text, "task_id": name, "split": "train", "seed": 0}
+    facts |= {"model": model, "index": number, "created_at": 1.0e9, "asked": rollouts + 1}
+    facts |= {"failures": [{"kind": text, "message": text}], "lost": {text: 1}, "rollouts": each}
     return {
         "tokens": [ids] * rollouts,
         "masks": [[-100, -100, *ids[2:]]] * rollouts,
         "inference_logprobs": [[1.0, 1.0, *([-0.25] * (len(ids) - 2))]] * rollouts,
-        "messages": [messages] * rollouts,
+        "messages": [everything["messages"]] * rollouts,
         "scores": [0.5] * rollouts,
-        "envserver": {
-            "group_id": f"{text}-{number}",
-            "env": text,
-            "task_id": f"{text}-{number}",
-            "split": "train",
-            "seed": 0,
-            "model": model,
-            "index": number,
-            "created_at": 1.0e9,
-            "failures": [{"kind": text, "message": text}],
-            "asked": rollouts + 1,
-            "lost": {text: 1},
-            "rollouts": [
-                {**rollout, "rollout_id": f"{text}-{number}-r{row}", "rows": [row]}
-                for row in range(rollouts)
-            ],
-        },
+        "envserver": facts,
     }
 
 

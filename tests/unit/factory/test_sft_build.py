@@ -135,9 +135,7 @@ def test_what_is_no_text_is_written_as_json_and_nothing_at_all_is_no_row(build: 
     assert outputs == {f"video-{n}": text for n, (_, text) in enumerate(said) if text is not None}
 
 
-def test_failures_and_blanks_are_no_rows_and_domains_and_prefixes_have_templates(
-    run: Run,
-) -> None:
+def test_failures_and_blanks_are_no_rows_and_domains_and_prefixes_have_templates(run: Run) -> None:
     Path("templates.yaml").write_text(
         "tools:\n  reason: {instruction: 'T: {question}'}\n  open: {instruction: 'P: {path}'}\n"
         "  'tool:*': {instruction: 'T: {question}', response_from: action_call}\n"

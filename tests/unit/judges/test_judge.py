@@ -429,10 +429,10 @@ def test_agents_are_priced_by_their_own_models(tmp_path: Path) -> None:
         Prices(prompt=-1.0, completion=0.0)
 
 
-@given(
-    st.tuples(*[st.integers(0, 10**6)] * 4).map(lambda counts: JudgeUsage(*counts)),
-    st.integers(1, 9),
-)
+COUNTED = ("calls", "cached", "prompt_tokens", "completion_tokens")
+
+
+@given(st.builds(JudgeUsage, **dict.fromkeys(COUNTED, st.integers(0, 10**6))), st.integers(1, 9))
 def test_shares_of_a_groups_scoring_add_up(judge: JudgeUsage, count: int) -> None:
     members = [ScoringSpent() for _ in range(count)]
     ScoringSpent(3.0, judge).share_with(members)

@@ -115,9 +115,10 @@ def test_a_stored_group_that_was_changed_is_found() -> None:
 def test_the_digest_of_settings_is_of_those_that_matter() -> None:
     kind = find("math")
 
-    def digest(sampling: dict[str, Any] = {}, tokens: dict[str, Any] = {}, **env: Any) -> str:
+    def digest(temperature: float = 1.0, tokens: Any = None, **env: Any) -> str:
         environment = kind(kind.Config.model_validate(env))
-        made = made_with(environment, SamplingConfig(**sampling), TokensConfig(**tokens))
+        sampling = SamplingConfig(temperature=temperature)
+        made = made_with(environment, sampling, tokens or TokensConfig())
         return str(made["settings"])
 
     usual = digest()

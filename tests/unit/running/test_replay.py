@@ -14,12 +14,7 @@ from support.commands import envserver, read_jsonl
 from support.in_process import Run
 
 from envserver import EngineError, InputError, ServiceError
-from envserver.rollouts.replaying import (
-    Player,
-    RecordedServices,
-    recorded_calls,
-    told_calls,
-)
+from envserver.rollouts.replaying import Player, RecordedServices, recorded_calls, told_calls
 from envserver.running.replaying import read_record
 
 PAIR = '''

@@ -132,12 +132,7 @@ def train_from_the_prompt_on(line: dict[str, Any]) -> None:
         (lambda line: [line[name].pop(2) for name in OF_ROWS], "rows", None, None),
         (lambda line: [line[name].append(line[name][0]) for name in OF_ROWS], "rows", 3, None),
         (row(inference_logprobs=lambda row: row[:-1]), "lengths", 0, None),
-        (
-            lambda line: line["envserver"]["rollouts"][0]["versions"][0].pop(),
-            "versions",
-            0,
-            None,
-        ),
+        (lambda line: line["envserver"]["rollouts"][0]["versions"][0].pop(), "versions", 0, None),
         (row(tokens=put(2, -3)), "token_id", 0, 2),
         (row(tokens=put(2, 2**70)), "token_id", 0, 2),
         (row(tokens=put(2, 10**6)), "refused", 0, None),
@@ -184,9 +179,7 @@ def test_the_tolerance_decides_what_passes(check: Check) -> None:
     check(lines, "--tolerance 1e-6", status=1)
 
 
-def test_rows_of_other_versions_are_counted_not_compared(
-    check: Check,
-) -> None:
+def test_rows_of_other_versions_are_counted_not_compared(check: Check) -> None:
     old = group("old", version=6)
     for trajectory in old.trajectories:
         for row in trajectory.sequences:
@@ -196,9 +189,7 @@ def test_rows_of_other_versions_are_counted_not_compared(
     assert report["compared"]["rows"] == 3
 
 
-def test_that_nothing_can_be_compared_is_no_success(
-    check: Check,
-) -> None:
+def test_that_nothing_can_be_compared_is_no_success(check: Check) -> None:
     for lines in ([], lines_of(group("a", mask=np.zeros(PROMPT + SAMPLED, np.uint8)))):
         for line in lines:
             line["inference_logprobs"] = [[1.0] * (PROMPT + SAMPLED)] * 3
@@ -224,11 +215,7 @@ async def test_rows_that_cannot_be_compared_are_counted_by_reason(
     lines[0]["envserver"]["rollouts"][1]["versions"][0] = []
     lines[1]["inference_logprobs"] = None
     report = await verified(write(tmp_path / "x", lines), Engine())
-    assert report.not_compared == {
-        flag: 1,
-        "no_tokens": 1,
-        "no_logprobs": 3,
-    }
+    assert report.not_compared == {flag: 1, "no_tokens": 1, "no_logprobs": 3}
     assert (report.totals.rows, report.verdict) == (1, "exact")
 
 

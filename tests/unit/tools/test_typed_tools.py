@@ -95,36 +95,8 @@ async def answer(one: Tool, arguments: Any) -> str:
 
 
 def test_the_schema_comes_from_types_and_docstring() -> None:
-    place = {
-        "description": "A place on the map.",
-        "type": "object",
-        "properties": {"x": {"type": "number"}, "y": {"type": "number", "default": 0.0}},
-        "required": ["x"],
-    }
-    function = measure.description["function"]
-    assert function["description"] == (
-        "Measures a way.\n\nIt takes the shortest one.\n\nReturns:\n    The length."
-    )
-    assert function["parameters"] == {
-        "type": "object",
-        "properties": {
-            "start": {**place, "description": "where it begins, which may be anywhere."},
-            "unit": {"enum": ["m", "mi"], "default": "m", "description": "of the result."},
-            "way": {"enum": ["air", "road"], "default": "road"},
-            "stops": {
-                "anyOf": [{"type": "array", "items": place}, {"type": "null"}],
-                "default": None,
-            },
-            "most": {
-                "type": "integer",
-                "minimum": 1,
-                "default": 9,
-                "description": "how far, at most",
-            },
-        },
-        "required": ["start"],
-        "additionalProperties": False,
-    }
+    expected = json.loads(Path(__file__).with_name("measure.json").read_text())
+    assert measure.description["function"] == expected
 
 
 def test_recursive_types_stay_references() -> None:

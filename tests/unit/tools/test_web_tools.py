@@ -91,10 +91,7 @@ async def test_a_search_asks_for_a_number_of_results_of_a_year(
     if provider == "tavily":
         basis = {"search_depth": "advanced", "include_usage": True}
         year = {"start_date": "1987-01-01", "end_date": "1987-12-31"}
-        assert sites.searches == [
-            {"max_results": 1, **basis, **year},
-            {"max_results": 5, **basis},
-        ]
+        assert sites.searches == [{"max_results": 1, **basis, **year}, {"max_results": 5, **basis}]
     else:
         assert sites.searches == [{"df": "1987-01-01..1987-12-31"}, {}]
 
