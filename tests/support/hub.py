@@ -7,15 +7,16 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 from typing import Any
 
 import orjson
 
+from .http_stand_in import standing_in
 
-class Hub(ThreadingHTTPServer):
+
+class Hub:
     """Answers when a repository is made or looked at, and when files are committed to it.
 
     Args:
@@ -23,12 +24,15 @@ class Hub(ThreadingHTTPServer):
     """
 
     def __init__(self, private: bool = True) -> None:
-        super().__init__(("127.0.0.1", 0), _Answers)
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.url = ""
         self.asked: list[tuple[str, str, bytes]] = []
         self._private = private
 
-    def answer(self, path: str, token: str, body: bytes) -> dict[str, Any]:
+    def answer(self, path: str, headers: Message, body: bytes) -> tuple[int, bytes]:
+        token = headers.get("authorization") or ""
+        return 200, orjson.dumps(self._told(path.partition("?")[0], token, body))
+
+    def _told(self, path: str, token: str, body: bytes) -> dict[str, Any]:
         self.asked.append((path, token, body))
         if path == "/api/repos/create":
             return {"url": f"{self.url}/datasets/me/x"}
@@ -54,33 +58,9 @@ class Hub(ThreadingHTTPServer):
         }
 
 
-class _Answers(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length") or 0))
-        token = self.headers.get("authorization") or ""
-        data = orjson.dumps(self.server.answer(self.path.partition("?")[0], token, body))
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_GET = do_POST
-
-    def log_message(self, *words: object) -> None:
-        pass
-
-
 @contextlib.contextmanager
 def running_hub(*, private: bool = True) -> Iterator[Hub]:
     """Runs a hub in a thread."""
-    with Hub(private) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    hub = Hub(private)
+    with standing_in(hub.answer) as hub.url:
+        yield hub

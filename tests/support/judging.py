@@ -6,8 +6,10 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 from typing import Any
+
+from .http_stand_in import standing_in
 
 Json = dict[str, Any]
 
@@ -34,11 +36,16 @@ class JudgeEngine:
         self._now = 0
         self._lock = threading.Lock()
 
-    def answer(self, path: str, body: Json | None) -> tuple[int, Json]:
+    def answer(self, path: str, headers: Message, body: bytes) -> tuple[int, bytes]:
+        status, told = self._told(path, headers, json.loads(body) if body else None)
+        return status, json.dumps(told).encode()
+
+    def _told(self, path: str, headers: Message, body: Json | None) -> tuple[int, Json]:
         if path.endswith("/models"):
             return 200, {"data": [{"id": MODEL}]}
         if body is None:
             return 200, {}
+        self.keys.add(headers.get("authorization", ""))
         with self._lock:
             if self.failing:
                 return self.failing.pop(0), {"error": {"message": "not now"}}
@@ -60,34 +67,6 @@ class JudgeEngine:
 def judge_engine(say: Callable[[list[Json]], str]) -> Iterator[JudgeEngine]:
     """Serves a JudgeEngine for the block."""
     engine = JudgeEngine(say)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._reply(*engine.answer(self.path, None))
-
-        def do_POST(self) -> None:
-            engine.keys.add(self.headers.get("authorization", ""))
-            length = int(self.headers["content-length"])
-            self._reply(*engine.answer(self.path, json.loads(self.rfile.read(length))))
-
-        def _reply(self, status: int, told: Json) -> None:
-            data = json.dumps(told).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    engine.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with standing_in(engine.answer) as url:
+        engine.url = f"{url}/v1"
         yield engine
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from .http_stand_in import standing_in
 
 
 def values(span: Span) -> dict[str, Any]:
@@ -50,24 +51,11 @@ class Traces:
 def receiver() -> Iterator[Traces]:
     traces = Traces()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                body = gzip.decompress(body)
-            assert self.path == "/v1/traces"
-            traces.bodies.append(body)
-            self.send_response(traces.status)
-            self.send_header("content-length", "0")
-            self.end_headers()
+    def answer(path: str, headers: Message, body: bytes) -> tuple[int, bytes]:
+        assert path == "/v1/traces"
+        packed = headers.get("content-encoding") == "gzip"
+        traces.bodies.append(gzip.decompress(body) if packed else body)
+        return traces.status, b""
 
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    traces.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with standing_in(answer) as traces.url:
         yield traces
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -266,7 +266,7 @@ def test_the_environment_is_named_by_any_source(flags: str, variable: str, file:
     environ = dict([variable.split("=")]) if variable else {}
     settings = load_settings(words.split(), environ=environ, folder=Path())
     assert settings.environment == "math"
-    assert settings.env.model_dump()["data_set"] == "sample"
+    assert settings.env.model_dump()["data_set"] == ["sample"]
 
 
 def test_own_flags_of_a_command_and_short_names() -> None:

@@ -4,7 +4,8 @@ import pytest
 from support.in_process import Run, Said
 from support.in_process import run as run
 
-SIM = "--model sim --sim.latency_seconds 0 --workers.processes 1"
+SIM = "--model sim --sim.latency_seconds 0 --workers.processes 1 --workers.heartbeat_seconds 60"
+"""A worker of a busy machine may be silent for longer than users want to wait."""
 
 
 @pytest.fixture

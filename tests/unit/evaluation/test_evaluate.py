@@ -229,9 +229,7 @@ def test_a_folder_is_evaluated_whole_and_its_report_follows_from_its_groups(
 ) -> None:
     """Of one environment that cannot, one that can, and what is none."""
     Path("envs").mkdir()
-    broken = FAILING.replace("range(3)", "range(2)").replace(
-        "all: bool = False", "all: bool = True"
-    )
+    broken = FAILING.replace("Failing", "Broken").replace("bool = False", "bool = True")
     for name, text in (
         ("broken.py", broken), ("easy.yaml", EASY), ("_notes.py", "1 / 0"), ("README.md", "..."),
     ):  # fmt: skip

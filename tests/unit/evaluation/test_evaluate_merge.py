@@ -14,7 +14,7 @@ from support.in_process import Run
 
 RUN = (
     "evaluate --env math --env.data_set sample --env.group_size 2 --env.total_steps 7 "
-    "--model sim --sim.latency_seconds 0 --workers.processes 1"
+    "--model sim --sim.latency_seconds 0 --workers.processes 1 --workers.heartbeat_seconds 60"
 )
 REPORTS = ("report.json", "report.md", "report.html", "attempts.csv")
 

@@ -9,8 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 from envserver_factory.trajectories.convert_foreign import unified_of_foreign
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.in_process import Run
 
 from envserver.export import problems_of
@@ -89,6 +90,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=examples(100))
 @given(JSON)
 @example({"end_ts": -1, "task": "before 1970, without a start"})
 @example({"start_ts": 5, "end_ts": 3, "task": "ends before it starts"})

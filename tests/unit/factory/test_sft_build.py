@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from envserver_factory.sft_building.splits import split_three, split_tools, split_tools_by_group
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
 from support.in_process import Run
 
 from envserver.export import problems_of
@@ -257,6 +258,7 @@ def test_three_parts_are_the_shuffled_rows(count: int, seed: int, val: float, te
 COUNTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 60), min_size=1)
 
 
+@settings(max_examples=examples(100))
 @given(COUNTS, st.integers(), st.floats(0, 0.99), st.booleans())
 def test_a_tool_has_each_row_on_one_side(
     counts: dict[str, int], seed: int, ratio: float, strict: bool
@@ -276,6 +278,7 @@ GROUPS = st.dictionaries(
 )
 
 
+@settings(max_examples=examples(100))
 @given(GROUPS, st.integers(), st.floats(0, 0.99))
 def test_no_group_is_on_both_sides(groups: dict[str, list[str]], seed: int, ratio: float) -> None:
     held = split_tools_by_group(groups, seed=seed, val_ratio=ratio)

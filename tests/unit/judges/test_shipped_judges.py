@@ -115,27 +115,27 @@ async def test_a_rubric_gives_each_criterion_its_mark() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "4",
-        "The mark is 4.",
-        '{"marks": {"right": {"reason": "", "mark": 5}}}',
-        '{"marks": {"right": {"reason": "", "mark": -1}}}',
-        '{"marks": {"right": {"reason": "", "mark": "4"}}}',
-        '{"marks": {"right": {"reason": "", "mark": 2.5}}}',
-        '{"marks": {"right": {"mark": 4}}}',
-        '{"marks": {}}',
-        '{"marks": {"right": {"reason": "", "mark": 4}, "more": {"reason": "", "mark": 4}}}',
-        '{"marks": {"right": {"reason": "", "mark": 4}}} and so on',
-        '{"marks": {"right": {"reason": "", "mark": 4}}, "note": ""}',
-    ],
-)
-async def test_another_form_is_never_a_mark(text: str) -> None:
-    judge = Told(lambda asked: text)
-    with pytest.raises(JudgeError, match="could be read"):
-        await rubric_marks(judge, question="q", answer="a", criteria=CRITERIA)
-    assert len(judge.asked) == 3
+NO_MARKS = """
+4
+The mark is 4.
+{"marks": {"right": {"reason": "", "mark": 5}}}
+{"marks": {"right": {"reason": "", "mark": -1}}}
+{"marks": {"right": {"reason": "", "mark": "4"}}}
+{"marks": {"right": {"reason": "", "mark": 2.5}}}
+{"marks": {"right": {"mark": 4}}}
+{"marks": {}}
+{"marks": {"right": {"reason": "", "mark": 4}, "more": {"reason": "", "mark": 4}}}
+{"marks": {"right": {"reason": "", "mark": 4}}} and so on
+{"marks": {"right": {"reason": "", "mark": 4}}, "note": ""}
+"""
+
+
+async def test_another_form_is_never_a_mark() -> None:
+    for text in NO_MARKS.strip().splitlines():
+        judge = Told(lambda asked, text=text: text)
+        with pytest.raises(JudgeError, match="could be read"):
+            await rubric_marks(judge, question="q", answer="a", criteria=CRITERIA)
+        assert len(judge.asked) == 3, text
 
 
 async def test_ties_and_rivals() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -55,21 +55,16 @@ async def test_environments_that_misbehave_are_told_in_words(tmp_path: Path, qui
         assert "No trainer has leased for" in " ".join(shown.stdout.split())
         # A trainer comes: one alarm ends, and the next one begins.
         await alarms.post("/v1/runs", {"name": "trainer", "batch_size": 1})
-        await leased(alarms)
+
+        async def is_gone() -> bool:
+            await alarms.post("/v1/runs/trainer/lease", {})
+            return "no_trainer" not in await alarms.texts()
+
+        await until(is_gone)
         await alarms.post("/v1/policy/pause", {})
         await alarms.raised(calls_paused=r"Model calls have been paused for \d+ second")
         await alarms.post("/v1/policy/resume", {})
         await alarms.ended("calls_paused")
-
-
-async def leased(alarms: Alarms) -> None:
-    """Leases until the alarm about trainers has ended."""
-
-    async def is_gone() -> bool:
-        await alarms.post("/v1/runs/trainer/lease", {})
-        return "no_trainer" not in await alarms.texts()
-
-    await until(is_gone)
 
 
 async def test_a_reward_falls_answers_grow_and_rollouts_are_cut(
@@ -91,9 +86,12 @@ async def test_a_reward_falls_answers_grow_and_rollouts_are_cut(
         await alarms.ended("reward_fell falls")
 
 
+async def status(alarms: Alarms) -> Any:
+    return (await alarms.http.get("/v1/status")).json()["server"]
+
+
 async def delivered(alarms: Alarms, environment: str, groups: int) -> bool:
-    found = (await alarms.http.get("/v1/status")).json()
-    return bool(found["server"]["environments"][environment] >= groups)
+    return bool((await status(alarms))["environments"][environment] >= groups)
 
 
 async def test_a_healthy_server_with_a_trainer_raises_nothing(tmp_path: Path, quick: None) -> None:
@@ -105,8 +103,7 @@ async def test_a_healthy_server_with_a_trainer_raises_nothing(tmp_path: Path, qu
             lease = await alarms.http.post("/v1/runs/trainer/lease", json={})
             assert lease.is_success
             assert await alarms.texts() == {}
-            found = (await alarms.http.get("/v1/status")).json()
-            return bool(found["server"]["groups_delivered"] >= 150)
+            return bool((await status(alarms))["groups_delivered"] >= 150)
 
         await until(is_long)
 
@@ -135,36 +132,25 @@ async def test_a_replica_of_the_engine_and_then_the_last_one_go_away(
     tmp_path: Path, quick: None
 ) -> None:
     stops = [asyncio.Event(), asyncio.Event()]
-    engines = [asyncio.create_task(engine(stop)) for stop in stops]
-    urls = list(await asyncio.gather(*(started(stop) for stop in stops)))
+    found = [asyncio.get_running_loop().create_future() for _ in stops]
+    sim = SimConfig(latency_seconds=0.05)
+    engines = [
+        asyncio.create_task(
+            serve_sim(sim, "127.0.0.1", 0, None, listening=one.set_result, stop=stop)
+        )
+        for one, stop in zip(found, stops, strict=True)
+    ]
+    urls = await asyncio.gather(*found)
     openai = {"base_url": urls, "model_name": "sim"}
     async with serving(tmp_path, "Healthy", model=None, openai=openai) as alarms:
-        await until(lambda: is_working(alarms))
+
+        async def is_working() -> bool:
+            return bool((await status(alarms))["groups_delivered"])
+
+        await until(is_working)
         stops[0].set()
         await engines[0]
         await alarms.raised(engine_down=rf"The replica {urls[0][:-3]} of the engine is set aside")
         stops[1].set()
         await engines[1]
         await alarms.raised(engine_down="The engine does not answer")
-
-
-LISTENING: dict[asyncio.Event, asyncio.Future[str]] = {}
-
-
-async def engine(stop: asyncio.Event) -> None:
-    listening: Callable[[str], None] = _future(stop).set_result
-    await serve_sim(
-        SimConfig(latency_seconds=0.05), "127.0.0.1", 0, None, listening=listening, stop=stop
-    )
-
-
-async def started(stop: asyncio.Event) -> str:
-    return await _future(stop)
-
-
-def _future(stop: asyncio.Event) -> asyncio.Future[str]:
-    return LISTENING.setdefault(stop, asyncio.get_running_loop().create_future())
-
-
-async def is_working(alarms: Alarms) -> bool:
-    return bool((await alarms.http.get("/v1/status")).json()["server"]["groups_delivered"])

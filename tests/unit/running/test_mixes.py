@@ -43,7 +43,7 @@ def test_targets_are_whole_and_keep_minima_and_proportions(mix: list[Share]) -> 
     assert max(rates, default=0) == pytest.approx(min(rates, default=0), rel=1e-6)
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(MIX, st.integers(1, 300))
 def test_in_the_long_run_each_has_its_share(mix: list[Share], groups: int) -> None:
     parts = targets(mix)
@@ -57,7 +57,7 @@ def test_in_the_long_run_each_has_its_share(mix: list[Share], groups: int) -> No
         assert abs(begun[name] - part * groups) <= len(mix)
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(MIX, st.data())
 def test_who_was_away_catches_up_a_little_and_nobody_waits_long(
     mix: list[Share], data: st.DataObject
@@ -188,7 +188,7 @@ class {name}(Environment):
     def score(self, task, result):
         return Score(reward=0.5, metrics={{"word": float(self.config.word == "own")}})
 """
-SIM = "--model sim --sim.latency_seconds 0 --workers.processes 1"
+SIM = "--model sim --sim.latency_seconds 0 --workers.processes 1 --workers.heartbeat_seconds 60"
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ environments:
 env: {{group_size: 2, word: other, {all}}}
 model: sim
 sim: {{latency_seconds: 0}}
-workers: {{processes: 1}}
+workers: {{processes: 1, heartbeat_seconds: 60}}
 rollouts: {{max_concurrent: 8, stop_after_failed_groups: 2, max_attempts: 1}}
 """
     )

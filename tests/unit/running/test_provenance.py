@@ -10,10 +10,11 @@ import msgspec
 import orjson
 from envserver_records.records import Group, pack, unpack
 from envserver_records.seals import chained, digest_after, is_intact, link_of, sealed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import native_group
 from support.commands import read_jsonl
+from support.extent import examples
 from support.in_process import Run
 
 from envserver import SamplingConfig
@@ -64,6 +65,7 @@ def found(lines: list[bytes]) -> list[tuple[str, int | None]]:
     return [(one.kind, one.line) for one in delivery.findings]
 
 
+@settings(max_examples=examples(100))
 @given(LINES, st.integers(0, 2), st.data())
 def test_what_was_done_to_a_file_is_found_with_its_line(
     objects: list[dict[str, int]], old: int, data: st.DataObject

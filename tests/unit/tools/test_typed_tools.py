@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,6 +22,8 @@ import envserver_factory
 import envserver_tools
 import msgspec
 import pytest
+from envserver_tools.inside.files import edit, read_file
+from envserver_tools.inside.paths import Refused
 from envserver_tools.loop import LoopEnd, chat_with_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -518,3 +521,51 @@ def test_the_packages_import_nothing_heavy() -> None:
     code = "import sys, envserver_environments, envserver_tools; print('envserver' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+# Reading and editing files, as the functions inside a sandbox do it, for any text -----------------
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory that this process is in, as programs of a sandbox are in /work."""
+    before, place = Path.cwd(), tmp_path_factory.mktemp("work")
+    os.chdir(place)
+    yield place
+    os.chdir(before)
+
+
+TEXTS = st.text(st.sampled_from("ab\n\ré\t"), max_size=60)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(text=TEXTS, lines=st.integers(1, 9))
+def test_pages_put_together_are_the_file(workspace: Path, text: str, lines: int) -> None:
+    Path("page").write_bytes(text.encode())
+    whole, start = [], 1
+    while text:
+        page = read_file("page", start, lines)["text"].split("\n")
+        footer = page.pop() if page[-1].startswith("[") else ""
+        whole += [line.partition("\t")[2] for line in page]
+        assert len(page) <= lines
+        if not footer:
+            break
+        start += len(page)
+        assert footer.endswith(f"go on with start={start}]")
+    assert "\n".join(whole) == text.removesuffix("\n")
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(text=TEXTS, old=st.text(st.sampled_from("ab\n"), min_size=1, max_size=3), new=TEXTS)
+def test_an_edit_is_a_replacement_or_nothing(
+    workspace: Path, text: str, old: str, new: str
+) -> None:
+    Path("edited").write_bytes(text.encode())
+    count = sum(text.startswith(old, at) for at in range(len(text)))
+    if count == 1 and old != new:
+        edit("edited", old, new)
+        text = text.replace(old, new)
+    else:
+        with pytest.raises(Refused, match="same" if old == new else f"occurs {count} times"):
+            edit("edited", old, new)
+    assert Path("edited").read_bytes() == text.encode()
