@@ -29,7 +29,7 @@ from envserver import ConfigError, Reply, Sandbox, Sandboxes, SandboxLimits, San
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=20.0, processes=64)
+LIMITS = SandboxLimits(wall_seconds=200.0, cpu_seconds=20.0, processes=64)
 
 
 class Bench:
@@ -251,7 +251,7 @@ async def test_a_full_disk_leaves_a_file_as_it_was(bench: Open) -> None:
 
 
 async def test_a_command_shows_head_and_tail_and_how_it_ended(bench: Open) -> None:
-    async with bench(command_seconds=3) as use:
+    async with bench(command_seconds=30) as use:
         said = await use("bash", command="echo out; echo err >&2; echo out; exit 3")
         assert said == "[exit status 3]\nout\nerr\nout\n"
         assert await use("run_cmd", cmd=["printf", "%s|", "$HOME", "a b"]) == (
@@ -261,15 +261,15 @@ async def test_a_command_shows_head_and_tail_and_how_it_ended(bench: Open) -> No
         said = await use("bash", command="sleep 100 & seq 1 1000000")
         assert said.startswith("[exit status 0]\n1\n2\n") and said.endswith("999999\n1000000\n")
         assert f"[cut: {6_888_896 - 10_000} bytes]" in said and len(said) < 10_100
-        said = await use("bash", command="echo first; sleep 60; echo never", timeout=1)
+        said = await use("bash", command="echo first; sleep 60; echo never", timeout=3)
         assert said == "[killed: it took too long]\nfirst\n"
         assert await use("bash", command="kill -SEGV $$") == "[killed by signal 11 (SIGSEGV)]\n"
-        assert (await use("bash", command="yes")).startswith("[killed: it ")
+        assert (await use("bash", command="yes", timeout=3)).startswith("[killed: it ")
         assert await use("bash", command="cat; echo end") == "[exit status 0]\nend\n"  # no input
         assert await use.sh("ps ax 2>/dev/null | grep -c '[s]leep' || true") == "0\n"
-        assert "less than or equal to 3" in await use.refused(
+        assert "less than or equal to 30" in await use.refused(
             "bash", command="true", timeout=60
-        ) or ("maximum of 3" in await use.refused("bash", command="true", timeout=60))
+        ) or ("maximum of 30" in await use.refused("bash", command="true", timeout=60))
 
 
 async def test_what_a_killed_command_said_is_shown(bench: Open) -> None:
@@ -286,7 +286,7 @@ async def test_what_a_killed_command_said_is_shown(bench: Open) -> None:
 
 
 async def test_python_runs_a_program_that_finds_the_workspace(bench: Open) -> None:
-    async with bench(command_seconds=5) as use:
+    async with bench(command_seconds=50) as use:
         await use("write_file", path="mine.py", content="VALUE = 7\n")
         program = (
             "from __future__ import annotations\nimport mine\n"
@@ -297,7 +297,7 @@ async def test_python_runs_a_program_that_finds_the_workspace(bench: Open) -> No
         assert said.startswith("[exit status 1]\n") and "line 2" in said
         assert "SyntaxError" in await use("python", code="def")
         said = await use(
-            "python", code="import time\nprint(1, flush=True)\ntime.sleep(60)", timeout=4
+            "python", code="import time\nprint(1, flush=True)\ntime.sleep(60)", timeout=10
         )
         assert said == "[killed: it took too long]\n1\n"
         said = await use("python", code="print('é' * 30_000)")
