@@ -120,11 +120,6 @@ class Api:
         assert answer["status"] == "success", answer
         return int(answer["env_id"])
 
-    async def put(self, *group_ids: str, **changes: Any) -> None:
-        """Stores groups of our own environments; `changes` go to each trajectory."""
-        for group_id in group_ids:
-            await put_native(self.store, native_group(group_id, **changes))
-
     async def batch_marks(self) -> list[int] | None:
         """The marks of the groups of the next batch."""
         batch = (await self.get("/batch"))["batch"]

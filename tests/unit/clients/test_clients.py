@@ -42,7 +42,7 @@ def told(row: Row) -> list[object]:
 
 
 async def test_rows_are_the_arrays_that_were_stored_or_posted(api: Api) -> None:
-    await api.put("a", truncated=True)
+    await put_native(api.store, native_group("a", truncated=True))
     posted = {
         "inference_logprobs": [[1.0, -0.5, -0.25]] * 2,
         "overrides": [{"set_advantage_to_zero": True}],
@@ -378,7 +378,7 @@ async def batches(api: Api, size: int) -> list[Batch]:
 
 
 async def test_rows_of_the_atropos_wire_are_those_of_the_native_client(api: Api) -> None:
-    await api.put("a", truncated=True)
+    await put_native(api.store, native_group("a", truncated=True))
     await api.put("b")
     async with EnvClient(api.url, run="all", batch_size=2, delivery="broadcast") as client:
         native = await leased(client, whole=False)

@@ -161,7 +161,10 @@ async def test_a_program_that_runs_at_the_deadline_is_the_models(zoo: RolloutCon
     marker = marked()
 
     async def overrun(seconds: float) -> Finished | None:
-        finished = await run(zoo, "overrun", marker, seconds=seconds)
+        try:
+            finished = await run(zoo, "overrun", marker, seconds=seconds)
+        except SandboxUnavailable:  # on a busy machine none was made in that time
+            return None
         used = finished.usage.sandbox
         return finished if used is not None and used.executions == 1 else None
 
