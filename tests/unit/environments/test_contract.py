@@ -1,0 +1,434 @@
+"""What every shipped environment promises: settings, splits, tasks, demonstrations, rewards.
+
+A new environment goes through all of it by being an entry point; what is special of one is in its
+own file. Demonstrations are played through the rollout by scripted models, with real services and
+sandboxes; those of `gaia`, whose agents speak HTTP, by test_gaia_agents.py and the command `check`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from envserver_environments.code.cheats import FAST, SLOW, cheats_for
+from envserver_environments.code.hoisting import hoisted
+from envserver_environments.mhqa.metrics import SPECIAL
+from envserver_environments.router.plans import plan_of
+from envserver_environments.tau.domains.kinds import OWN
+from support.commands import envserver as command
+from support.commands import read_jsonl
+from support.scripted_run import ScriptedRun, played, scored
+
+import envserver
+from envserver import (
+    ConfigError,
+    Environment,
+    EnvserverError,
+    Result,
+    Sandboxes,
+    Score,
+    ScorerError,
+    Split,
+    Task,
+)
+from envserver.registry import builtin_names, find
+from envserver.rollouts.checking import Plays, check, secrets_of
+from envserver.rollouts.rewards import rules_of_rewards
+from envserver.rollouts.task_digests import digest_of
+
+NAMES = builtin_names()
+SPLITS = get_args(Split)
+MADE = ("kuhn", "proposer_solver", "visual_counting")
+"""Environments that make their tasks; those of the others come from files."""
+
+
+def made(name: str, rooms: Sandboxes | None = None, **settings: Any) -> Any:
+    kind = find(name)
+    environment = kind(kind.Config(**settings))
+    if rooms is not None:
+        environment.sandboxes = rooms
+    return environment
+
+
+def first(environment: Environment, split: Split = "train", most: int = 60) -> list[Task]:
+    return list(islice(environment.tasks(split), most))
+
+
+def test_thirteen_environments_are_shipped() -> None:
+    assert len(NAMES) == 13
+
+
+WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "code": [
+        ({"data_set": "apps"}, "'humaneval'"),
+        ({"mode": "chat"}, "'single' or 'tools'"),
+        ({"show_tests": 2}, "'all'"),
+        ({"fuzz": 101}, "100"),
+        ({"data_set": "pairs", "check_references": False}, "come from a file"),
+    ],
+    "gaia": [
+        ({"levels": [4]}, "1, 2 and 3"),
+        ({"levels": []}, "1, 2 and 3"),
+        ({"agent": "chat"}, "'plain'"),
+        ({"agent": "plain", "prompts": "smolagents"}, "must be code or tools, not plain"),
+        ({"text_only": True}, "no usable task"),
+        ({"rubric": {"correct": 0.2}}, "rubric"),
+    ],
+    "kuhn": [],
+    "math": [
+        ({"data_set": "gsm9k"}, "'gsm8k'"),
+        ({"data_set": "sample,gsm9k"}, "'gsm8k'"),
+        ({"mode": "chat"}, "'seed0'"),
+        ({"max_operand": 0}, "greater than or equal to 1"),
+    ],
+    "mhqa": [
+        ({"scope": "external"}, "needs a retriever_url"),
+        ({"retriever_url": "http://x"}, "for the scope external"),
+        ({"corpus_path": "x"}, "for the scope corpus"),
+        ({"top_k": 11}, "less than or equal to 10"),
+        ({"support_weight": 2}, "less than or equal to 1"),
+    ],
+    "proposer_solver": [({"attempts": "x"}, "integer")],
+    "router": [
+        ({"data_set": "x"}, "'coursegpt'"),
+        ({"repair": 8}, "less than or equal to 7"),
+        ({"repair": "maybe"}, "integer"),
+        ({"teachers": 0}, "greater than or equal to 1"),
+        ({"data_set": "queries"}, "data_path"),
+    ],
+    "scenarios": [({"max_turns": 0}, "greater"), ({"scenario": ["none.yaml"]}, "none.yaml")],
+    "swe": [({"agent": "chat"}, "'bash'"), ({"command_seconds": 600}, "590")],
+    "tau": [
+        ({"domain": "mock,nosuch"}, "must be of mini_"),
+        ({"domain": []}, "must be of mini_"),
+        ({"agents": {"judge": {"base_url": "http://x"}}}, "is for --env.nl_assertions judge"),
+        ({"user": "human"}, "'script'"),
+    ],
+    "twenty_questions": [({"things_path": "none.jsonl"}, "none.jsonl")],
+    "video": [
+        ({"mode": "pair"}, "'star'"),
+        ({"evidence_bonus": 0.6}, "less than or equal to 0.5"),
+        ({"data_set": "nextqa"}, "no captions"),
+        ({"data_set": "captions"}, "data_path"),
+        ({"data_set": "captions", "data_path": "no.jsonl"}, "no.jsonl"),
+        ({"data_set": "nextqa", "captions_path": "no"}, "'no'"),
+        ({"frames": "all"}, "no folder"),
+    ],
+    "visual_counting": [({"most": 10}, "9"), ({"grid": 2}, "3"), ({"cell": 100}, "64")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_that_do_not_exist_or_fit_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for settings, said in (
+        ({"nosuch": 1}, "Extra inputs are not permitted"),
+        ({"split": "nosuch"}, "'train', 'validation' or 'test'"),
+        ({"seed": "x"}, "integer"),
+        ({"total_steps": 0}, "greater than or equal to 1"),
+        *WRONG[name],
+    ):
+        with pytest.raises((EnvserverError, ValueError, OSError)) as told:
+            next(made(name, **settings).tasks("train"))
+        assert said in f"{told.value}", settings
+    with pytest.raises(ConfigError, match=r"There is no setting 'env\.nosuch'"):
+        list(envserver.groups(name, model="sim", env={"nosuch": 1}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_are_the_same_for_a_seed_and_hide_what_is_hidden(name: str) -> None:
+    orders = []
+    for split in SPLITS:
+        one, again, other = (first(made(name, seed=seed), split) for seed in (1, 1, 2))
+        assert list(map(digest_of, one)) == list(map(digest_of, again))
+        assert one != other or len(one) == 1
+        orders.append([task.id for task in one])
+        assert len(set(orders[-1])) == len(one) > 0
+        for task in one:
+            shown = json.dumps(task.public)
+            assert not set(task.hidden) & set(task.public) - {"tests"}  # of code, half are shown
+            assert not any(json.dumps(secret)[1:-1] in shown for secret in secrets_of(task))
+            assert "evaluation_criteria" not in shown and "env_assertions" not in shown
+
+
+DIVIDED: list[tuple[str, dict[str, Any]]] = [
+    ("math", {"data_set": "arithmetic"}),
+    ("visual_counting", {}),
+    *(("tau", {"domain": domain}) for domain in OWN),
+]
+"""Whose splits have no task in common; shipped samples are the same in each."""
+
+
+@pytest.mark.parametrize(("name", "settings"), DIVIDED)
+def test_splits_that_are_divided_never_meet(name: str, settings: dict[str, Any]) -> None:
+    shown = [
+        {json.dumps(task.public) for task in first(made(name, **settings), split, 150)}
+        for split in ("train", "test")
+    ]
+    assert all(shown) and shown[0].isdisjoint(shown[1])
+
+
+ABSENT: list[tuple[str, dict[str, Any], Split, str]] = [
+    ("code", {"data_set": "humaneval", "check_references": False}, "train", "test"),
+    ("math", {"data_set": "math500"}, "train", "test"),
+    ("mhqa", {"data_set": "musique"}, "test", "train, validation"),
+    ("tau", {"domain": "mini_mock", "task_split": "small"}, "train", "train, test, base"),
+    ("video", {"data_set": "egoschema", "blind": True}, "train", "test"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "split", "there"), ABSENT)
+def test_a_split_that_is_not_there_names_those_that_are(
+    name: str, settings: dict[str, Any], split: Split, there: str
+) -> None:
+    with pytest.raises(ConfigError, match="has no split") as told:
+        next(made(name, **settings).tasks(split))
+    assert there in told.value.hint
+
+
+@pytest.mark.parametrize("name", ["code", "math", "mhqa", "router", "swe", "video"])
+def test_a_folder_without_a_split_names_the_file_it_looks_for(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    environment = made(
+        name, data_path=tmp_path, **({"data_set": "coursegpt"} if name == "router" else {})
+    )
+    with pytest.raises(EnvserverError, match=r"has no validation\.jsonl"):
+        next(environment.tasks("validation"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sample_files_are_read_by_their_environment(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name in MADE:
+        assert envserver.main(["sample", name, "--out", str(tmp_path / name)]) == 2
+        assert "come from no file" in capsys.readouterr().err
+        assert not (tmp_path / name).exists()
+        return
+    more = {"check_gold": False} if name == "swe" else {}  # needs a sandbox
+    gone, folder = tmp_path / "gone", tmp_path / "here"
+    for place in (gone, folder):
+        place.mkdir()
+        written = find(name).write_sample(place)
+        if place == gone:
+            shutil.rmtree(gone)
+            with pytest.raises((EnvserverError, OSError)):
+                first(made(name, **written, **more))
+    environment = made(name, **written, **more)
+    assert first(environment) and not getattr(environment, "dropped", {})
+
+
+@pytest.mark.parametrize("name", ["math", "swe", "tau"])
+def test_the_command_that_sample_prints_makes_groups(name: str, tmp_path: Path) -> None:
+    wrote = command("sample", name, folder=tmp_path)
+    assert wrote.returncode == 0, wrote.stderr
+    *files, _, printed = wrote.stdout.splitlines()
+    assert files and all((tmp_path / file).is_file() for file in files)
+    one = ["--env.total_steps", 1, "--env.group_size", 1]
+    one += ["--env.ensure_scores_are_not_same", "false", "--out", "groups.jsonl"]
+    ran = command(*shlex.split(printed)[1:], *one, folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert len(read_jsonl(tmp_path / "groups.jsonl")) == 1
+    again = command("sample", name, folder=tmp_path)
+    assert again.returncode == 2 and "exists" in again.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["gaia", "kuhn", "proposer_solver", "twenty_questions"])
+def test_the_check_of_environments_passes(name: str) -> None:
+    """With real workers and scorers, and agents that say what no environment may pay for."""
+    assert envserver.main(["check", "--env", name, "--tasks", "12"]) == 0
+
+
+PLAYS: dict[str, list[dict[str, Any]]] = {
+    "code": [{"mode": mode, "show_tests": "all"} for mode in ("single", "tools")],
+    "kuhn": [{}],
+    "math": [{"mode": mode} for mode in ("tools", "single", "seed0")],
+    "mhqa": [{"mode": m, "unanswerable": True} for m in ("tools", "text", "tags", "scripted")],
+    "proposer_solver": [{}],
+    "router": [{"execute": True}, {"profile": "graph"}, {"profile": "coursegpt"}],
+    "scenarios": [{}],
+    "swe": [{"agent": agent} for agent in ("bash", "tools", "text")],
+    "tau": [
+        {"task_split": "base", **more}
+        for more in ({"user": "script"}, {"user": "model"}, {"protocol": "text"})
+    ],
+    "twenty_questions": [{}],
+    "video": [
+        {"mode": mode, "protocol": protocol}
+        for mode in ("single", "report", "star")
+        for protocol in ("tools", "text")
+    ],
+    "visual_counting": [{}],
+}
+MOST_PLAYED = {"code": 12, "kuhn": 12, "proposer_solver": 12, "visual_counting": 12}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param(name, one, id=f"{name}-{'-'.join(map(str, one.values()))}", marks=marks)
+        for name, several in PLAYS.items()
+        for place, one in enumerate(several)
+        for marks in [[pytest.mark.thorough] if name == "swe" and place else []]
+    ],
+)
+async def test_demonstrations_are_paid_and_nobody_is_told_what_is_hidden(
+    rooms: Sandboxes, name: str, settings: dict[str, Any]
+) -> None:
+    environment = made(name, rooms, **settings)
+    full = rules_of_rewards(environment).range.solved_at
+    decided = set()
+    for task in first(environment, most=MOST_PLAYED.get(name, 60)):
+        turns = environment.demonstration(task)
+        if name == "router":  # an agent that is asked again says the same
+            turns = {agent: messages * 4 for agent, messages in turns.items()}
+        run = ScriptedRun(turns or (), repeats=name in ("swe", "tau"), rooms=rooms)
+        output = await played(environment, task, run)
+        if name not in ("kuhn", "router"):  # whose moves and steps are questions of their own
+            run.assert_histories_only_grow()
+        score = await scored(environment, task, output)
+        reward = (score.reward or 0.0) + sum(run.rewards)
+        assert name == "kuhn" or reward == pytest.approx(full), (task.id, reward, output)
+        assert not any(count for key, count in run.metrics.items() if key.startswith("tool_errors"))
+        unsaid = {agent for agent, left in run.left.items() if left}
+        told = "\n".join(
+            str(message["content"])
+            for agent, messages in run.asked
+            for message in messages
+            if message["role"] != "assistant" and (name, agent) not in HANDED
+        )
+        secrets = [] if name == "mhqa" else secrets_of(task)
+        assert not any(secret in told for secret in secrets), task.id
+        match name:
+            case "code":
+                hidden = {p for t in task.hidden["tests"] for p in calls_in(t, task)}
+                assert not [one for one in hidden if one in told and one not in f"{task.public}"]
+            case "kuhn":
+                assert not output["forfeited"] and sum(score.rewards.values()) == 0
+            case "mhqa":
+                steps, hops = run.steps, len(task.hidden["decomposition"])
+                assert (steps[0], steps[-1]) == ("decompose", "finalize")
+                assert steps.count("retrieve") == hops <= steps.count("reason_hop") + 1
+                gold = task.hidden["golds"][0]  # not said before anything was found
+                before = str(run.asked[0][1]).replace(task.public["question"], "")
+                assert gold in SPECIAL or gold not in before, task.id
+                supported = settings["mode"] != "tools" or not task.hidden["answerable"]
+                assert supported or score.metrics["support_f1"] == 1, task.id
+            case "router":
+                plan = plan_of(task.hidden["plan"])
+                runs = settings.get("execute") and task.hidden["answer"] is not None
+                steps = [step.agent for step in plan.in_order()] if runs else []
+                assert [agent for agent, _ in run.asked] == ["router", *steps]
+                if runs:
+                    assert run.steps == ["plan", *["handoff"] * len(plan.payloads), "finalize"]
+                # A sub-agent sees its step and what was handed over, not the query.
+                assert task.public["query"] not in json.dumps(run.asked[1:])
+            case "tau":
+                assert score.error is None
+                assert (run.steps[0], run.steps[-1]) == ("load_context", "finalize")
+                assert {"user", "say"} <= {*run.steps}
+                texts = settings.get("protocol") == "text"
+                assert (run.fields["agent"].get("tools") is None) == texts
+            case "video":
+                assert not any(word in f"{run.asked}" for word in ("evidence", "golds", "hidden"))
+                decided.add("organizer" in unsaid)
+        if name in ("code", "math", "mhqa", "video"):
+            assert unsaid <= ({"organizer"} if settings["mode"] == "report" else set())
+    if name == "video":  # in a team, the experts agree about some questions
+        assert decided == ({True, False} if settings["mode"] == "report" else {False})
+
+
+HANDED = {("router", agent) for agent in ("math", "code", "search")}
+"""Agents that are told a part of the plan."""
+
+
+def calls_in(test: str, task: Task) -> list[str]:
+    """A hidden test of `code`, and the calls in it."""
+    return [test, *hoisted(test, task.public["entry_point"]).calls]
+
+
+class Scorer:
+    """Scores in this process."""
+
+    needs_token_ids = False
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+
+    async def score(self, task: Task, result: Result) -> Score:
+        try:
+            score = self.environment.score(task, result)
+            return score if isinstance(score, Score) else await score
+        except Exception as error:
+            raise ScorerError(f"It raised {error!r}.") from error
+
+    async def task_digests(self, count: int) -> list[str]:
+        return [digest_of(task) for task in first(self.environment, most=count)]
+
+
+CHEATS = {
+    "code": 30, "gaia": 20, "kuhn": 3, "math": 9, "mhqa": 29, "proposer_solver": 5, "router": 25,
+    "swe": 50, "tau": 5, "twenty_questions": 3, "video": 15, "visual_counting": 5,
+}  # fmt: skip
+"""How many kinds of results each environment knows at least that must not be paid in full."""
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "mhqa": [{}, {"unanswerable": True}, {"scope": "corpus"}, {"support_weight": 0.25}],
+    "router": [{"profile": "graph"}, {"profile": "coursegpt"}, {"execute": True}],
+    "tau": [{"task_split": "base", "strict": strict} for strict in (True, False)],
+}
+MOST_SCORED = {"math": 48, "swe": 1, "tau": 40}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param(name, one, marks=[pytest.mark.thorough] if name == "swe" else [])
+        for name in NAMES
+        for one in SETTINGS.get(name, [{}])
+    ],
+    ids=str,
+)
+async def test_only_what_is_right_is_paid(
+    rooms: Sandboxes, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
+) -> None:
+    """All that an environment knows of its rewards, and what none may pay for: nothing, noise,
+    echoes, orders to a judge."""
+    if name == "code":  # two tasks show all kinds of cheats but those that never end
+        tried = [(task, dict(cheats_for(task))) for task in first(made(name))]
+        assert set().union(*(kinds for _, kinds in tried)) == {*FAST, *SLOW}
+        chosen = {next(iter(kinds)): task for task, kinds in tried if not kinds.keys() & {*SLOW}}
+        assert set().union(*(dict(cheats_for(task)) for task in chosen.values())) == {*FAST}
+        monkeypatch.setattr(find(name), "tasks", lambda self, split: iter(chosen.values()))
+
+    async def play(tasks: list[Task]) -> Plays:
+        """Of results that are right, absurd ones are made."""
+        if CHEATS.get(name):
+            return Plays()
+        turns = {task.id: environment.demonstration(task) for task in tasks}
+        runs = [(task, ScriptedRun(turns[task.id] or (), rooms=rooms)) for task in tasks]
+        return Plays(right={task.id: await played(environment, task, run) for task, run in runs})
+
+    environment = made(name, rooms, **settings)
+    most = MOST_SCORED.get(name, 12)
+    report = await check(
+        lambda: made(name, rooms, **settings), Scorer(environment), most_tasks=most, play=play
+    )
+    wrong = [(kind.name, one) for kind in report.kinds for one in kind.wrong]
+    if settings.get("unanswerable"):  # "no" is a word of `noanswer`, for its share of the F1 score
+        assert {kind for kind, one in wrong if one.reward and one.reward < 0.02} <= {
+            "orders to the judge"
+        }
+        wrong = []
+    assert (report.problems, wrong, report.tasks > 0) == ([], [], True)
+    assert not CHEATS.get(name) or report.without_gold == []
+    full = rules_of_rewards(environment).range.solved_at
+    known = environment.known_results(next(environment.tasks("train")))
+    assert len({one.name for one in known if one.most < full}) >= CHEATS.get(name, 0)
