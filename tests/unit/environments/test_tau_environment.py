@@ -1,71 +1,68 @@
-"""The live environment `tau`: who sees what, what ends a conversation, what it is worth."""
+"""The live environment `tau`: who sees what, what ends a conversation, what it is worth, which
+tasks are used, and what a judge decides."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections import Counter
-from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.tau.domains.kinds import OWN, find_domain
+from envserver_environments.tau.domains.kinds import find_domain
 from envserver_environments.tau.env import Tau
 from envserver_environments.tau.episodes import GREETING, STOP
 from envserver_environments.tau.evaluation import pass_hat_ks
+from envserver_environments.tau.judging import read_verdicts, verdicts
 from envserver_environments.tau.users import MAX_REPEATS, ScriptedCustomer
 from envserver_environments.tau.wire import assistant_calls, calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import read_jsonl
 from support.extent import examples
-from support.tau_talk import Seat, says, talk, tasks_of
+from support.scripted_run import ScriptedRun, calls, played, says
+from support.tau_todo import todo_list
 
-from envserver import InputError, Message, ServiceError
+from envserver import (
+    ConfigError,
+    InputError,
+    JudgeError,
+    JudgeReply,
+    Message,
+    Result,
+    Score,
+    ServiceError,
+    Task,
+)
 from envserver.cli.settings import load_settings
+from envserver.judge_config import JudgeConfig
+from envserver.judges.client import ScorerJudge
 from envserver.running import ProcessSettings, RunSpec, alone, process_run
+from envserver.running.judging import judge_settings
 
 LINE = {"customer_id": "C21", "line_id": "L21"}
 
 
-def raw_call(name: str, arguments: Any) -> Message:
-    function = {"name": name, "arguments": arguments}
-    return says("", tool_calls=[{"id": "c", "type": "function", "function": function}])
+def tasks_of(**config: Any) -> tuple[Tau, dict[str, Task]]:
+    environment = Tau(Tau.Config(**config))
+    return environment, {task.id: task for task in environment.tasks("train")}
 
 
-@pytest.mark.parametrize("domain", OWN)
-@pytest.mark.parametrize("user", ["script", "model"])
-def test_every_task_of_ours_can_be_solved_by_talking(domain: str, user: Any) -> None:
-    environment, tasks = tasks_of(domain=domain, user=user, task_split="base")
-    assert len(tasks) >= 4
-    for task in tasks.values():
-        demonstrated = environment.demonstration(task)
-        seat = Seat(demonstrated)
-        output, score = talk(environment, task, seat)
-        if (
-            score.reward != 1.0
-        ):  # the closing words of a demonstration may stand beside its last call
-            seat = Seat({**demonstrated, "agent": [*demonstrated["agent"], _again(demonstrated)]})
-            output, score = talk(environment, task, seat)
-        assert (score.reward, score.error) == (1.0, None), (task.id, output)
-        steps = [tool for tool, _, _ in seat.actions]
-        assert steps[0] == "load_context" and steps[-1] == "finalize"
-        assert {"user", "say"} <= set(steps)
+PHONE, PHONE_TASKS = tasks_of(task_split="base", domain="mini_telecom")
+DATA_LEFT = PHONE_TASKS["mini_telecom/data_left"]
 
 
-def _again(demonstrated: Mapping[str, list[Message]]) -> Message:
-    return says(demonstrated["agent"][-1]["content"])
+async def talk(
+    environment: Tau, task: Task, agent: list[Message], user: list[Message] | None = None
+) -> tuple[dict[str, Any], Score, ScriptedRun]:
+    """The output and the score of one live conversation."""
+    run = ScriptedRun({"agent": agent, "user": user or []})
+    output = await played(environment, task, run)
+    return output, environment.score(task, Result(output=output)), run
 
 
-def test_an_assistant_may_speak_in_texts() -> None:
-    environment, tasks = tasks_of(protocol="text", domain="mini_telecom", task_split="base")
-    for task in tasks.values():
-        seat = Seat(environment.demonstration(task))
-        _, score = talk(environment, task, seat)
-        assert (score.reward, score.error) == (1.0, None), task.id
-        assert all(tools is None for _, _, tools in seat.asked)
-    task = tasks["mini_telecom/data_left"]
+async def test_an_assistant_may_speak_in_texts() -> None:
+    environment, _ = tasks_of(protocol="text", domain="mini_telecom", task_split="base")
     call = json.dumps({"tool": "get_data_usage", "args": LINE})
     turns = [
         says("Hm, let me see."),
@@ -74,80 +71,58 @@ def test_an_assistant_may_speak_in_texts() -> None:
         says("TOOL_CALL: {"),
         says("FINAL: 4.6 gigabyte."),
     ]
-    seat = Seat({"agent": turns})
-    output, score = talk(environment, task, seat)
+    output, score, run = await talk(environment, DATA_LEFT, turns)
     assert (score.reward, score.metrics["tool_errors"]) == (1.0, 1.0)
     assert output["final_answer"] == "4.6 gigabyte."
-    told = [message["content"] for message in seat.asked[-1][1] if message["role"] == "user"]
+    told = run.told("agent", "user")
     assert told[1].startswith("Go on") and told[2].startswith("TOOL RESULT:\nError: Tool 'x'")
     assert "TOOL_CALL: or FINAL:" in told[-1]
-    silent, score = talk(environment, task, Seat({"agent": [says("Hm.")] * 3}))
+    silent, score, _ = await talk(environment, DATA_LEFT, [says("Hm.")] * 3)
     assert (silent["ending"], score.reward) == ("agent_error", 0.0)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_what_is_known_of_tasks_is_what_they_are_worth(strict: bool) -> None:
-    environment, tasks = tasks_of(strict=strict)
-    worth: Counter[str] = Counter()
-    for task in tasks.values():
-        for known in environment.known_results(task):
-            score = environment.score(task, known.result)
-            assert score.error is None
-            assert known.least <= (score.reward or 0.0) <= known.most, (task.id, known.name)
-            worth[known.name] += int(score.reward or 0)
-    assert worth["gold"] == len(tasks) >= 9
-    assert not strict or set(+worth) == {"gold"}
-
-
-def test_the_assistants_model_sees_nothing_of_the_customers_side() -> None:
+async def test_the_assistants_model_sees_nothing_of_the_customers_side() -> None:
     environment, tasks = tasks_of(user="model", domain="mini_telecom", task_split="base")
     for task in tasks.values():
-        seat = Seat(environment.demonstration(task))
-        talk(environment, task, seat)
+        run = ScriptedRun(environment.demonstration(task))
+        await played(environment, task, run)
         told = task.public["task"]["user_scenario"]["instructions"]
         secrets = [told["task_instructions"], told["known_info"]]
-        for agent, messages, tools in seat.asked:
-            text = json.dumps([messages, tools], ensure_ascii=False)
-            if agent == "user":
-                assert all(secret in text for secret in secrets)
-                assert "<policy>" not in text and "send_payment_request" not in text
-            else:
-                assert not any(secret in text for secret in secrets)
-                assert "toggle_data" not in json.dumps(tools)
-                assert all(m["role"] != "tool" or m["tool_call_id"] for m in messages)
-        # Each side's conversation only grows: one training sequence.
-        for name in ("agent", "user"):
-            asked = [messages for agent, messages, _ in seat.asked if agent == name]
-            for earlier, later in pairwise(asked):
-                assert later[: len(earlier)] == earlier
+        shown = {
+            agent: json.dumps([requests, run.fields[agent].get("tools")], ensure_ascii=False)
+            for agent, requests in run.sent.items()
+        }
+        first = json.dumps(run.sent["user"][0], ensure_ascii=False)
+        assert all(secret in first for secret in secrets)
+        assert not any(secret in shown["agent"] for secret in secrets)
+        assert not any(word in shown["user"] for word in ("<policy>", "send_payment_request"))
+        assert "toggle_data" not in json.dumps(run.fields["agent"]["tools"])
+        messages = run.sent["agent"][-1]
+        assert all(m["role"] != "tool" or m["tool_call_id"] for m in messages)
     assert not find_domain("mini_telecom", None, with_tasks=False).tasks  # what a worker reads
-    public = json.dumps([task.public for task in tasks.values()])
-    assert "evaluation_criteria" not in public and "env_assertions" not in public
 
 
-BROKEN: dict[str, tuple[Message, str]] = {
-    "no JSON": (raw_call("get_data_usage", "{"), "not a JSON object"),
-    "no object": (raw_call("get_data_usage", "[1]"), "not a JSON object"),
-    "not a number": (raw_call("get_data_usage", '{"customer_id": NaN}'), "not a JSON object"),
-    "half a letter": (raw_call("get_details_by_id", '{"id": "\\ud800"}'), "not a JSON object"),
-    "a key twice": (raw_call("get_details_by_id", '{"id": 1, "id": 2}'), "not a JSON object"),
-    "deep": (raw_call("get_details_by_id", '{"id":' + "[" * 9999), "not a JSON object"),
-    "too few": (raw_call("get_data_usage", '{"customer_id": "C21"}'), "missing 1 required"),
-    "too many": (raw_call("get_details_by_id", '{"id": "C21", "x": 1}'), "unexpected keyword"),
-    "a huge number": (raw_call("get_details_by_id", '{"id": 1' + "0" * 99 + "}"), "Error"),
-    "of the customer": (raw_call("toggle_data", "{}"), "Tool 'toggle_data' not found"),
-    "unknown": (raw_call("x", "{}"), "Tool 'x' not found"),
-    "without a name": (raw_call("", ""), "Tool '' not found"),
+BROKEN: dict[str, tuple[tuple[str, str], str]] = {
+    "no JSON": (("get_data_usage", "{"), "not a JSON object"),
+    "no object": (("get_data_usage", "[1]"), "not a JSON object"),
+    "not a number": (("get_data_usage", '{"customer_id": NaN}'), "not a JSON object"),
+    "half a letter": (("get_details_by_id", '{"id": "\\ud800"}'), "not a JSON object"),
+    "a key twice": (("get_details_by_id", '{"id": 1, "id": 2}'), "not a JSON object"),
+    "deep": (("get_details_by_id", '{"id":' + "[" * 9999), "not a JSON object"),
+    "too few": (("get_data_usage", '{"customer_id": "C21"}'), "missing 1 required"),
+    "too many": (("get_details_by_id", '{"id": "C21", "x": 1}'), "unexpected keyword"),
+    "a huge number": (("get_details_by_id", '{"id": 1' + "0" * 99 + "}"), "Error"),
+    "of the customer": (("toggle_data", "{}"), "Tool 'toggle_data' not found"),
+    "unknown": (("x", "{}"), "Tool 'x' not found"),
+    "without a name": (("", ""), "Tool '' not found"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_calls_are_answered_and_counted(name: str) -> None:
-    message, expected = BROKEN[name]
-    environment, tasks = tasks_of(task_split="base", domain="mini_telecom")
-    task = tasks["mini_telecom/data_left"]
-    seat = Seat({"agent": [message, *environment.demonstration(task)["agent"]]})
-    output, score = talk(environment, task, seat)
+async def test_broken_calls_are_answered_and_counted(name: str) -> None:
+    made, expected = BROKEN[name]
+    turns = [calls(made), *PHONE.demonstration(DATA_LEFT)["agent"]]
+    output, score, _ = await talk(PHONE, DATA_LEFT, turns)
     result = next(m for m in output["messages"] if m["role"] == "tool")
     assert result["error"] and expected in result["content"]
     assert (score.reward, score.error, score.metrics["tool_errors"]) == (1.0, None, 1.0)
@@ -165,59 +140,49 @@ ENDS: dict[str, tuple[list[Message], str, float]] = {
     "words beside a call": ([{**LOOK, "content": "4.6 gigabyte left"}], "limit", 0.0),
     "within a number": ([LOOK, says("You have 14.6 gigabyte left.")], "user_stop", 0.0),
     "it stops by itself": ([LOOK, says(STOP)], "limit", 0.0),
-    "too many errors": ([raw_call("x", "{}")] * 10, "too_many_errors", 0.0),
+    "too many errors": ([calls(("x", "{}"))] * 10, "too_many_errors", 0.0),
     "too many words": ([LOOK] * 60, "max_steps", 0.0),
     "the customer gives up": ([LOOK, *[says("Hm.")] * 9], "user_stop", 0.0),
 }
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_how_conversations_end_and_what_they_are_worth(name: str) -> None:
+async def test_how_conversations_end_and_what_they_are_worth(name: str) -> None:
     turns, ending, reward = ENDS[name]
-    environment, tasks = tasks_of(task_split="base", domain="mini_telecom")
-    task = tasks["mini_telecom/data_left"]
-    seat = Seat({"agent": turns})
-    output, score = talk(environment, task, seat)
+    output, score, run = await talk(PHONE, DATA_LEFT, turns)
     assert (output["ending"], score.reward, score.error) == (ending, reward, None)
-    assert seat.metrics == ({"dropped_words_assistant": 1.0} if "beside" in name else {})
+    assert run.metrics == ({"dropped_words_assistant": 1.0} if "beside" in name else {})
     if ending == "user_stop":
-        assert output["final_answer"] == seat.actions[-1][2] != ""
+        assert output["final_answer"] == run.actions[-1][2] != ""
 
 
-def test_whole_numbers_are_taken_for_integers_and_worlds_are_fresh() -> None:
-    environment, tasks = tasks_of(task_split="base", domain="mini_telecom")
-    task = tasks["mini_telecom/data_used_up"]
+async def test_whole_numbers_are_taken_for_integers_and_worlds_are_fresh() -> None:
+    task = PHONE_TASKS["mini_telecom/data_used_up"]
     for _ in range(2):
-        seat = Seat(environment.demonstration(task))
-        assert talk(environment, task, seat)[1].metrics["tool_errors"] == 0
+        _, score, _ = await talk(PHONE, task, PHONE.demonstration(task)["agent"])
+        assert score.metrics["tool_errors"] == 0
 
 
-CALLS = st.builds(
-    raw_call,
+CALLS = st.tuples(
     st.sampled_from(["get_data_usage", "refuel_data", "suspend_line", "resume_line", "calc", ""]),
     st.one_of(
         st.text(max_size=8),
         st.fixed_dictionaries(
             {}, optional={"customer_id": st.just("C21"), "line_id": st.sampled_from(["L21", 3]),
                           "gb_amount": st.floats(), "reason": st.text(max_size=3)}
-        ).map(json.dumps),
+        ),
     ),
-)  # fmt: skip
+).map(calls)  # fmt: skip
 WORDS = st.builds(says, st.sampled_from(["Yes.", "3 GB", "", "Try to restart, pay, VPN", STOP]))
 
 
-@given(st.lists(st.one_of(CALLS, WORDS), max_size=12), st.integers(0, 11))
+@given(st.lists(st.one_of(CALLS, WORDS), max_size=12), st.sampled_from([*PHONE_TASKS.values()]))
 @settings(max_examples=examples(40), deadline=None)
-def test_whatever_a_model_does_the_scorer_finds_the_same(turns: list[Message], place: int) -> None:
-    environment, tasks = TASKS
-    task = list(tasks.values())[place]
-    output, score = talk(environment, task, Seat({"agent": turns}))
+def test_whatever_a_model_does_the_scorer_finds_the_same(turns: list[Message], task: Task) -> None:
+    output, score, _ = asyncio.run(talk(PHONE, task, turns))
     assert score.error is None and score.reward in (0.0, 1.0)
     complete = output["ending"] in ("user_stop", "agent_stop")
     assert score.metrics["complete"] == float(complete)
-
-
-TASKS = tasks_of(task_split="base", domain="mini_telecom")
 
 
 def test_scripted_customers_follow_the_first_rule_that_fits() -> None:
@@ -237,42 +202,38 @@ def test_scripted_customers_follow_the_first_rule_that_fits() -> None:
     assert said[:-1] == ["Hello?"] * (MAX_REPEATS - 1) and STOP in said[-1]
 
 
-def test_a_customers_model_that_says_nothing_is_our_failure() -> None:
+async def test_a_customers_model_that_says_nothing_is_our_failure() -> None:
     environment, tasks = tasks_of(user="model")
     task = next(iter(tasks.values()))
     with pytest.raises(ServiceError, match="gave no usable answer 3 times"):
-        talk(environment, task, Seat({"user": [says(""), says("<think>"), says(" ")]}))
-    cut = Seat(
-        {"user": [says("I w", finish="length"), says("Hi."), says(STOP)], "agent": [says("Hm")]}
-    )
-    assert talk(environment, task, cut)[0]["ending"] == "user_stop"
+        await talk(environment, task, [], [says(""), says("<think>"), says(" ")])
+    user = [says("I w", finish="length"), says("Hi."), says(STOP)]
+    output, _, _ = await talk(environment, task, [says("Hm")], user)
+    assert output["ending"] == "user_stop"
 
 
-def test_a_person_may_ask_one_question(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("Shops open at nine.")
+async def test_a_person_may_ask_one_question(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("Shops open at nine.")
     asked = Tau.Question(
-        question="When do shops open?", answer="nine", subdomain="telecom",
-        context=tmp_path / "notes.txt",
-    )  # fmt: skip
+        question="When do shops open?", answer="nine", subdomain="telecom", context=notes
+    )
     environment = Tau()
     task = environment.task_from_question(asked)
     assert task.public["domain"] in ("telecom", "mini_telecom")
-    seat = Seat({"agent": [says("At nine.")]})
-    output, score = talk(environment, task, seat)
+    output, score, run = await talk(environment, task, [says("At nine.")])
     assert (output["final_answer"], score.reward) == ("At nine.", 1.0)
-    assert [tool for tool, _, _ in seat.actions] == [
-        "load_context", "user", "say", "user", "finalize",
-    ]  # fmt: skip
-    system, question = seat.asked[0][1]
+    assert run.steps == ["load_context", "user", "say", "user", "finalize"]
+    system, question = run.sent["agent"][0]
     assert "Shops open at nine." in system["content"] and GREETING in system["content"]
     assert question == {"role": "user", "content": "When do shops open?"}
-    assert talk(environment, task, Seat({"agent": [says("At ten.")]}))[1].reward == 0.0
-    with pytest.raises(InputError, match="There is no domain"):
-        environment.task_from_question(Tau.Question(question="?", subdomain="nosuch"))
-    with pytest.raises(InputError, match="cannot be read"):
-        environment.task_from_question(
-            Tau.Question(question="?", subdomain="mini_telecom", context=tmp_path / "none")
-        )
+    assert (await talk(environment, task, [says("At ten.")]))[1].reward == 0.0
+    for wrong, match in (
+        ({"subdomain": "nosuch"}, "There is no domain"),
+        ({"subdomain": "mini_telecom", "context": tmp_path / "none"}, "cannot be read"),
+    ):
+        with pytest.raises(InputError, match=match):
+            environment.task_from_question(Tau.Question(question="?", **wrong))
 
 
 def test_what_a_model_calls_can_be_read_again() -> None:
@@ -300,8 +261,7 @@ async def test_process_gives_rows_of_the_assistant_only(tmp_path: Path, user: st
         *("--env.include_actions", "--env.data_path_to_save_groups", str(output)),
     ]
     loaded = load_settings(words, settings_class=ProcessSettings, environ={}, folder=tmp_path)
-    line = RunSpec(loaded, "tau", Tau)
-    await process_run([alone(line)]).run()
+    await process_run([alone(RunSpec(loaded, "tau", Tau))]).run()
     groups = read_jsonl(output)
     assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 2
     for rollout in (one for group in groups for one in group["envserver"]["rollouts"]):
@@ -309,3 +269,124 @@ async def test_process_gives_rows_of_the_assistant_only(tmp_path: Path, user: st
         assert [one["agent"] for one in rollout["others"]] == (["user"] if user == "model" else [])
         assert rollout["actions"][0]["tool"] == "load_context"
         assert rollout["actions"][-1]["tool"] == "finalize"
+
+
+# A domain from tau2's files, with a task for a judge.
+
+FINISH = {"name": "update_task_status", "arguments": {"task_id": "t1", "status": "completed"}}
+JUDGED = {
+    "id": "kind",
+    "user_scenario": {"instructions": "Have t1 finished."},
+    "evaluation_criteria": {
+        "actions": [FINISH],
+        "nl_assertions": ["The assistant is kind to the customer."],
+        "reward_basis": ["DB", "NL_ASSERTION"],
+    },
+}
+PLAIN = {**JUDGED, "id": "plain", "evaluation_criteria": {"actions": []}}
+
+
+@pytest.fixture
+def tau2(tmp_path: Path) -> Path:
+    return todo_list(tmp_path / "tau2", [JUDGED, PLAIN])
+
+
+async def test_tasks_that_need_a_judge_are_skipped_or_scored_without_him(tau2: Path) -> None:
+    environment, tasks = tasks_of(domain="mock", tau2_data=tau2)
+    assert list(tasks) == ["mock/plain"]
+    assert environment.dropped == {"it needs a judge (nl_assertions)": 1}
+    environment, tasks = tasks_of(domain="mock", tau2_data=tau2, nl_assertions="ignore")
+    task = tasks["mock/kind"]
+    turns = environment.demonstration(task)
+    _, score, _ = await talk(environment, task, [*turns["agent"], says("Done.")], turns["user"])
+    assert score.reward == 1.0 and "nl_assertion" not in score.components
+
+
+class Verdicts(ScorerJudge):
+    """A judge that says whether the assertions are met."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(None)
+        self.texts = texts
+        self.asked: list[str] = []
+
+    def chat_blocking(self, messages: list[Message], **_: Any) -> JudgeReply:
+        self.asked.append(json.dumps(messages))
+        return JudgeReply(content=self.texts[min(len(self.asked), len(self.texts)) - 1], model="m")
+
+
+@pytest.mark.parametrize("met", [True, False])
+async def test_the_judge_is_asked_when_a_conversation_is_scored(tau2: Path, met: bool) -> None:
+    answer = {"results": [{"expectation": "kind", "reasoning": "so", "met": met}]}
+    judge = Verdicts("I cannot say.", f"```json\n{json.dumps(answer)}\n```")
+    environment, tasks = tasks_of(domain="mock", tau2_data=tau2, nl_assertions="judge")
+    environment.judge = judge
+    task = tasks["mock/kind"]
+    turns = environment.demonstration(task)
+    agent = [*turns["agent"], says("It is done.")]
+    output, score, run = await talk(environment, task, agent, turns["user"])
+    assert score.reward == float(met) and len(judge.asked) == 2
+    assert "is kind to the customer" in judge.asked[0] and "update_task_status" in judge.asked[0]
+    assert "is kind to" not in json.dumps([task.public, run.asked])
+    environment.judge = Verdicts("I cannot say.")
+    with pytest.raises(JudgeError, match="3 times"):
+        environment.score(task, Result(output=output))
+    # Verdicts that were recorded with a conversation still count, and no judge is asked.
+    unfinished = {**output, "messages": output["messages"][:-1]}
+    for other, reward in (({**output, "verdicts": [not met]}, not met), (unfinished, 0)):
+        assert environment.score(task, Result(output=other)).reward == float(reward)
+    assert set(environment.agents()) == {"agent", "user"}
+
+
+async def test_the_old_name_of_the_judges_settings_still_counts(tau2: Path) -> None:
+    old = {"base_url": "http://localhost:1", "model_name": "big", "api_key": "sk-judge"}
+    config = Tau.Config(nl_assertions="judge", agents={"judge": old})
+    found = judge_settings(JudgeConfig(), config)
+    assert (found.base_url, found.model_name) == ("http://localhost:1", "big")
+    assert found.api_key.get_secret_value() == "sk-judge"
+    new = JudgeConfig(base_url="http://localhost:2")
+    assert judge_settings(new, config) is new
+    assert set(Tau(config).agents()) == {"agent", "user", "judge"}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"results": [{"met": true}, {"met": false}]}', [True, False]),
+        ('Sure: {"results": [{"met": true, "x": 1}, {"met": true}]} so.', [True, True]),
+        ('{"results": [{"met": true}]}', None),
+        ('{"results": [{"met": "true"}, {"met": 1}]}', None),
+        ("{" * 99999, None),
+        ("", None),
+    ],
+)
+def test_verdicts_are_read_or_not_at_all(text: str, found: Any) -> None:
+    if found is None:
+        with pytest.raises(ValueError):
+            read_verdicts(text, 2)
+    else:
+        assert read_verdicts(text, 2) == found
+    assert verdicts(Verdicts(), [], []) == []  # where nothing is to be judged, nobody is asked
+
+
+def test_domains_are_mixed_and_a_customer_needs_a_script(tau2: Path) -> None:
+    one, again, other = (
+        list(tasks_of(domain=["mock", "mini_telecom"], tau2_data=tau2, seed=seed)[1])
+        for seed in (0, 0, 1)
+    )
+    assert one == again != other and set(one) == set(other)
+    assert {task_id.partition("/")[0] for task_id in one} == {"mock", "mini_telecom"}
+    assert Tau.Config(domain="mock,retail").domain == ["mock", "retail"]
+    with pytest.raises(ConfigError, match="has no script"):
+        tasks_of(domain="mock", tau2_data=tau2, user="script", nl_assertions="ignore")
+
+
+def test_the_strict_reward_is_for_training_and_for_domains_of_ours(tau2: Path) -> None:
+    for domain, split, more, strict in (
+        ("mock", "train", {}, True),
+        ("mini_telecom", "test", {}, True),
+        ("mock", "test", {}, False),
+        ("mock", "train", {"strict": False}, False),
+    ):
+        environment = Tau(Tau.Config(domain=domain, tau2_data=tau2, **more))
+        assert next(environment.tasks(split)).hidden["strict"] is strict  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Conversations of tau: who speaks, when it ends, what it is worth, and rows of recorded ones.
 
-All on a to-do list of our own in tau2-bench's format (its domain `mock`); no data are needed.
+All on a to-do list of our own in tau2-bench's format; its tasks and what is said are in
+tau_talks.json.
 """
 
 from __future__ import annotations
@@ -28,93 +29,18 @@ from envserver_environments.tau.evaluation import (
 from envserver_environments.tau.evaluation.confirmation import unconfirmed_writes
 from envserver_environments.tau.evaluation.rewards import pays_for_nothing
 from envserver_environments.tau.replays import play
-from envserver_environments.tau.tasks import Action, TauTask, read_task
+from envserver_environments.tau.tasks import Action, read_task
+from support.tau_todo import todo_list
 
 from envserver import InputError, Message, Score
 
-FINISH = {"name": "update_task_status", "arguments": {"task_id": "t1", "status": "completed"}}
-DONE = {"id": "c1", **FINISH}
-NOT_DONE = {"id": "c1", **FINISH, "arguments": {"task_id": "t1", "status": "pending"}}
-ADDED = {"id": "h", "name": "create_task", "arguments": {"user_id": "u", "title": "T"}}
-LOOK = {"id": "c0", "name": "get_users", "arguments": {}}
-WRONG = {"id": "c2", "name": "nope", "arguments": {}}
-HI, BYE = {"content": "Hi, please finish t1."}, {"content": "Thanks. ###STOP###"}
-
-TASKS: list[dict[str, Any]] = [
-    {"id": "finish", "evaluation_criteria": {"actions": [FINISH], "communicate_info": ["1"]}},
-    {"id": "refuse", "evaluation_criteria": {"actions": []}},
-    {"id": "look", "evaluation_criteria": {"actions": [{"name": "get_users", "arguments": {}}]}},
-    {"id": "free", "evaluation_criteria": None},
-    {"id": "talk", "evaluation_criteria": {"communicate_info": ["ok"]}},
-    {
-        "id": "judged",
-        "evaluation_criteria": {
-            "actions": [FINISH],
-            "nl_assertions": ["is kind"],
-            "reward_basis": ["DB", "ACTION", "NL_ASSERTION"],
-        },
-    },
-    {
-        "id": "asserted",
-        "evaluation_criteria": {
-            "env_assertions": [
-                {
-                    "env_type": "assistant",
-                    "func_name": "assert_task_status",
-                    "arguments": {"task_id": "t2", "expected_status": "completed"},
-                }
-            ],
-            "reward_basis": ["ENV_ASSERTION"],
-        },
-    },
-    {
-        "id": "continued",
-        "initial_state": {
-            "initialization_actions": [
-                {
-                    "env_type": "user",
-                    "func_name": "add_notification",
-                    "arguments": {"notification_id": "n1", "message": "t1 is yours"},
-                }
-            ],
-            "message_history": [
-                {"role": "user", "content": "Add a task."},
-                {"role": "assistant", "tool_calls": [ADDED]},
-                {
-                    "role": "tool",
-                    "id": "h",
-                    "content": '{"title":"T","task_id":"task_2","description":null,'
-                    '"status":"pending"}',
-                },
-            ],
-        },
-        "evaluation_criteria": {"actions": []},
-    },
-    {
-        "id": "prepared",
-        "initial_state": {
-            "initialization_data": {"agent_data": {"tasks": {"t1": {"status": "completed"}}}}
-        },
-        "evaluation_criteria": {"actions": []},
-    },
-]
+TALKS = json.loads(Path(__file__).with_name("tau_talks.json").read_text(encoding="utf-8"))
+DONE, LOOK, WRONG = (TALKS["said"][name]["tool_calls"][0] for name in ("DONE", "LOOK", "WRONG"))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("tau2") / "domains" / "mock"
-    folder.mkdir(parents=True)
-    task = {"task_id": "t1", "title": "First", "status": "pending"}
-    user = {"user_id": "u", "name": "Uma", "tasks": ["t1"]}
-    contents: dict[str, Any] = {
-        "db": {"tasks": {"t1": task}, "users": {"u": user}},
-        "tasks": TASKS,
-        "split_tasks": {"base": [task["id"] for task in TASKS]},
-    }
-    for name, content in contents.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    (folder / "policy.md").write_text("Tasks are finished when their owner says so.")
-    return folder.parents[1]
+    return todo_list(tmp_path_factory.mktemp("tau2"), TALKS["tasks"])
 
 
 @pytest.fixture(scope="module")
@@ -122,21 +48,18 @@ def domain(data: Path) -> Domain:
     return tau2_domain("mock", data)
 
 
-def task_of(domain: Domain, task_id: str) -> TauTask:
-    return read_task(domain.tasks[task_id])
+def episode_of(domain: Domain, task_id: str, **rules: Any) -> Episode:
+    return Episode(domain, read_task(domain.tasks[task_id]), EpisodeRules(**rules))
 
 
 def played(
-    domain: Domain,
-    task_id: str,
-    agent: list[Any],
-    user: list[Any] | None = None,
-    rules: EpisodeRules | None = None,
+    domain: Domain, task_id: str, agent: list[Any], user: Any = ("HI", "BYE"), **rules: Any
 ) -> Episode:
-    """A scripted conversation; calls alone are messages without text."""
-    episode = Episode(domain, task_of(domain, task_id), rules)
-    says = [said if "content" in said else {"tool_calls": [said]} for said in agent]
-    play(episode, says, [HI, BYE] if user is None else user)
+    """A scripted conversation; a name is what is said by it."""
+    episode = episode_of(domain, task_id, **rules)
+    said = TALKS["said"]
+    says, answers = ([said.get(one, {"content": one}) for one in turns] for turns in (agent, user))
+    play(episode, says, answers)
     return episode
 
 
@@ -144,55 +67,17 @@ def valued(domain: Domain, episode: Episode, **how: Any) -> Evaluation:
     return evaluate(domain, episode.task, episode.messages, str(episode.ending), **how)
 
 
-SAY = {"content": "All 1 done."}
-BOTH = {"content": "wait", "tool_calls": [DONE]}
-SMALL = {"content": "###stop###"}
-STOP = {"content": "###STOP###"}
-ENDINGS: dict[str, tuple[list[Any], list[Any], EpisodeRules, str]] = {
-    "the customer stops": ([SAY], [HI, BYE], EpisodeRules(), "user_stop"),
-    "he is handed over": (
-        [SAY],
-        [HI, {"content": "x ###TRANSFER###"}],
-        EpisodeRules(),
-        "user_stop",
-    ),
-    "it is not his matter": ([], [{"content": "###OUT-OF-SCOPE###"}], EpisodeRules(), "user_stop"),
-    "tokens are in capitals": ([SAY], [HI, SMALL], EpisodeRules(max_steps=3), "max_steps"),
-    "the assistant cannot stop": ([STOP], [HI, BYE], EpisodeRules(), "user_stop"),
-    "unless it may": ([STOP], [HI], EpisodeRules(agent_may_stop=True), "agent_stop"),
-    "steps run out": ([DONE, SAY], [HI], EpisodeRules(max_steps=4), "max_steps"),
-    "also in the step that stops": ([SAY], [HI, BYE], EpisodeRules(max_steps=3), "max_steps"),
-    "steps do not run out before results": ([DONE], [HI], EpisodeRules(max_steps=2), "max_steps"),
-    "too many errors": ([WRONG, WRONG], [HI], EpisodeRules(max_errors=2), "too_many_errors"),
-    "errors go before steps": (
-        [WRONG],
-        [HI],
-        EpisodeRules(max_steps=2, max_errors=1),
-        "too_many_errors",
-    ),
-    "nothing is said": ([{"content": " "}], [HI], EpisodeRules(), "agent_error"),
-    "the customer says nothing": ([], [{"content": None}], EpisodeRules(), "user_error"),
-    "text and calls": ([BOTH, SAY], [HI, BYE], EpisodeRules(), "user_stop"),
-    "text and calls, if that is validated": (
-        [BOTH],
-        [HI],
-        EpisodeRules(validate=True),
-        "agent_error",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("name", TALKS["endings"])
 def test_how_conversations_end(domain: Domain, name: str) -> None:
-    agent, user, rules, ending = ENDINGS[name]
-    episode = played(domain, "finish", agent, user, rules)
+    agent, user, rules, ending = TALKS["endings"][name]
+    episode = played(domain, "finish", agent, user, **rules)
     assert (episode.ending, episode.speaker) == (ending, None)
     with pytest.raises(RuntimeError, match="over"):
         episode.say("More?")
 
 
 def test_calls_are_carried_out_for_who_makes_them(domain: Domain) -> None:
-    episode = Episode(domain, task_of(domain, "continued"))
+    episode = episode_of(domain, "continued")
     assert episode.speaker == "assistant"
     assert episode.world.user_hash() != domain.world().user_hash()
     his = {**LOOK, "name": "check_notifications"}
@@ -209,72 +94,37 @@ def test_calls_are_carried_out_for_who_makes_them(domain: Domain) -> None:
 
 
 def test_data_of_a_task_serve_both_sides_as_upstream(domain: Domain) -> None:
-    world = Episode(domain, task_of(domain, "prepared")).world
+    world = episode_of(domain, "prepared").world
     assert world.agent_hash() == world.user_hash() != domain.world().agent_hash()
     error = world.call("user", "check_notifications", {})
     assert error.content == "Error: 'MockDB' object has no attribute 'notifications'"
 
 
-def parts(**components: float) -> dict[str, float]:
-    return components
-
-
-YES: dict[str, Any] = {"nl_verdicts": [True]}
-NO: dict[str, Any] = {"nl_verdicts": [False]}
-HUNDREDS = {"content": "2,100"}
-WORTH: dict[str, tuple[str, list[Any], dict[str, Any], dict[str, float]]] = {
-    "done and said": ("finish", [DONE, SAY], {}, parts(DB=1, COMMUNICATE=1)),
-    "done": ("finish", [DONE, {"content": "ok"}], {}, parts(DB=1, COMMUNICATE=0)),
-    "said": ("finish", [SAY], {}, parts(DB=0, COMMUNICATE=1)),
-    "part of a number": ("finish", [DONE, HUNDREDS], {}, parts(DB=1, COMMUNICATE=1)),
-    "done twice": ("finish", [DONE, DONE, SAY], {}, parts(DB=1, COMMUNICATE=1)),
-    "only the data": ("finish", [DONE, STOP], {"evaluation_type": "env"}, parts(DB=1)),
-    "only calls": ("finish", [SAY], {"evaluation_type": "action"}, parts(ACTION=0)),
-    "only words": ("finish", [SAY], {"evaluation_type": "communicate"}, parts(COMMUNICATE=1)),
-    "only the judge": (
-        "judged",
-        [SAY],
-        {"evaluation_type": "nl_assertions", **YES},
-        parts(NL_ASSERTION=1),
-    ),
-    "whatever the basis": (
-        "judged",
-        [NOT_DONE, SAY],
-        {"evaluation_type": "all_ignore_basis"},
-        parts(DB=0, ACTION=0, COMMUNICATE=1),
-    ),
-    "the judge agrees": ("judged", [DONE, SAY], YES, parts(DB=1, ACTION=1, NL_ASSERTION=1)),
-    "the judge does not": ("judged", [DONE, SAY], NO, parts(DB=1, ACTION=1, NL_ASSERTION=0)),
-    "no data are expected": ("talk", [{"content": "Ok!"}], {}, parts(COMMUNICATE=1)),
-    "nothing is expected": ("free", [SAY], {}, parts()),
-    "doing nothing": ("refuse", [{"content": "No."}], {}, parts(DB=1, COMMUNICATE=1)),
-}
-
-
-@pytest.mark.parametrize("name", WORTH)
+@pytest.mark.parametrize("name", TALKS["worth"])
 def test_what_conversations_are_worth(domain: Domain, name: str) -> None:
-    task_id, agent, how, components = WORTH[name]
+    task_id, agent, how, components = TALKS["worth"][name]
     found = valued(domain, played(domain, task_id, agent), **how)
     assert found.components == components
     assert found.reward == float(all(components.values()))
 
 
-def test_only_what_ended_by_a_stop_is_worth_anything(domain: Domain) -> None:
-    episode = played(domain, "refuse", [SAY], rules=EpisodeRules(max_steps=3))
+def test_what_is_not_ended_by_a_stop_or_not_met_is_worth_nothing(domain: Domain) -> None:
+    episode = played(domain, "refuse", ["SAY"], max_steps=3)
     found = valued(domain, episode)
     assert (episode.ending, found.reward, found.basis) == ("max_steps", 0.0, None)
-
-
-def test_an_assertion_that_raises_is_not_met(domain: Domain) -> None:
-    found = valued(domain, played(domain, "asserted", [SAY]))
-    assert found.reward == 0.0
-    assert found.env_assertions == [("assert_task_status", False)]
+    found = valued(domain, played(domain, "asserted", ["SAY"]))
+    assert (found.reward, found.env_assertions) == (0.0, [("assert_task_status", False)])
     assert found.upstream_error == "Task t2 not found"
+    episode = played(domain, "finish", ["DONE", "SAY"])
+    result = next(message for message in episode.messages if message["role"] == "tool")
+    result["content"] = result["content"].replace("completed", "pending")
+    with pytest.raises(EvaluationError, match="update_task_status"):
+        valued(domain, episode)
 
 
 @pytest.mark.parametrize("evaluation_type", ["all", *EVALUATION_TYPES])
 def test_verdicts_of_the_judge_are_never_guessed(domain: Domain, evaluation_type: str) -> None:
-    episode = played(domain, "judged", [DONE, SAY])
+    episode = played(domain, "judged", ["DONE", "SAY"])
     if evaluation_type in ("env", "action", "communicate", "all_ignore_basis"):
         assert valued(domain, episode, evaluation_type=evaluation_type).nl is None
         return
@@ -285,12 +135,12 @@ def test_verdicts_of_the_judge_are_never_guessed(domain: Domain, evaluation_type
 @pytest.mark.parametrize(
     ("task_id", "agent", "proof"),
     [
-        ("refuse", [{"content": "No."}], 0.0),
-        ("refuse", [WRONG, {"content": "No."}], 0.0),
-        ("refuse", [LOOK, {"content": "No."}], 1.0),
-        ("look", [{"content": "No."}], 0.0),
-        ("look", [LOOK, {"content": "No."}], 1.0),
-        ("finish", [DONE, SAY], 1.0),
+        ("refuse", ["No."], 0.0),
+        ("refuse", ["WRONG", "No."], 0.0),
+        ("refuse", ["LOOK", "No."], 1.0),
+        ("look", ["No."], 0.0),
+        ("look", ["LOOK", "No."], 1.0),
+        ("finish", ["DONE", "SAY"], 1.0),
     ],
 )
 def test_strictly_doing_nothing_does_not_pay(
@@ -303,8 +153,7 @@ def test_strictly_doing_nothing_does_not_pay(
 
 
 def test_strictly_telling_everything_does_not_pay(domain: Domain) -> None:
-    flood = {"content": " ".join(map(str, range(6000)))}
-    episode = played(domain, "finish", [DONE, flood])
+    episode = played(domain, "finish", ["DONE", " ".join(map(str, range(6000)))])
     assert valued(domain, episode).reward == 1.0
     assert valued(domain, episode, strictness=Strictness.STRICT).components["BRIEF"] == 0.0
 
@@ -366,8 +215,8 @@ def test_which_calls_are_the_expected_ones(
 def test_changes_without_a_yes_are_counted(
     domain: Domain, proposal: str, answer: str, unconfirmed: int
 ) -> None:
-    user = [HI, {"content": answer}, BYE]
-    episode = played(domain, "finish", [{"content": proposal}, LOOK, DONE, SAY], user)
+    agent, user = [proposal, "LOOK", "DONE", "SAY"], ["HI", answer, "BYE"]
+    episode = played(domain, "finish", agent, user)
     found = unconfirmed_writes(episode.messages, lambda name: name == DONE["name"])
     assert len(found) == unconfirmed
 
@@ -376,14 +225,6 @@ def test_stop_tokens_do_not_count_beside_calls() -> None:
     assert is_user_stop({"content": "###STOP###", "tool_calls": None})
     assert not is_user_stop({"content": "###STOP###", "tool_calls": [LOOK]})
     assert not is_user_stop({"content": None})
-
-
-def test_results_that_calls_cannot_have_are_seen(domain: Domain) -> None:
-    episode = played(domain, "finish", [DONE, SAY])
-    result = next(message for message in episode.messages if message["role"] == "tool")
-    result["content"] = result["content"].replace("completed", "pending")
-    with pytest.raises(EvaluationError, match="update_task_status"):
-        valued(domain, episode)
 
 
 def openai_shape(message: Message) -> Message:
@@ -411,8 +252,8 @@ def scored(data: Path, row: dict[str, Any], messages: list[Message], **config: A
 def test_recorded_conversations_are_scored_in_both_shapes(
     domain: Domain, data: Path, task_id: str, calls: int
 ) -> None:
-    user = [BYE] if task_id == "continued" else [HI, BYE]
-    episode = played(domain, task_id, [DONE, SAY], user)
+    user = ["BYE"] if task_id == "continued" else ["HI", "BYE"]
+    episode = played(domain, task_id, ["DONE", "SAY"], user)
     reward = valued(domain, episode).reward
     for messages in (episode.messages, [openai_shape(m) for m in episode.messages]):
         score = scored(data, {"task_id": task_id}, messages)
@@ -421,20 +262,21 @@ def test_recorded_conversations_are_scored_in_both_shapes(
 
 
 def test_what_a_row_must_be(domain: Domain, data: Path) -> None:
-    messages = played(domain, "finish", [DONE, SAY]).messages
-    assert scored(data, {"task_id": "finish"}, messages[:-1]).reward == 0.0
+    row = {"task_id": "finish"}
+    messages = played(domain, "finish", ["DONE", "SAY"]).messages
+    assert scored(data, row, messages[:-1]).reward == 0.0
     assert scored(data, {"task_id": "judged"}, messages).metrics == {"missing_verdicts": 1.0}
     tampered = [{**m, "content": "{}"} if m["role"] == "tool" else m for m in messages]
-    assert "the call returns" in str(scored(data, {"task_id": "finish"}, tampered).error)
-    out_of_turn = [messages[0], messages[2]]
-    assert "it is the user's turn" in str(scored(data, {"task_id": "finish"}, out_of_turn).error)
-    too_long = [*messages, {"role": "assistant", "content": "Bye"}]
-    assert "it is over" in str(scored(data, {"task_id": "finish"}, too_long).error)
-    with pytest.raises(InputError, match="no task 'none'"):
-        scored(data, {"task_id": "none"}, messages)
-    with pytest.raises(InputError, match="names no task"):
-        scored(data, {}, messages)
-    nothing = played(domain, "refuse", [SAY]).messages
+    for broken, said in (
+        (tampered, "the call returns"),
+        ([messages[0], messages[2]], "it is the user's turn"),
+        ([*messages, {"role": "assistant", "content": "Bye"}], "it is over"),
+    ):
+        assert said in str(scored(data, row, broken).error)
+    for wrong, match in (({"task_id": "none"}, "no task 'none'"), ({}, "names no task")):
+        with pytest.raises(InputError, match=match):
+            scored(data, wrong, messages)
+    nothing = played(domain, "refuse", ["SAY"]).messages
     assert scored(data, {"task_id": "refuse"}, nothing).reward == 1.0
     assert scored(data, {"task_id": "refuse"}, nothing, strict=True).reward == 0.0
 
@@ -442,29 +284,23 @@ def test_what_a_row_must_be(domain: Domain, data: Path) -> None:
 def test_vectors_are_replayed_and_compared(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    hi, bye, say, done = (TALKS["said"][name] for name in ("HI", "BYE", "SAY", "DONE"))
     vector = {
         "id": "finish-gold",
         "domain": "mock",
         "task_id": "finish",
-        "agent_script": [{"tool_calls": [DONE]}, SAY],
-        "user_script": [HI, BYE],
-        "messages": [{"role": "assistant", "content": GREETING}, HI, {}, {}, SAY, BYE],
+        "agent_script": [done, say],
+        "user_script": [hi, bye],
+        "messages": [{"role": "assistant", "content": GREETING}, hi, {}, {}, say, bye],
         "expected": {"termination_reason": "user_stop", "reward": 1.0, "db_match": True},
     }
     file = tmp_path / "vectors.json"
-
-    def run(*vectors: Any) -> tuple[int, str]:
+    for vectors, status, said in (
+        ([vector], 0, "equal     finish-gold  reward=1"),
+        ([vector, {**vector, "expected": {"reward": 0.0}}], 1, "reward: expected 0.0, is 1.0"),
+        ([{**vector, "agent_script": []}], 1, "ends before the conversation"),
+    ):
         file.write_text(json.dumps({"vectors": vectors}))
-        status = replay_command.main([str(file), "--tau2-data", str(data)])
-        return status, capsys.readouterr().out
-
-    status, out = run(vector)
-    assert status == 0
-    assert "equal     finish-gold  reward=1" in out
-    status, out = run(vector, {**vector, "expected": {"reward": 0.0}})
-    assert status == 1
-    assert "reward: expected 0.0, is 1.0" in out
-    status, out = run({**vector, "agent_script": []})
-    assert status == 1
-    assert "ends before the conversation" in out
+        assert replay_command.main([str(file), "--tau2-data", str(data)]) == status
+        assert said in capsys.readouterr().out
     assert replay_command.main([str(tmp_path / "none")]) == 2

@@ -1,27 +1,41 @@
-"""Our own shop, airline and to-do lists of tau: their data are sound, every task can be done as its
-policy asks for, doing less, more or other things pays nothing, and scripted customers play along.
+"""The domains that are shipped with tau, and tau2-bench's own where its data are there.
+
+Their data are sound, every task can be done as its policy asks for, doing nothing or saying all
+pays nothing, and scripted customers play along. What needs tau2-bench's data skips where
+ENVSERVER_TAU2_DATA names no folder and inspect_evals is not installed; the hashes are facts about
+tau2-bench v1.0.1.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.tau.domains.kinds import find_domain
-from envserver_environments.tau.domains.world import Domain
-from envserver_environments.tau.env import Tau
+from envserver_environments.tau.domains.database import Database
+from envserver_environments.tau.domains.kinds import find_domain, tau2_domain
+from envserver_environments.tau.domains.world import Domain, World
 from envserver_environments.tau.episodes import GREETING, TRANSFER, Episode, is_user_stop
-from envserver_environments.tau.evaluation import Strictness, evaluate, information_given
+from envserver_environments.tau.evaluation import (
+    Evaluation,
+    Strictness,
+    evaluate,
+    information_given,
+)
 from envserver_environments.tau.evaluation.confirmation import unconfirmed_writes
 from envserver_environments.tau.evaluation.proof import HAND_OVER
-from envserver_environments.tau.evaluation.rewards import pays_for_nothing
+from envserver_environments.tau.evaluation.rewards import expected_world, pays_for_nothing
+from envserver_environments.tau.states import start
 from envserver_environments.tau.tasks import Action, Criteria, TauTask, read_task
 from envserver_environments.tau.users import ScriptedCustomer
 
-SIZES = {"mini_retail": 12, "mini_airline": 12, "mini_mock": 4}
+from envserver import NotFoundError
+
+SIZES = {"mini_retail": 12, "mini_airline": 12, "mini_mock": 4, "mini_telecom": 12}
 SHOPS = ("mini_retail", "mini_airline")
 
 
@@ -29,12 +43,16 @@ def domain(name: str) -> Domain:
     return find_domain(name, None)
 
 
-def tasks() -> Iterator[tuple[Domain, TauTask, Criteria]]:
-    for name in SIZES:
-        for row in domain(name).tasks.values():
-            task = read_task(row)
-            assert task.evaluation_criteria is not None
-            yield domain(name), task, task.evaluation_criteria
+def criteria_of(task: TauTask) -> Criteria:
+    assert task.evaluation_criteria is not None
+    return task.evaluation_criteria
+
+
+def tasks(*names: str) -> Iterator[tuple[Domain, TauTask, Criteria]]:
+    for name in names or SIZES:
+        owner = domain(name)
+        for task in map(read_task, owner.tasks.values()):
+            yield owner, task, criteria_of(task)
 
 
 def writes(owner: Domain, criteria: Criteria) -> list[Action]:
@@ -46,13 +64,33 @@ def writes(owner: Domain, criteria: Criteria) -> list[Action]:
     ]
 
 
+def met(world: World, task: TauTask) -> bool:
+    return all(
+        world.run_function(one.env_type, one.func_name, one.arguments) == one.assert_value
+        for one in criteria_of(task).env_assertions or []
+    )
+
+
+def check_tasks(owner: Domain) -> None:
+    """Expected actions go without an error and fulfil all; doing nothing fulfils no assertions."""
+    for task in map(read_task, owner.tasks.values()):
+        criteria = criteria_of(task)
+        world = start(owner, task)
+        assert criteria.reward_basis != ["ENV_ASSERTION"] or not met(world, task), task.id
+        world = start(owner, task)
+        for action in criteria.actions or ():
+            result = world.call(action.requestor, action.name, action.arguments)
+            assert not result.error, (task.id, result.content)
+        assert met(world, task), task.id
+
+
 @pytest.mark.parametrize("name", SIZES)
-def test_a_domain_has_its_tasks_in_two_splits(name: str) -> None:
-    splits = domain(name).splits
-    assert list(domain(name).tasks) == splits["base"]
+def test_a_domain_has_its_tasks_in_two_splits_and_all_can_be_done(name: str) -> None:
+    owner, splits = domain(name), domain(name).splits
+    assert list(owner.tasks) == splits["base"] and len(splits["base"]) == SIZES[name]
     assert sorted(splits["train"] + splits["test"]) == sorted(splits["base"])
-    assert len(splits["base"]) == SIZES[name]
     assert len(splits["test"]) == SIZES[name] // 4
+    check_tasks(owner)
 
 
 def test_orders_of_the_shop_are_of_its_goods_and_were_paid() -> None:
@@ -79,10 +117,7 @@ def test_reservations_of_the_airline_are_for_its_flights_and_were_paid() -> None
         assert reservation["reservation_id"] in owner["reservations"]
         for part in reservation["flights"]:
             flight = data["flights"][part["flight_number"]]
-            assert (part["origin"], part["destination"]) == (
-                flight["origin"],
-                flight["destination"],
-            )
+            assert [part[end] == flight[end] for end in ("origin", "destination")] == [True, True]
             assert part["date"] in flight["dates"]
         price = people * sum(part["price"] for part in reservation["flights"])
         price += 30 * people * (reservation["insurance"] == "yes")
@@ -91,29 +126,8 @@ def test_reservations_of_the_airline_are_for_its_flights_and_were_paid() -> None
         assert reservation["payment_history"][0]["payment_id"] in owner["payment_methods"]
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("name", SIZES)
-def test_only_what_is_expected_pays(name: str, strict: bool) -> None:
-    env = Tau(Tau.Config(domain=name, task_split="base", strict=strict))
-    for task in env.tasks("train"):
-        known = list(env.known_results(task))
-        assert known[0].name == "gold"
-        for one in known:
-            score = env.score(task, one.result)
-            assert score.reward is not None
-            assert one.least <= score.reward <= one.most, (task.id, one.name)
-
-
-def test_expected_actions_go_without_an_error() -> None:
-    for owner, task, criteria in tasks():
-        episode = Episode(owner, task)
-        for action in criteria.actions or ():
-            result = episode.world.call(action.requestor, action.name, action.arguments)
-            assert not result.error, (task.id, result.content)
-
-
 def test_no_task_pays_for_nothing_or_for_saying_all_there_is_to_say() -> None:
-    for owner, task, criteria in tasks():
+    for owner, task, criteria in tasks(*SHOPS, "mini_mock"):
         assert not pays_for_nothing(owner, task), task.id
         info = [
             text
@@ -126,11 +140,7 @@ def test_no_task_pays_for_nothing_or_for_saying_all_there_is_to_say() -> None:
         for rule in Strictness:
             found = evaluate(owner, task, episode.messages, "user_stop", strictness=rule)
             assert found.reward == 0, (task.id, criteria.reward_basis)
-
-
-def test_what_is_to_be_said_is_told_neither_by_the_policy_nor_by_the_customer() -> None:
-    for owner, task, criteria in tasks():
-        for text in criteria.communicate_info or ():
+        for text in criteria.communicate_info or ():  # neither policy nor customer tells it
             opening = owner.tasks[task.id]["user_script"][-1]["say"]
             for known in (owner.policy, json.dumps(task.user_scenario), opening):
                 told = [{"role": "assistant", "content": known}]
@@ -140,13 +150,13 @@ def test_what_is_to_be_said_is_told_neither_by_the_policy_nor_by_the_customer() 
 @pytest.mark.parametrize("name", SHOPS)
 def test_the_mix_of_tasks(name: str) -> None:
     refused, handed_over, told = 0, 0, 0
-    for owner, _, criteria in tasks():
-        if owner.name == name and not writes(owner, criteria):
+    for owner, _, criteria in tasks(name):
+        if not writes(owner, criteria):
             over = any(action.name == HAND_OVER for action in criteria.actions or ())
             handed_over += over
             refused += not over
             assert "ACTION" in criteria.reward_basis  # a look-up proves that it is no guess
-        told += owner.name == name and bool(criteria.communicate_info)
+        told += bool(criteria.communicate_info)
     assert (refused, handed_over) == (3, 2)  # one of the three is only a question
     assert told >= 5
 
@@ -160,15 +170,23 @@ def test_the_mix_of_tasks(name: str) -> None:
 )
 def test_where_one_change_makes_the_next_possible(name: str, task_id: str) -> None:
     owner = domain(name)
-    task = read_task(owner.tasks[task_id])
-    assert task.evaluation_criteria is not None
-    first, second = writes(owner, task.evaluation_criteria)
+    first, second = writes(owner, criteria_of(read_task(owner.tasks[task_id])))
     world = owner.world()
     early = world.call("assistant", second.name, second.arguments)
-    assert early.error
-    assert "gift card" in early.content.lower()
-    assert not world.call("assistant", first.name, first.arguments).error
-    assert not world.call("assistant", second.name, second.arguments).error
+    assert early.error and "gift card" in early.content.lower()
+    for action in (first, second):
+        assert not world.call("assistant", action.name, action.arguments).error
+
+
+def test_order_matters_where_a_reset_needs_a_restart_after_it() -> None:
+    owner = domain("mini_telecom")
+    task = read_task(owner.tasks["access_point_broken"])
+    world = start(owner, task)
+    for name in ("reboot_device", "reset_apn_settings"):
+        world.call("user", name, {})
+    assert not met(world, task)
+    assert "Resetting APN settings" in world.call("user", "reboot_device", {}).content
+    assert met(world, task)
 
 
 def played(owner: Domain, row: Mapping[str, Any]) -> tuple[Episode, list[str]]:
@@ -178,8 +196,7 @@ def played(owner: Domain, row: Mapping[str, Any]) -> tuple[Episode, list[str]]:
         The conversation, and what the customer answered to the proposal or the refusal.
     """
     task = read_task(row)
-    criteria = task.evaluation_criteria
-    assert criteria is not None
+    criteria = criteria_of(task)
     episode, customer = Episode(owner, task), ScriptedCustomer(row["user_script"])
     answers: list[str] = []
 
@@ -215,38 +232,39 @@ def test_scripted_customers_play_along_with_an_assistant_who_keeps_to_the_policy
         episode, answers = played(owner, row)
         assert episode.ending == "user_stop", (task_id, answers)
         assert not any("###" in answer for answer in answers[:-1]), (task_id, answers)
-        task = read_task(row)
         over = row["evaluation_criteria"]["actions"][-1]["name"] == HAND_OVER
         assert (answers[-1] == TRANSFER) == over, task_id
         known = {name: tool.mutates for name, tool in owner.world().agent.tools().items()}
         assert not unconfirmed_writes(episode.messages, known.__getitem__), (task_id, answers)
         for rule in Strictness:
-            found = evaluate(owner, task, episode.messages, "user_stop", strictness=rule)
+            found = evaluate(owner, read_task(row), episode.messages, "user_stop", strictness=rule)
             assert found.reward == 1, (task_id, found.components)
 
 
 def test_scripts_come_to_an_end_and_customers_use_their_own_tools() -> None:
-    for name in SIZES:
-        for task_id, row in domain(name).tasks.items():
-            rules = row["user_script"]
-            assert rules[-1]["if"] == "always"
-            assert any(is_user_stop({"content": rule["say"]}) for rule in rules[:-1]), task_id
-            world = domain(name).world()
-            for rule in rules[:-1]:
-                assert not re.search(rule["if"], GREETING, re.IGNORECASE), task_id
-                for call in rule.get("calls", ()):
-                    assert not world.call("user", call["name"], call["arguments"]).error, task_id
+    for owner, task, _ in tasks():
+        rules = owner.tasks[task.id]["user_script"]
+        assert rules[-1]["if"] == "always"
+        assert any(is_user_stop({"content": rule["say"]}) for rule in rules[:-1]), task.id
+        world = start(owner, task)
+        for rule in rules[:-1]:
+            assert not re.search(rule["if"], GREETING, re.IGNORECASE), task.id
+            for call in rule.get("calls", ()):
+                assert not world.call("user", call["name"], call["arguments"]).error, task.id
 
 
 def test_a_customer_changes_his_mind_before_something_is_cancelled() -> None:
-    row = domain("mini_retail").tasks["rather_keep_it"]
-    customer = ScriptedCustomer(row["user_script"])
-    customer.hear(GREETING)
-    assert "cancel order #W7300117" in str(customer.say().content)
-    customer.hear("I would cancel the whole order, 160.00 go back to PayPal. Do you confirm?")
-    assert "do not cancel it" in str(customer.say().content)
-    customer.hear("The white bookshelf is 10.00 cheaper, back to PayPal. Shall I change it?")
-    assert str(customer.say().content).startswith("Yes")
+    customer = ScriptedCustomer(domain("mini_retail").tasks["rather_keep_it"]["user_script"])
+    answers = []
+    for heard in (
+        GREETING,
+        "I would cancel the whole order, 160.00 go back to PayPal. Do you confirm?",
+        "The white bookshelf is 10.00 cheaper, back to PayPal. Shall I change it?",
+    ):
+        customer.hear(heard)
+        answers.append(str(customer.say().content))
+    assert "cancel order #W7300117" in answers[0] and "do not cancel it" in answers[1]
+    assert answers[2].startswith("Yes")
 
 
 def test_a_customer_looks_into_his_inbox_and_dismisses_what_is_settled() -> None:
@@ -273,3 +291,112 @@ def test_a_customer_looks_into_his_inbox_and_dismisses_what_is_settled() -> None
     assert "###STOP###" in answered("Both are marked. Please dismiss the notifications about them.")
     found = evaluate(owner, episode.task, episode.messages, str(episode.ending))
     assert found.reward == 1, found.components
+
+
+# tau2-bench's own data.
+
+FILES = {
+    "mock": "107f83a70b7bf4f616e283b0b0b8451346fe7681173398d4498a1ec15c5fdfc6",
+    "retail": "b25c9cb211f5efcaee5dd646054a73c4a9f43f4f5acc32c10713cd9f9ac20e9c",
+    "airline": "124e39a664b56402bcd09cb8a6a9cece6acb8462337c969799d5658e3250f263",
+}
+GOLD = {
+    ("mock", "create_task_1"): "3b82583d5c026d816c5a32430fb3ab8d42b72ec2b91cd5cafaab817e0e05b00c",
+    ("retail", "0"): "a109be174767fde0ebb50fe3be37cdb2f1ce017fefd7bd29ea3e4d38bd3ac25a",
+    ("retail", "4"): "f333ec4241d5094cb2743ac960689951e397a80cc62a73792f88976bb483caa3",
+    ("retail", "21"): "079ef03ab35d99a940e5aded4318e11a97edf61ae6738ffc347057ab43812819",
+    ("airline", "8"): "00766aa3e0341b497a623f93983c8d951b8d48ad541a15123a1e2b902e644a82",
+    ("airline", "19"): "e5defef608c9ccc36abb18a9cb995cc76f8941d8bd5aa6d24f52ab0a50fddc8d",
+}
+PAID_FOR_NOTHING = {"mock": 1, "retail": 6, "airline": 23}
+
+
+def tau2(name: str) -> Domain:
+    folder = os.environ.get("ENVSERVER_TAU2_DATA")
+    try:
+        return tau2_domain(name, Path(folder) if folder else None)
+    except NotFoundError as error:
+        pytest.skip(f"NOT CHECKED against tau2-bench's data: {error}")
+
+
+def is_current(owner: Domain) -> bool:
+    """Are the tasks those of v1.0.1, not of the older copy in inspect_evals?
+
+    There, no task tells its reward basis; in v1.0.1 all do, but for six of the ten of mock.
+    """
+    told = sum("reward_basis" in row["evaluation_criteria"] for row in owner.tasks.values())
+    return told == (4 if owner.name == "mock" else len(owner.tasks))
+
+
+def talked(owner: Domain, task: TauTask, actions: list[Action], words: str) -> Episode:
+    """Actions in order, by whoever has to do them, then words, and the customer stops."""
+    episode = Episode(owner, task)
+    if episode.speaker == "user":
+        episode.say("Please help me.")
+    for number, action in enumerate(actions):
+        if episode.speaker == "assistant":
+            call = {"id": str(number), "name": action.name, "arguments": action.arguments}
+            episode.say(None, [call])
+    episode.say(words)
+    episode.say("Thanks. ###STOP###")
+    return episode
+
+
+def value(owner: Domain, episode: Episode, judged: bool, rule: Strictness) -> Evaluation:
+    verdicts = [judged] * len(criteria_of(episode.task).nl_assertions or ())
+    return evaluate(
+        owner,
+        episode.task,
+        episode.messages,
+        str(episode.ending),
+        nl_verdicts=verdicts,
+        strictness=rule,
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tau2s_data_have_their_hashes_and_expected_actions_are_worth_everything(name: str) -> None:
+    """But where the customer has to act himself."""
+    owner = tau2(name)
+    assert owner.world().agent_hash() == FILES[name]
+    lost = []
+    for task in map(read_task, owner.tasks.values()):
+        criteria = criteria_of(task)
+        if (name, task.id) in GOLD and is_current(owner):
+            assert expected_world(owner, task, criteria).agent_hash() == GOLD[name, task.id]
+        words = "Done. " + "; ".join(criteria.communicate_info or ())
+        episode = talked(owner, task, criteria.actions or [], words)
+        found = value(owner, episode, True, Strictness.UPSTREAM)
+        assert found.predicted is None or found.predicted.same_as(episode.world)
+        if found.reward < 1:
+            lost.append(task.id)
+    user_acts = {"update_task_with_user_tools", "update_task_with_history_and_env_assertions"}
+    assert set(lost) <= user_acts
+    assert Database(owner.agent_base).computed_hash() == FILES[name]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_doing_nothing_pays_as_upstream_but_not_strictly(name: str) -> None:
+    owner = tau2(name)
+    if not is_current(owner):
+        pytest.skip("NOT CHECKED: the tasks are not those of tau2-bench v1.0.1")
+    every = [read_task(row) for row in owner.tasks.values()]
+    paid = [task for task in every if pays_for_nothing(owner, task)]
+    assert len(paid) == PAID_FOR_NOTHING[name]
+    for task in every:
+        episode = talked(owner, task, [], "No.")
+        assert value(owner, episode, False, Strictness.UPSTREAM).reward == float(task in paid)
+        assert value(owner, episode, False, Strictness.STRICT).reward == 0.0
+
+
+def test_tau2s_telecom_has_its_hashes_both_policies_and_tasks_that_can_be_done() -> None:
+    owner, workflow = tau2("telecom"), tau2("telecom-workflow")
+    assert len(owner.tasks) == len(owner.splits["full"]) == 2285
+    assert all(task_id in owner.tasks for ids in owner.splits.values() for task_id in ids)
+    world = owner.world()
+    assert world.agent_hash().startswith("304cf5ef059852e1")
+    assert (world.user_hash() or "").startswith("e1f3a8637388808")
+    for policy in (owner.policy, workflow.policy):
+        assert policy.startswith("<main_policy>\n") and policy.endswith("\n</tech_support_policy>")
+    assert owner.policy != workflow.policy
+    check_tasks(owner)
