@@ -1,4 +1,5 @@
-"""The environment `video`: its questions, what is known of videos, and where both come from."""
+"""The environment `video`: its questions, what is known of videos, where both come from, what
+counts as an answer, and how accuracy is reported."""
 
 from __future__ import annotations
 
@@ -7,26 +8,31 @@ import re
 import sys
 import types
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_environments.video.aggregation import accuracy_by_type, nextqa_accuracy
 from envserver_environments.video.context import MODALITIES, VideoContext, video_context
 from envserver_environments.video.data_sets import option_place, read_item
 from envserver_environments.video.env import Video
 from envserver_environments.video.loading import SAMPLE, SAMPLE_VIDEOS, context_file
 from envserver_environments.video.tools import video_tools
 from envserver_tools.calling import run_tool_call
+from hypothesis import given
+from hypothesis import strategies as st
+from support.commands import read_jsonl
+from support.scripted_run import call
 
-from envserver import ConfigError, InputError, NotFoundError, Task
+from envserver import InputError, NotFoundError, Result, Task
 
-ROWS = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
+ROWS = read_jsonl(SAMPLE)
 CHOICES = [row for row in ROWS if "options" in row]
 VIDEOS = {path.stem: context_file(path) for path in SAMPLE_VIDEOS.iterdir()}
 
 
-def test_sample_has_the_documented_questions() -> None:
+def test_the_sample_has_the_documented_questions_and_what_they_need() -> None:
     assert len(ROWS) == len({row["id"] for row in ROWS}) == 30
     assert set(Counter(row["video"] for row in ROWS).values()) == {3}
     assert {row["video"] for row in ROWS} == set(VIDEOS) and len(VIDEOS) == 10
@@ -34,9 +40,6 @@ def test_sample_has_the_documented_questions() -> None:
         "CW": 6, "CH": 4, "TN": 3, "TP": 3, "TC": 4, "DC": 4, "DL": 3, "DO": 3,
     }  # fmt: skip
     assert Counter(len(row.get("options", [])) for row in ROWS) == {5: 24, 3: 4, 0: 2}
-
-
-def test_sample_videos_have_what_the_questions_need() -> None:
     assert sum(bool(video.transcript) for video in VIDEOS.values()) == 5
     assert sum(bool(video.scene_graph) for video in VIDEOS.values()) == 3
     repeated = [
@@ -52,43 +55,47 @@ def test_sample_videos_have_what_the_questions_need() -> None:
             assert any(video.lines(modality, start, end) for modality in MODALITIES), row["id"]
 
 
-def test_sample_cannot_be_guessed_without_the_videos() -> None:
+def _nearest(row: dict[str, Any]) -> str:
+    """The option that shares most words with the question."""
+    asked = set(re.findall("[a-z]+", row["question"].lower()))
+    return max(row["options"], key=lambda one: len(asked & set(re.findall("[a-z]+", one))))
+
+
+def test_the_sample_cannot_be_guessed_without_the_videos() -> None:
     five = Counter(row["answer"] for row in CHOICES if len(row["options"]) == 5)
     assert set(five) == set(range(5)) and max(five.values()) <= 5
-    for extreme in (max, min):
-        hits = sum(
-            row["options"].index(extreme(row["options"], key=len)) == row["answer"]
-            for row in CHOICES
-        )
+    for guess in (
+        lambda row: max(row["options"], key=len),
+        lambda row: min(row["options"], key=len),
+        _nearest,
+    ):
+        hits = sum(row["options"].index(guess(row)) == row["answer"] for row in CHOICES)
         assert hits <= len(CHOICES) // 4
-    hits = sum(_nearest(row["question"], row["options"]) == row["answer"] for row in CHOICES)
-    assert hits <= len(CHOICES) // 4
     assert len({row["options"][row["answer"]] for row in CHOICES if row["type"] == "DC"}) == 4
 
 
-def _nearest(question: str, options: list[str]) -> int:
-    """The option that shares most words with the question."""
-    asked = set(re.findall("[a-z]+", question.lower()))
-    shared = [len(asked & set(re.findall("[a-z]+", option))) for option in options]
-    return shared.index(max(shared))
+def _tasks(split: Any = "validation", **settings: Any) -> list[Task]:
+    return list(Video(Video.Config(**settings)).tasks(split))
+
+
+def _shown(**settings: Any) -> dict[str, list[str]]:
+    return {task.id: task.public["options"] for task in _tasks("train", **settings)}
 
 
 def test_options_are_shuffled_the_same_for_a_group_by_the_seed() -> None:
-    one, again, other = (_shown(Video.Config(seed=seed)) for seed in (1, 1, 2))
+    one, again, other = (_shown(seed=seed) for seed in (1, 1, 2))
     assert one == again
     moved = [one[task_id] != options for task_id, options in other.items() if options]
     assert sum(moved) > 20
-    plain = _shown(Video.Config(shuffle_options=False))
-    assert plain == {row["id"]: row.get("options", []) for row in ROWS}
-    for task in Video(Video.Config(seed=2)).tasks("train"):
-        row = next(row for row in ROWS if row["id"] == task.id)
-        if "options" in row:
+    assert _shown(shuffle_options=False) == {row["id"]: row.get("options", []) for row in ROWS}
+    rows = {row["id"]: row for row in CHOICES}
+    for task in _tasks("train", seed=2):
+        assert set(task.public) == {"question", "options", "video", "context"}
+        if row := rows.get(task.id):
             right = row["options"][row["answer"]]
             assert task.public["options"][task.hidden["answer"]] == right
-
-
-def _shown(config: Video.Config) -> dict[str, list[str]]:
-    return {task.id: task.public["options"] for task in Video(config).tasks("train")}
+    assert all(task.public["context"] is None for task in _tasks("train", blind=True))
+    assert Video().baselines() == {"blind": {"blind": True}}
 
 
 @pytest.mark.parametrize(
@@ -115,38 +122,36 @@ def test_contexts_are_read_in_every_shape(value: Any, lines: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["", [], {}, None, [7], [{"t0": 1}], {"scene_graph": [{"t": 1}]}, [{"t0": -1, "text": "a"}]],
-)
+    ["", [], {"captions": []}, None, [7], [{"t0": 1}], {"scene_graph": [{"t": 1}]},
+     [{"t0": -1, "text": "a"}]],
+)  # fmt: skip
 def test_contexts_that_hold_nothing_are_refused(value: Any) -> None:
     with pytest.raises(InputError):
-        if value == {}:
-            value = {"captions": []}
         video_context(value)
 
 
 def test_a_scene_graph_holds_until_the_next_one() -> None:
     graphs = [{"t": t, "triples": [["cup", "at", str(t)]]} for t in (10, 20)]
     context = video_context({"captions": [{"t0": 0, "t1": 40, "text": "a"}], "scene_graph": graphs})
-    assert len(context.lines("scene_graph", 0, 9)) == 0
-    assert len(context.lines("scene_graph", 15, 15)) == 1
-    assert len(context.lines("scene_graph", 15, 25)) == 2
-    assert len(context.lines("scene_graph", 39, 40)) == 1
+    for start, end, count in ((0, 9, 0), (15, 15, 1), (15, 25, 2), (39, 40, 1)):
+        assert len(context.lines("scene_graph", start, end)) == count
 
 
 def test_long_captions_are_read_in_pages() -> None:
     context = video_context([f"{place} {'and so on ' * 9}" for place in range(180)])
-    read = video_tools(context)["get_captions"]
+    read = {"get_captions": video_tools(context)["get_captions"]}
+
+    def page(**arguments: Any) -> str:
+        (made,) = call("get_captions", **arguments)["tool_calls"]
+        return run_tool_call(read, made).text
+
     seen: list[str] = []
-    page = run_tool_call({"get_captions": read}, _call("{}"))
-    while found := re.search(r"\(\d+ more; go on from t0 = (\d+)\)$", page.text):
-        seen += page.text.splitlines()[:-1]
-        page = run_tool_call({"get_captions": read}, _call(json.dumps({"t0": int(found[1])})))
-    seen += page.text.splitlines()
+    text = page()
+    while found := re.search(r"\(\d+ more; go on from t0 = (\d+)\)$", text):
+        seen += text.splitlines()[:-1]
+        text = page(t0=int(found[1]))
+    seen += text.splitlines()
     assert [line.split()[1] for line in seen] == [str(place) for place in range(180)]
-
-
-def _call(arguments: str) -> dict[str, Any]:
-    return {"function": {"name": "get_captions", "arguments": arguments}}
 
 
 NEXTQA = {
@@ -185,18 +190,15 @@ def test_a_data_set_may_name_its_answer_in_many_ways(answer: Any, place: int | N
 
 @pytest.mark.parametrize(
     "row",
-    [{}, {"text": "x"}, {**OWN, "answer": 0.5},
-     {**OWN, "answer": 9}, {**OWN, "options": ["a"]}, {**OWN, "options": "ab"},
-     {**OWN, "question": ""}, {"question": "Why?"}, {**OWN, "evidence": [3]}, EGOSCHEMA_FILE,
-     {**OWN, "options": ["a", " "]}],
+    [{}, {"text": "x"}, {"question": "Why?"}, EGOSCHEMA_FILE,
+     *({**OWN, **change} for change in (
+        {"answer": 0.5}, {"answer": 9}, {"options": ["a"]}, {"options": "ab"}, {"question": ""},
+        {"evidence": [3]}, {"options": ["a", " "]},
+    ))],
 )  # fmt: skip
 def test_rows_without_a_shape_or_an_answer_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         Video().task_from_row(row)
-
-
-def _tasks(**settings: Any) -> list[Task]:
-    return list(Video(Video.Config(**settings)).tasks("validation"))
 
 
 def test_local_data_sets_find_their_captions(tmp_path: Path) -> None:
@@ -208,15 +210,15 @@ def test_local_data_sets_find_their_captions(tmp_path: Path) -> None:
     (task,) = _tasks(data_set="nextqa", data_path=tmp_path, captions_path=captions, caption_fps=0.5)
     assert task.public["question"] == "why did the man sit?" and task.hidden["type"] == "CW"
     assert task.public["context"]["captions"][1] == {"text": "he sits", "t0": 2.0, "t1": 4.0}
-    questions = tmp_path / "questions.json"
+    questions, answers = tmp_path / "questions.json", tmp_path / "answers.json"
     questions.write_text(json.dumps([EGOSCHEMA_FILE, {**EGOSCHEMA_FILE, "q_uid": "../x"}]))
-    (tmp_path / "answers.json").write_text('{"uid-1": 2, "../x": 1}')
+    answers.write_text('{"uid-1": 2, "../x": 1}')
     (tmp_path / "videos").mkdir()
     (tmp_path / "videos" / "uid-1.txt").write_text("#C C opens a box")
     (tmp_path / "x.txt").write_text("outside")
     (ego,) = _tasks(
         data_set="egoschema", data_path=questions, captions_path=tmp_path / "videos",
-        answers_path=tmp_path / "answers.json",
+        answers_path=answers,
     )  # fmt: skip
     assert ego.public["options"][ego.hidden["answer"]] == "reason 2"
     assert ego.public["context"] == {
@@ -241,43 +243,139 @@ def test_the_hub_is_asked_for_the_right_data(
     (tmp_path / "c.json").write_text('{"4010069381": ["a"]}')
     env = Video(Video.Config(data_set="nextqa", captions_path=tmp_path / "c.json"))
     assert len(list(env.tasks("test"))) == 1 and sum(env.dropped.values()) == 1
-    blind = Video(Video.Config(data_set="nextqa", blind=True))
-    assert all(task.public["context"] is None for task in blind.tasks("test"))
+    blind = _tasks("test", data_set="nextqa", blind=True)
+    assert all(task.public["context"] is None for task in blind)
     assert set(asked) == {("lmms-lab/NExTQA", "MC", "test")}
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"data_set": "nextqa"}, ConfigError),
-        ({"data_set": "captions"}, ConfigError),
-        ({"data_set": "captions", "data_path": "no.jsonl"}, NotFoundError),
-        ({"data_set": "nextqa", "captions_path": "no"}, NotFoundError),
-    ],
-)
-def test_data_that_does_not_fit_is_a_clear_error(
-    settings: dict[str, Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        next(Video(Video.Config(**settings)).tasks("train"))
-
-
-def test_public_parts_hold_no_answer_and_blind_ones_no_video() -> None:
-    for task in islice(Video().tasks("train"), 30):
-        assert set(task.public) == {"question", "options", "video", "context"}
-    env = Video(Video.Config(blind=True))
-    assert all(task.public["context"] is None for task in env.tasks("train"))
-    assert env.baselines() == {"blind": {"blind": True}}
 
 
 def test_a_single_question_is_asked_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "kitchen.txt"
     file.write_text("0:05: a woman cuts bread")
-    asked = Video.Question(question="What is cut?", video_ctx=file, answer="bread")
-    task = Video().task_from_question(asked)
+
+    def asked(**more: Any) -> Task:
+        return Video().task_from_question(
+            Video.Question(**{"question": "What is cut?", "video_ctx": file, **more})
+        )
+
+    task = asked(answer="bread")
     assert task.hidden["golds"] == ["bread"] and task.public["video"] == "kitchen"
-    asked = Video.Question(question="What?", video_ctx=file, options=["ham", "bread"], answer="B")
-    assert Video().task_from_question(asked).hidden["answer"] == 1
-    Video().task_from_question(Video.Question(question="What?", video_ctx=file))
+    assert asked(options=["ham", "bread"], answer="B").hidden["answer"] == 1
+    asked()
     with pytest.raises(NotFoundError):
-        Video().task_from_question(Video.Question(question="?", video_ctx=tmp_path / "no.txt"))
+        asked(video_ctx=tmp_path / "no.txt")
+
+
+# What counts as an answer.
+
+
+def choice(**settings: Any) -> tuple[Video, Task]:
+    env = Video(Video.Config(**settings))
+    options = ["washes a cup", "opens the gate", "feeds a goose"]
+    row = {"question": "What does he do?", "type": "TP", "options": options, "answer": "B",
+           "evidence": [[60, 75]]}  # fmt: skip
+    return env, env.task_from_row(row)
+
+
+def reward(text: str = "", answer: str | None = None, **settings: Any) -> float | None:
+    env, task = choice(**settings)
+    return env.score(task, Result(output={"answer": answer, "text": text, "experts": {}})).reward
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Answer: B", "\\boxed{b}", '{"reasoning": "A?", "answer": "Option B"}', "FINAL: (B)", "B",
+     "<think>A</think>The answer is B.", "Answer: opens the gate.", "Answer: B since it swings"],
+)  # fmt: skip
+def test_one_option_is_named_in_many_ways(text: str) -> None:
+    assert reward(text) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer", ["B", "b)", "Option B", "\\boxed{B}", "Opens the  gate", "Answer: B"]
+)
+def test_finish_names_an_option(answer: str) -> None:
+    assert reward("Answer: A", answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "B person opens it", "Answer: A or B", "Answer: 2", "<think>Answer: B", "opens the gate",
+     "Answer: D", "\\boxed{B} \\boxed{A}", '{"answer": 1}', "I believe B is shown", "cannot tell"],
+)  # fmt: skip
+def test_what_names_no_option_or_several_is_wrong(text: str) -> None:
+    assert reward(text) == 0.0
+    assert reward(answer=text) == 0.0 or text == "opens the gate"
+
+
+@given(st.text(alphabet="ABCD .,:;()or and boxed{}\\\n", max_size=60), st.none() | st.text())
+def test_no_words_break_the_scorer(text: str, answer: str | None) -> None:
+    assert reward(text, answer) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("At 0:01:05 it swings. Answer: B", 1.0),
+        ("From 0:00:50 to 0:01:01. Answer: B", 1.0),
+        ("Answer: B", 0.75),
+        ("At 0:02:05. Answer: B", 0.75),
+        ("0:00:00-0:03:00. Answer: B", 0.75),
+        ("0:00:10 0:00:20 0:01:05 0:01:40 Answer: B", 0.75),
+        ("At 0:01:05. Answer: A", 0.0),
+    ],
+)
+def test_evidence_is_worth_its_share_of_a_right_answer(text: str, expected: float) -> None:
+    assert reward(text, evidence_bonus=0.25) == expected
+    assert reward(text) == float(expected > 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("The old barn!", 1.0),
+        ("Answer: old barn", 1.0),
+        ("a barn", 2 / 3),
+        ("old", 2 / 3),
+        ("of the", 0.0),
+        ("old barn or new barn", 0.0),
+        ("house; old barn", 0.0),
+        ("old barn " * 7, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_answers_in_words_are_measured(answer: str, expected: float) -> None:
+    env = Video()
+    row = {"question": "Where?", "answer": ["the old barn", "barn of the old"], "type": "DL"}
+    task = env.task_from_row(row)
+    text = answer if answer.startswith("Answer") else f"\\boxed{{{answer}}}"
+    assert env.score(task, Result(output=text)).reward == pytest.approx(expected)
+
+
+def test_what_was_cut_off_is_wrong_and_types_are_told() -> None:
+    env, task = choice()
+    right = env.score(task, Result(output="Answer: B", metrics={"tool_errors_captions": 2.0}))
+    assert right.metrics == {
+        "truncated": 0.0, "tool_errors": 2.0, "answered": 1.0, "correct_TN": 1.0, "correct_T": 1.0,
+    }  # fmt: skip
+    cut = env.score(task, Result(output="Answer: B", truncated=True))
+    assert (cut.reward, cut.metrics["correct_T"], cut.metrics["answered"]) == (0.0, 0.0, 0.0)
+
+
+def test_a_response_is_a_text_or_a_call_of_finish() -> None:
+    env, task = choice()
+    finish, broken = call("finish", answer="B"), call("finish")
+    broken["tool_calls"][0]["function"]["arguments"] = "["
+    for text, messages, expected in (("", [finish], 1), ("Answer: B", [], 1), ("", [broken], 0)):
+        assert env.score(task, env.response_from_row(text, messages)).reward == expected
+
+
+def test_accuracy_is_reported_as_by_nextqa() -> None:
+    rows = [
+        {"video": "v", "qid": str(place), "type": type_, "answer": 0}
+        for place, type_ in enumerate(["CW", "CW", "TN", "TP", "DO"])
+    ]
+    said = {"v_0": 0, "v_1": 1, "v_2": 0, "v_4": None}
+    assert nextqa_accuracy(rows, said) == {
+        "CW": 0.5, "C": 0.5, "TN": 0.5, "T": 0.5, "DO": 0.0, "D": 0.0, "all": 0.4,
+    }  # fmt: skip
+    assert accuracy_by_type([("", 1.0), ("", 0.0)]) == {"all": 0.5}
