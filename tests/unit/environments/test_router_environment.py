@@ -8,11 +8,9 @@ import itertools
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from envserver_environments.router.course import course_of
 from envserver_environments.router.env import Router
@@ -23,19 +21,9 @@ from envserver_environments.router.plans import Plan, as_json, plan_of
 from envserver_environments.router.subagents import Brief, carry_out
 from envserver_tools.calculator import calculate
 from support.commands import envserver, read_jsonl
+from support.scripted_run import ScriptedRun, call, played, says
 
-from envserver import (
-    ConfigError,
-    ExecResult,
-    InputError,
-    LimitReached,
-    Message,
-    Reply,
-    Result,
-    SandboxConfig,
-    Task,
-)
-from envserver.sandbox import SandboxService, WatchedSandboxes
+from envserver import ConfigError, InputError, Message, Result, Task
 
 
 def router(**settings: Any) -> Router:
@@ -50,85 +38,26 @@ def plan_in(task: Task) -> Plan:
     return plan_of(task.hidden["plan"])
 
 
-def rows() -> list[dict[str, Any]]:
-    return read_jsonl(SAMPLE)
+ROWS = read_jsonl(SAMPLE)
 
 
-class Played:
-    """A Rollout whose models say what they are told to; it keeps what they were asked.
-
-    Args:
-        said: of each agent its answers, in order.
-    """
-
-    max_turns = 4
-    rollout_id = "a-rollout"
-
-    def __init__(self, said: dict[str, list[Message]]) -> None:
-        self.asked: list[tuple[str, list[Message]]] = []
-        self.actions: list[str] = []
-        self._said = {agent: iter(answers) for agent, answers in said.items()}
-
-    async def chat(self, messages: list[Message], *, agent: str, tools: Any = None) -> Reply:
-        self.asked.append((agent, [*messages]))
-        message = next(self._said.get(agent, iter(())), None)
-        if message is None:
-            raise LimitReached("There are no more turns.", limit="turns")
-        cut_off = "length" if message.get("cut_off") else "stop"
-        calls = message.get("tool_calls") or []
-        return Reply(str(message["content"]), calls, cut_off, message)
-
-    @contextlib.asynccontextmanager
-    async def open_sandbox(self) -> AsyncIterator[Played]:
-        yield self
-
-    async def run_python(self, program: str) -> ExecResult:
-        """Only for programs of the sample."""
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(program, {})
-        return ExecResult(exit=0, stdout=printed.getvalue().encode())
-
-    def log_metric(self, name: str, value: float) -> None: ...
-
-    def log_action(
-        self, tool: str, input: Any = None, output: Any = None, *, error: str = ""
-    ) -> None:
-        self.actions.append(tool)
-
-
-def says(text: str, **more: Any) -> Message:
-    return {"role": "assistant", "content": text, **more}
-
-
-def finishes(answer: str) -> Message:
-    function = {"name": "finish", "arguments": json.dumps({"answer": answer})}
-    return says("", tool_calls=[{"id": "1", "type": "function", "function": function}])
-
-
-def right_words(task: Task) -> dict[str, list[Message]]:
-    """What each agent says so that the right plan gives the right answer."""
-    said: dict[str, list[Message]] = defaultdict(list)
-    said["router"].append(says(json.dumps(task.hidden["plan"])))
-    for step in plan_in(task).in_order():
-        result = task.hidden["results"].get(step.id, "")
-        fenced = says(f"```python\n{result}\n```")
-        said[step.agent].append(fenced if step.agent == "code" else finishes(result))
-    return said
-
-
-async def rolled(env: Router, task: Task, run: Played) -> Result:
-    return Result(output=await env.rollout(task.without_hidden(), run))  # type: ignore[arg-type]
+async def rolled(
+    env: Router, task: Task, **turns: list[Message]
+) -> tuple[Result, ScriptedRun, float | None]:
+    """The result of what the agents say, the run, and the reward."""
+    run = ScriptedRun(turns, max_turns=4)
+    result = Result(output=await played(env, task, run))
+    return result, run, (await env.score(task, result)).reward
 
 
 def test_the_sample_has_the_documented_tasks() -> None:
-    assert Counter(row["category"] for row in rows()) == {
+    assert Counter(row["category"] for row in ROWS) == {
         "one": 12, "two": 10, "three": 8, "parallel": 4, "twice": 4, "none": 2,
     }  # fmt: skip
-    plans = {row["id"]: plan_of(row["plan"]) for row in rows()}
+    plans = {row["id"]: plan_of(row["plan"]) for row in ROWS}
     orders = {name: tuple(s.agent for s in plan.in_order()) for name, plan in plans.items()}
     by_category = defaultdict(list)
-    for row in rows():
+    for row in ROWS:
         by_category[row["category"]].append(orders[row["id"]])
     assert Counter(by_category["one"]) == {("math",): 4, ("code",): 4, ("search",): 4}
     assert set(by_category["two"]) == set(itertools.product(["math", "code", "search"], repeat=2))
@@ -137,7 +66,7 @@ def test_the_sample_has_the_documented_tasks() -> None:
     assert by_category["none"] == [("search",)] * 2
     shapes = Counter((orders[name], len(plan.payloads)) for name, plan in plans.items())
     assert max(shapes.values()) <= 0.15 * len(plans)
-    assert all(len(row["query"]) < 200 for row in rows())
+    assert all(len(row["query"]) < 200 for row in ROWS)
 
 
 WORDS = {
@@ -148,7 +77,7 @@ WORDS = {
 
 
 def test_key_words_of_an_agent_mislead() -> None:
-    misleading = [row for row in rows() if "decoy" in row]
+    misleading = [row for row in ROWS if "decoy" in row]
     assert len(misleading) == 8
     for row in misleading:
         assert re.search(WORDS[row["decoy"]], row["query"]), row["id"]
@@ -163,7 +92,7 @@ async def test_results_of_the_sample_are_right_and_can_be_found() -> None:
             if step.tool == "calculate" and not re.search("[a-z]{3}|x", step.args["expression"]):
                 assert calculate(step.args["expression"]) == results[step.id]
             if step.agent == "search" and step.id in results:
-                run = Played({"search": [finishes("")]})
+                run = ScriptedRun({"search": [call("finish", answer="")]}, max_turns=4)
                 words = "\n".join([step.args["q"], *map(printed_last, handed)])
                 brief = Brief(task.id, words, task.public["documents"])
                 await carry_out("search", brief, run)  # type: ignore[arg-type]
@@ -183,26 +112,6 @@ def printed_last(result: str) -> str:
     return printed.getvalue().splitlines()[-1]
 
 
-async def test_right_plans_of_the_sample_run_to_their_answers() -> None:
-    env = router(execute=True)
-    async with SandboxService(SandboxConfig(concurrent=2)) as service:
-        env.sandboxes = WatchedSandboxes(service.address)
-        for task in env.tasks("train"):
-            run = Played(right_words(task))
-            score = await env.score(task, await rolled(env, task, run))
-            assert score.reward == 1.0, (task.id, score)
-            if task.hidden["answer"] is None:
-                assert [agent for agent, _ in run.asked] == ["router"]
-                continue
-            steps = [step.agent for step in plan_in(task).in_order()]
-            assert [agent for agent, _ in run.asked] == ["router", *steps]
-            handoffs = len(plan_in(task).payloads)
-            assert run.actions == ["plan", *["handoff"] * handoffs, "finalize"]
-            # A sub-agent sees its step and what was handed over, not the query.
-            for _, messages in run.asked[1:]:
-                assert task.public["query"] not in json.dumps(messages)
-
-
 def test_no_plan_for_all_queries_pays() -> None:
     golds = [plan_in(task) for task in tasks().values()]
     for length in (1, 2, 3):
@@ -212,61 +121,44 @@ def test_no_plan_for_all_queries_pays() -> None:
             assert sum(score == 1.0 for score in scores) <= 6, agents
 
 
-@pytest.mark.parametrize("profile", ["graph", "coursegpt"])
-async def test_known_results_have_the_rewards_that_are_said(profile: str) -> None:
-    env = router(profile=profile)
-    for task in list(env.tasks("train"))[::3]:
-        known = list(env.known_results(task))
-        assert len(known) > 25
-        for one in known:
-            reward = (await env.score(task, one.result)).reward
-            assert reward is not None
-            assert one.least - 1e-9 <= reward <= one.most + 1e-9, (task.id, one.name, reward)
-
-
 async def test_a_run_is_seven_tenths_of_the_reward() -> None:
     env = router(execute=True)
     task = tasks(execute=True)["sample-two-01"]
     for known in env.known_results(task):
         reward = (await env.score(task, known.result)).reward
         assert reward == pytest.approx(known.least) and known.least == known.most
+    said = env.demonstration(task)
     # A sub-agent that is out of turns leaves the plan standing.
-    run = Played({"router": right_words(task)["router"]})
-    result = await rolled(env, task, run)
+    result, _, reward = await rolled(env, task, router=said["router"])
     assert (result.output["executed"], result.output["answer"]) == (True, None)
-    assert (await env.score(task, result)).reward == pytest.approx(0.3)
+    assert reward == pytest.approx(0.3)
     # So does one whose last words were cut off, whatever stands in them.
-    said = right_words(task)
-    said["math"] = [says("It is \\boxed{37}", cut_off=True)]
-    result = await rolled(env, task, Played(said))
+    cut_off = [says("It is \\boxed{37}", finish="length")]
+    result, _, _ = await rolled(env, task, **{**said, "math": cut_off})
     result.truncated = True
     assert (await env.score(task, result)).reward == pytest.approx(0.3)
 
 
 async def test_a_broken_plan_may_be_repaired_once() -> None:
     env, task = router(), tasks()["sample-three-01"]
-    right = says(json.dumps(task.hidden["plan"]))
-    run = Played({"router": [says("search, then math"), right]})
-    result = await rolled(env, task, run)
-    assert (await env.score(task, result)).reward == pytest.approx(0.8)
+    right, no = says(json.dumps(task.hidden["plan"])), says("no")
+    _, run, reward = await rolled(env, task, router=[says("search, then math"), right])
+    assert reward == pytest.approx(0.8)
     told = run.asked[1][1][-1]
     assert told["role"] == "user" and "(json)" in told["content"]
-    assert run.actions == ["plan", "plan", "handoff", "handoff", "finalize"]
-
-    twice = Played({"router": [says("no"), says("no"), right]})
-    assert (await env.score(task, await rolled(env, task, twice))).reward == 0.0
-    cut_off = Played({"router": [says(right["content"], cut_off=True)]})
-    assert (await env.score(task, await rolled(env, task, cut_off))).reward == 0.0
-    never = Played({"router": [says("no"), right]})
-    assert (await env.score(task, await rolled(router(repair=False), task, never))).reward == 0.0
-    thrice = Played({"router": [says("no"), says("no"), right]})
-    result = await rolled(router(repair="2"), task, thrice)
-    assert (await env.score(task, result)).reward == pytest.approx(0.8**2)
+    assert run.steps == ["plan", "plan", "handoff", "handoff", "finalize"]
+    for other, turns, asked, paid in (
+        (env, [no, no, right], 2, 0.0),
+        (env, [{**right, "finish": "length"}], 1, 0.0),
+        (router(repair=False), [no, right], 1, 0.0),
+        (router(repair="2"), [no, no, right], 3, 0.8**2),
+    ):
+        result, run, _ = await rolled(other, task, router=turns)
+        assert len(run.asked) == asked
+        assert (await env.score(task, result)).reward == pytest.approx(paid)
     for forged in (-3, "no", 0.5):  # a number that is none wins nothing
         output = {**result.output, "repaired": forged}
-        counted = await env.score(task, msgspec.structs.replace(result, output=output))
-        assert counted.reward == pytest.approx(1.0)
-    assert (len(twice.asked), len(cut_off.asked), len(never.asked)) == (2, 1, 1)
+        assert (await env.score(task, Result(output=output))).reward == pytest.approx(1.0)
 
 
 def course_row(number: int) -> dict[str, Any]:
@@ -307,15 +199,15 @@ def test_rows_are_read_in_all_their_shapes() -> None:
     tuned = {"prompt": "Route it.\nUser query:\nHow far? ", "completion": json.dumps(row)}
     assert read_problem(tuned).query == "How far?"
     assert read_problem({"gold": as_json(chain(("code",)))}).profile == "graph"
-    assert read_problem({**rows()[0], "answer": "1,250"}).answer == {
+    assert read_problem({**ROWS[0], "answer": "1,250"}).answer == {
         "kind": "number",
         "answers": ["1,250"],
     }
     for wrong in (
         {"query": "q"},
         {"prompt": "q", "completion": "no JSON"},
-        {**rows()[0], "documents": ["x"]},
-        {**rows()[0], "answer": {"kind": "mood"}},
+        {**ROWS[0], "documents": ["x"]},
+        {**ROWS[0], "answer": {"kind": "mood"}},
     ):
         with pytest.raises(InputError):
             read_problem(wrong)
@@ -327,10 +219,10 @@ async def test_a_question_may_bring_documents_and_an_answer(tmp_path: Path) -> N
     asked = Router.Question(question="How many wells?", answer="12", documents=path)
     env = router(**asked.settings())
     task = env.task_from_question(asked)
-    plan = as_json(chain(("search",)))
-    run = Played({"router": [says(json.dumps(plan))], "search": [finishes("12")]})
-    result = await rolled(env, task, run)
-    assert (await env.score(task, result)).reward == 1.0
+    plan = says(json.dumps(as_json(chain(("search",)))))
+    finish = [call("finish", answer="12")]
+    result, _, reward = await rolled(env, task, router=[plan], search=finish)
+    assert reward == 1.0
     assert env.final_answer(result) == "12"
     result.output["answer"] = "13"
     assert (await env.score(task, result)).reward == 0.0

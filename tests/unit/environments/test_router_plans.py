@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,11 +40,18 @@ def plan(*steps: str, edges: str = "") -> Plan:
 CHAIN = plan("search", "math", "code", edges="12 23")
 
 
-def broken(change: Callable[[dict[str, Any]], Any]) -> str:
-    """CHAIN as JSON, changed."""
-    value = copy.deepcopy(as_json(CHAIN))
-    change(value)
-    return json.dumps(value)
+def broken(path: str, value: Any) -> str:
+    """CHAIN as JSON, in which `value` is at a path such as `steps.0.agent`; None: nothing is."""
+    plan = copy.deepcopy(as_json(CHAIN))
+    *names, last = [int(name) if name.isdigit() else name for name in path.split(".")]
+    inner: Any = plan
+    for name in names:
+        inner = inner[name]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    return json.dumps(plan)
 
 
 def error_of(text: str) -> str:
@@ -75,29 +81,31 @@ TEXT = json.dumps(as_json(CHAIN))
         ("schema", TEXT + " " * 8 + "x" * 100_000),
         ("schema", "[]"),
         ("schema", "7"),
-        ("schema", broken(lambda p: p.pop("handoffs"))),
-        ("schema", broken(lambda p: p.update(note="more"))),
-        ("schema", broken(lambda p: p.update(rationale=""))),
-        ("schema", broken(lambda p: p.update(rationale="x" * 2001))),
-        ("schema", broken(lambda p: p.update(steps=p["steps"] * 3))),
-        ("schema", broken(lambda p: p["steps"][0].update(agent="browser"))),
-        ("schema", broken(lambda p: p["steps"][0].update(id="S 1"))),
-        ("schema", broken(lambda p: p["steps"][1].update(depends_on=["s1", "s1"]))),
-        ("schema", broken(lambda p: p["handoffs"][0].update(payload=""))),
-        ("unknown_tool", broken(lambda p: p["steps"][0].update(tool="solve"))),
-        ("tool_args", broken(lambda p: p["steps"][0]["args"].update(top_k=True))),
-        ("tool_args", broken(lambda p: p["steps"][1].update(args={"problem": ""}))),
-        ("tool_args", broken(lambda p: p["steps"][2]["args"].update(language="rust"))),
-        ("duplicate_id", broken(lambda p: p["steps"][1].update(id="s1"))),
-        ("unknown_dependency", broken(lambda p: p["steps"][1].update(depends_on=["s7"]))),
-        ("cycle", broken(lambda p: p["steps"][0].update(depends_on=["s3"]))),
-        ("cycle", broken(lambda p: p["steps"][0].update(depends_on=["s1"]))),
-        ("final_step", broken(lambda p: p.update(final_step="s9"))),
-        ("final_step_not_last", broken(lambda p: p.update(final_step="s2"))),
-        ("orphan_step", broken(lambda p: p["steps"][2].update(depends_on=[]))),
-        ("handoffs_mismatch", broken(lambda p: p["handoffs"].pop())),
-        ("handoffs_mismatch", broken(lambda p: p["handoffs"].append(p["handoffs"][0]))),
-        ("handoffs_mismatch", broken(lambda p: p["handoffs"][0].update(to="s3"))),
+        *((kind, broken(path, value)) for kind, path, value in (
+            ("schema", "handoffs", None),
+            ("schema", "note", "more"),
+            ("schema", "rationale", ""),
+            ("schema", "rationale", "x" * 2001),
+            ("schema", "steps", as_json(CHAIN)["steps"] * 3),
+            ("schema", "steps.0.agent", "browser"),
+            ("schema", "steps.0.id", "S 1"),
+            ("schema", "steps.1.depends_on", ["s1", "s1"]),
+            ("schema", "handoffs.0.payload", ""),
+            ("unknown_tool", "steps.0.tool", "solve"),
+            ("tool_args", "steps.0.args.top_k", True),
+            ("tool_args", "steps.1.args", {"problem": ""}),
+            ("tool_args", "steps.2.args.language", "rust"),
+            ("duplicate_id", "steps.1.id", "s1"),
+            ("unknown_dependency", "steps.1.depends_on", ["s7"]),
+            ("cycle", "steps.0.depends_on", ["s3"]),
+            ("cycle", "steps.0.depends_on", ["s1"]),
+            ("final_step", "final_step", "s9"),
+            ("final_step_not_last", "final_step", "s2"),
+            ("orphan_step", "steps.2.depends_on", []),
+            ("handoffs_mismatch", "handoffs.1", None),
+            ("handoffs_mismatch", "handoffs", as_json(CHAIN)["handoffs"] * 2),
+            ("handoffs_mismatch", "handoffs.0.to", "s3"),
+        )),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_plan_is_named(kind: str, text: str) -> None:
@@ -107,7 +115,7 @@ def test_what_is_wrong_with_a_plan_is_named(kind: str, text: str) -> None:
 def test_a_plan_is_read_behind_thoughts_and_written_again() -> None:
     assert read_plan(f"<think>{{</think>\n {TEXT}\n") == CHAIN
     assert as_json(read_plan(TEXT)) == as_json(CHAIN)
-    backwards = broken(lambda p: p["steps"].reverse())
+    backwards = broken("steps", as_json(CHAIN)["steps"][::-1])
     assert [step.id for step in read_plan(backwards).in_order()] == ["s1", "s2", "s3"]
 
 
@@ -248,24 +256,36 @@ def measured(**change: Any) -> dict[str, float]:
     return course_metrics(json.dumps({**COURSE, **change}), COURSE)
 
 
-def test_the_authors_metrics_are_theirs_to_the_letter() -> None:
-    route = COURSE["route_plan"]
-    right = measured()
-    assert right["route_plan_exact"] == right["todo_covers_all_tools"] == right["length_ratio"] == 1
-    swapped = measured(route_plan=route[::-1])
-    assert (swapped["route_tool_precision"], swapped["route_first_tool_match"]) == (1, 0)
-    empty = measured(route_plan=[])
-    assert (empty["route_tool_precision"], empty["route_tool_recall"]) == (1, 0)
-    spelled = measured(route_plan="/math")
-    assert (spelled["route_length_match"], spelled["route_tool_precision"]) == (0, 0)
-    assert measured(todo_list=["- [ ] Router QA"])["todo_tool_alignment"] == 1
-    assert measured(todo_list=["- [ ] /math: a", "b"])["todo_tool_alignment"] == 1 / 2
-    assert measured(handoff_plan="/MATH, /code")["handoff_tools_covered"] == 0
-    assert measured(metrics={"primary": "much"})["metrics_primary_list"] == 0
-    assert course_metrics(f"```\n{json.dumps(COURSE)}\n```", COURSE) == {"json_valid": 0}
-    assert course_metrics("[1]", COURSE) == {"json_valid": 0}
-    deep = json.loads("[" * 600 + "]" * 600)
-    assert measured(tags=deep).keys() <= right.keys()
-    assert error_of(broken(lambda p: p["steps"][0]["args"].update(q=deep))) == "tool_args"
-    thought = course_metrics(f"<think>so</think>{json.dumps(COURSE)}", COURSE)
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, {"route_plan_exact": 1, "todo_covers_all_tools": 1, "length_ratio": 1}),
+        (
+            {"route_plan": COURSE["route_plan"][::-1]},
+            {"route_tool_precision": 1, "route_first_tool_match": 0},
+        ),
+        ({"route_plan": []}, {"route_tool_precision": 1, "route_tool_recall": 0}),
+        ({"route_plan": "/math"}, {"route_length_match": 0, "route_tool_precision": 0}),
+        ({"todo_list": ["- [ ] Router QA"]}, {"todo_tool_alignment": 1}),
+        ({"todo_list": ["- [ ] /math: a", "b"]}, {"todo_tool_alignment": 1 / 2}),
+        ({"handoff_plan": "/MATH, /code"}, {"handoff_tools_covered": 0}),
+        ({"metrics": {"primary": "much"}}, {"metrics_primary_list": 0}),
+    ],
+)
+def test_the_authors_metrics_are_theirs_to_the_letter(
+    change: dict[str, Any], found: dict[str, float]
+) -> None:
+    measured = course_metrics(json.dumps({**COURSE, **change}), COURSE)
+    assert {name: measured[name] for name in found} == found
+
+
+def test_what_is_not_the_plan_alone_is_not_valid_json() -> None:
+    text = json.dumps(COURSE)
+    for wrong in (f"```\n{text}\n```", "[1]"):
+        assert course_metrics(wrong, COURSE) == {"json_valid": 0}
+    thought = course_metrics(f"<think>so</think>{text}", COURSE)
     assert (thought["json_valid"], thought["route_plan_exact"]) == (0, 1)
+    deep = json.loads("[" * 600 + "]" * 600)
+    measured = course_metrics(json.dumps({**COURSE, "tags": deep}), COURSE)
+    assert measured.keys() <= course_metrics(text, COURSE).keys()
+    assert error_of(broken("steps.0.args.q", deep)) == "tool_args"

@@ -243,7 +243,8 @@ def test_one_question_about_a_file_is_written_down(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "environments.video", "run", "--video_ctx", "talk.txt",
          "--question", "What is cut?", "--answer", "bread", "--model", "sim", "--env.mode", "star",
-         "--sim.solve_probability", "1", "-o", "runs/video.traj.json"],
+         "--sim.solve_probability", "1", "-o", "runs/video.traj.json",
+         "--workers.heartbeat_seconds", "60"],
         cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
