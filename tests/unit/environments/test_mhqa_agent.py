@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 from envserver_environments.mhqa.env import Mhqa
-from envserver_environments.mhqa.metrics import SPECIAL
 from envserver_tools.retrieval import HttpRetriever, Passage, RetrieverSettings
 from support.commands import envserver, read_jsonl
+from support.scripted_run import ScriptedRun, call, played, says
 
-from envserver import Caller, ConfigError, InputError, PublicTask, Reply, Result, ServiceError
+from envserver import Caller, ConfigError, InputError, Message, PublicTask, Result, ServiceError
 
 ROW = {
     "question": "Where was the mayor of Osk born?",
@@ -30,80 +30,26 @@ ROW = {
 }
 
 
-def call(name: str, content: str = "", **arguments: Any) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps(arguments)}
-    tool_call = {"id": "c1", "type": "function", "function": function}
-    return {"role": "assistant", "content": content, "tool_calls": [tool_call]}
-
-
-def say(content: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
-
-
-class ScriptedRun:
-    """A `run` whose model says what it is told to, and which keeps what the agent did."""
-
-    def __init__(self, *turns: dict[str, Any], finish_reason: str = "stop") -> None:
-        self.turns = list(turns)
-        self.finish_reason = finish_reason
-        self.max_turns = 10
-        self.histories: list[list[dict[str, Any]]] = []
-        self.actions: list[tuple[str, Any, Any]] = []
-        self.metrics: dict[str, float] = {}
-
-    async def chat(self, messages: list[dict[str, Any]], **asked: Any) -> Reply:
-        self.histories.append(list(messages))
-        turn = self.turns.pop(0)
-        return Reply(turn["content"], turn.get("tool_calls", []), self.finish_reason, turn)
-
-    def log_action(
-        self, tool: str, input: Any = None, output: Any = None, *, error: str = ""
-    ) -> None:
-        self.actions.append((tool, input, output))
-
-    def log_metric(self, name: str, value: float) -> None:
-        self.metrics[name] = value
-
-    @property
-    def steps(self) -> list[str]:
-        return [tool for tool, _, _ in self.actions]
-
-
-async def play(run: ScriptedRun, **settings: Any) -> dict[str, Any]:
+async def play(
+    *turns: Message, **settings: Any
+) -> tuple[dict[str, Any], ScriptedRun, float | None]:
+    """The output of an agent that says `turns`, its run, and the reward."""
     env = Mhqa(Mhqa.Config(**settings))
-    return await env.rollout(env.task_from_row(ROW).without_hidden(), run)
-
-
-@pytest.mark.parametrize("mode", ["tools", "text", "tags", "scripted"])
-async def test_demonstrations_solve_every_task(mode: str) -> None:
-    env = Mhqa(Mhqa.Config(mode=mode, unanswerable=True))
-    for task in env.tasks("train"):
-        run = ScriptedRun(*(env.demonstration(task) or []))
-        output = await env.rollout(task.without_hidden(), run)
-        score = env.score(task, Result(output=output))
-        assert score.reward == 1.0, task
-        assert not run.turns and not run.metrics.get("tool_errors")
-        assert run.steps[0] == "decompose" and run.steps[-1] == "finalize"
-        assert run.steps.count("retrieve") == len(task.hidden["decomposition"])
-        assert run.steps.count("reason_hop") >= len(task.hidden["decomposition"]) - 1
-        told = str(run.histories[0]).replace(task.public["question"], "")
-        gold = task.hidden["golds"][0]
-        assert gold in SPECIAL or gold not in told, task.id  # before anything was found
-        for earlier, later in zip(run.histories, run.histories[1:], strict=False):
-            assert later[: len(earlier)] == earlier  # only added to: one training sequence
-        if mode == "tools" and task.hidden["answerable"]:
-            assert score.metrics["support_f1"] == 1, task
+    task = env.task_from_row(ROW)
+    run = ScriptedRun(turns, max_turns=10)
+    output = await played(env, task, run)
+    run.assert_histories_only_grow()
+    return output, run, env.score(task, Result(output=output)).reward
 
 
 async def test_hits_are_numbered_and_read_in_whole() -> None:
-    run = ScriptedRun(
+    output, run, _ = await play(
         call("search", query="Osk river", top_k=2),
         call("read", pid="p1"),
         call("read", pid="p9"),
         call("finish", answer="Vell", supporting_facts=[["p2", 1], ["Ida Rann", 0]]),
     )
-    output = await play(run)
-    found, read, unknown = (history[-1]["content"] for history in run.histories[1:])
+    found, read, unknown = run.told()
     assert found.startswith("[p1] Osk (river)\n0: The Osk is a river.")
     assert "(read p1 shows more)" in found and "[p2] Osk\n0: Osk is a town.\n1: Its" in found
     assert len(read) > len(found) and "shows more" not in read
@@ -117,63 +63,63 @@ async def test_hits_are_numbered_and_read_in_whole() -> None:
 @pytest.mark.parametrize(
     ("turns", "answer"),
     [
-        ([say("I think it is\nAnswer: Vell")], "Vell"),
+        ([says("I think it is\nAnswer: Vell")], "Vell"),
         ([call("search", "<answer>Vell</answer>", query="x")], "Vell"),
-        ([call("search", query="zzz"), say("<answer>Vell</answer>")], "Vell"),
-        ([call("search", query="x" * 301)] * 10, None),
-        ([call("search", query="Osk", top_k=11)] * 10, None),
-        ([call("finish", answer="x" * 201)] * 10, None),
-        ([call("search", query="osk")] * 10, None),
+        ([call("search", query="zzz"), says("<answer>Vell</answer>")], "Vell"),
+        ([{**call("finish", answer="Vell"), "finish": "length"}], None),
+        *(
+            ([call(name, **arguments)] * 10, None)
+            for name, arguments in (
+                ("search", {"query": "x" * 301}),
+                ("search", {"query": "Osk", "top_k": 11}),
+                ("finish", {"answer": "x" * 201}),
+                ("search", {"query": "osk"}),
+            )
+        ),
     ],
 )
 async def test_how_a_rollout_with_tools_ends(turns: list[Any], answer: str | None) -> None:
-    env = Mhqa()
-    task = env.task_from_row(ROW)
-    run = ScriptedRun(*turns)
-    output = await env.rollout(task.without_hidden(), run)
-    assert env.score(task, Result(output=output)).reward == float(answer is not None)
-    assert not run.turns and run.actions[-1][2] == answer
+    _, run, reward = await play(*turns)
+    assert reward == float(answer is not None)
+    assert not any(run.left.values()) and run.actions[-1][2] == answer
     assert run.metrics.get("searches", 0) <= 8
 
 
-async def test_a_message_that_was_cut_off_is_not_acted_on() -> None:
-    run = ScriptedRun(call("finish", answer="Vell"), finish_reason="length")
-    assert (await play(run))["answer"] is None
-
-
 async def test_the_script_puts_earlier_answers_into_later_questions() -> None:
-    plan = say("Well:\n1. Who is the mayor of Osk?\n2) Where was #1 born, not #7?\n")
-    notes = say("It says so.\n**Answer:** Ida Rann"), say("<think>hm</think>Vell")
-    run = ScriptedRun(plan, *notes, say("Vell."))
-    output = await play(run, mode="scripted")
+    output, run, _ = await play(
+        says("Well:\n1. Who is the mayor of Osk?\n2) Where was #1 born, not #7?\n"),
+        says("It says so.\n**Answer:** Ida Rann"),
+        says("<think>hm</think>Vell"),
+        says("Vell."),
+        mode="scripted",
+    )
     assert output["answer"] == "Vell."
     asked = [facts["query"] for tool, facts, _ in run.actions if tool == "retrieve"]
     assert asked == ["Who is the mayor of Osk?", "Where was Ida Rann born, not #7?"]
-    assert "Ida Rann was born in Vell." in run.histories[2][-1]["content"]
-    run = ScriptedRun(say("I do not list."), say("It is Vell."), say("It is Vell. " * 40))
-    output = await play(run, mode="scripted")
+    assert "Ida Rann was born in Vell." in run.asked[2][1][-1]["content"]
+    turns = [says(text) for text in ("I do not list.", "It is Vell.", "It is Vell. " * 40)]
+    output, run, _ = await play(*turns, mode="scripted")
     assert run.actions[1][1]["query"] == ROW["question"] and output["answer"] is None
 
 
 async def test_the_text_protocol_searches_and_ends() -> None:
     search = 'TOOL_CALL: {"tool": "search", "args": {"query": "Osk"}}'
-    run = ScriptedRun(
-        say(f"THOUGHT: Two hops.\n{search}"), say("TOOL_CALL: {"), say("THOUGHT: So.\nFINAL: Vell")
-    )
-    assert (await play(run, mode="text"))["answer"] == "Vell"
+    turns = [f"THOUGHT: Two hops.\n{search}", "TOOL_CALL: {", "THOUGHT: So.\nFINAL: Vell"]
+    output, run, _ = await play(*map(says, turns), mode="text")
+    assert output["answer"] == "Vell"
     assert run.steps == ["decompose", "retrieve", "reason_hop", "finalize"]
-    assert "TOOL RESULT:\n[p1] " in run.histories[1][-1]["content"]
+    assert "TOOL RESULT:\n[p1] " in run.asked[1][1][-1]["content"]
 
 
 async def test_tags_search_for_several_things_at_once() -> None:
-    run = ScriptedRun(
-        say("<think><wiki_search>no</wiki_search></think><plan>Two.</plan><wiki_search>Osk|Ida"),
-        say("<reflection>So.</reflection><wiki_search>Vell</wiki_search><answer>Vell</answer>"),
+    output, run, _ = await play(
+        says("<think><wiki_search>no</wiki_search></think><plan>Two.</plan><wiki_search>Osk|Ida"),
+        says("<reflection>So.</reflection><wiki_search>Vell</wiki_search><answer>Vell</answer>"),
+        mode="tags",
     )
-    output = await play(run, mode="tags")
     assert output["text"].endswith("<answer>Vell</answer>") and run.metrics["searches"] == 2
     assert run.steps == ["decompose", "retrieve", "retrieve", "finalize"]
-    assert run.histories[1][-1]["content"].startswith("<observation>\n[p1] ")
+    assert run.asked[1][1][-1]["content"].startswith("<observation>\n[p1] ")
 
 
 @asynccontextmanager
@@ -197,6 +143,7 @@ async def retriever(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
         await runner.cleanup()
 
 
+CALLER = Caller("r", "g", PublicTask("t", {}), lambda word: None)
 CONTENTS = {"id": "7", "contents": '"Osk"\nOsk is a town.'}
 
 
@@ -224,28 +171,26 @@ async def test_an_external_retriever_is_asked_by_its_contract() -> None:
     "answer", [500, 404, [], {}, {"result": []}, {"result": [[{"score": 1}]]}, {"result": [[7]]}]
 )
 async def test_a_retriever_that_fails_is_a_failure_of_ours(answer: Any) -> None:
-    caller = Caller("r", "g", PublicTask("t", {}), lambda word: None)
     async with retriever(answer) as (url, asked):
         env = Mhqa(Mhqa.Config(scope="external", retriever_url=url))
         async with env.services() as services:
             with pytest.raises(ServiceError):
-                await services["search"]({"query": "x", "top_k": 3}, caller)
+                await services["search"]({"query": "x", "top_k": 3}, CALLER)
             for bad in ({}, {"query": 1, "top_k": 1}, {"query": "x", "top_k": 99}):
                 with pytest.raises(InputError):
-                    await services["search"](bad, caller)
+                    await services["search"](bad, CALLER)
     assert len(asked) == (3 if answer == 500 else 1)
 
 
 async def test_a_corpus_is_indexed_once_and_searched_by_all(tmp_path: Path) -> None:
     pytest.importorskip("bm25s", reason="needs the extra `retrieval`")
-    caller = Caller("r", "g", PublicTask("t", {}), lambda word: None)
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(ROW)}\n{json.dumps({**ROW, 'question': 'Who?'})}\n")
     env = Mhqa(Mhqa.Config(data_set="hotpotqa", data_path=path, scope="corpus"))
     tasks = list(env.tasks("train"))
     assert [task.public["passages"] for task in tasks] == [[], []]
     async with env.services() as services:
-        found = await services["search"]({"query": "born in Vell", "top_k": 10}, caller)
+        found = await services["search"]({"query": "born in Vell", "top_k": 10}, CALLER)
     assert [one["title"] for one in found] == ["Ida Rann"]  # once, though two questions have it
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"title": "Vell", "text": "A town."}\n{"no": "passage"}\n')

@@ -21,78 +21,37 @@ from envserver import ConfigError, InputError, Result, Task
 
 bm25s = pytest.importorskip("bm25s", reason="needs the extra `retrieval`")
 
-HOTPOT = {
-    "id": "h1",
-    "question": "Where was the mayor of Osk born?",
-    "answer": "Vell",
-    "type": "bridge",
-    "level": "hard",
-    "supporting_facts": {"title": ["Osk", "Ida Rann"], "sent_id": [1, 0]},
-    "context": {
-        "title": ["Osk", "Ida Rann", "Osk (river)"],
-        "sentences": [
-            ["Osk is a town.", " Its mayor is Ida Rann."],
-            ["Ida Rann was born in Vell."],
-            ["The Osk is a river."],
-        ],
-    },
-}
-ROWS: dict[str, dict[str, Any]] = {
-    "hotpotqa": HOTPOT,
-    "2wiki": {
-        **HOTPOT,
-        "type": "compositional",
-        "evidences": [["Osk", "mayor", "Ida Rann"], ["Ida Rann", "place of birth", "Vell"]],
-    },
-    "musique": {
-        "id": "2hop__1_2",
-        "question": "Where was the mayor of Osk born?",
-        "answer": "Vell",
-        "answer_aliases": ["Vell-on-Osk"],
-        "answerable": True,
-        "paragraphs": [
-            {"idx": 0, "title": "Osk", "paragraph_text": "A river.", "is_supporting": False},
-            {
-                "idx": 1,
-                "title": "Osk",
-                "paragraph_text": "Its mayor is Ida.",
-                "is_supporting": True,
-            },
-            {"idx": 2, "title": "Ida", "paragraph_text": "Born in Vell.", "is_supporting": True},
-        ],
-        "question_decomposition": [
-            {"id": 1, "question": "mayor of Osk", "answer": "Ida", "paragraph_support_idx": 1},
-            {"id": 2, "question": "#1 born", "answer": "Vell", "paragraph_support_idx": 2},
-        ],
-    },
-    "afm": {"question": "Where?", "answer": ["Vell", "Vell-on-Osk"], "data_source": "musique"},
-}
+ROWS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("mhqa_rows.json").read_text(encoding="utf-8")
+)
+"""One question as each data set has it."""
 
 
 def sample(**settings: Any) -> list[Task]:
     return list(Mhqa(Mhqa.Config(**settings)).tasks("train"))
 
 
-def test_the_sample_has_the_documented_questions() -> None:
+def test_the_sample_has_the_documented_questions_and_no_constant_answer_gets_far() -> None:
     tasks = sample()
     kinds = Counter(task.id.split("-")[1] for task in tasks)
     assert kinds == {"bridge": 12, "comparison": 6, "chain3": 8, "chain4": 6, "alias": 4}
     assert {len(task.public["passages"]) for task in tasks} == {10}
     twins = [task for task in sample(unanswerable=True) if not task.hidden["answerable"]]
     assert len(twins) == 4 and len(own_passages()) == 63
-
-
-def test_no_constant_answer_gets_far() -> None:
-    golds = Counter(normalize_answer(task.hidden["golds"][0]) for task in sample())
+    golds = Counter(normalize_answer(task.hidden["golds"][0]) for task in tasks)
     assert golds.most_common(1)[0][1] == 2
     assert golds["yes"] == golds["no"]
 
 
-def test_the_answer_stands_only_at_the_end_of_the_chain() -> None:
+def test_the_answer_stands_only_at_the_end_of_the_chain_and_each_hop_is_found() -> None:
+    index = PassageIndex(own_passages().values())
     for task in sample():
+        passages = task.public["passages"]
+        wanted = [passages[place]["title"] for place, _ in task.hidden["supporting"]]
+        for query, title in zip(queries(task), wanted, strict=True):
+            assert title in [hit.passage.title for hit in index.search(query, 3)], (task.id, query)
         if task.hidden["kind"] == "comparison":
             continue
-        passages = task.public["passages"]
         steps = [passages[place] for place, _ in task.hidden["supporting"]]
         gold = task.hidden["golds"][0]
         holding = [p["title"] for p in passages if gold in f"{p['title']} {p['sentences']}"]
@@ -100,14 +59,6 @@ def test_the_answer_stands_only_at_the_end_of_the_chain() -> None:
         assert holding[:1] == [steps[-1]["title"]] or steps[-1]["title"] in holding, task.id
         assert not any(step["title"] in holding for step in steps[:-1]), task.id
         assert steps[-1]["title"] not in task.public["question"], task.id
-
-
-def test_each_hop_is_found_in_the_whole_corpus() -> None:
-    index = PassageIndex(own_passages().values())
-    for task in sample():
-        wanted = [task.public["passages"][place]["title"] for place, _ in task.hidden["supporting"]]
-        for query, title in zip(queries(task), wanted, strict=True):
-            assert title in [hit.passage.title for hit in index.search(query, 3)], (task.id, query)
 
 
 def test_unanswerable_twins_lack_what_they_need() -> None:
@@ -205,10 +156,7 @@ def test_other_spellings_of_rows() -> None:
         env.task_from_row({**listed, "context": [["Osk", "In Vell."]]})
 
 
-def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    for wrong in ({"scope": "external"}, {"retriever_url": "http://x"}, {"corpus_path": "x"}):
-        with pytest.raises(ValueError, match="scope"):
-            Mhqa.Config(**wrong)
+def test_questions_without_passages_need_a_corpus(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS["afm"]))
     with pytest.raises(ConfigError, match="no passages"):

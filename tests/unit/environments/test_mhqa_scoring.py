@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from envserver_environments.mhqa.metrics import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from support.scripted_run import call
 
 from envserver import Result, Score
 
@@ -172,22 +172,10 @@ def test_finish_wins_over_the_text_and_brings_what_it_rests_on() -> None:
     env = Mhqa(Mhqa.Config(support_weight=0.5))
     row = {"question": "?", "answer": "Vell", "supporting_facts": [["Osk", 1]]}
     task = env.task_from_row({**row, "evidences": [["Osk", "ruler", "Vell"]]})
-    arguments = {"answer": "Vell", "supporting_facts": [["osk", 1], ["Osk", 7]]}
-    function = {"name": "finish", "arguments": json.dumps(arguments)}
-    said = {"role": "assistant", "content": "<answer>no</answer>"}
-    messages = [{**said, "tool_calls": [{"id": "1", "function": function}]}]
-    score = env.score(task, env.response_from_row("<answer>no</answer>", messages))
+    no, facts = "<answer>no</answer>", [["osk", 1], ["Osk", 7]]
+    said = call("finish", no, answer="Vell", supporting_facts=facts)
+    score = env.score(task, env.response_from_row(no, [said]))
     assert score.components["em"] == 1
     assert score.metrics["support_f1"] == pytest.approx(2 / 3)
     assert score.reward == pytest.approx(0.5 + 0.5 * 2 / 3)
     assert score.metrics["joint_em"] == 0
-
-
-def test_every_result_that_is_known_scores_as_it_must() -> None:
-    for settings in ({}, {"unanswerable": True}, {"scope": "corpus"}, {"support_weight": 0.25}):
-        env = Mhqa(Mhqa.Config(**settings))
-        for task in list(env.tasks("train"))[::4]:
-            for known in env.known_results(task):
-                reward = env.score(task, known.result).reward
-                assert reward is not None
-                assert known.least - 1e-9 <= reward <= known.most + 1e-9, (task.id, known)
