@@ -20,6 +20,7 @@ from envserver_environments.code.hoisting import hoisted
 from envserver_environments.mhqa.metrics import SPECIAL
 from envserver_environments.router.plans import plan_of
 from envserver_environments.tau.domains.kinds import OWN
+from support.case_files import cases
 from support.commands import envserver as command
 from support.commands import read_jsonl
 from support.scripted_run import ScriptedRun, played, scored
@@ -63,64 +64,8 @@ def test_thirteen_environments_are_shipped() -> None:
     assert len(NAMES) == 13
 
 
-WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "code": [
-        ({"data_set": "apps"}, "'humaneval'"),
-        ({"mode": "chat"}, "'single' or 'tools'"),
-        ({"show_tests": 2}, "'all'"),
-        ({"fuzz": 101}, "100"),
-        ({"data_set": "pairs", "check_references": False}, "come from a file"),
-    ],
-    "gaia": [
-        ({"levels": [4]}, "1, 2 and 3"),
-        ({"levels": []}, "1, 2 and 3"),
-        ({"agent": "chat"}, "'plain'"),
-        ({"agent": "plain", "prompts": "smolagents"}, "must be code or tools, not plain"),
-        ({"text_only": True}, "no usable task"),
-        ({"rubric": {"correct": 0.2}}, "rubric"),
-    ],
-    "kuhn": [],
-    "math": [
-        ({"data_set": "gsm9k"}, "'gsm8k'"),
-        ({"data_set": "sample,gsm9k"}, "'gsm8k'"),
-        ({"mode": "chat"}, "'seed0'"),
-        ({"max_operand": 0}, "greater than or equal to 1"),
-    ],
-    "mhqa": [
-        ({"scope": "external"}, "needs a retriever_url"),
-        ({"retriever_url": "http://x"}, "for the scope external"),
-        ({"corpus_path": "x"}, "for the scope corpus"),
-        ({"top_k": 11}, "less than or equal to 10"),
-        ({"support_weight": 2}, "less than or equal to 1"),
-    ],
-    "proposer_solver": [({"attempts": "x"}, "integer")],
-    "router": [
-        ({"data_set": "x"}, "'coursegpt'"),
-        ({"repair": 8}, "less than or equal to 7"),
-        ({"repair": "maybe"}, "integer"),
-        ({"teachers": 0}, "greater than or equal to 1"),
-        ({"data_set": "queries"}, "data_path"),
-    ],
-    "scenarios": [({"max_turns": 0}, "greater"), ({"scenario": ["none.yaml"]}, "none.yaml")],
-    "swe": [({"agent": "chat"}, "'bash'"), ({"command_seconds": 600}, "590")],
-    "tau": [
-        ({"domain": "mock,nosuch"}, "must be of mini_"),
-        ({"domain": []}, "must be of mini_"),
-        ({"agents": {"judge": {"base_url": "http://x"}}}, "is for --env.nl_assertions judge"),
-        ({"user": "human"}, "'script'"),
-    ],
-    "twenty_questions": [({"things_path": "none.jsonl"}, "none.jsonl")],
-    "video": [
-        ({"mode": "pair"}, "'star'"),
-        ({"evidence_bonus": 0.6}, "less than or equal to 0.5"),
-        ({"data_set": "nextqa"}, "no captions"),
-        ({"data_set": "captions"}, "data_path"),
-        ({"data_set": "captions", "data_path": "no.jsonl"}, "no.jsonl"),
-        ({"data_set": "nextqa", "captions_path": "no"}, "'no'"),
-        ({"frames": "all"}, "no folder"),
-    ],
-    "visual_counting": [({"most": 10}, "9"), ({"grid": 2}, "3"), ({"cell": 100}, "64")],
-}  # fmt: skip
+WRONG = cases(__file__, "contract_cases.json")["wrong_settings"]
+"""Of environments: settings, and what their refusal says."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,7 +78,7 @@ def test_settings_that_do_not_exist_or_fit_are_refused(
         ({"split": "nosuch"}, "'train', 'validation' or 'test'"),
         ({"seed": "x"}, "integer"),
         ({"total_steps": 0}, "greater than or equal to 1"),
-        *WRONG[name],
+        *WRONG.get(name, ()),
     ):
         with pytest.raises((EnvserverError, ValueError, OSError)) as told:
             next(made(name, **settings).tasks("train"))
@@ -158,21 +103,21 @@ def test_tasks_are_the_same_for_a_seed_and_hide_what_is_hidden(name: str) -> Non
             assert "evaluation_criteria" not in shown and "env_assertions" not in shown
 
 
-DIVIDED: list[tuple[str, dict[str, Any]]] = [
-    ("math", {"data_set": "arithmetic"}),
-    ("visual_counting", {}),
-    *(("tau", {"domain": domain}) for domain in OWN),
+DIVIDED: list[tuple[str, dict[str, Any], tuple[Split, ...]]] = [
+    ("math", {"data_set": "arithmetic"}, SPLITS),
+    ("visual_counting", {}, SPLITS),
+    *(("tau", {"domain": domain}, ("train", "test")) for domain in OWN),
 ]
 """Whose splits have no task in common; shipped samples are the same in each."""
 
 
-@pytest.mark.parametrize(("name", "settings"), DIVIDED)
-def test_splits_that_are_divided_never_meet(name: str, settings: dict[str, Any]) -> None:
-    shown = [
-        {json.dumps(task.public) for task in first(made(name, **settings), split, 150)}
-        for split in ("train", "test")
-    ]
-    assert all(shown) and shown[0].isdisjoint(shown[1])
+@pytest.mark.parametrize(("name", "settings", "splits"), DIVIDED)
+def test_splits_that_are_divided_never_meet(
+    name: str, settings: dict[str, Any], splits: tuple[Split, ...]
+) -> None:
+    parts = [first(made(name, **settings), split, 150) for split in splits]
+    shown = [json.dumps({**task.public, "id": None}) for part in parts for task in part]
+    assert all(parts) and len(set(shown)) == len(shown)
 
 
 ABSENT: list[tuple[str, dict[str, Any], Split, str]] = [

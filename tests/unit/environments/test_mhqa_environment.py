@@ -15,15 +15,14 @@ from envserver_environments.mhqa.metrics import normalize_answer
 from envserver_tools.retrieval import FewPassages, Hit, Passage, PassageIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.case_files import cases
 from support.extent import examples
 
 from envserver import ConfigError, InputError, Result, Task
 
 bm25s = pytest.importorskip("bm25s", reason="needs the extra `retrieval`")
 
-ROWS: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_name("mhqa_rows.json").read_text(encoding="utf-8")
-)
+ROWS: dict[str, dict[str, Any]] = cases(__file__, "mhqa_cases.json")["rows"]
 """One question as each data set has it."""
 
 

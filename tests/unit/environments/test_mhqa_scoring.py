@@ -22,9 +22,12 @@ from envserver_environments.mhqa.metrics import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from support.case_files import cases
 from support.scripted_run import call
 
 from envserver import Result, Score
+
+CASES = cases(__file__, "mhqa_cases.json")
 
 
 def scored(response: str, answer: str | list[str], **row: Any) -> Score:
@@ -33,23 +36,7 @@ def scored(response: str, answer: str | list[str], **row: Any) -> Score:
     return env.score(task, env.response_from_row(response, []))
 
 
-@pytest.mark.parametrize(
-    ("said", "golds", "em", "f1"),
-    [
-        ("The Osk Bridge!", ["osk bridge"], 1, 1),
-        ("3.5", ["35"], 1, 1),
-        ("AC/DC", ["ACDC"], 1, 1),
-        ("rock and roll", ["rock-and-roll"], 0, 0),
-        ("Sao Vell", ["São Vell"], 0, 0.5),
-        ("Vell, Ida", ["Ida Vell"], 0, 1),
-        ("Ida Maria Vell", ["Ida Vell"], 0, 0.8),
-        ("yes", ["no"], 0, 0),
-        ("yes, she is", ["yes"], 0, 0),
-        ("Vell", ["Ida Vell", "Vell", "I. Vell"], 1, 1),
-        ("the", ["a"], 1, 0),
-        ("x", [], 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("said", "golds", "em", "f1"), CASES["compared"])
 def test_answers_are_compared_as_hotpot_does(
     said: str, golds: list[str], em: float, f1: float
 ) -> None:
@@ -104,31 +91,7 @@ def test_a_pair_counts_where_both_variants_are_told_apart() -> None:
     assert group_sufficiency(pairs) == Measure(0.5, 0.5, 0.5, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("<answer>A</answer> no: <answer> B </answer>", "B"),
-        ("<answer>A <answer>B</answer>", "B"),
-        ('{"answer": "A"} FINAL: B', "A"),
-        ('{"steps": [{"answer": "A"}], "x": 1}', "A"),
-        ('{"answer": 1874}', "1874"),
-        ('{"answer": 3.50}', "3.50"),
-        ('{"answer": true}', None),
-        ('{"answer": ["A"]}', None),
-        ('{"answer": {"answer": "A"}}', "A"),
-        ("THOUGHT: x\nFINAL: A \n", "A"),
-        ("It is FINAL: A", None),
-        (r"\boxed{\text{A b}}", "A b"),
-        (r"<answer>\boxed{A}</answer>", "A"),
-        ("So:\n**Final answer:** A\nBye.", "A"),
-        ("The answer is A", None),
-        ("A", None),
-        ("<think>x</think><answer>A</answer>", "A"),
-        ("<think><answer>A</answer>", None),
-        ("<answer></answer>", ""),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), CASES["found"])
 def test_the_answer_is_found_in_a_text(text: str, answer: str | None) -> None:
     assert extract_answer(text) == answer
 

@@ -14,8 +14,10 @@ from envserver_environments.router.matching import likeness
 from envserver_environments.router.plans import Plan, PlanError, Step, as_json, plan_of, read_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.case_files import cases
 from support.extent import examples
 
+CASES = cases(__file__, "router_cases.json")
 TOOLS = {
     "math": ("solve", "calculate"),
     "code": ("write", "run_tests"),
@@ -81,30 +83,9 @@ TEXT = json.dumps(as_json(CHAIN))
         ("schema", TEXT + " " * 8 + "x" * 100_000),
         ("schema", "[]"),
         ("schema", "7"),
-        *((kind, broken(path, value)) for kind, path, value in (
-            ("schema", "handoffs", None),
-            ("schema", "note", "more"),
-            ("schema", "rationale", ""),
-            ("schema", "rationale", "x" * 2001),
-            ("schema", "steps", as_json(CHAIN)["steps"] * 3),
-            ("schema", "steps.0.agent", "browser"),
-            ("schema", "steps.0.id", "S 1"),
-            ("schema", "steps.1.depends_on", ["s1", "s1"]),
-            ("schema", "handoffs.0.payload", ""),
-            ("unknown_tool", "steps.0.tool", "solve"),
-            ("tool_args", "steps.0.args.top_k", True),
-            ("tool_args", "steps.1.args", {"problem": ""}),
-            ("tool_args", "steps.2.args.language", "rust"),
-            ("duplicate_id", "steps.1.id", "s1"),
-            ("unknown_dependency", "steps.1.depends_on", ["s7"]),
-            ("cycle", "steps.0.depends_on", ["s3"]),
-            ("cycle", "steps.0.depends_on", ["s1"]),
-            ("final_step", "final_step", "s9"),
-            ("final_step_not_last", "final_step", "s2"),
-            ("orphan_step", "steps.2.depends_on", []),
-            ("handoffs_mismatch", "handoffs.1", None),
-            ("handoffs_mismatch", "handoffs", as_json(CHAIN)["handoffs"] * 2),
-            ("handoffs_mismatch", "handoffs.0.to", "s3"),
+        *((kind, broken(path, value)) for kind, path, value in CASES["wrong_plans"]),
+        *((kind, broken(name, 3 * as_json(CHAIN)[name])) for name, kind in (
+            ("steps", "schema"), ("handoffs", "handoffs_mismatch"),
         )),
     ],
 )  # fmt: skip
@@ -232,20 +213,7 @@ def test_a_route_is_a_chain() -> None:
     assert plan_of_course(spoken).steps[0].args == {"q": 'a "b" (c)'}
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("unknown_tool", {"route_plan": ["/browser(open it)"]}),
-        ("unknown_tool", {"route_plan": ["math(1 + 1)"]}),
-        ("tool_args", {"route_plan": ["/math()"]}),
-        ("tool_args", {"route_plan": ['/general-search(query="x")']}),
-        ("schema", {"route_plan": ["/math(a)", "/math(b)"]}),
-        ("schema", {"route_plan": []}),
-        ("schema", {"route_plan": "/math(a)"}),
-        ("schema", {"difficulty": "hard"}),
-        ("schema", {"quality_score": 99}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "change"), CASES["wrong_routes"])
 def test_what_is_wrong_with_a_route_is_named(kind: str, change: dict[str, Any]) -> None:
     with pytest.raises(PlanError) as caught:
         plan_of_course({**COURSE, **change})

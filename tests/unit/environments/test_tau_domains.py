@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +27,10 @@ from envserver_environments.tau.episodes import Episode, EpisodeRules
 from envserver_environments.tau.tasks import TauTask
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.case_files import cases
 from support.extent import examples
 
-CASES = json.loads(Path(__file__).with_name("tau_calls.json").read_text(encoding="utf-8"))
+CASES = cases(__file__, "tau_calls.json")
 
 
 def domain_of(kind: DomainKind, model: Any, content: Any) -> Domain:
@@ -200,17 +200,7 @@ def test_hashes_are_those_of_the_whole_json() -> None:
     assert hash_of(shown) == hashlib.sha256(text.encode()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("result", "text"),
-    [
-        ("as it is", "as it is"),
-        (5, '"5"'),
-        (True, '"True"'),
-        (None, "null"),
-        ({"a": [1, 2.5, None]}, '{"a": ["1", "2.5", null]}'),
-        ([], "[]"),
-    ],
-)
+@pytest.mark.parametrize(("result", "text"), CASES["results"])
 def test_how_results_are_written(result: Any, text: str) -> None:
     assert result_text(result) == text
 
@@ -233,17 +223,6 @@ def test_calculate_is_python_on_arithmetic(expression: str) -> None:
     assert outcome(expression, calculate) == outcome(expression, by_python)
 
 
-@pytest.mark.parametrize(
-    ("expression", "result"),
-    [
-        ("10/3", "3.33"),
-        ("2 + 3 * 4", "14.0"),
-        ("2**10", "1024.0"),
-        ("1/0", "Error: division by zero"),
-        ("__import__('os')", "Error: Invalid characters in expression"),
-        ("9**9**9", "Error: int too large to convert to float"),
-        ("(-8)**(1/2)", "Error: float() argument must be a string or a real number, not 'complex'"),
-    ],
-)
+@pytest.mark.parametrize(("expression", "result"), CASES["calculated"])
 def test_what_calculate_gives(expression: str, result: str) -> None:
     assert outcome(expression, calculate) == result

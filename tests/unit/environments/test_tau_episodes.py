@@ -30,17 +30,18 @@ from envserver_environments.tau.evaluation.confirmation import unconfirmed_write
 from envserver_environments.tau.evaluation.rewards import pays_for_nothing
 from envserver_environments.tau.replays import play
 from envserver_environments.tau.tasks import Action, read_task
+from support.case_files import cases
 from support.tau_todo import todo_list
 
 from envserver import InputError, Message, Score
 
-TALKS = json.loads(Path(__file__).with_name("tau_talks.json").read_text(encoding="utf-8"))
-DONE, LOOK, WRONG = (TALKS["said"][name]["tool_calls"][0] for name in ("DONE", "LOOK", "WRONG"))
+CASES = cases(__file__, "tau_talks.json")
+DONE, LOOK, WRONG = (CASES["said"][name]["tool_calls"][0] for name in ("DONE", "LOOK", "WRONG"))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return todo_list(tmp_path_factory.mktemp("tau2"), TALKS["tasks"])
+    return todo_list(tmp_path_factory.mktemp("tau2"), CASES["tasks"])
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def played(
 ) -> Episode:
     """A scripted conversation; a name is what is said by it."""
     episode = episode_of(domain, task_id, **rules)
-    said = TALKS["said"]
+    said = CASES["said"]
     says, answers = ([said.get(one, {"content": one}) for one in turns] for turns in (agent, user))
     play(episode, says, answers)
     return episode
@@ -67,9 +68,9 @@ def valued(domain: Domain, episode: Episode, **how: Any) -> Evaluation:
     return evaluate(domain, episode.task, episode.messages, str(episode.ending), **how)
 
 
-@pytest.mark.parametrize("name", TALKS["endings"])
+@pytest.mark.parametrize("name", CASES["endings"])
 def test_how_conversations_end(domain: Domain, name: str) -> None:
-    agent, user, rules, ending = TALKS["endings"][name]
+    agent, user, rules, ending = CASES["endings"][name]
     episode = played(domain, "finish", agent, user, **rules)
     assert (episode.ending, episode.speaker) == (ending, None)
     with pytest.raises(RuntimeError, match="over"):
@@ -100,9 +101,9 @@ def test_data_of_a_task_serve_both_sides_as_upstream(domain: Domain) -> None:
     assert error.content == "Error: 'MockDB' object has no attribute 'notifications'"
 
 
-@pytest.mark.parametrize("name", TALKS["worth"])
+@pytest.mark.parametrize("name", CASES["worth"])
 def test_what_conversations_are_worth(domain: Domain, name: str) -> None:
-    task_id, agent, how, components = TALKS["worth"][name]
+    task_id, agent, how, components = CASES["worth"][name]
     found = valued(domain, played(domain, task_id, agent), **how)
     assert found.components == components
     assert found.reward == float(all(components.values()))
@@ -132,17 +133,7 @@ def test_verdicts_of_the_judge_are_never_guessed(domain: Domain, evaluation_type
         valued(domain, episode, evaluation_type=evaluation_type)
 
 
-@pytest.mark.parametrize(
-    ("task_id", "agent", "proof"),
-    [
-        ("refuse", ["No."], 0.0),
-        ("refuse", ["WRONG", "No."], 0.0),
-        ("refuse", ["LOOK", "No."], 1.0),
-        ("look", ["No."], 0.0),
-        ("look", ["LOOK", "No."], 1.0),
-        ("finish", ["DONE", "SAY"], 1.0),
-    ],
-)
+@pytest.mark.parametrize(("task_id", "agent", "proof"), CASES["proof"])
 def test_strictly_doing_nothing_does_not_pay(
     domain: Domain, task_id: str, agent: list[Any], proof: float
 ) -> None:
@@ -158,21 +149,7 @@ def test_strictly_telling_everything_does_not_pay(domain: Domain) -> None:
     assert valued(domain, episode, strictness=Strictness.STRICT).components["BRIEF"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("info", "said", "upstream", "strict"),
-    [
-        ("1000", "It is $1,000.", True, True),
-        ("1,000", "It is $1,000.", False, True),
-        ("5", "It is 50.", True, False),
-        ("5", "It is 5.", True, True),
-        ("5", "It is 5.50.", True, False),
-        ("5", "It is 0.5", True, False),
-        ("gold", "You are a GOLD member", True, True),
-        ("gold", "marigolds", True, False),
-        ("54.04", "$54.04, or less", True, True),
-        ("a, b", "a, b", False, True),
-    ],
-)
+@pytest.mark.parametrize(("info", "said", "upstream", "strict"), CASES["said_info"])
 def test_what_counts_as_said(info: str, said: str, upstream: bool, strict: bool) -> None:
     messages = [{"role": "user", "content": info}, {"role": "assistant", "content": said}]
     assert information_given([info], messages) == [upstream]
@@ -180,18 +157,7 @@ def test_what_counts_as_said(info: str, said: str, upstream: bool, strict: bool)
 
 
 @pytest.mark.parametrize(
-    ("compare", "arguments", "requestor", "upstream", "strict"),
-    [
-        (None, {"a": 1, "b": 2}, "assistant", True, True),
-        (None, {"a": 1.0, "b": 2}, "assistant", True, True),
-        (None, {"a": 1}, "assistant", True, False),
-        (None, {}, "assistant", True, False),
-        (None, {"a": 1, "b": 3}, "assistant", False, False),
-        (None, {"a": 1, "b": 2}, "user", True, False),
-        ([], {"x": 1}, "assistant", True, True),
-        (["a"], {"a": 1, "b": 9}, "assistant", True, True),
-        (["a"], {"b": 2}, "assistant", False, False),
-    ],
+    ("compare", "arguments", "requestor", "upstream", "strict"), CASES["same_calls"]
 )
 def test_which_calls_are_the_expected_ones(
     compare: list[str] | None, arguments: Any, requestor: str, upstream: bool, strict: bool
@@ -203,15 +169,7 @@ def test_which_calls_are_the_expected_ones(
     assert not same_call(action, {**call, "name": "g"})
 
 
-@pytest.mark.parametrize(
-    ("proposal", "answer", "unconfirmed"),
-    [
-        ("I will finish t1. Is that right?", "Yes, go ahead.", 0),
-        ("I will finish it. Is that right?", "Yes.", 1),
-        ("I will finish t1. Is that right?", "No, wait.", 1),
-        ("I will finish t1.", "Why?", 1),
-    ],
-)
+@pytest.mark.parametrize(("proposal", "answer", "unconfirmed"), CASES["confirmed"])
 def test_changes_without_a_yes_are_counted(
     domain: Domain, proposal: str, answer: str, unconfirmed: int
 ) -> None:
@@ -284,7 +242,7 @@ def test_what_a_row_must_be(domain: Domain, data: Path) -> None:
 def test_vectors_are_replayed_and_compared(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hi, bye, say, done = (TALKS["said"][name] for name in ("HI", "BYE", "SAY", "DONE"))
+    hi, bye, say, done = (CASES["said"][name] for name in ("HI", "BYE", "SAY", "DONE"))
     vector = {
         "id": "finish-gold",
         "domain": "mock",

@@ -22,11 +22,13 @@ from envserver_environments.video.tools import video_tools
 from envserver_tools.calling import run_tool_call
 from hypothesis import given
 from hypothesis import strategies as st
+from support.case_files import cases
 from support.commands import read_jsonl
 from support.scripted_run import call
 
 from envserver import InputError, NotFoundError, Result, Task
 
+CASES = cases(__file__, "video_cases.json")
 ROWS = read_jsonl(SAMPLE)
 CHOICES = [row for row in ROWS if "options" in row]
 VIDEOS = {path.stem: context_file(path) for path in SAMPLE_VIDEOS.iterdir()}
@@ -98,21 +100,7 @@ def test_options_are_shuffled_the_same_for_a_group_by_the_seed() -> None:
     assert Video().baselines() == {"blind": {"blind": True}}
 
 
-@pytest.mark.parametrize(
-    ("value", "lines"),
-    [
-        ("a man\n\n0:07: sits\n1:00:02: up", ["0:00:00: a man", "0:00:07: sits", "1:00:02: up"]),
-        (["a", "a", "b"], ["0:00:00: a", "0:00:02: b"]),
-        ({"fps": 0.5, "captions": ["a", "b"]}, ["0:00:00: a", "0:00:02: b"]),
-        ([{"t0": 9, "t1": 10, "text": " b\nc "}, {"t0": 3, "text": "a"}],
-         ["0:00:03: a", "0:00:09: b c"]),
-        ({"transcript": [{"t0": 61.9, "t1": 63, "speaker": "Al", "text": "Hi"}]},
-         ["0:01:01: Al: Hi"]),
-        ({"scene_graph": [{"t": 4, "triples": [["cup", "on", "table"], ["cup", "is", "red"]]}]},
-         ["0:00:04: (cup, on, table) (cup, is, red)"]),
-        ({"title": "x"}, ["0:00:00: {", '0:00:01: "title": "x"', "0:00:02: }"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "lines"), CASES["contexts"])
 def test_contexts_are_read_in_every_shape(value: Any, lines: list[str]) -> None:
     context = video_context(value)
     (modality,) = context.modalities
@@ -120,11 +108,7 @@ def test_contexts_are_read_in_every_shape(value: Any, lines: list[str]) -> None:
     assert VideoContext.of_json(json.loads(json.dumps(context.as_json()))) == context
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["", [], {"captions": []}, None, [7], [{"t0": 1}], {"scene_graph": [{"t": 1}]},
-     [{"t0": -1, "text": "a"}]],
-)  # fmt: skip
+@pytest.mark.parametrize("value", CASES["no_contexts"])
 def test_contexts_that_hold_nothing_are_refused(value: Any) -> None:
     with pytest.raises(InputError):
         video_context(value)
@@ -154,19 +138,10 @@ def test_long_captions_are_read_in_pages() -> None:
     assert [line.split()[1] for line in seen] == [str(place) for place in range(180)]
 
 
-NEXTQA = {
-    "video": 4010069381, "qid": 6, "frame_count": 369, "question": "why did the man sit",
-    "answer": 2, "type": "CW", **{f"a{place}": f"reason {place}" for place in range(5)},
-}  # fmt: skip
-OPTIONS = [f"reason {place}" for place in range(5)]
-EGOSCHEMA = {
-    "question_idx": "0", "video_idx": "uid-1", "question": "What is it about?",
-    "option": [f"{letter}. reason {place}" for place, letter in enumerate("ABCDE")], "answer": "2",
-}  # fmt: skip
-EGOSCHEMA_FILE = {
-    "q_uid": "uid-1", "question": "What is it about?",
-    **{f"option {place}": f"reason {place}" for place in range(5)},
-}  # fmt: skip
+NEXTQA = CASES["nextqa"]
+OPTIONS = CASES["options"]
+EGOSCHEMA = CASES["egoschema"]
+EGOSCHEMA_FILE = CASES["egoschema_file"]
 OWN = {"video": "uid-1", "question": "Why?", "options": OPTIONS, "answer": "C"}
 
 
@@ -179,23 +154,12 @@ def test_rows_are_read_in_each_shape(row: dict[str, Any]) -> None:
     assert (task.public["options"], task.hidden["answer"]) == (OPTIONS, 2)
 
 
-@pytest.mark.parametrize(
-    ("answer", "place"),
-    [(2, 2), (2.0, 2), ("2", 2), ("c", 2), ("reason 2", 2), (5, None), (-1, None), ("F", None),
-     (True, None), (None, None), ("reason", None), ([2], None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("answer", "place"), CASES["answers_of_rows"])
 def test_a_data_set_may_name_its_answer_in_many_ways(answer: Any, place: int | None) -> None:
     assert option_place(answer, OPTIONS) == place
 
 
-@pytest.mark.parametrize(
-    "row",
-    [{}, {"text": "x"}, {"question": "Why?"}, EGOSCHEMA_FILE,
-     *({**OWN, **change} for change in (
-        {"answer": 0.5}, {"answer": 9}, {"options": ["a"]}, {"options": "ab"}, {"question": ""},
-        {"evidence": [3]}, {"options": ["a", " "]},
-    ))],
-)  # fmt: skip
+@pytest.mark.parametrize("row", CASES["no_rows"])
 def test_rows_without_a_shape_or_an_answer_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         Video().task_from_row(row)
@@ -281,27 +245,17 @@ def reward(text: str = "", answer: str | None = None, **settings: Any) -> float 
     return env.score(task, Result(output={"answer": answer, "text": text, "experts": {}})).reward
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["Answer: B", "\\boxed{b}", '{"reasoning": "A?", "answer": "Option B"}', "FINAL: (B)", "B",
-     "<think>A</think>The answer is B.", "Answer: opens the gate.", "Answer: B since it swings"],
-)  # fmt: skip
+@pytest.mark.parametrize("text", CASES["named"])
 def test_one_option_is_named_in_many_ways(text: str) -> None:
     assert reward(text) == 1.0
 
 
-@pytest.mark.parametrize(
-    "answer", ["B", "b)", "Option B", "\\boxed{B}", "Opens the  gate", "Answer: B"]
-)
+@pytest.mark.parametrize("answer", CASES["finished"])
 def test_finish_names_an_option(answer: str) -> None:
     assert reward("Answer: A", answer) == 1.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "B person opens it", "Answer: A or B", "Answer: 2", "<think>Answer: B", "opens the gate",
-     "Answer: D", "\\boxed{B} \\boxed{A}", '{"answer": 1}', "I believe B is shown", "cannot tell"],
-)  # fmt: skip
+@pytest.mark.parametrize("text", CASES["not_named"])
 def test_what_names_no_option_or_several_is_wrong(text: str) -> None:
     assert reward(text) == 0.0
     assert reward(answer=text) == 0.0 or text == "opens the gate"
@@ -312,37 +266,13 @@ def test_no_words_break_the_scorer(text: str, answer: str | None) -> None:
     assert reward(text, answer) in (0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("At 0:01:05 it swings. Answer: B", 1.0),
-        ("From 0:00:50 to 0:01:01. Answer: B", 1.0),
-        ("Answer: B", 0.75),
-        ("At 0:02:05. Answer: B", 0.75),
-        ("0:00:00-0:03:00. Answer: B", 0.75),
-        ("0:00:10 0:00:20 0:01:05 0:01:40 Answer: B", 0.75),
-        ("At 0:01:05. Answer: A", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), CASES["evidence"])
 def test_evidence_is_worth_its_share_of_a_right_answer(text: str, expected: float) -> None:
     assert reward(text, evidence_bonus=0.25) == expected
     assert reward(text) == float(expected > 0)
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ("The old barn!", 1.0),
-        ("Answer: old barn", 1.0),
-        ("a barn", 2 / 3),
-        ("old", 2 / 3),
-        ("of the", 0.0),
-        ("old barn or new barn", 0.0),
-        ("house; old barn", 0.0),
-        ("old barn " * 7, 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("answer", "expected"), CASES["words"])
 def test_answers_in_words_are_measured(answer: str, expected: float) -> None:
     env = Video()
     row = {"question": "Where?", "answer": ["the old barn", "barn of the old"], "type": "DL"}

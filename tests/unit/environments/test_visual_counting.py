@@ -59,16 +59,6 @@ def test_the_count_is_what_the_picture_shows(settings: dict[str, int]) -> None:
     assert set(counts) == set(range(1, environment.config.most + 1))
 
 
-def test_no_picture_is_in_two_splits() -> None:
-    environment = VisualCounting(VisualCounting.Config())
-    splits = {
-        split: [task.public["picture"] for task in itertools.islice(environment.tasks(split), 200)]
-        for split in ("train", "validation", "test")
-    }
-    pictures = [picture for split in splits.values() for picture in split]
-    assert len(set(pictures)) == len(pictures) == 600
-
-
 def test_tokens_about_an_image_that_cannot_be_placed_are_not_trained(tmp_path: Path) -> None:
     """The simulated engine does not say which tokens stand for the image."""
     words = ["--env.total_steps", 1, "--env.group_size", 2, "--sim.solve_probability", 1]

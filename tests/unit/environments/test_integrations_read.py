@@ -1,5 +1,6 @@
-"""What the integrations of games read from answers and make of pictures; the games themselves are
-played in tests/peers/test_games_peer.py."""
+"""What the integrations of other frameworks read without these: answers of games, pictures of
+terminals, which generation of verifiers a package needs. The games themselves are played in
+tests/peers/test_games_peer.py."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import pytest
 from envserver_integrations.answers import Answer, action_of
 from envserver_integrations.gymnasium import INTEGRATION
 from envserver_integrations.gymnasium.worlds import BadAction, action, plain
+from envserver_integrations.verifiers.backends import CLASSIC, V1, backend_of, is_classic
+from support.env_packages import wheel
 
 THOUGHT = (
     "<think>[left] or [right]?</think>\nI take the [left] door.\nNo: [right] <answer> up </answer>"
@@ -50,3 +53,36 @@ def test_a_module_beside_the_user_is_named_by_its_path(
     Path("my_world.py").touch()
     assert INTEGRATION.absolute("my_world:My-v0") == f"{tmp_path}/my_world.py:My-v0"
     assert INTEGRATION.absolute("FrozenLake-v1") == "FrozenLake-v1"
+
+
+CODE = {"classic": "def load_environment(n=1):\n    return n\n", "v1": "__all__ = ['Sums']\n"}
+
+
+@pytest.mark.parametrize(("generation", "expected"), [("classic", CLASSIC), ("v1", V1)])
+def test_a_folder_or_a_wheel_says_it(tmp_path: Path, generation: str, expected: object) -> None:
+    folder = tmp_path / "project"
+    (folder / "build").mkdir(parents=True)
+    (folder / "sums.py").write_text(CODE[generation])
+    (folder / "build" / "old.py").write_text(CODE["classic"])  # what was built before says nothing
+    assert backend_of("sums", [str(folder)]) is expected
+    built = wheel(tmp_path, "sums", {"sums.py": CODE[generation]})
+    assert backend_of("sums", [str(built)]) is expected
+
+
+@pytest.mark.parametrize(
+    ("packages", "expected"),
+    [
+        ([], V1),
+        (["gsm8k", "verifiers<0.4"], CLASSIC),
+        (["gsm8k", "verifiers>=0.4"], V1),
+        (["gsm8k"], V1),
+        (["git+https://example.com/sums.git", "verifiers==0.3.1"], CLASSIC),
+    ],
+)
+def test_a_requirement_decides(packages: list[str], expected: object) -> None:
+    assert backend_of("sums", packages) is expected
+
+
+def test_the_version_that_is_installed_says_which_class_plays() -> None:
+    assert [is_classic(one) for one in ("0.1.9", "0.3.1")] == [True, True]
+    assert [is_classic(one) for one in ("0.4.0", "1.0.0")] == [False, False]
