@@ -80,7 +80,8 @@ def test_settings_that_do_not_exist_or_fit_are_refused(
         ({"total_steps": 0}, "greater than or equal to 1"),
         *WRONG.get(name, ()),
     ):
-        with pytest.raises((EnvserverError, ValueError, OSError)) as told:
+        kinds = (FileNotFoundError,) if "things_path" in settings else (EnvserverError, ValueError)
+        with pytest.raises(kinds) as told:
             next(made(name, **settings).tasks("train"))
         assert said in f"{told.value}", settings
     with pytest.raises(ConfigError, match=r"There is no setting 'env\.nosuch'"):
@@ -329,6 +330,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "router": [{"profile": "graph"}, {"profile": "coursegpt"}, {"execute": True}],
     "tau": [{"task_split": "base", "strict": strict} for strict in (True, False)],
 }
+GOLD = {("code", None): {"gold", "gold as an answer in full"}, ("tau", True): {"gold"}}
+"""All that these pay for."""
 MOST_SCORED = {"math": 48, "swe": 1, "tau": 40}
 
 
@@ -374,6 +377,8 @@ async def test_only_what_is_right_is_paid(
         wrong = []
     assert (report.problems, wrong, report.tasks > 0) == ([], [], True)
     assert not CHEATS.get(name) or report.without_gold == []
+    if gold := GOLD.get((name, settings.get("strict"))):
+        assert {kind.name for kind in report.kinds if kind.expected_most > 0} == gold
     full = rules_of_rewards(environment).range.solved_at
     known = environment.known_results(next(environment.tasks("train")))
     assert len({one.name for one in known if one.most < full}) >= CHEATS.get(name, 0)

@@ -102,7 +102,7 @@ async def test_a_video_of_four_hours_costs_little(folder: Path) -> None:
     film(folder / "long.mp4", 4 * 3600, rate=Fraction(1, 4), size=(32, 32))
     limits = FrameLimits(count=8, side=32, cpu_seconds=math.ceil(cpu_limit(3)))
     shown = await frames_of(folder, limits).frames("long.mp4", 0, None)
-    assert shown.seconds == 4 * 3600 and len(shown.frames) == 8
+    assert shown.seconds == 4 * 3600
     assert [round(time) for time, _ in shown.frames] == [900 + 1800 * place for place in range(8)]
 
 
@@ -274,8 +274,6 @@ def test_rows_name_files_in_the_folder_and_others_are_dropped(folder: Path) -> N
 def test_frames_need_a_folder_and_pyav(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="no folder"):
-        list(Video(Video.Config(frames="all")).tasks("train"))
     with pytest.raises(NotFoundError, match="no folder of videos"):
         Video(Video.Config(frames="all", videos_path=tmp_path / "x")).services()
     monkeypatch.setattr(store.importlib.util, "find_spec", lambda name: None)
