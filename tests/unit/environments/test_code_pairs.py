@@ -6,7 +6,9 @@ import asyncio
 import base64
 import json
 import pickle
+import tomllib
 import zlib
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ SUM = "print(sum(map(int, input().split())))"
 INPUTS, OUTPUTS = ["1 2\n", "3 4 5\n", "-1 1\n", "7\n"], ["3\n", "12\n", "0\n", "7\n"]
 PAIRS = [{"input": i, "output": o} for i, o in zip(INPUTS, OUTPUTS, strict=True)]
 TEXT = "Add the numbers of a line."
+SUMS = tomllib.loads(Path(__file__).with_name("test_code_scoring.toml").read_text())["sums"]
+"""Programs by the share of PAIRS that they pass."""
 
 
 def packed(tests: list[dict[str, str]]) -> str:
@@ -52,7 +56,7 @@ CONTESTS = {
     "generated_tests": {"input": INPUTS[3:], "output": OUTPUTS[3:]},
     "solutions": {"language": [2, 3], "solution": ["int main() {}", SUM]},
 }  # fmt: skip
-ROWS: dict[str, dict[str, Any]] = {
+ROWS = {
     "apps": APPS,
     "apps, no JSON": {**APPS, "input_output": {"inputs": INPUTS, "outputs": OUTPUTS}},
     "tests": TESTS, "tests as JSON": {**TESTS, "tests": json.dumps(PAIRS)},
@@ -78,7 +82,7 @@ async def test_rows_of_programs_become_tasks_that_only_a_solution_solves(
         assert (await env.score(task, Result(output=fenced(program)))).reward == reward
 
 
-FUNCTIONS: dict[str, dict[str, Any]] = {
+FUNCTIONS = {
     "apps": {
         "question": TEXT, "solutions": ["def add(a, b): return a + b"],
         "input_output": {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]},
@@ -111,29 +115,24 @@ async def test_rows_that_name_a_function_are_calls(rooms: Sandboxes, name: str) 
         assert "class Solution" in question(task.public, "single", "0")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"input_output": "{"}, {"input_output": {"inputs": ["1"], "outputs": []}},
-        {"input_output": []}, {"input_output": {"fn_name": "no name", "inputs": [], "outputs": []}},
-        {"input_output": {"inputs": [], "outputs": []}}, {"question": ""},
-    ],
-)  # fmt: skip
-def test_rows_that_are_no_pairs_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(InputError):
-        Code().task_from_row({**APPS, **change})
-
-
-def test_packed_tests_run_no_code() -> None:
+def test_rows_that_are_no_pairs_are_refused_and_packed_tests_run_no_code(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
-            return (Path.touch, (Path("/tmp/never"),))
+            return (Path.touch, (tmp_path / "never",))
 
+    for change in (
+        "{", [], {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []},
+        {"fn_name": "no name", "inputs": [], "outputs": []},
+    ):  # fmt: skip
+        with pytest.raises(InputError):
+            Code().task_from_row({**APPS, "input_output": change})
+    with pytest.raises(InputError):
+        Code().task_from_row({**APPS, "question": ""})
     for content in (pickle.dumps(Evil()), pickle.dumps([1]), b"no pickle", b""):
         text = base64.b64encode(zlib.compress(content)).decode()
         with pytest.raises(InputError):
             read_pairs({**CASES, "private_test_cases": text})
-    assert not Path("/tmp/never").exists()
+    assert not (tmp_path / "never").exists()
 
 
 def test_tests_are_bounded_and_each_is_there_once() -> None:
@@ -146,17 +145,17 @@ def test_tests_are_bounded_and_each_is_there_once() -> None:
     assert read_pairs({**TESTS, "time_limit": 3}).seconds == 3.0
 
 
-@pytest.mark.parametrize(
-    ("printed", "wanted", "same"),
-    [
-        (b"1\n2\n", "1\n2", True), (b"1 \r\n2", "1\n2\n\n", True), (b"1\n2\n\n \n", "1\n2\n", True),
-        (b"1\n\n2", "1\n2", False), (b" 1", "1", False), (b"1 2", "1\n2", False),
-        (b"YES", "Yes", False), (b"", "\n", True), (b"\xff", "\xff", False), (b"1.0", "1", False),
-        ("\u00e4".encode(), "\u00e4", True), (b"1\x00", "1", False),
-    ],
-)  # fmt: skip
-def test_lines_are_compared_but_for_blanks_at_ends(printed: bytes, wanted: str, same: bool) -> None:
-    assert same_lines(printed, wanted) is same
+def test_lines_are_compared_but_for_blanks_at_ends() -> None:
+    same = (
+        (b"1\n2\n", "1\n2"), (b"1 \r\n2", "1\n2\n\n"), (b"1\n2\n\n \n", "1\n2\n"), (b"", "\n"),
+        ("\u00e4".encode(), "\u00e4"),
+    )  # fmt: skip
+    other = (
+        (b"1\n\n2", "1\n2"), (b" 1", "1"), (b"1 2", "1\n2"), (b"YES", "Yes"), (b"\xff", "\xff"),
+        (b"1.0", "1"), (b"1\x00", "1"),
+    )  # fmt: skip
+    assert [pair for pair in same if not same_lines(*pair)] == []
+    assert [pair for pair in other if same_lines(*pair)] == []
 
 
 @pytest.mark.parametrize(
@@ -175,63 +174,27 @@ def test_the_program_of_an_answer_is_found(text: str, found: str | None) -> None
     assert extract_code(text, "") == found
 
 
-# Name, program, share of the four pairs above that it passes.
-PROGRAMS: list[tuple[str, str, float]] = [
-    ("a main", f"def main():\n    {SUM}\n\nif __name__ == '__main__':\n    main()", 1.0),
-    ("all of stdin", "import sys\nprint(sum(map(int, sys.stdin.read().split())))", 1.0),
-    ("lines", "import sys\nfor line in sys.stdin: print(sum(map(int, line.split())))", 1.0),
-    ("bytes", "import os, sys\nxs = map(int, sys.stdin.buffer.read().split())\n"
-     "os.write(1, str(sum(xs)).encode())", 1.0),
-    ("descriptor 0", "print(sum(map(int, open(0).read().split())))", 1.0),
-    ("exit()", f"{SUM}\nexit()", 1.0),
-    ("sys.exit(0)", f"import sys\n{SUM}\nsys.exit(0)", 1.0),
-    ("says something on stderr", f"import sys\nprint('hm', file=sys.stderr)\n{SUM}", 1.0),
-    ("warns and logs", f"import logging, warnings\nwarnings.warn('x')\nlogging.error('y')\n{SUM}",
-     1.0),
-    ("a deep recursion in a thread", "import sys, threading\nsys.setrecursionlimit(10 ** 6)\n"
-     "threading.stack_size(64 * 2 ** 20)\ndef add(xs): return xs[0] + add(xs[1:]) if xs else 0\n"
-     "def main(): print(add([0] * 5000 + list(map(int, input().split()))))\n"
-     "t = threading.Thread(target=main)\nt.start()\nt.join()", 1.0),
-    ("globals and classes", "from dataclasses import dataclass\n@dataclass\nclass N:\n    x: int\n"
-     "total = 0\ndef add(n):\n    global total\n    total += n.x\nfor x in input().split():\n"
-     "    add(N(int(x)))\nprint(total)", 1.0),
-    ("asyncio", "import asyncio\nasync def main(): print(sum(map(int, input().split())))\n"
-     "asyncio.run(main())", 1.0),
-    ("status 1", f"{SUM}\nraise SystemExit(1)", 0.0),
-    ("fails for one", f"a = input()\nassert a != '7'\n{SUM.replace('input()', 'a')}", 0.75),
-    ("hangs for one", f"a = input()\nwhile a == '-1 1': pass\n{SUM.replace('input()', 'a')}", 0.75),
-    ("waits for more input", f"{SUM}\ninput()", 0.0),
-    ("no Python", "print(", 0.0),
-    ("too much behind it", f"{SUM}\nprint(' ' * (1 << 22))", 0.0),
-]  # fmt: skip
-
-
 @pytest.mark.thorough
-async def test_programs_get_the_share_of_tests_that_they_pass(rooms: Sandboxes) -> None:
-    env = code(rooms)
-    task = env.task_from_row(TESTS)
-
-    async def share(program: str) -> float:
-        score = await env.score(task, Result(output=fenced(program)))
-        assert score.reward == float(score.components["fraction"] == 1.0)
-        return score.components["fraction"]
-
-    shares = await asyncio.gather(*(share(program) for _, program, _ in PROGRAMS))
-    got = {name: found for (name, *_), found in zip(PROGRAMS, shares, strict=True)}
-    assert got == {name: wanted for name, _, wanted in PROGRAMS}
-
-
-@pytest.mark.thorough
-async def test_no_cheat_is_rewarded(rooms: Sandboxes) -> None:
+async def test_programs_get_the_share_of_tests_that_they_pass_and_no_cheat_is_rewarded(
+    rooms: Sandboxes,
+) -> None:
     env = code(rooms)
     task = env.task_from_row(TESTS)
     known = list(env.known_results(task))
     assert len(known) > 20
-
-    scores = await asyncio.gather(*(env.score(task, one.result) for one in known))
+    programs = {
+        name: (program, float(Fraction(share)))
+        for share, named in SUMS.items()
+        for name, program in named.items()
+    }
+    results = [Result(output=fenced(program)) for program, _ in programs.values()]
+    results += [one.result for one in known]
+    scores = await asyncio.gather(*(env.score(task, result) for result in results))
+    for (name, (_, share)), score in zip(programs.items(), scores, strict=False):
+        assert (score.components["fraction"], score.reward) == (share, float(share == 1.0)), name
     wrong = [
         (one.name, score.reward)
-        for one, score in zip(known, scores, strict=True)
+        for one, score in zip(known, scores[len(programs) :], strict=True)
         if score.reward is None or not one.least <= score.reward <= one.most
     ]
     assert wrong == []

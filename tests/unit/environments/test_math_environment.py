@@ -1,4 +1,7 @@
-"""The environment `math`: its tasks and where they come from."""
+"""The environment `math`: its tasks and where they come from, and how its agent talks and ends.
+
+For the hub stands a folder with the hub's id as its path: `load_dataset` looks there first.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import json
 import math
 import re
 import sys
-import types
+import tomllib
+import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -16,234 +21,243 @@ import pytest
 from envserver_environments.math import procedural
 from envserver_environments.math.data_sets import read_problem
 from envserver_environments.math.env import Math
-from envserver_environments.math.loading import SAMPLE
+from envserver_environments.math.loading import HUBS, SAMPLE
 from envserver_environments.math.verification import Verdict, compare
 from envserver_records.extras import install_command
 from envserver_tools.calculator import calculate
+from support.scripted_runs import ScriptedRun, call
 
 from envserver import ConfigError, InputError, NotFoundError, Result, Split, Task
 
+SAMPLES = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
+ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
-def sample_rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
+
+def math_of(data_set: str | list[str], **settings: Any) -> Math:
+    return Math(Math.Config(data_set=data_set, **settings))
 
 
 def test_sample_has_the_documented_tasks() -> None:
-    rows = sample_rows()
-    assert Counter(row["data_set"] for row in rows) == {
+    assert Counter(row["data_set"] for row in SAMPLES) == {
         "gsm8k": 16, "math": 10, "aime": 6, "svamp": 5, "mawps": 3, "mathqa": 4, "aqua": 4,
     }  # fmt: skip
     tasks = list(Math().tasks("train"))
-    assert {task.id for task in tasks} == {row["id"] for row in rows}
-    assert len({row.get("question", row.get("problem")) for row in rows}) > 35
-    assert {read_problem(row).answer for row in rows if row["data_set"] == "aqua"} >= {"E"}
+    assert {task.id for task in tasks} == {row["id"] for row in SAMPLES}
+    assert len({row.get("question", row.get("problem")) for row in SAMPLES}) > 35
+    assert {read_problem(row).answer for row in SAMPLES if row["data_set"] == "aqua"} >= {"E"}
+    for task in tasks:
+        assert set(task.public) == {"question", "options", "data_set"}
+        assert "####" not in json.dumps(task.public) and "boxed" not in json.dumps(task.public)
 
 
-def test_sample_word_problems_compute_to_their_answers() -> None:
-    for row in sample_rows():
-        answer = read_problem(row).answer
-        match row["data_set"]:
-            case "gsm8k":
-                marks = re.findall(r"<<([^=]+)=([^>]+)>>", row["answer"])
-                assert all(calculate(left) == right for left, right in marks), row["id"]
-                assert marks[-1][1] == answer, row["id"]
-            case "svamp":
-                assert calculate(row["Equation"]) == answer
-            case "mawps":
-                assert math.isclose(
-                    float(calculate(row["expression"])), float(calculate(answer)), abs_tol=1e-9
-                )
+def zeros_of_factorial(n: int) -> int:
+    """How many stand behind its last digit that is not zero."""
+    written = str(math.factorial(n))
+    return written[::-1].find(written.rstrip("0")[-1])
 
 
-def test_sample_competition_problems_have_the_answers_of_brute_force() -> None:
-    computed = [
+COMPUTED = {
+    "aime": iter((
         pow(3, 2026, 1000),
         sum((n % 6 == 0) != (n % 15 == 0) for n in range(1, 1001)),
         sum(1800 % n == 0 for n in range(1, 1801)),
         sum(n for n in range(1, 51) if (n * n + n + 1) % 7 == 0),
-        sum(
-            all(b - a > 1 for a, b in pairwise(chosen))
-            for size in range(11)
-            for chosen in combinations(range(10), size)
-        ),
-        next(n for n in range(1, 999) if str(math.factorial(n))[::-1].find(next_digit(n)) == 31),
-    ]
-    golds = [read_problem(row).answer for row in sample_rows() if row["data_set"] == "aime"]
-    assert golds == [str(value) for value in computed]
+        sum(all(b - a > 1 for a, b in pairwise(chosen))
+            for size in range(11) for chosen in combinations(range(10), size)),
+        next(n for n in range(1, 999) if zeros_of_factorial(n) == 31),
+    )),
+    "mathqa": iter((90 / (75 / 60), 640 * 85 / 100, math.lcm(12, 15, 20), 72 / 8 * 5)),
+    "aqua": iter((3 * 2.5 / 5, 1 / (1 / 6 - 1 / 10), sum(range(1, 40, 2)), 800 * 0.05 * 3)),
+}  # fmt: skip
 
 
-def next_digit(n: int) -> str:
-    """The last digit of n! that is not zero: its place counts the zeros behind it."""
-    return str(math.factorial(n)).rstrip("0")[-1]
+def test_sample_answers_are_those_that_are_computed() -> None:
+    for row in SAMPLES:
+        problem = read_problem(row)
+        match row["data_set"]:
+            case "gsm8k":
+                marks = re.findall(r"<<([^=]+)=([^>]+)>>", row["answer"])
+                assert all(calculate(left) == right for left, right in marks), row["id"]
+                assert marks[-1][1] == problem.answer, row["id"]
+            case "svamp":
+                assert calculate(row["Equation"]) == problem.answer
+            case "mawps":
+                values = (float(calculate(of)) for of in (row["expression"], problem.answer))
+                assert math.isclose(*values, abs_tol=1e-9)
+            case "aime":
+                assert problem.answer == str(next(COMPUTED["aime"]))
+            case "mathqa" | "aqua" as name:
+                value = next(COMPUTED[name])
+                numbers = [re.sub(r"[^0-9.]", "", option).strip(".") for option in problem.options]
+                near = [i for i, n in enumerate(numbers) if n and abs(float(n) - value) < 1e-9]
+                letter = "ABCDE"[near[0]] if near else "E"
+                assert letter == problem.answer and len(near) <= 1, row["id"]
+    assert [next(left, None) for left in COMPUTED.values()] == [None] * 3
 
 
 def test_sample_algebra_agrees_with_sympy() -> None:
     sympy = pytest.importorskip("sympy")
     x = sympy.Symbol("x", real=True)
     throws = sum(a + b == 9 for a in range(1, 7) for b in range(1, 7))
-    product = sympy.Matrix([[1, 2], [0, 3]]) * sympy.Matrix([[2, 1], [4, 0]])
-    computed = [
-        sympy.latex(sympy.Rational(throws, 36)),
-        sympy.latex(sympy.sqrt(3**2 + 6**2)),
-        sympy.latex(sympy.pi * 5**2),
-        str(sympy.solve_univariate_inequality(abs(x - 3) < 5, x, relational=False).args[:2]),
-        sympy.latex(sympy.FiniteSet(*sympy.solve(x**2 - 5 * x - 14, x))),
-        str(tuple(sympy.Matrix([[1, 1], [2, -1]]).solve(sympy.Matrix([11, 4])))),
-        sympy.latex(product),
-        sympy.latex(sympy.expand((x + 2) * (x**2 - 3))),
-        sympy.latex(sympy.expand((2 + 3 * sympy.I) * (1 - sympy.I))),
-        sympy.latex(sympy.solve(3 * sympy.Symbol("y") - 7 - x, sympy.Symbol("y"))[0]),
+    latex = [
+        sympy.Rational(throws, 36),
+        sympy.sqrt(3**2 + 6**2),
+        sympy.pi * 5**2,
+        None,
+        sympy.FiniteSet(*sympy.solve(x**2 - 5 * x - 14, x)),
+        None,
+        sympy.Matrix([[1, 2], [0, 3]]) * sympy.Matrix([[2, 1], [4, 0]]),
+        sympy.expand((x + 2) * (x**2 - 3)),
+        sympy.expand((2 + 3 * sympy.I) * (1 - sympy.I)),
+        sympy.solve(3 * sympy.Symbol("y") - 7 - x, sympy.Symbol("y"))[0],
     ]
-    golds = [read_problem(row).answer for row in sample_rows() if row["data_set"] == "math"]
-    verdicts = {
-        (gold, value): compare(gold, value) for gold, value in zip(golds, computed, strict=True)
-    }
+    computed = [sympy.latex(value) for value in latex]
+    interval = sympy.solve_univariate_inequality(abs(x - 3) < 5, x, relational=False)
+    computed[3] = str(interval.args[:2])
+    computed[5] = str(tuple(sympy.Matrix([[1, 1], [2, -1]]).solve(sympy.Matrix([11, 4]))))
+    golds = [read_problem(row).answer for row in SAMPLES if row["data_set"] == "math"]
+    verdicts = {pair: compare(*pair) for pair in zip(golds, computed, strict=True)}
     assert set(verdicts.values()) == {Verdict.EQUAL}, verdicts
 
 
-def test_sample_multiple_choice_answers_are_computed() -> None:
-    computed = {
-        "sample-mathqa-01": 90 / (75 / 60),
-        "sample-mathqa-02": 640 * 85 / 100,
-        "sample-mathqa-03": math.lcm(12, 15, 20),
-        "sample-mathqa-04": 72 / 8 * 5,
-        "sample-aqua-01": 3 * 2.5 / 5,
-        "sample-aqua-02": 1 / (1 / 6 - 1 / 10),
-        "sample-aqua-03": sum(range(1, 40, 2)),
-        "sample-aqua-04": 800 * 0.05 * 3,
-    }
-    for row in sample_rows():
-        if row["id"] in computed:
-            problem = read_problem(row)
-            numbers = [re.sub(r"[^0-9.]", "", option).strip(".") for option in problem.options]
-            near = [
-                i for i, n in enumerate(numbers) if n and abs(float(n) - computed[row["id"]]) < 1e-9
-            ]
-            letter = "ABCDE"[near[0]] if near else "E"
-            assert letter == problem.answer and len(near) <= 1, row["id"]
-
-
-def test_tasks_are_lazy_deterministic_in_the_seed_and_hide_their_answers() -> None:
-    first, again, other = (
-        [task.id for task in Math(Math.Config(seed=seed)).tasks("train")] for seed in (1, 1, 2)
-    )
-    assert first == again != other and sorted(first) == sorted(other)
-    for task in islice(Math().tasks("test"), 48):
-        assert set(task.public) == {"question", "options", "data_set"}
-        assert "####" not in json.dumps(task.public) and "boxed" not in json.dumps(task.public)
-
-
-OPTIONS = "a ) 1 , 000 , b ) 2 , c ) 3 , d ) 4 , e ) none of these"
-ROWS: dict[str, tuple[dict[str, Any], str]] = {
-    "gsm8k": ({"question": "q", "answer": "#1 of 2\n#### -1,250 "}, "-1250"),
-    "math": (
-        {"problem": "p", "level": "", "solution": r"\boxed{1}, $\boxed{\frac{1}{\sqrt{2}}}$"},
-        r"\frac{1}{\sqrt{2}}",
-    ),
-    "math500": ({"problem": "p", "solution": "s", "answer": "x^2", "unique_id": "u"}, "x^2"),
-    "svamp": ({"Body": "b", "Question": "q", "Answer": "100.0", "Equation": "e"}, "100"),
-    "mawps": ({"question": "q", "result": "12_000", "chain": ""}, "12000"),
-    "mathqa": (
-        {"Problem": "p", "options": OPTIONS, "correct": "e"},
-        "E",
-    ),
-    "aqua": ({"question": "q", "options": ["A)1", "B)2", "C)3"], "correct": "C"}, "C"),
-    "aime": ({"problem": "p", "answer": "033"}, "33"),
-    "deepmath": ({"question": "q", "final_answer": r"\ln 2"}, r"\ln 2"),
-    "mathx": ({"problem": "p", "expected_answer": "7", "generated_solution": "s"}, "7"),
-}  # fmt: skip
+# Where rows come from.
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_are_recognised_and_their_answers_taken(name: str) -> None:
-    row, answer = ROWS[name]
+def test_rows_are_recognised_and_read_from_files(tmp_path: Path, name: str) -> None:
+    row, answer = ROWS[name]["row"], ROWS[name]["answer"]
     problem = read_problem(row)
     assert (problem.data_set, problem.answer) == (name, answer)
     assert read_problem(row, name) == problem == read_problem({**row, "source": name})
+    rows = [{**row, "extra": i} for i in range(5)]
+    lines = "\n".join(map(json.dumps, rows)) + "\n"
+    for suffix, text in (("json", json.dumps(rows)), ("jsonl", lines)):
+        folder = tmp_path / suffix
+        folder.mkdir()
+        (folder / f"train.{suffix}").write_text(text)
+        tasks = list(math_of(name, data_path=folder).tasks("train"))
+        assert sorted(task.id for task in tasks) == [f"{name}-{i}" for i in range(5)]
+        assert {task.hidden["answer"] for task in tasks} == {answer}
 
 
 def test_options_are_read_in_every_spelling() -> None:
+    row = ROWS["mathqa"]["row"]
     texts = ["1 , 000", "2", "3", "4", "none of these"]
     listed = str([f"{letter} ) {text}" for letter, text in zip("abcde", texts, strict=True)])
     labelled = [f"{letter}){text}" for letter, text in zip("ABCDE", texts, strict=True)]
-    for options in (OPTIONS, listed, labelled):
-        assert read_problem({**ROWS["mathqa"][0], "options": options}).options == texts
+    for options in (row["options"], listed, labelled):
+        assert read_problem({**row, "options": options}).options == texts
+
+
+SVAMP = {"Body": "b", "Question": "q", "Answer": "1"}
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        {},
-        {"text": "x"},
-        {"question": "q", "answer": "no mark"},
-        {"problem": "p", "solution": "no box"},
-        {"problem": "p", "solution": r"\boxed{1"},
-        {"Body": "b", "Question": "q", "Answer": "many"},
-        {"Body": "b", "Question": "q", "Answer": "NaN"},
-        {"Body": "b", "Question": "q", "Answer": "1e999999999"},
-        {"Body": "b", "Question": "q", "Answer": "1e-999999999"},
-        {"Body": "b", "Question": None, "Answer": "1"},
+        {}, {"text": "x"}, {"question": "q", "answer": "no mark"},
+        {"question": "q", "answer": "1", "data_set": "svamp"},
+        *({"problem": "p", "solution": text} for text in ("no box", r"\boxed{1")),
+        *({"problem": "p", "answer": answer} for answer in (None, "9" * 301)),
+        *({**SVAMP, "Answer": text} for text in ("many", "NaN", "1e999999999", "1e-999999999")),
+        {**SVAMP, "Question": None},
         {"question": "q", "options": [None, None], "correct": "A"},
-        {"problem": "p", "answer": None},
-        {"problem": "p", "answer": "9" * 301},
         {"question": "q", "options": ["A)1", "B)2"], "correct": "E"},
         {"Problem": "p", "options": "['a ) 1'", "correct": "a"},
-        {"question": "q", "answer": "1", "data_set": "svamp"},
     ],
-)
+)  # fmt: skip
 def test_rows_without_a_shape_or_an_answer_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         Math().task_from_row(row)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json"])
-@pytest.mark.parametrize("name", ROWS)
-def test_local_files_are_read_in_each_shape(tmp_path: Path, name: str, suffix: str) -> None:
-    row, answer = ROWS[name]
-    rows = [{**row, "extra": i} for i in range(5)]
-    text = json.dumps(rows) if suffix == "json" else "\n".join(map(json.dumps, rows)) + "\n"
-    (tmp_path / f"train.{suffix}").write_text(text)
-    tasks = list(Math(Math.Config(data_set=name, data_path=tmp_path)).tasks("train"))
-    assert sorted(task.id for task in tasks) == [f"{name}-{i}" for i in range(5)]
-    assert {task.hidden["answer"] for task in tasks} == {answer}
-
-
-def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_unusable_rows_are_dropped_and_data_that_does_not_fit_is_a_clear_error(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "rows.jsonl"
-    good = json.dumps(ROWS["gsm8k"][0])
+    good = json.dumps(ROWS["gsm8k"]["row"])
     path.write_text(f'{good}\n{{"question": "q"}}\nnot json\n\n{good.replace("1,250", "n/a")}\n')
-    env = Math(Math.Config(data_set="gsm8k", data_path=path))
+    env = math_of("gsm8k", data_path=path)
     assert [task.id for task in env.tasks("train")] == ["gsm8k-0"]
     assert sum(env.dropped.values()) == 3
-
-
-def test_data_that_does_not_fit_is_a_clear_error(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n' * 3)
-    with pytest.raises(ConfigError, match="no usable row"):
-        next(Math(Math.Config(data_set="gsm8k", data_path=path)).tasks("train"))
-    with pytest.raises(NotFoundError):
-        next(Math(Math.Config(data_set="gsm8k", data_path=tmp_path / "no.jsonl")).tasks("train"))
     (tmp_path / "rows.csv").write_text("a,b")
-    with pytest.raises(ConfigError, match="not one of"):
-        next(Math(Math.Config(data_set="gsm8k", data_path=tmp_path / "rows.csv")).tasks("train"))
+    for name, data_path, error, words in (
+        ("gsm8k", path, ConfigError, "no usable row"),
+        ("gsm8k", tmp_path / "no.jsonl", NotFoundError, None),
+        ("gsm8k", tmp_path / "rows.csv", ConfigError, "not one of"),
+        ("math500", None, ConfigError, "no split"),
+    ):
+        with pytest.raises(error, match=words):
+            next(math_of(name, data_path=data_path).tasks("train"))
 
 
-def test_the_hub_is_asked_for_the_right_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def load_dataset(path: str, config: str | None, *, split: str, streaming: bool) -> Any:
-        asked.append((path, config, split, streaming))
-        return [{"problem": f"p{i}", "solution": rf"\boxed{{{i}}}"} for i in range(2)]
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    tasks = list(Math(Math.Config(data_set="math")).tasks("test"))
-    assert len(tasks) == len({task.id for task in tasks}) == 14
-    assert {call[0] for call in asked} == {"EleutherAI/hendrycks_math"} and len(asked) == 7
-    with pytest.raises(ConfigError, match="no split"):
-        next(Math(Math.Config(data_set="math500")).tasks("train"))
+def test_several_data_sets_are_mixed(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROWS["svamp"]["row"]) + "\n")
+    assert math_of("sample,svamp", data_path=None).config.data_set == ["sample", "svamp"]
+    both = math_of(["svamp", "sample"], data_path=tmp_path)
+    assert {task.id.split("-")[0] for task in both.tasks("train")} == {"svamp", "sample"}
 
 
+def put_folder(
+    folder: Path, row: dict[str, Any], configs: tuple[str | None, ...], split: str
+) -> None:
+    """A data set of one row per configuration, declared as the hub's are."""
+    declared = ""
+    for name in (config or "default" for config in configs):
+        data = folder / name / f"{split}.jsonl"
+        data.parent.mkdir(parents=True)
+        data.write_text(json.dumps(row) + "\n")
+        files = f"- split: {split}\n    path: {name}/{split}.jsonl"
+        declared += f"- config_name: {name}\n  data_files:\n  {files}\n"
+    (folder / "README.md").write_text(f"---\nconfigs:\n{declared}---\n")
+
+
+@pytest.mark.parametrize("data_set", sorted(HUBS))
+def test_rows_of_the_hub_become_tasks_that_their_answers_solve(
+    tmp_path: Path, data_set: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    source, row, answer = HUBS[data_set], ROWS[data_set]["row"], ROWS[data_set]["answer"]
+    split: Split = "train" if "train" in source.splits else "test"
+    if data_set == "mathqa":  # it comes in a zip
+        with zipfile.ZipFile(tmp_path / "MathQA.zip", "w") as file:
+            for name in ("train", "dev", "test"):
+                file.writestr(f"{name}.json", json.dumps([row]))
+        files = source.arguments["data_files"]
+        for name, address in list(files.items()):
+            inside, _, _ = address.partition("::")
+            monkeypatch.setitem(files, name, f"{inside}::{tmp_path / 'MathQA.zip'}")
+    else:
+        put_folder(tmp_path / source.path, row, source.configs, source.splits[split])
+    environment = math_of(data_set)
+    tasks = list(environment.tasks(split))
+    assert len(tasks) == len({task.id for task in tasks}) == len(source.configs)
+    for task in tasks:
+        assert answer not in json.dumps(task.public.get("answer", ""))
+        for text, reward in ((answer, 1.0), ("A" if answer != "A" else "B", 0.0)):
+            result = Result(output={"answer": text, "text": ""})
+            assert environment.score(task, result).reward == reward
+
+
+# Problems that are generated.
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """The library of generators is looked for anew."""
+    procedural._library.cache_clear()
+    procedural._block.cache_clear()
+    yield
+    procedural._library.cache_clear()
+    procedural._block.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("data_set", "module", "extra"),
     [("gsm8k", "datasets", "data"), ("procedural", "reasoning_gym", "procedural")],
@@ -252,106 +266,70 @@ def test_a_missing_library_names_its_extra(
     monkeypatch: pytest.MonkeyPatch, data_set: str, module: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    procedural._library.cache_clear()
-    procedural._block.cache_clear()
     with pytest.raises(ConfigError, match=re.escape(install_command(extra))):
-        next(Math(Math.Config(data_set=data_set)).tasks("train"))
+        next(math_of(data_set).tasks("train"))
 
 
-def test_several_data_sets_are_mixed(tmp_path: Path) -> None:
-    for name in ("gsm8k", "svamp"):
-        (tmp_path / "train.jsonl").write_text(json.dumps(ROWS[name][0]) + "\n")
-    env = Math(Math.Config(data_set="sample,svamp", data_path=None))
-    assert env.config.data_set == ["sample", "svamp"]
-    both = Math(Math.Config(data_set=["svamp", "sample"], data_path=tmp_path))
-    assert {task.id.split("-")[0] for task in both.tasks("train")} == {"svamp", "sample"}
-
-
-class FakeGenerators(types.SimpleNamespace):
+class Generators:
     """Stands for reasoning-gym: generators by size and seed, and scorers that misbehave."""
 
     @staticmethod
     def create_dataset(name: str, size: int, seed: int) -> list[dict[str, Any]]:
+        numbers, metadata = range(seed, seed + size), {"source_dataset": name}
         return [
-            {
-                "question": f"{name} {seed + i}",
-                "answer": str(seed + i),
-                "metadata": {"source_dataset": name},
-            }
-            for i in range(size)
+            {"question": f"{name} {n}", "answer": str(n), "metadata": metadata} for n in numbers
         ]
 
     @staticmethod
     def get_score_answer_fn(name: str) -> Any:
-        def scorer(answer: str, entry: dict[str, Any]) -> float:
-            return {"raise": lambda: 1 / 0, "half": lambda: 0.5, "much": lambda: 7.0}.get(
-                answer, lambda: float(answer == entry["answer"])
-            )()
-
-        return scorer
+        odd = {"raise": lambda: 1 / 0, "half": lambda: 0.5, "much": lambda: 7.0}
+        return lambda answer, entry: odd.get(answer, lambda: float(answer == entry["answer"]))()
 
 
+@pytest.mark.usefixtures("fresh")
 def test_generated_problems_are_endless_split_and_scored_safely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", FakeGenerators())
-    procedural._library.cache_clear()
-    procedural._block.cache_clear()
-    env = Math(Math.Config(data_set="procedural", procedural=["gcd", "lcm"]))
+    monkeypatch.setitem(sys.modules, "reasoning_gym", Generators())
+    env = math_of("procedural", procedural=["gcd", "lcm"])
     tasks = list(islice(env.tasks("train"), 3000))
     assert tasks[:50] == list(islice(env.tasks("train"), 50))
     questions = {task.public["question"] for task in tasks}
     assert len(questions) == len({task.id for task in tasks}) == 3000
     assert not questions & {t.public["question"] for t in islice(env.tasks("test"), 3000)}
-    answer = tasks[0].hidden["answer"]
     rewards = [
         env.score(tasks[0], Result(output={"answer": text, "text": ""})).reward
-        for text in (answer, "wrong", "raise", "half", "much")
+        for text in (tasks[0].hidden["answer"], "wrong", "raise", "half", "much")
     ]
     assert rewards == [1.0, 0.0, 0.0, 0.0, 1.0]
     with pytest.raises(ConfigError, match="not allowed"):
-        next(Math(Math.Config(data_set="procedural", procedural=["coin_flip"])).tasks("train"))
-    procedural._library.cache_clear()
-    procedural._block.cache_clear()
+        next(math_of("procedural", procedural=["coin_flip"]).tasks("train"))
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
-        ("6*x**2 - x*y", 1.0),
-        (r"-y*x + 2*x*3*x", 1.0),
-        ("6*x^2-x*y", 1.0),
-        ("6*x**2 - x*y + 0*z", 1.0),
-        ("6*x**2 + x*y", 0.0),
-        ("x*(6*x - y)", 0.0),
-        ("6 x**2 - x*y", 0.0),
-        ("9**9**9", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_polynomials_are_compared_term_by_term(answer: str, reward: float) -> None:
+def test_polynomials_are_compared_term_by_term_and_never_evaluated(tmp_path: Path) -> None:
     env = Math()
-    assert env.score(polynomial_task(env), Result(output=f"\\boxed{{{answer}}}")).reward == reward
-
-
-def test_a_generated_problem_never_evaluates_its_answer(tmp_path: Path) -> None:
-    answer = f'__import__("pathlib").Path("{tmp_path}/hole").touch()'
-    env = Math()
-    score = env.score(polynomial_task(env), Result(output={"answer": answer, "text": ""}))
-    assert score.reward == 0.0 and not list(tmp_path.iterdir())
-
-
-def polynomial_task(env: Math) -> Task:
     metadata = {"source_dataset": "polynomial_multiplication"}
     row = {"question": "x*(6*x - y)", "answer": "6*x**2 - x*y", "metadata": metadata}
-    return env.task_from_row(row)
+    task = env.task_from_row(row)
+
+    def paid(*answers: str) -> list[str]:
+        return [
+            answer
+            for answer in answers
+            if env.score(task, Result(output=f"\\boxed{{{answer}}}")).reward != 0.0
+        ]
+
+    right = ["6*x**2 - x*y", r"-y*x + 2*x*3*x", "6*x^2-x*y", "6*x**2 - x*y + 0*z"]
+    assert paid(*right) == right
+    assert paid("6*x**2 + x*y", "x*(6*x - y)", "6 x**2 - x*y", "9**9**9", "") == []
+    answer = f'__import__("pathlib").Path("{tmp_path}/hole").touch()'
+    assert env.score(task, Result(output={"answer": answer, "text": ""})).reward == 0.0
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("reasoning_gym")
+@pytest.mark.usefixtures("reasoning_gym", "fresh")
 def test_generators_of_the_real_library_score_their_own_answers() -> None:
-    procedural._library.cache_clear()
-    procedural._block.cache_clear()
-    env = Math(Math.Config(data_set="procedural"))
+    env = math_of("procedural")
     for task in islice(env.tasks("train"), 60):
         task = Task(task.id, task.public, json.loads(json.dumps(task.hidden)))
         for text, expected in ((task.hidden["answer"], 1.0), ("0.123456", 0.0)):
@@ -359,11 +337,12 @@ def test_generators_of_the_real_library_score_their_own_answers() -> None:
             assert got == expected, (task, text)
 
 
-def test_arithmetic_has_every_small_problem_once_in_one_split_only() -> None:
-    def of(split: Split, **config: Any) -> dict[str, Task]:
-        tasks = list(Math(Math.Config(data_set="arithmetic", **config)).tasks(split))
-        assert len({task.id for task in tasks}) == len(tasks)
-        return {task.id: task for task in tasks}
+def test_arithmetic_and_sorting_have_every_problem_once_in_one_split_only() -> None:
+    def of(split: Split, name: str = "arithmetic", **config: Any) -> dict[str, Task]:
+        tasks = list(math_of(name, **config).tasks(split))
+        found = {task.id: task for task in tasks}
+        assert len(found) == len(tasks)
+        return found
 
     splits = [of(split) for split in get_args(Split)]
     everything = {task_id: task for tasks in splits for task_id, task in tasks.items()}
@@ -372,18 +351,100 @@ def test_arithmetic_has_every_small_problem_once_in_one_split_only() -> None:
     for task in everything.values():
         assert calculate(task.hidden["expression"]) == task.hidden["answer"]
         assert task.hidden["expression"] in task.public["question"]
-    assert splits[0].keys() == of("train", seed=1).keys()
-    assert list(splits[0]) != list(of("train", seed=1))
+    other = of("train", seed=1)
+    assert splits[0].keys() == other.keys() and list(splits[0]) != list(other)
     assert of("test").keys() <= of("test", max_operand=12).keys()
-    endless = Math(Math.Config(data_set="arithmetic", max_operand=10**12)).tasks("train")
+    endless = math_of("arithmetic", max_operand=10**12).tasks("train")
     assert len({task.id for task in islice(endless, 50)}) == 50
 
-
-def test_sorting_has_every_number_once_in_one_split_only() -> None:
-    splits = [list(Math(Math.Config(data_set="sorting")).tasks(s)) for s in get_args(Split)]
-    everything = {task.id: task for tasks in splits for task in tasks}
-    assert len(everything) == sum(map(len, splits)) == 9**5
+    splits = [of(split, "sorting") for split in get_args(Split)]
+    assert len(set().union(*splits)) == sum(map(len, splits)) == 9**5
     assert len(splits[0]) > 40_000
-    for task in islice(everything.values(), 100):
+    for task in islice(splits[0].values(), 100):
         number = task.public["question"].removeprefix("Sort ")
         assert task.hidden["answer"] == "".join(sorted(number))
+
+
+# The agent.
+
+
+async def play(*script: Any, finish_reason: str = "", **settings: Any) -> tuple[ScriptedRun, Any]:
+    """What an agent whose model says `script` was sent, and what it returned."""
+    run = ScriptedRun(script, finish_reason=finish_reason)
+    env = Math(Math.Config(**settings))
+    task = env.task_from_row({"question": "What is 6 times 7?", "answer": "#### 42"})
+    return run, await env.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
+
+
+FINISH, BOXED = call("finish", answer="42"), r"\boxed{42}"
+CALCULATE = call("calculate", expression="6*7")
+
+
+async def test_tools_are_offered_run_and_ended_by_finish_or_a_text_or_a_limit() -> None:
+    run, output = await play(CALCULATE, FINISH, call("finish", answer="1"))
+    assert output["answer"] == "42" and len(run.asked) == 2
+    assert run.asked[-1][-1] == {"role": "tool", "tool_call_id": "c1", "content": "42"}
+    assert [tool["function"]["name"] for tool in run.tools] == ["calculate", "finish"]
+    run, output = await play(BOXED)
+    assert output == {"answer": None, "text": BOXED}
+    for said, calls in ((call("shell"), 10), (CALCULATE, 12)):  # errors, turns
+        run, output = await play(said)
+        assert output["answer"] is None and len(run.asked) == calls
+    # What was cut off is not acted on.
+    run, output = await play(FINISH, finish_reason="length")
+    assert output["answer"] is None
+    run, output = await play(BOXED, mode="single")
+    assert output["text"] == BOXED and run.tools is None and len(run.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("calculate", "{"),
+        ("calculate", '{"expression": NaN}'),
+        ("calculate", '{"expression": "1", "expression": "2"}'),
+        ("calculate", '["1"]'),
+        ("calculate", '{"expression": 1}'),
+        ("calculate", '{"expression": "1", "more": 1}'),
+        ("finish", "{}"),
+        ("finish", json.dumps({"answer": "1" * 501})),
+        ("shell", "{}"),
+    ],
+)
+async def test_broken_calls_are_answered_and_counted(name: str, arguments: str) -> None:
+    run, output = await play(call(name, arguments), FINISH)
+    assert output["answer"] == "42"
+    assert run.asked[-1][-1]["content"].startswith("Error: ")
+    assert run.metrics["tool_errors"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "output"),
+    [
+        ('```bash\npython -c "print(6*7)"\n```', "42"),
+        ("```\npython3 -c 'print(6*7)'\n```", "42"),
+        ('```bash\npython -c "print(open(1))"\n```', "error: call"),
+        ("```bash\nrm -rf /\n```", "Error: "),
+        ('```bash\npython -c "import os"\n```', "Error: "),
+        ('```bash\npython -c "print(1)"; ls\n```', "Error: "),
+        ('```bash\npython -c "print(1)\n```', "Error: "),
+        ("```bash\na\n```\n```bash\nb\n```", "Error: "),
+        ("```python\nprint(6*7)\n```", "Error: "),
+        ("```bash\n" + "a " * 500_000 + "\n```", "Error: the command is too long"),
+    ],
+)
+async def test_seed0_commands_are_calculated_never_run(text: str, output: str) -> None:
+    run, ended = await play(text, BOXED, mode="seed0")
+    assert ended["text"] == BOXED
+    (told,) = run.answers
+    assert run.asked[-1][-1]["role"] == "user" and told.startswith(f"Output:\n{output}")
+
+
+@pytest.mark.parametrize("mode", ["tools", "single", "seed0"])
+async def test_demonstrations_solve_every_task(mode: str) -> None:
+    env = Math(Math.Config(mode=mode))
+    for task in env.tasks("train"):
+        run = ScriptedRun(env.demonstration(task) or [])
+        output = await env.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
+        assert env.score(task, Result(output=output)).reward == 1.0, task
+        assert not run.left and run.metrics.get("tool_errors", 0) == 0
