@@ -1,102 +1,71 @@
-"""GAIA's answers: the official rules, which part of a text is the answer, and the reward."""
+"""GAIA's answers and rewards: the official rules, which part of a text is the answer, what is paid.
+
+What the server counted and recorded counts. Cases are in test_gaia_scoring.toml.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_environments.gaia.agents.prompts import (
+    FAILED,
+    GO_ON,
+    NO_CALL,
+    NO_CODE,
+    OBSERVED,
+    PLAN,
+    question,
+    system_prompt,
+)
 from envserver_environments.gaia.env import Gaia
 from envserver_environments.gaia.rubric import Facts, Items, Weights, fold, items
 from envserver_environments.gaia.scoring import extract_answer, is_usable_truth, question_scorer
-from hypothesis import given
+from envserver_tools.documents import document_tools
+from envserver_tools.web import LEAK, LEAK_SEEN, remote_tools
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.extent import examples
 
 import envserver
 from envserver import Result
+from envserver.tokens import DEFAULT
 
-VERDICTS: list[tuple[Any, str, bool]] = [
-    # Numbers: no tolerance, no units; only $, % and commas are removed.
-    ("17", "17", True), (" 17.0\n", "17", True), ("$1,700", "1700", True), ("17 %", "17", True),
-    ("1.7E+01", "17", True), (".5", "0.5", True), ("1,7,0,0", "1700", True),
-    ("1000", "1_000", True),
-    ("17kg", "17", False), ("-17", "17", False), ("1 7", "17", False), ("€17", "17", False),
-    ("17.0000001", "17", False), ("1.000,5", "1000.5", False), ("FINAL ANSWER: 17", "17", False),
-    ("", "17", False), ("any", "inf", True), ("17", "inf", False), ("nan", "nan", False),
-    # Lists: same length and order; punctuation counts in texts, units go from numbers.
-    ("a, b; c", "a; b, c", True), ("A ,B", "a,b", True), ("$1, 2%, 3", "1, 2, 3", True),
-    ("1;0", "1,000", True), ("1000", "1,000", False), ("b, a", "a, b", False),
-    ("a, b, c, d", "a, b, c", False), ("St Petersburg, Moscow", "St. Petersburg, Moscow", False),
-    ("['a', 'b']", "a, b", False), ("a, b.", "a, b", False), ("12:30, 14:00", "12:30, 14:00", True),
-    # Texts: spaces, case and ASCII punctuation do not count; all else does.
-    ("SeaGull", "sea gull", True), ("C++", "C", True), ("12.30", "12:30", True),
-    ("(Paris)", "Paris", True), ("x_y", "xy", True), ("Dr. Strange", "dr strange", True),
-    ("The Paris", "Paris", False), ("naïve", "naive", False), ("rock–n–roll", "rock n roll", False),
-    ("1000.0", "$1000", False), ("pxarxisx", "paris", False), ("Paris or Rome", "Paris", False),
-    # What is not text.
-    (17, "17", True), (17.0, "17", True), (True, "true", True), (["a", "b"], "a, b", True),
-    ((1, 2), "1, 2", True), (None, "none", False), ({"a"}, "a", False), ({"a": 1}, "a", False),
-    ([None], "none", False),
-]  # fmt: skip
+CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+OTHER = {
+    "right": [(17, "17"), (17.0, "17"), (True, "true"), (["a", "b"], "a, b"), ((1, 2), "1, 2")],
+    "wrong": [(None, "none"), ({"a"}, "a"), ({"a": 1}, "a"), ([None], "none"), (10**5000, "inf")],
+}
+"""Answers that are no texts; the last one Python does not write out."""
 
 
-@pytest.mark.parametrize(("answer", "truth", "expected"), VERDICTS)
-def test_the_official_rules_hold(answer: Any, truth: str, expected: bool) -> None:
-    assert question_scorer(answer, truth) is expected
+@pytest.mark.parametrize("kind", ["numbers", "lists", "texts", "others"])
+def test_the_official_rules_hold(kind: str) -> None:
+    verdicts = CASES.get(kind, OTHER)
+    assert [pair for pair in verdicts["right"] if question_scorer(*pair) is not True] == []
+    assert [pair for pair in verdicts["wrong"] if question_scorer(*pair) is not False] == []
 
 
-@pytest.mark.parametrize(
-    ("output", "answer"),
-    [
-        ("  42 ", "42"),
-        ("So final answer: 7.\nFINAL ANSWER: **42**", "42"),
-        ("Final Answer: [red, blue]", "red, blue"),
-        ('"Paris"', "Paris"),
-        ('"a", "b"', '"a", "b"'),
-        ("[a], [b]", "[a], [b]"),
-        ("[[1, 2]]", "[[1, 2]]"),
-        ("The answer is 42", "The answer is 42"),
-        (["red", 2], "red, 2"),
-        (0, "0"),
-        ("FINAL ANSWER: ", None),
-        (" ", None),
-        (None, None),
-        ({"answer": "42"}, None),
-        ("x" * 10_001, None),
-    ],
-)
-def test_the_answer_is_what_follows_the_last_marker(output: Any, answer: str | None) -> None:
-    assert extract_answer(output) == answer
+def test_the_answer_is_what_follows_the_last_marker() -> None:
+    for said, answer in [*CASES["said"]["extracted"], (["red", 2], "red, 2"), (0, "0")]:
+        assert extract_answer(said) == answer, said
+    for nothing in ("FINAL ANSWER: ", " ", None, {"answer": "42"}, "x" * 10_001, 10**5000):
+        assert extract_answer(nothing) is None
 
 
-@pytest.mark.parametrize(
-    ("submitted", "truth", "verdicts"),
-    [
-        ("Paris", "Paris", (1, 1)),
-        ("paris.", "Paris", (1, 1)),
-        ("**Paris**", "Paris", (1, 1)),
-        ("So it is clear. FINAL ANSWER: Paris", "Paris", (1, 0)),
-        ("“Paris”", "Paris", (1, 0)),
-        ("[5]", "5", (1, 0)),
-        ('"5"', "5", (1, 0)),
-        ("**5**", "5", (1, 0)),
-        ("$5", "5", (1, 1)),
-        (5, "5", (1, 1)),
-        ("[red, 2]", "red, 2", (1, 0)),
-        (["red", 2], "red, 2", (1, 0)),
-        ("Rome", "Paris", (0, 0)),
-        (None, "None", (0, 0)),
-    ],
-)
-def test_the_score_has_our_verdict_and_the_leaderboards(
-    submitted: Any, truth: str, verdicts: tuple[int, int]
-) -> None:
+def test_the_score_has_our_verdict_and_the_leaderboards() -> None:
     env = Gaia()
-    task = env.task_from_row({"Question": "q", "Final answer": truth})
-    score = env.score(task, Result(output={"answer": submitted}))
-    assert (score.components["correct"], score.metrics["leaderboard_correct"]) == verdicts
+    CASES["taken"]["by_nobody"].append((None, "None"))
+    for name, verdicts in {"by_both": (1, 1), "by_us": (1, 0), "by_nobody": (0, 0)}.items():
+        for submitted, truth in CASES["taken"][name]:
+            task = env.task_from_row({"Question": "q", "Final answer": truth})
+            score = env.score(task, Result(output={"answer": submitted}))
+            found = (score.components["correct"], score.metrics["leaderboard_correct"])
+            assert found == verdicts, submitted
 
 
 @pytest.mark.thorough
@@ -138,6 +107,7 @@ def reward(fact: Facts, weight: Weights) -> float:
     return fold(items(fact, weight), weight)
 
 
+@settings(max_examples=examples(100))
 @given(facts, facts, weights)
 def test_right_always_beats_wrong(one: Facts, other: Facts, weight: Weights) -> None:
     right = reward(dataclasses.replace(one, correct=True), weight)
@@ -145,11 +115,13 @@ def test_right_always_beats_wrong(one: Facts, other: Facts, weight: Weights) -> 
     assert right >= 0.5 - 1e-9 and -0.1 <= wrong <= 0.0 < right <= 1.0
 
 
+@settings(max_examples=examples(100))
 @given(facts, facts)
 def test_by_default_right_is_at_least_four_fifths(one: Facts, other: Facts) -> None:
     assert reward(dataclasses.replace(one, correct=True), Weights()) >= 0.8 - 1e-9
 
 
+@settings(max_examples=examples(100))
 @given(facts, facts, weights)
 def test_a_wrong_answer_is_paid_neither_for_haste_nor_for_patience(
     one: Facts, other: Facts, weight: Weights
@@ -161,12 +133,14 @@ def test_a_wrong_answer_is_paid_neither_for_haste_nor_for_patience(
     assert reward(wrong, weight) == reward(changed, weight)
 
 
+@settings(max_examples=examples(100))
 @given(facts, weights, counts, st.sampled_from(["turns", "tokens", "malformed", "failed"]))
 def test_more_of_anything_never_pays(fact: Facts, weight: Weights, more: int, name: str) -> None:
     worse = dataclasses.replace(fact, **{name: getattr(fact, name) + more})
     assert reward(worse, weight) <= reward(fact, weight)
 
 
+@settings(max_examples=examples(100))
 @given(facts, weights, st.sampled_from(["steps", "tokens", "format", "errors", "ungrounded"]))
 def test_a_weight_of_nothing_removes_its_item(fact: Facts, weight: Weights, name: str) -> None:
     without = weight.model_copy(update={name: 0.0})
@@ -188,5 +162,72 @@ def test_weights_by_which_wrong_could_beat_right_are_refused() -> None:
             Weights(**bad)
 
 
-def test_a_number_that_python_does_not_write_out_is_no_answer() -> None:
-    assert extract_answer(10**5000) is None and not question_scorer(10**5000, "inf")
+def told(*replies: str) -> list[dict[str, Any]]:
+    """A conversation whose model was told `replies`, and then answered."""
+    said = {"role": "assistant", "content": "..."}
+    asked = [{"role": "system", "content": "Error: "}, {"role": "user", "content": "Error: ?"}]
+    replied = [part for reply in replies for part in (said, {"role": "user", "content": reply})]
+    return [*asked, *replied, said]
+
+
+def test_the_reward_is_of_what_the_proxy_counted_and_recorded() -> None:
+    env = Gaia(Gaia.Config(max_steps=40, max_completion_tokens=1000))
+    task = next(env.tasks("train"))
+    gold = task.hidden["answer"]
+
+    def score(answer: Any, *replies: str, turns: int = 0, tokens: int = 1, **of: Any) -> Any:
+        output = {"answer": answer, "state": "answered", "steps": of.pop("steps", [])}
+        messages = told(*replies)
+        turns = turns or len(replies) + 1
+        facts = {"messages": messages, "turns": turns, "completion_tokens": tokens, **of}
+        return env.score(task, Result(output=output, **facts))
+
+    fine, failed, tool = f"{OBSERVED}Error: 1", f"{FAILED}Error: 1", "Error: no such file."
+    assert score(gold, fine, fine, tokens=250).reward == 1.0
+    assert score(gold, *[fine] * 39, tokens=1000).reward == pytest.approx(0.9)
+    assert score(gold, NO_CODE, fine, fine).reward == pytest.approx(1 - 0.05 / 4)
+    assert score(gold, failed, tool).reward == 1.0
+    assert score(gold, failed, tool, failed).reward == pytest.approx(1 - 0.05 / 4)
+    plan = f"{fine}\n\n{PLAN}"  # what is said to a plan is not a step
+    assert score(gold, NO_CALL, plan, GO_ON).components["format"] == pytest.approx(1 / 3)
+    wrong = score("7x", NO_CODE)
+    assert wrong.reward == 0.0 and wrong.metrics["folded"] == pytest.approx(-0.025)
+    assert score(None).reward == 0.0
+    forged = [{"error": None, "observation": ""}] * 4
+    honest = [{"error": {"kind": "parsing"}, "observation": gold}] * 4
+    bad = score(gold, NO_CODE, failed, failed, failed, steps=forged)
+    assert (bad.components["format"], bad.components["errors"]) == pytest.approx((1 / 5, 1 / 5))
+    assert score(gold, fine, steps=honest).reward == 1.0
+    hidden = score(gold, turns=3)  # two of its calls are missing in what it sent last
+    assert (hidden.components["format"], hidden.metrics["agent_steps"]) == (pytest.approx(2 / 3), 3)
+    env = Gaia(Gaia.Config(unfinished="drop"))
+    assert score(None).reward is None and score("7x").reward == 0.0
+
+
+@pytest.mark.parametrize(("policy", "reward"), [("drop", None), ("zero", 0.0), ("score", 1.0)])
+def test_what_was_seen_of_the_task_on_the_web_decides_by_policy(
+    policy: Any, reward: float | None
+) -> None:
+    env = Gaia(Gaia.Config(contaminated=policy))
+    task = next(env.tasks("train"))
+    output = {"answer": task.hidden["answer"]}
+    for flag, found in (("web_leak_seen", (reward, 1.0)), ("web_leak_dropped", (1.0, 0.0))):
+        seen = env.score(task, Result(output=output, messages=told(), turns=1, flags=[flag]))
+        assert (seen.reward, seen.metrics["contaminated"]) == found
+    # The flags are for the environment to judge.
+    assert DEFAULT.worst([LEAK, LEAK_SEEN]) == "train"
+    task.hidden["task_id"] = "0383a3ee-47a7-41a4-b493-519bdefe0488"
+    page = told(f"{OBSERVED}0383A3EE-47a7-41a4-b493-519bdefe0488,2,egalitarian")
+    assert env.score(task, Result(output=output, turns=2, messages=page)).reward == reward
+
+
+@pytest.mark.parametrize("kind", ["code", "tools", "plain"])
+def test_what_an_agent_is_told_is_true(kind: str, tmp_path: Path) -> None:
+    tools = [*document_tools(tmp_path).values(), *remote_tools(None).values()]  # type: ignore[arg-type]
+    alone = system_prompt(kind, tools[:2])
+    assert "there is no internet" in alone and "web_search" not in alone
+    online = system_prompt(kind, tools, ("statistics",))
+    assert "by web_search, visit_page, find_in_page alone" in online
+    assert "no internet" not in online and "Imported already: statistics." in online
+    assert ("read_document(path, member=None" in online) is (kind == "code")
+    assert "Files:" not in question({"question": "How many?", "files": []})

@@ -28,8 +28,6 @@ from envserver_environments.gaia.loading import (
     own_items,
 )
 from envserver_environments.gaia.scoring import is_usable_truth, question_scorer
-from support.commands import envserver, read_jsonl
-from support.extent import first_of
 from support.waiting import PATIENCE
 
 from envserver import Caller, ConfigError, NotFoundError, PublicTask
@@ -389,47 +387,3 @@ def test_plans_have_model_calls_of_their_own() -> None:
     assert Gaia.Config(max_steps=7).max_turns == 7
     assert Gaia.Config(max_steps=7, planning_interval=3).max_turns == 10
     assert Gaia.Config(max_steps=7, max_turns=20).max_turns == 20
-
-
-@pytest.mark.parametrize("agent", first_of("plain", "code", "tools"))
-@pytest.mark.thorough
-def test_a_model_that_is_right_gets_everything_by_each_agent(agent: str, tmp_path: Path) -> None:
-    if agent != "plain":
-        pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")
-    ran = envserver(
-        "process", "--env", "gaia", "--model", "sim", "--sim.solve_probability", 1,
-        "--env.group_size", 1, "--env.agent", agent, "--env.data_path_to_save_groups", "out.jsonl",
-        folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    groups = read_jsonl(tmp_path / "out.jsonl")
-    assert [group["scores"] for group in groups] == [[1.0]] * 30
-
-
-@pytest.mark.thorough  # every check, in sandboxes
-def test_every_known_result_is_scored_as_it_should_be(tmp_path: Path) -> None:
-    ran = envserver("check", "--env", "gaia", folder=tmp_path)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-@pytest.mark.thorough
-def test_the_earlier_names_still_work(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [
-            sys.executable, "-m", "environments.smolagents_integration.smolagents_env", "process",
-            "--env.data_path_to_save_groups", "out.jsonl", "--env.total_steps", "1",
-            "--env.group_size", "2", "--env.include_messages", "true",
-            "--env.max_concurrent_processes", "8", "--env.use_chat_completion", "true",
-            "--env.process_timeout", "200", "--openai.model_name", "m", "--model", "sim",
-            "--env.agent", "plain",
-        ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    (group,) = read_jsonl(tmp_path / "out.jsonl")
-    assert len(group["scores"]) == 2
-    helped = subprocess.run(
-        [sys.executable, "-m", "environments.smolagents_integration.download_gaia", "--help"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert "--use-raw" in helped.stdout

@@ -1,0 +1,257 @@
+"""Runs of `gaia` as commands: file tools, prompts, plans; a web that is recorded and seen again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envserver_environments.gaia.env import Gaia
+from support.commands import envserver, read_jsonl
+from support.extent import first_of
+from support.waiting import PATIENCE
+from support.websites import KEY, QUESTION, websites
+
+READER = Path(__file__).parents[2] / "support" / "gaia_reader.py"
+AGENTS = ("code", "tools", "plain")
+MEMBERS = 3
+TRIES = """
+import os
+os.symlink("/etc/passwd", "link")
+os.symlink("/", "root")
+os.mkfifo("fifo")
+print(write_file("notes/a.txt", "one"))
+print(append_to_file("notes/a.txt", " and two"))
+print(read_file("/work/notes/a.txt"))
+assert open("notes/a.txt").read() == "one and two"
+refused = 0
+for tool, *arguments in (
+    (read_file, "/etc/passwd"), (read_file, "../../etc/passwd"), (read_file, "link"),
+    (read_file, "root/etc/passwd"), (read_file, "fifo"), (read_file, "none.txt"),
+    (read_file, "notes/../../etc/passwd"), (read_file, "a" + chr(0)),
+    (write_file, "/tmp/x", "x"), (write_file, "link", "x"), (write_file, "root/tmp/x", "x"),
+    (write_file, "../x", "x"), (write_file, "big", "x" * 1_000_001), (write_file, "notes", "x"),
+    (append_to_file, "fifo", "x"), (append_to_file, "link", "x"),
+):
+    try:
+        tool(*arguments)
+    except RuntimeError as error:
+        refused += 1
+        print(arguments[0], error)
+print("refused", refused)
+answer = 7
+"""
+
+
+LOOKS = """
+print(web_search("herons"))
+print(visit_page("SITE/page"))
+for place in ("SITE/leak", "SITE/none"):
+    try:
+        visit_page(place)
+    except RuntimeError as error:
+        print(error)
+answer = 7
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of one task, whose solution the simulated model executes; a test may change it."""
+    pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")
+    (tmp_path / "copy").mkdir()
+    return write_copy(tmp_path, {"Solution": "answer = 7"})
+
+
+def write_copy(folder: Path, *rows: dict[str, Any]) -> Path:
+    row = {"task_id": "1", "Question": "How many?", "Level": 1, "Final answer": "7"}
+    path = folder / "copy" / "metadata.jsonl"
+    path.write_text("\n".join(json.dumps({**row, **change}) for change in rows))
+    return folder
+
+
+def process(folder: Path, *flags: object, env: object = "gaia", size: int = 1) -> list[Any]:
+    """The groups of one run over the copy in `folder` with a model that is right."""
+    ran = envserver(
+        "process", "--env", env, "--model", "sim", "--sim.solve_probability", 1,
+        "--sim.latency_seconds", 0, "--env.data_path", folder / "copy", "--env.group_size", size,
+        "--rollouts.scorer_processes", 1, "--out", "out.jsonl", *flags, folder=folder,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert KEY not in ran.stderr
+    groups = read_jsonl(folder / "out.jsonl")
+    (folder / "out.jsonl").unlink()
+    assert all(min(group["scores"]) > 0.9 for group in groups), ran.stderr
+    return groups
+
+
+def steps_of(group: dict[str, Any]) -> list[Any]:
+    return [rollout["output"]["steps"] for rollout in group["envserver"]["rollouts"]]
+
+
+def test_file_tools_stay_in_the_folder_of_the_rollout(copy: Path) -> None:
+    (group,) = process(write_copy(copy, {"Solution": TRIES}), "--env.files", "true")
+    ((step, _),) = steps_of(group)
+    assert step["error"] is None, step["observation"]
+    told = step["observation"]
+    assert "Made notes/a.txt: 3 bytes" in told
+    assert "     1\tone and two" in told
+    assert "root:x:" not in told
+    assert "refused 16" in told
+    assert told.count("only paths below /work are allowed") == 8
+    assert group["scores"] == [1.0]
+
+
+@pytest.mark.parametrize("agent", first_of("code", "tools"))
+def test_smolagents_own_prompts_and_plans(copy: Path, agent: str) -> None:
+    """One conversation, in the words of the installed templates, and plans are no bad steps."""
+    flags = ["--env.prompts", "smolagents", "--env.planning_interval", 1, "--env.agent", agent]
+    (group,) = process(copy, *flags, "--env.files", "true")
+    assert [step["step"] for step in steps_of(group)[0]] == [0, 1, 0, 2]
+    (messages,) = group["messages"]
+    system, first, plan, go_on = messages[:4]
+    assert system["content"].startswith("You are an expert assistant who can solve any task")
+    assert "append_to_file" in system["content"] and "{{" not in system["content"]
+    assert "Rules for the answer" in system["content"]
+    assert first["content"].startswith("New task:\nHow many?")
+    assert "## 1. Facts survey" in first["content"]
+    assert plan["content"].endswith("<end_plan>")
+    assert go_on["content"].startswith("Now proceed and carry out this plan.")
+    renewed = messages[6 if agent == "tools" else 5]
+    assert "Now write your updated facts below" in renewed["content"]
+    components = group["envserver"]["rollouts"][0]["components"]
+    assert components["format"] == components["errors"] == 0.0
+    assert len(group["tokens"]) == 1
+
+
+def test_the_plain_agent_has_no_templates() -> None:
+    with pytest.raises(ValueError, match="the agent must be code or tools"):
+        Gaia.Config(agent="plain", prompts="smolagents")
+
+
+@pytest.mark.thorough
+async def test_a_recorded_run_is_seen_again_offline(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(mode: str, site: str) -> dict[str, Any]:
+        flags = [
+            "--env.web",
+            mode,
+            "--env.web_folder",
+            copy / "web",
+            "--env.web_provider_url",
+            site,
+        ]
+        flags += ["--env.web_allow_private", "true"]
+        (group,) = await asyncio.to_thread(process, copy, *flags, size=2)
+        return group  # type: ignore[no-any-return]
+
+    async with websites() as sites:
+        site = sites.url
+        write_copy(copy, {"Question": QUESTION, "Solution": LOOKS.replace("SITE", site)})
+        monkeypatch.setenv("TAVILY_API_KEY", KEY)
+        recorded = await run("record", site)
+        assert sites.asked == {"/search": 1, "/page": 1, "/leak": 1, "/none": 1}
+    monkeypatch.delenv("TAVILY_API_KEY")
+    replayed = await run("replay", site)
+    members = [steps[0]["observation"] for steps in steps_of(recorded) + steps_of(replayed)]
+    assert len(members) == 4 and len(set(members)) == 1
+    for part in ("1. About herons", "# Visit 1", "it is not available", "HTTP status 404"):
+        assert part in members[0]
+    assert "Seven" not in members[0] and QUESTION not in members[0]
+    for group, mode in ((recorded, "record"), (replayed, "replay")):
+        assert group["scores"] == [1.0, 1.0]
+        assert all("web_leak_dropped" in one["flags"] for one in group["envserver"]["rollouts"])
+        shown = group["envserver"]["services"]["web"]
+        assert (shown["mode"], shown["epoch"], shown["answers"]) == (mode, "1", 4)
+    assert re.fullmatch("[0-9a-f]{64}", shown["digest"])
+    assert shown["digest"] == recorded["envserver"]["services"]["web"]["digest"]
+
+
+@pytest.mark.thorough
+async def test_a_recorded_run_of_every_agent_is_repeated_offline_byte_for_byte(copy: Path) -> None:
+    questions = (f"{agent} {number}" for number, agent in enumerate(AGENTS))
+    write_copy(
+        copy, *({"task_id": one, "Question": one, "Final answer": "42"} for one in questions)
+    )
+
+    async def observed(mode: str, site: str, *flags: object) -> dict[str, list[list[str]]]:
+        """What each rollout was shown, by the question of its group."""
+        flags = ("--env.web", mode, "--env.web_folder", copy / "web", "--env.site", site, *flags)
+        groups = await asyncio.to_thread(
+            process, copy, *flags, env=f"{READER}:Reader", size=MEMBERS
+        )
+        return {
+            group["messages"][0][1]["content"]: [
+                [one["content"] for one in messages[2:] if one["role"] in ("user", "tool")]
+                for messages in group["messages"]
+            ]
+            for group in groups
+        }
+
+    async with websites() as sites:
+        site = sites.url
+        recorded = await observed("record", site)
+        asked = dict(sites.asked)
+    assert asked == {"/search": 3, "/page": 1, "/none": 1}  # of 9 rollouts with 4 calls each
+    assert len(recorded) == len(AGENTS)
+    for first, *others in recorded.values():
+        assert len(first) == 4
+        assert others == [first] * (MEMBERS - 1)
+        assert not any("inside.py" in text for text in first)
+        assert "About herons" in first[0] and "Visit 1" in first[1] and "404" in first[3]
+    more = await observed("replay", site, "--env.asks_more", "true")
+    assert set(more) == set(recorded)
+    for question, members in more.items():
+        assert [member[:4] for member in members] == recorded[question]
+        misses = {member[4] for member in members}
+        assert len(misses) == 1 and "recorded" in misses.pop()
+
+
+@pytest.mark.parametrize("agent", first_of("plain", "code", "tools"))
+@pytest.mark.thorough
+def test_a_model_that_is_right_gets_everything_by_each_agent(agent: str, tmp_path: Path) -> None:
+    if agent != "plain":
+        pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")
+    ran = envserver(
+        "process", "--env", "gaia", "--model", "sim", "--sim.solve_probability", 1,
+        "--env.group_size", 1, "--env.agent", agent, "--env.data_path_to_save_groups", "out.jsonl",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    groups = read_jsonl(tmp_path / "out.jsonl")
+    assert [group["scores"] for group in groups] == [[1.0]] * 30
+
+
+@pytest.mark.thorough  # every check, in sandboxes
+def test_every_known_result_is_scored_as_it_should_be(tmp_path: Path) -> None:
+    ran = envserver("check", "--env", "gaia", folder=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.thorough
+def test_the_earlier_names_still_work(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [
+            sys.executable, "-m", "environments.smolagents_integration.smolagents_env", "process",
+            "--env.data_path_to_save_groups", "out.jsonl", "--env.total_steps", "1",
+            "--env.group_size", "2", "--env.include_messages", "true",
+            "--env.max_concurrent_processes", "8", "--env.use_chat_completion", "true",
+            "--env.process_timeout", "200", "--openai.model_name", "m", "--model", "sim",
+            "--env.agent", "plain",
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    (group,) = read_jsonl(tmp_path / "out.jsonl")
+    assert len(group["scores"]) == 2
+    helped = subprocess.run(
+        [sys.executable, "-m", "environments.smolagents_integration.download_gaia", "--help"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert "--use-raw" in helped.stdout
