@@ -1,207 +1,518 @@
-"""`swe` from rows of public data sets, with a mirror of their repositories."""
+"""`swe` from elsewhere: rows of public data sets with a mirror of their repositories, rows whose
+repositories are only in the images of containers (the engine is a stand-in), and task folders."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import os
 import subprocess
+import tarfile
+from collections.abc import AsyncIterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
+import msgspec
 import pytest
-from envserver_environments.swe.cheats import result_of
+from envserver_environments.swe.cheats import PROGRAMS, result_of
 from envserver_environments.swe.env import Swe
-from support.swe_scripts import SUBMIT, attempt, bash
+from envserver_environments.swe.images import image_of
+from envserver_environments.swe.trees import make_patch, tree_of
+from envserver_environments.swe.tripwires import FRAUD, added_suspicions
+from envserver_records.errors import SandboxUnavailable
+from support import fake_engine
+from support.commands import envserver, read_jsonl
+from support.scripted_runs import ScriptedRun
+from support.serving import attempt_spec
+from support.swe_scripts import ROMAN, SUBMIT, attempt, bash, rewards, swe_of
 
-from envserver import ConfigError, InputError, Sandboxes
+from envserver import ConfigError, InputError, SandboxConfig, Sandboxes, SandboxSpec, Task
+from envserver.proxy.attempts import ProxyAttempt
+from envserver.sandbox import Open, SandboxService, WatchedSandboxes, service
+from envserver.sandbox.attempt_sandboxes import AttemptSandboxes
 
-
-@pytest.fixture
-def mirror(tmp_path: Path) -> Path:
-    """One repository with two commits: `double` is wrong in the first."""
-    place = tmp_path / "mirror" / "acme__tool"
-    place.mkdir(parents=True)
-
-    def git(*arguments: str) -> str:
-        names = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-        command = ["git", "-C", str(place), *names, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    for number, body in enumerate(("x + 3", "x + x")):
-        files = {
-            "tool/__init__.py": "",
-            "tool/core.py": f"def double(x):\n    return {body}\n\n\ndef one():\n    return 1\n",
-            "tests/test_core.py": OLD_TESTS,
-            "setup.py": "raise SystemExit('never run')\n",
-        }
-        for path, text in files.items():
-            (place / path).parent.mkdir(exist_ok=True)
-            (place / path).write_text(text)
-        git("add", "-A")
-        git("commit", "-qm", f"commit {number}")
-    return tmp_path / "mirror"
-
-
+ROW = "ENVSERVER_TEST_SWE_ROW"
+IMAGE = fake_engine.WITH_REPOSITORY
+WRONG = "def double(x):\n    return x + 3\n\n\ndef one():\n    return 1\n"
+RIGHT = WRONG.replace("x + 3", "x + x")
+FILES = {
+    "tool/__init__.py": "",
+    "tool/core.py": WRONG,
+    "tests/test_core.py": "from tool.core import one\n\ndef test_one():\n    assert one() == 1\n",
+    "setup.py": "raise SystemExit('never run')\n",
+}
 FIX = (
     "diff --git a/tool/core.py b/tool/core.py\n--- a/tool/core.py\n+++ b/tool/core.py\n"
     "@@ -1,2 +1,2 @@\n def double(x):\n-    return x + 3\n+    return x + x\n"
 )
 BREAK = FIX.replace("-    return x + 3\n+    return x + x", "-    return x + x\n+    return x + 3")
+BINARY = "diff --git a/x b/x\nBinary files a/x and b/x differ\n"
 TEST_PATCH = (
     "diff --git a/tests/test_core.py b/tests/test_core.py\n"
     "--- a/tests/test_core.py\n+++ b/tests/test_core.py\n@@ -1,4 +1,7 @@\n"
     "-from tool.core import one\n+from tool.core import double, one\n \n def test_one():\n"
     "     assert one() == 1\n+\n+def test_double():\n+    assert double(7) == 14\n"
 )
-OLD_TESTS = "from tool.core import one\n\ndef test_one():\n    assert one() == 1\n"
-NEW_TESTS = """
-from tool.core import double
-
-class TestDouble:
-    def test_seven(self):
-        assert double(7) == 14
-"""
+NEW_TESTS = (
+    "from tool.core import double\n\nclass TestDouble:\n    def test_seven(self):\n"
+    "        assert double(7) == 14\n"
+)
 
 
-def commits(mirror: Path) -> list[str]:
-    command = ["git", "-C", str(mirror / "acme__tool"), "log", "--reverse", "--format=%H"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+def git(place: Path, *words: str) -> str:
+    names = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    command = ["git", "-C", str(place), *names, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def bench_row(mirror: Path, **changes: Any) -> dict[str, Any]:
+def commit(place: Path, files: dict[str, str], message: str) -> str:
+    for path, text in files.items():
+        (place / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / path).write_text(text)
+    git(place, "init", "-q")
+    git(place, "add", "-A")
+    git(place, "commit", "-qm", message)
+    return git(place, "rev-parse", "HEAD")
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def bench_row(**changes: Any) -> dict[str, Any]:
     return {
-        "instance_id": "acme__tool-1", "repo": "acme/tool", "base_commit": commits(mirror)[0],
+        "instance_id": "acme__tool-1", "repo": "acme/tool", "base_commit": "0" * 40,
         "patch": FIX, "test_patch": TEST_PATCH, "problem_statement": "double(7) is 10.",
         "FAIL_TO_PASS": json.dumps(["tests/test_core.py::test_double"]),
         "PASS_TO_PASS": ["tests/test_core.py::test_one"], **changes,
     }  # fmt: skip
 
 
-def smith_row(mirror: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "repo": f"swesmith/acme__tool.{commits(mirror)[0][:8]}", "image_name": "i",
-        "patch": FIX, "problem_statement": "one() is 2",
-        "FAIL_TO_PASS": ["tests/test_core.py::test_one"], "PASS_TO_PASS": [], **changes,
-    }  # fmt: skip
+class Mirror:
+    """One repository with two commits: `double` is wrong in the first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.place = folder, folder / "acme__tool"
+        self.wrong = commit(self.place, FILES, "commit 0")
+        self.right = commit(self.place, {**FILES, "tool/core.py": RIGHT}, "commit 1")
+
+    def bench(self, **changes: Any) -> dict[str, Any]:
+        return bench_row(base_commit=self.wrong, **changes)
+
+    def smith(self, **changes: Any) -> dict[str, Any]:
+        return {
+            "repo": f"swesmith/acme__tool.{self.wrong[:8]}", "image_name": "i",
+            "patch": FIX, "problem_statement": "one() is 2",
+            "FAIL_TO_PASS": ["tests/test_core.py::test_one"], "PASS_TO_PASS": [], **changes,
+        }  # fmt: skip
+
+    def r2e(self, **changes: Any) -> dict[str, Any]:
+        content = {"test_file_names": ["test_1.py"], "test_file_codes": [NEW_TESTS]}
+        return {
+            "repo_name": "tool", "docker_image": "i", "commit_hash": self.right,
+            "problem_statement": "[ISSUE] double(7) is 10 [/ISSUE]",
+            "execution_result_content": json.dumps(content), "parsed_commit_content": "{}",
+            "expected_output_json": json.dumps({"TestDouble.test_seven": "PASSED"}), **changes,
+        }  # fmt: skip
 
 
-def r2e_row(mirror: Path, **changes: Any) -> dict[str, Any]:
-    content = {"test_file_names": ["test_1.py"], "test_file_codes": [NEW_TESTS]}
-    return {
-        "repo_name": "tool", "docker_image": "i", "commit_hash": commits(mirror)[1],
-        "problem_statement": "[ISSUE] double(7) is 10 [/ISSUE]",
-        "execution_result_content": json.dumps(content), "parsed_commit_content": "{}",
-        "expected_output_json": json.dumps({"TestDouble.test_seven": "PASSED"}), **changes,
-    }  # fmt: skip
-
-
-def swe_of(rooms: Sandboxes, mirror: Path, **config: Any) -> Swe:
-    swe = Swe(Swe.Config(mirror=mirror, **config))
-    swe.sandboxes = rooms
-    return swe
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Mirror:
+    return Mirror(tmp_path_factory.mktemp("mirror"))
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_rows_of_swe_bench(rooms: Sandboxes, mirror: Path) -> None:
-    swe = swe_of(rooms, mirror)
-    task = swe.task_from_row(bench_row(mirror))
-    scores = [await swe.score(task, result_of(patch)) for patch in (FIX, "", TEST_PATCH)]
-    assert [score.reward for score in scores] == [1.0, 0.0, 0.0]
+async def test_rows_of_public_data_sets(rooms: Sandboxes, mirror: Mirror) -> None:
+    swe = swe_of(rooms, mirror=mirror.path)
+    task = swe.task_from_row(mirror.bench())
+    assert await rewards(swe, task, FIX, "", TEST_PATCH) == [1.0, 0.0, 0.0]
     assert set(task.public) == {"mirror", "commit", "problem"}
     look = bash("git log --oneline --all; cat tests/test_core.py")
     _, run = await attempt(rooms, "bash", look, SUBMIT, **task.public)
     assert "test_double" not in run.answers[0]
     assert run.answers[0].count("The repository") == 1
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_rows_of_swe_smith(rooms: Sandboxes, mirror: Path) -> None:
-    """The patch is the bug; the tests that show it are taken away from the agent."""
-    bug = "diff --git a/tool/core.py b/tool/core.py\n--- a/tool/core.py\n+++ b/tool/core.py\n" + (
-        "@@ -5,2 +5,2 @@\n def one():\n-    return 1\n+    return 2\n"
-    )
-    swe = swe_of(rooms, mirror)
-    task = swe.task_from_row(smith_row(mirror, patch=bug))
+    # In SWE-smith the patch is the bug; the tests that show it are taken away from the agent.
+    bug = FIX[: FIX.index("@@")] + "@@ -5,2 +5,2 @@\n def one():\n-    return 1\n+    return 2\n"
+    task = swe.task_from_row(mirror.smith(patch=bug))
     gold = task.hidden["patch"]
-    assert "+    return 1" in gold
-    scores = [await swe.score(task, result_of(patch)) for patch in (gold, "", bug)]
-    assert [score.reward for score in scores] == [1.0, 0.0, 0.0]
-    assert task.public["removed"] == ["tests/test_core.py"]
+    assert "+    return 1" in gold and task.public["removed"] == ["tests/test_core.py"]
+    assert await rewards(swe, task, gold, "", bug) == [1.0, 0.0, 0.0]
+    # In R2E-Gym the commit is the repair.
+    task = swe.task_from_row(mirror.r2e())
+    assert task.public["commit"] == mirror.wrong
+    assert await rewards(swe, task, task.hidden["patch"], FIX, "") == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_rows_of_r2e(rooms: Sandboxes, mirror: Path) -> None:
-    swe = swe_of(rooms, mirror)
-    task = swe.task_from_row(r2e_row(mirror))
-    assert task.public["commit"] == commits(mirror)[0]
-    scores = [await swe.score(task, result_of(patch)) for patch in (task.hidden["patch"], FIX, "")]
-    assert [score.reward for score in scores] == [1.0, 1.0, 0.0]
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_rows_of_ones_own(rooms: Sandboxes, mirror: Path) -> None:
-    tar = mirror / "repo.tar"
-    source, commit = str(mirror / "acme__tool"), commits(mirror)[0]
-    subprocess.run(["git", "-C", source, "archive", "-o", str(tar), commit], check=True)
-    (mirror / "hidden" / "tests").mkdir(parents=True)
-    (mirror / "hidden" / "tests" / "test_new.py").write_text(NEW_TESTS)
-    row = bench_row(mirror, repo_archive="repo.tar", hidden_tests="hidden")
-    row |= {"FAIL_TO_PASS": ["tests/test_new.py::TestDouble::test_seven"], "base_commit": ""}
-    swe = swe_of(rooms, mirror)
+async def test_rows_of_ones_own(rooms: Sandboxes, mirror: Mirror, tmp_path: Path) -> None:
+    git(mirror.place, "archive", "-o", str(tmp_path / "repo.tar"), mirror.wrong)
+    (tmp_path / "hidden" / "tests").mkdir(parents=True)
+    (tmp_path / "hidden" / "tests" / "test_new.py").write_text(NEW_TESTS)
+    row = bench_row(repo_archive="repo.tar", hidden_tests="hidden", base_commit="")
+    row["FAIL_TO_PASS"] = ["tests/test_new.py::TestDouble::test_seven"]
+    swe = swe_of(rooms, mirror=tmp_path)
     task = swe.task_from_row(row)
-    scores = [await swe.score(task, result_of(patch)) for patch in (FIX, "", TEST_PATCH)]
-    assert [score.reward for score in scores] == [1.0, 0.0, 0.0]
-    with pytest.raises(InputError, match="archive"):
-        swe.task_from_row(row | {"repo_archive": "gone.tar"})
+    assert await rewards(swe, task, FIX, "", TEST_PATCH) == [1.0, 0.0, 0.0]
+    for name, words in (
+        ("gone.tar", "archive"), ("../b/repo.tar", "outside"), ("/etc/passwd", "outside"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=words):
+            swe.task_from_row({**row, "repo_archive": name})
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_rows_that_cannot_be_run_are_counted(
-    rooms: Sandboxes, mirror: Path, tmp_path: Path
+    rooms: Sandboxes, mirror: Mirror, tmp_path: Path
 ) -> None:
-    rows = [
-        bench_row(mirror),
-        bench_row(mirror, repo="acme/other"),
-        bench_row(mirror, base_commit="0" * 40),
-        bench_row(mirror, base_commit="--upload-pack=x"),
-        bench_row(mirror, patch=BREAK),
-        bench_row(mirror, patch="diff --git a/x b/x\nBinary files a/x and b/x differ\n"),
-        bench_row(mirror, FAIL_TO_PASS='["test_double (tests.TestCore)"]'),
-        bench_row(mirror, FAIL_TO_PASS="[]"),
-        bench_row(mirror, problem_statement=""),
-        bench_row(mirror, FAIL_TO_PASS=["tests/test_core.py::test_x"]),
-        r2e_row(mirror, expected_output_json="{}"),
-        {"question": "2 + 2?", "problem_statement": "x"},
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "no json\n")
-    swe = swe_of(rooms, mirror, data_set="swe_bench", data_path=path)
-    tasks = list(swe.tasks("train"))
-    assert [task.id for task in tasks] == ["swe_bench-0"]
-    assert dict(swe.dropped) == {
-        "Its repository is not in the mirror.": 1,
-        "Its commit is not in the mirror.": 1,
-        "Its commit is not named by an id.": 1,
-        "Its gold patch cannot be applied (conflict).": 1,
-        "Its gold patch cannot be applied (binary).": 1,
-        "Its tests have no ids of pytest.": 1,
-        "FAIL_TO_PASS is empty.": 1,
-        "There is no problem statement.": 1,
-        "the gold patch does not pass its tests": 1,
-        "No test is expected to pass.": 1,
-        "The row has an unknown format.": 1,
-        "no JSON object": 1,
+    bad: dict[str, Any] = {
+        "Its repository is not in the mirror.": mirror.bench(repo="acme/other"),
+        "Its commit is not in the mirror.": bench_row(),
+        "Its commit is not named by an id.": bench_row(base_commit="--upload-pack=x"),
+        "Its gold patch cannot be applied (conflict).": mirror.bench(patch=BREAK),
+        "Its gold patch cannot be applied (binary).": mirror.bench(patch=BINARY),
+        "Its tests have no ids of pytest.": mirror.bench(FAIL_TO_PASS='["test_double (t.T)"]'),
+        "FAIL_TO_PASS is empty.": mirror.bench(FAIL_TO_PASS="[]"),
+        "There is no problem statement.": mirror.bench(problem_statement=""),
+        "the gold patch does not pass its tests": mirror.bench(
+            FAIL_TO_PASS=["tests/test_core.py::test_x"]
+        ),
+        "No test is expected to pass.": mirror.r2e(expected_output_json="{}"),
+        "The row has an unknown format.": {"question": "2 + 2?", "problem_statement": "x"},
+        "no JSON object": "no object",
     }
+    path = write_rows(tmp_path / "rows.jsonl", mirror.bench(), *bad.values())
+    swe = swe_of(rooms, path, mirror=mirror.path)
+    assert [task.id for task in swe.tasks("train")] == ["swe_bench-0"]
+    assert dict(swe.dropped) == dict.fromkeys(bad, 1)
+    # Without a mirror it says so.
+    write_rows(path, mirror.bench())
+    with pytest.raises(ConfigError, match="mirror"):
+        list(swe_of(None, path).tasks("train"))
+    with pytest.raises(InputError, match="mirror"):
+        Swe().task_from_row(mirror.bench())
+
+
+# Images.
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for Docker with an image: a repository, what was built in it, and its Python."""
+    fake_engine.install(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(service, "_held", {})
+    core = f"from tool.built import TWO\n\n\n{WRONG}"
+    files = {
+        **FILES,
+        "tool/core.py": core,
+        ".gitignore": "built.py\n",
+        "tool/built.py": "TWO = 2\n",
+    }
+    commit(tmp_path / "testbed", files, "History")
+    return tmp_path
+
+
+@pytest.fixture
+async def containers(engine: Path) -> AsyncIterator[Sandboxes]:
+    config = SandboxConfig(backend="docker", docker_image=fake_engine.IMAGE)
+    async with SandboxService(config) as running:
+        yield WatchedSandboxes(running.address)
+
+
+async def test_rows_with_images_are_tasks(containers: Sandboxes, tmp_path: Path) -> None:
+    lines = [
+        bench_row(image=IMAGE),
+        bench_row(image="acme/unknown:1"),
+        bench_row(image="--privileged"),
+        bench_row(image=IMAGE, patch=FIX.replace("x + x", "x - x")),
+        bench_row(image=IMAGE, test_cmd="/nowhere/python -m pytest"),
+        bench_row(image=IMAGE, expected_output_json="{}"),
+        bench_row(image=""),
+    ]
+    swe = swe_of(containers, write_rows(tmp_path / "rows.jsonl", *lines))
+    (task,) = swe.tasks("train")
+    assert set(task.public) == {"image", "problem"}
+    assert await rewards(swe, task, FIX, "", TEST_PATCH) == [1.0, 0.0, 0.0]
+    reasons = (
+        "The container engine lacks an image",
+        "No sandbox could be made",
+        "the gold patch does not pass its tests",
+        "pytest could not be started in the sandbox",
+        "Images of R2E-Gym hold their Python in the repository: use a mirror.",
+        "There is no mirror with its repository (--env.mirror).",
+    )
+    assert dict(swe.dropped) == dict.fromkeys(reasons, 1)
+
+
+async def test_agents_work_on_the_copy_and_find_the_place_empty(
+    containers: Sandboxes, tmp_path: Path
+) -> None:
+    swe = swe_of(containers, write_rows(tmp_path / "rows.jsonl", bench_row(image=IMAGE)))
+    (task,) = swe.tasks("train")
+    look = (
+        "sed -i 's/x + 3/x + x/' tool/core.py; ls -A /testbed | wc -l; git log --format=%s;"
+        "cd /tmp; python -c 'import pytest, tool.core; print(tool.core.__file__, tool.core.TWO)'"
+    )
+    run = ScriptedRun(
+        [bash(look), bash("true; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")], containers
+    )
+    output = await swe.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
+    assert run.answers[0].split("\n")[1:5] == ["0", "The repository", "/work/tool/core.py 2", ""]
+    result = result_of("")
+    result.output = output
+    assert (await swe.score(task, result)).reward == 1.0
+    assert "built.py" not in output["patch"]
+
+
+async def test_only_names_reach_the_command_line_and_other_walls_have_no_images(
+    engine: Path, containers: Sandboxes, tmp_path: Path
+) -> None:
+    refused = [
+        (containers, SandboxSpec(image="-v/:/host"), "is no"),
+        (containers, SandboxSpec(image="a b"), "is no"),
+        (containers, SandboxSpec(image=IMAGE, image_hides=("/testbed:rw,exec",)), "is no"),
+        (containers, SandboxSpec(image=IMAGE, image_hides=("/testbed/../etc",)), "is no"),
+    ]
+    async with SandboxService(SandboxConfig()) as running:
+        others = WatchedSandboxes(running.address)
+        refused.append((others, SandboxSpec(image=IMAGE), "needs the backend docker"))
+        for rooms, spec, words in refused:
+            with pytest.raises(SandboxUnavailable, match=words):
+                async with rooms.open(spec):
+                    raise AssertionError("it was opened")
+        rows = write_rows(tmp_path / "rows.jsonl", bench_row(image=IMAGE))
+        with pytest.raises(ConfigError, match="1 x The image of a container needs the backend"):
+            list(swe_of(others, rows, check_gold=False).tasks("train"))
+    told = [words for words in fake_engine.commands(engine) if words[0] == "run"]
+    assert all(words[words.index("python3") + 1] == fake_engine.IMAGE for words in told)
+
+
+async def test_an_attempt_gets_the_image_of_its_own_task_only(containers: Sandboxes) -> None:
+    spec = msgspec.structs.replace(attempt_spec(), task=Task("t", {"image": IMAGE}))
+    for images, image, allowed in (
+        (True, IMAGE, True),
+        (True, "", True),
+        (True, fake_engine.IMAGE, False),
+        (False, IMAGE, False),
+    ):
+        async with AttemptSandboxes(containers, SandboxSpec(), 4, images=images) as host:
+            attempt = ProxyAttempt("key", spec)
+            body = msgspec.msgpack.encode(Open(SandboxSpec(image=image)))
+            if allowed:
+                await host.answer(attempt, "open", body)
+            else:
+                with pytest.raises(InputError, match="the image that its task names"):
+                    await host.answer(attempt, "open", body)
+
+
+def test_rows_say_their_image_or_a_template_does() -> None:
+    template = "hub/sweb.{owner}_1776_{name}:latest"
+    assert image_of({"image_name": "a/b"}, template) == "a/b"
+    assert image_of({"instance_id": "Acme__Tool-1"}, template) == "hub/sweb.acme_1776_tool-1:latest"
+    assert image_of({"instance_id": "Acme__Tool-1"}, "") == ""
+
+
+@pytest.mark.skipif(ROW not in os.environ, reason=f"{ROW} names no file with a row")
+async def test_an_image_of_a_real_engine(docker_image: str, tmp_path: Path) -> None:
+    """ENVSERVER_TEST_SWE_ROW: a file with a row whose image the engine has."""
+    line = json.loads(Path(os.environ[ROW]).read_text())
+    config = SandboxConfig(backend="docker", docker_image=docker_image)
+    async with SandboxService(config) as running:
+        rows = write_rows(tmp_path / "rows.jsonl", line)
+        swe = swe_of(WatchedSandboxes(running.address), rows)
+        assert len(list(swe.tasks("test"))) == 1, swe.dropped
+
+
+# Task folders.
+
+OWN = {"tool/__init__.py": "", "tool/core.py": WRONG, "tool/text.py": "A = 1\r\n", "notes": "n\n"}
+HIDDEN = """
+import asyncio
+import unittest
+
+import pytest
+from tool.core import double, one
+
+
+@pytest.mark.parametrize("x", [4, 7])
+def test_double(x):
+    assert double(x) == 2 * x
+
+
+class TestDouble(unittest.TestCase):
+    def test_seven(self):
+        self.assertEqual(double(7), 14)
+
+
+class TestLater(unittest.IsolatedAsyncioTestCase):
+    async def test_later(self):
+        await asyncio.sleep(0)
+        self.assertEqual(double(8), 16)
+
+
+class TestPlain:
+    def test_seven(self, tmp_path):
+        for x in (1, 7):
+            assert double(x) == x + x
+
+
+def test_one():
+    assert one() == 1
+"""
+FAIL = [
+    "test_double[4]", "test_double[7]", "TestDouble::test_seven", "TestLater::test_later",
+    "TestPlain::test_seven",
+]  # fmt: skip
+
+
+def patch(new: dict[str, str], removed: tuple[str, ...] = ()) -> str:
+    tree = {p: e for p, e in tree_of({**OWN, **new}).items() if p not in removed}
+    return make_patch(tree_of(OWN), tree)
+
+
+GOLD = patch({"tool/core.py": RIGHT})
+
+
+def write_task(folder: Path, **changes: Any) -> Path:
+    """A folder with a task as it is documented."""
+    (folder / "hidden" / "tests").mkdir(parents=True)
+    (folder / "hidden" / "tests" / "test_core.py").write_text(HIDDEN)
+    with tarfile.open(folder / "repo.tar", "w") as tar:
+        for path, text in OWN.items():
+            info = tarfile.TarInfo(f"./{path}")
+            info.size = len(text.encode())
+            tar.addfile(info, io.BytesIO(text.encode()))
+    row = bench_row(
+        patch=GOLD, test_patch="", repo_archive="repo.tar", hidden_tests="hidden",
+        FAIL_TO_PASS=json.dumps([f"tests/test_core.py::{name}" for name in FAIL]),
+        PASS_TO_PASS='["tests/test_core.py::test_one"]', test_cmd=["false"], wall=20,
+        python=">=3.10", requires=["pytest>=7"], protected=["notes", "docs/**"],
+    )  # fmt: skip
+    (folder / "task.json").write_text(json.dumps({**row, **changes}))
+    return folder
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_without_a_mirror_it_says_so(tmp_path: Path, mirror: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(bench_row(mirror)) + "\n")
-    with pytest.raises(ConfigError, match="mirror"):
-        list(Swe(Swe.Config(data_set="swe_bench", data_path=path)).tasks("train"))
-    with pytest.raises(InputError, match="mirror"):
-        Swe().task_from_row(bench_row(mirror))
+async def test_folders_with_tasks_are_read_and_graded(rooms: Sandboxes, tmp_path: Path) -> None:
+    swe = swe_of(rooms, write_task(tmp_path / "a"))
+    (task,) = swe.tasks("train")
+    assert set(task.public) == {"archive", "problem"}
+    assert (task.hidden["seconds"], task.hidden["protected"]) == (20.0, ["notes", "docs/**"])
+    both = patch({"tool/core.py": RIGHT, "notes": "mine\n", "docs/a/b.md": "x\n"})
+    score = await swe.score(task, result_of(both))
+    assert (score.reward, score.metrics["changes_dropped"]) == (1.0, 2.0)
+    assert (await swe.score(task, result_of(patch({"notes": "m\n"})))).reward == 0.0
+    changes: list[dict[str, Any]] = [
+        {}, {"python": ">=9.1"}, {"requires": ["no-such-package"]},
+        {"repo_archive": "../a/repo.tar"}, {"hidden_tests": "nothing"},
+        {"FAIL_TO_PASS": "[]"}, {"protected": "notes"},
+    ]  # fmt: skip
+    for number, change in enumerate(changes):
+        write_task(tmp_path / "many" / f"t{number}", **change)
+    (tmp_path / "many" / "broken").mkdir()
+    (tmp_path / "many" / "broken" / "task.json").write_text("{")
+    swe = swe_of(rooms, tmp_path / "many")
+    assert len(list(swe.tasks("train"))) == 1
+    assert swe.dropped.total() == len(changes)
+    assert swe.dropped["A file of the task is outside of its folder."] == 1
 
 
-# As a whole.
+PROSE = "I fixed it.\n\n"
+FORMS = {
+    "no newline at its end": GOLD.rstrip("\n"),
+    "no prefixes": GOLD.replace(" a/", " ").replace(" b/", " "),
+    "Windows line ends": GOLD.replace("\n", "\r\n"),
+    "text around": f"{PROSE}{GOLD}\nAll tests pass.\n",
+    "a fence": f"{PROSE}```diff\n{GOLD}```\nDone.",
+    "format-patch": f"From 1\nSubject: x\n\n---\n tool/core.py | 2 +-\n\n{GOLD}-- \n2.39.5\n",
+    "times": GOLD.replace("--- a/tool/core.py", "--- a/tool/core.py\t2024-01-01 00:00:00"),
+    "visible tests": patch({"tool/core.py": RIGHT, "tests/test_core.py": "def test_x(): pass\n"}),
+    "a file with Windows line ends": patch(
+        {"tool/core.py": RIGHT, "tool/text.py": "A = 2\r\nB = 3\r\n"}),
+    "no newline at a file's end": patch({"tool/core.py": RIGHT.rstrip("\n")}),
+    "a new module": patch(
+        {"tool/core.py": "from ._impl import double\n\n\ndef one():\n    return 1\n",
+         "tool/_impl.py": "def double(x):\n    return x * 2\n"}),
+    "a module that becomes a package": patch(
+        {"tool/core/__init__.py": "from .sub.deep import double, one\n",
+         "tool/core/sub/__init__.py": "",
+         "tool/core/sub/deep.py": "from ...text import A\n" + RIGHT}, ("tool/core.py",)),
+    "a rename": "diff --git a/tool/text.py b/tool/words.py\nsimilarity index 100%\n"
+    f"rename from tool/text.py\nrename to tool/words.py\n{GOLD}",
+    "a comparison of its own": patch({"tool/core.py": RIGHT + "\n\nclass P:\n"
+    "    def __eq__(self, other):\n        return isinstance(other, P)\n"}),
+    "prints, warnings, logs": patch({"tool/core.py": RIGHT + "\nimport logging, warnings\n"
+    "print('hi')\nwarnings.warn('w')\nlogging.error('e')\n"
+    "if __name__ == '__main__':\n    exit(1)\n"}),
+}  # fmt: skip
+
+
+CHEATS = (
+    "tests that are not run", "tests found among all classes", "a patched report, disguised",
+    "assertions of unittest that hold", "numbers beyond what is written", "a patched call",
+    "exit status at the end", "a skip in each call", "a child that goes on",
+)  # fmt: skip
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_honest_patches_are_rewarded_in_any_form_and_no_cheat_is(
+    rooms: Sandboxes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swe = swe_of(rooms, write_task(tmp_path))
+    (task,) = swe.tasks("train")
+
+    async def paid(patches: dict[str, str]) -> dict[str, float | None]:
+        scores = await asyncio.gather(*(rewards(swe, task, text) for text in patches.values()))
+        return {name: reward for name, (reward,) in zip(patches, scores, strict=True)}
+
+    assert await paid(FORMS) == dict.fromkeys(FORMS, 1.0)
+    thoughts = f"<think>\n{patch({'notes': 'x'})}</think>\n{FORMS['a fence']}"
+    for said, reward in ((thoughts, 1.0), (f"<think>{GOLD}", 0.0)):
+        assert (await swe.score(task, swe.response_from_row(said, []))).reward == reward
+    # Also without the search for suspicious code.
+    monkeypatch.setattr("envserver_environments.swe.grading.FRAUD", frozenset())
+    cheats = {name: patch({"tool/core.py": WRONG + dedent(PROGRAMS[name])}) for name in CHEATS}
+    assert await paid(cheats) == dict.fromkeys(CHEATS, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("added", "fraud"),
+    [
+        ("class A:\n    def __eq__(self, other): return self is self", True),
+        ("class A:\n    def __eq__(self, other): return other == other", True),
+        ("A = type('A', (), {'__eq__': lambda s, o: bool(s)})", True),
+        ("class A:\n    __eq__ = lambda s, o: bool(s)", True),
+        ("x = getattr(y, '__co' + 'de__')", True),
+        ("x = getattr(y, f\"{'f_'}{'back'}\")", True),
+        ("m = __import__('unit' + 'test')", True),
+        ("import traceback\nx = traceback.extract_stack()", True),
+        ("import warnings\nwarnings.warn('old', DeprecationWarning, stacklevel=2)", False),
+        ("class A:\n    def __eq__(self, other): return self.x == other.x", False),
+        ("class A:\n    def __lt__(self, other): return NotImplemented if other else False", False),
+        ("text = 'a' + 'b' + f'{1}'", False),
+    ],
+)
+def test_what_suspicious_code_is(added: str, fraud: bool) -> None:
+    found = added_suspicions(tree_of({}), tree_of({"a.py": added}))
+    assert bool(found.keys() & FRAUD) is fraud
+
+
+def test_answers_to_rows_are_scored_by_the_command(tmp_path: Path) -> None:
+    write_task(tmp_path / "mirror")
+    row = json.loads((tmp_path / "mirror" / "task.json").read_text())
+    name = "swe-roman-subtractive"
+    rows = [
+        {"task": name, "response": f"So:\n```diff\n{ROMAN.gold_patch}```"},
+        {"task": name, "response": "I would change roman.py."},
+        {"task": row, "response": GOLD},
+        {"task": row, "messages": [{"role": "user", "content": "?"},
+                                   {"role": "assistant", "content": GOLD}]},
+    ]  # fmt: skip
+    write_rows(tmp_path / "rows.jsonl", *rows)
+    words = "score --env swe --env.mirror mirror --input rows.jsonl --out scores.jsonl"
+    ran = envserver(*words.split(), folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert [row["reward"] for row in read_jsonl(tmp_path / "scores.jsonl")] == [1.0, 0.0, 1.0, 1.0]
