@@ -1,4 +1,5 @@
-"""Texts of a megabyte through the scorer of every environment, as users score them.
+"""Texts of a megabyte through the scorer of every environment, as users score them, and shorter
+ones through what its agent reads, which the workers' event loop does while other rollouts wait.
 
 Each text costs less than one CPU second of the scorer and gives a score, never an error. `make
 test-all` tries the worst and a few of the others, `make test-slow` all texts in every place.
@@ -7,12 +8,24 @@ test-all` tries the worst and a few of the others, `make test-slow` all texts in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_environments.answers import choice_index, last_boxed
+from envserver_environments.code.agent import _has_block
+from envserver_environments.gaia.agents.plain import _SAID
+from envserver_environments.kuhn.env import action_of
+from envserver_environments.math.agent import commands_of, run_command
+from envserver_environments.mhqa import agent as mhqa
+from envserver_environments.proposer_solver.env import answer_of, result_of
+from envserver_environments.swe.bash_agent import blocks_of
+from envserver_environments.twenty_questions.env import said
+from envserver_tools.protocol import parse_message
+from envserver_tools.visible import visible_text
 from support.adversarial_texts import adversarial_texts
 from support.cpu import cpu_limit
 
@@ -55,6 +68,7 @@ class Scorer:
 
     Args:
         only_messages: it reads conversations, not bare responses.
+        too_long: a response to the first task that is too long to be right.
     """
 
     tasks: tuple[str | dict[str, Any], ...]
@@ -62,6 +76,7 @@ class Scorer:
     argument: str = "answer"
     only_messages: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+    too_long: str = ""
 
 
 COURSE = {
@@ -85,7 +100,8 @@ SCORERS = {
             {"problem": "p", "solution": "s", "answer": r"\frac{1}{2}"},
             {"question": "q", "answer": "#### 42"},
             {"question": "q", "options": ["A)1", "B)2"], "correct": "B"},
-        )
+        ),
+        too_long=f"\\boxed{{{'9' * 301}}}",
     ),
     "code": Scorer(
         (
@@ -96,10 +112,13 @@ SCORERS = {
         ),
         tool="submit",
         argument="code",
+        too_long=f"```python\nf = {'1' * 50_000}\n```",
     ),
     "gaia": Scorer(
         tuple({"Question": "q", "Final answer": gold} for gold in ("17", "a, 17", "one word")),
         tool="final_answer",
+        settings={"unfinished": "drop"},
+        too_long="9" * 10_001,
     ),
     "mhqa": Scorer(({"question": "q", "answer": "Paris"},)),
     "tau": Scorer(("mini_retail/ordered_by_mistake",), tool="get_order", only_messages=True),
@@ -124,40 +143,28 @@ def test_no_text_keeps_a_scorer_busy_or_makes_it_fail(
     environment.write_text(TIMED.format(name=name))
     names = []
     with (tmp_path / "rows.jsonl").open("w", encoding="utf-8") as rows:
+
+        def write(text_name: str, row: dict[str, Any]) -> None:
+            rows.write(json.dumps(row) + "\n")
+            names.append(text_name)
+
         for number, (text_name, text) in enumerate(adversarial_texts()):
             if text_name in SAMPLE or number % every == 0:
                 for answer in answers_of(scorer, text):
                     for task in scorer.tasks:
-                        row = {"task": task, **answer}
-                        rows.write(json.dumps(row) + "\n")
-                        names.append(text_name)
-    scored = envserver.score(
+                        write(text_name, {"task": task, **answer})
+        if scorer.too_long:
+            write("too long", {"task": scorer.tasks[0], "response": scorer.too_long})
+    found = envserver.score(
         f"{environment}:Timed", tmp_path / "rows.jsonl", env=scorer.settings, processes=1
     )
-    assert {
-        n: row["error"] for n, row in zip(names, scored.rows, strict=True) if row["error"]
-    } == {}
-    seconds = [
-        (row["metrics"]["cpu_seconds"], n) for n, row in zip(names, scored.rows, strict=True)
-    ]
+    scored = list(zip(names, found.rows, strict=True))
+    assert {n: row["error"] for n, row in scored if row["error"]} == {}
+    seconds = [(row["metrics"]["cpu_seconds"], n) for n, row in scored]
     most = cpu_limit(CPU_SECONDS)
     assert [one for one in sorted(seconds, reverse=True) if one[0] >= most] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "response", "settings"),
-    [
-        ("math", "\\boxed{" + "9" * 301 + "}", {}),
-        ("code", "```python\nf = " + "1" * 50_000 + "\n```", {}),
-        ("gaia", "9" * 10_001, {"unfinished": "drop"}),
-    ],
-)
-def test_an_answer_that_is_too_long_scores_zero_and_says_so(
-    name: str, response: str, settings: dict[str, Any]
-) -> None:
-    row = {"task": SCORERS[name].tasks[0], "response": response}
-    (scored,) = envserver.score(name, [row], env=settings, processes=1).rows
-    assert (scored["reward"], scored["metrics"]["too_long"]) == (0.0, 1.0)
+    if scorer.too_long:
+        assert (scored[-1][1]["reward"], scored[-1][1]["metrics"]["too_long"]) == (0.0, 1.0)
 
 
 def answers_of(scorer: Scorer, text: str) -> Iterator[dict[str, Any]]:
@@ -171,3 +178,49 @@ def answers_of(scorer: Scorer, text: str) -> Iterator[dict[str, Any]]:
     yield {"messages": [asked, {"role": "assistant", "content": text}]}
     for call in calls:
         yield {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
+CHARACTERS = 20_000
+"""A scanner of quadratic time needs seconds for so many, one of linear time milliseconds."""
+READER_SECONDS = 0.3
+READERS: dict[str, Callable[[str], Any]] = {
+    "visible": visible_text,
+    "protocol": parse_message,
+    "boxed": last_boxed,
+    "choice": lambda text: choice_index(text, ["a dog", "blue sky"]),
+    "math": lambda text: run_command(commands_of(text)),
+    "swe": blocks_of,
+    "code": _has_block,
+    "gaia": _SAID.search,
+    "kuhn": action_of,
+    "twenty questions": said,
+    "proposer": lambda text: result_of(text, {"use": [1, 2], "max_characters": 10**9}),
+    "solver": answer_of,
+    "mhqa tags": mhqa.tagged_queries,
+    "mhqa list": mhqa.numbered_list,
+    "mhqa note": mhqa.provisional_answer,
+    "mhqa answer": mhqa.final_answer,
+}
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    for name, text in adversarial_texts():
+        yield name, text[:CHARACTERS] + text[-100:]
+    for name, part in {
+        "shells": "```bash\n", "shells of blanks": "```bash \t", "prints": "print(", "asks": "ask ",
+        "quoted commands": "```bash\npython -c 'print(1)'\n", "numbers of a list": "1. \n#1 ",
+    }.items():  # fmt: skip
+        yield name, part * (CHARACTERS // len(part))
+    yield "asked blanks", f"ask a{' ' * CHARACTERS}b"
+    yield "guessed marks", f"guess a{' .' * (CHARACTERS // 2)}b"
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_text_keeps_an_agent_busy(name: str) -> None:
+    slow, most = {}, cpu_limit(READER_SECONDS)
+    for text_name, text in texts():
+        began = time.thread_time()
+        READERS[name](text)
+        if (seconds := time.thread_time() - began) > most:
+            slow[text_name] = round(seconds, 2)
+    assert slow == {}

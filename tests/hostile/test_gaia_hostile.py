@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,32 +89,25 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     yield found
 
 
-class listening:
+@contextmanager
+def listening(secret: str) -> Iterator[tuple[int, list[Any]]]:
     """A server of this machine that gives its visitors the secret, and remembers them."""
+    visitors: list[Any] = []
 
-    def __init__(self, secret: str) -> None:
-        self._secret = secret.encode()
-        self._visitors: list[Any] = []
-
-    def __enter__(self) -> tuple[int, list[Any]]:
-        self._listener = socket.create_server(("", 0))
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-        return self._listener.getsockname()[1], self._visitors
-
-    def _serve(self) -> None:
+    def serve() -> None:
         while True:
             try:
-                visitor, address = self._listener.accept()
+                visitor, address = listener.accept()
             except OSError:
                 return
-            self._visitors.append(address)
-            visitor.sendall(self._secret)
+            visitors.append(address)
+            visitor.sendall(secret.encode())
             visitor.close()
 
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+    with socket.create_server(("", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1], visitors
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def own_address() -> str:
@@ -147,11 +141,8 @@ def test_nobody_is_paid_for_looking_and_ordinary_ones_are(ran: Ran) -> None:
     missing = every - set(ran.rollouts)
     # Tried again, then dropped; where looking for the key took its step's time, it is paid nothing.
     assert missing <= {("code", "forge a failure")}
-
-
-def test_the_answer_was_nowhere(ran: Ran) -> None:
-    assert ran.secret not in ran.text
-    assert ran.secret not in ran.stderr
+    # The answer was nowhere.
+    assert ran.secret not in ran.text and ran.secret not in ran.stderr
     assert ran.visitors == []
 
 

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 from envserver_environments.gaia.interpreter import process as interpreters
@@ -47,26 +47,26 @@ def test_all_that_is_printed_is_seen_by_whomever(python: Interpreter) -> None:
     assert long.endswith("9999\n")
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        ("1/0", "ZeroDivisionError"),
-        ("raise SystemExit(3)", "SystemExit"),
-        ("raise BaseException('x')", "BaseException"),
-        ("def f(): f()\nf()", "RecursionError"),
-        ("x =", "SyntaxError"),
-        ("input()", "EOFError"),
-        ("class E(Exception):\n    def __str__(self): raise ValueError\nraise E", "E"),
-        ("class V:\n    def __str__(self): raise ValueError('v')\nV()", "ValueError"),
-        ("'\\ud800' + 1", "TypeError"),
-    ],
-)
-def test_errors_are_outcomes_without_our_frames(python: Interpreter, code: str, kind: str) -> None:
+ERRORS = {
+    "1/0": "ZeroDivisionError",
+    "raise SystemExit(3)": "SystemExit",
+    "raise BaseException('x')": "BaseException",
+    "def f(): f()\nf()": "RecursionError",
+    "x =": "SyntaxError",
+    "input()": "EOFError",
+    "class E(Exception):\n    def __str__(self): raise ValueError\nraise E": "E",
+    "class V:\n    def __str__(self): raise ValueError('v')\nV()": "ValueError",
+    "'\\ud800' + 1": "TypeError",
+}
+
+
+def test_errors_are_outcomes_without_our_frames(python: Interpreter) -> None:
     python.run("kept = 1")
-    outcome = python.run(code)
-    assert (outcome.trouble, outcome.kind) == ("exception", kind)
-    assert "inside.py" not in outcome.error
-    assert python.run("kept").value == "1"
+    for code, kind in ERRORS.items():
+        outcome = python.run(code)
+        assert (outcome.trouble, outcome.kind) == ("exception", kind), code
+        assert "inside.py" not in outcome.error
+        assert python.run("kept").value == "1"
 
 
 @pytest.mark.parametrize(
@@ -94,31 +94,23 @@ def test_time_is_kept_from_outside(
     assert (python.run("kept").value == "1") == kept
 
 
-@pytest.mark.parametrize(
-    ("code", "how"),
-    [
+def test_a_crash_is_an_outcome_and_the_next_step_goes_on(python: Interpreter) -> None:
+    for code, how in (
         ("import os; print('last words'); os._exit(3)", "exited with 3"),
         ("import ctypes; print('last words', flush=True); ctypes.string_at(0)", "SIGSEGV"),
         ("import os; print('last words'); os.kill(os.getpid(), 9)", "SIGKILL"),
         ("import os; print('last words'); os.closerange(3, 1 << 20)", "Python process"),
-    ],
-)
-def test_a_crash_is_an_outcome_and_the_next_step_goes_on(
-    python: Interpreter, code: str, how: str
-) -> None:
-    outcome = python.run(code)
-    assert outcome.trouble == "died"
-    assert how in outcome.error
-    assert "last words" in outcome.printed
-    assert python.run("1 + 1").value == "2"
+    ):
+        outcome = python.run(code)
+        assert outcome.trouble == "died"
+        assert how in outcome.error
+        assert "last words" in outcome.printed
+        assert python.run("1 + 1").value == "2"
 
 
-def test_forks_of_the_code_do_not_speak_for_it(python: Interpreter) -> None:
+def test_forks_do_not_speak_for_it_and_tools_run_outside(python: Interpreter) -> None:
     assert python.run("import os\nos.fork() and 'parent'").value == "parent"
     assert python.run("2").value == "2"
-
-
-def test_tools_run_outside_and_their_errors_are_raised(python: Interpreter) -> None:
     assert python.run("double(21)").value == "42"
     assert python.run("double([1])").value == "[1, 1]"
     failed = python.run("double(None)")
@@ -126,26 +118,17 @@ def test_tools_run_outside_and_their_errors_are_raised(python: Interpreter) -> N
     python.run("from threading import Thread\nr = []\ndef f(): r.append(double(2))")
     python.run("t = [Thread(target=f) for _ in range(8)]\n[x.start() for x in t]")
     assert python.run("[x.join() for x in t]; r").value == str([4] * 8)
-
-
-def test_the_answer_ends_a_step(python: Interpreter) -> None:
+    # The answer ends a step.
     code = "try:\n    final_answer([1.0, 'b'])\nexcept Exception:\n    pass\nprint('never')"
     assert python.run(code) == Outcome(answer="1, b")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (" a ", "a"),
-        (3.0, "3"),
-        (2.5, "2.5"),
-        (None, ""),
-        ((1, [2, "x"]), "1, 2, x"),
-        (True, "True"),
-    ],
-)
-def test_answers_are_written_as_they_are_compared(value: Any, text: str) -> None:
-    assert answer_text(value) == text
+def test_answers_are_written_as_they_are_compared_and_observations_hold_what_was_seen() -> None:
+    values = (" a ", 3.0, 2.5, None, (1, [2, "x"]), True)
+    assert [answer_text(value) for value in values] == ["a", "3", "2.5", "", "1, 2, x", "True"]
+    assert observation(Outcome(), 100) == "(nothing was printed)"
+    assert observation(Outcome(printed="a\n", value="b"), 100) == "a\nValue: b"
+    assert len(observation(Outcome(printed="a" * 500), 100)) < 160
 
 
 def test_it_can_be_closed_from_another_thread_and_leaves_nothing(python: Interpreter) -> None:
@@ -155,12 +138,6 @@ def test_it_can_be_closed_from_another_thread_and_leaves_nothing(python: Interpr
     assert python.run("1").trouble == "died"
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-def test_an_observation_holds_output_value_and_error() -> None:
-    assert observation(Outcome(), 100) == "(nothing was printed)"
-    assert observation(Outcome(printed="a\n", value="b"), 100) == "a\nValue: b"
-    assert len(observation(Outcome(printed="a" * 500), 100)) < 160
 
 
 def test_one_that_starts_too_late_is_no_outcome_and_is_replaced(

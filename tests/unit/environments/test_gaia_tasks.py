@@ -7,9 +7,9 @@ import hashlib
 import json
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,25 +35,20 @@ from envserver import Caller, ConfigError, NotFoundError, PublicTask
 SOLVED = "\nimport sys\nsys.stdout.write(str(answer))\n"
 
 
-def item(task: GaiaQuestion | Refusal) -> GaiaQuestion:
-    assert isinstance(task, GaiaQuestion), task
-    return task
+OWN = [task for task in own_items() if isinstance(task, GaiaQuestion)]
 
 
 def test_thirty_own_tasks_have_files_of_ten_kinds() -> None:
-    items = [item(task) for task in own_items()]
-    kinds = Counter(task.attachment.suffix for task in items if task.attachment)
+    kinds = Counter(task.attachment.suffix for task in OWN if task.attachment)
     assert kinds == dict.fromkeys(
         (".txt", ".csv", ".xlsx", ".pdf", ".docx", ".pptx", ".png", ".py", ".jsonl", ".zip"), 3
     )
-    assert len({task.task_id for task in items}) == len({task.question for task in items}) == 30
-    assert set(Counter(task.level for task in items)) == {1, 2, 3}
-    assert all(is_usable_truth(task.answer) for task in items)
+    assert len({task.task_id for task in OWN}) == len({task.question for task in OWN}) == 30
+    assert {task.level for task in OWN} == {1, 2, 3}
+    assert all(is_usable_truth(task.answer) for task in OWN)
 
 
-@pytest.mark.parametrize(
-    "task", [item(task) for task in own_items()], ids=lambda task: task.task_id
-)
+@pytest.mark.parametrize("task", OWN, ids=lambda task: task.task_id)
 def test_every_own_answer_follows_from_its_file_alone(task: GaiaQuestion, tmp_path: Path) -> None:
     assert task.attachment is not None and task.solution is not None
     assert task.answer not in task.question and task.answer not in task.solution
@@ -65,18 +60,21 @@ def test_every_own_answer_follows_from_its_file_alone(task: GaiaQuestion, tmp_pa
     assert question_scorer(ran.stdout, task.answer), (ran.stdout, ran.stderr[-500:])
 
 
-ROWS: list[dict[str, Any]] = [
-    {"task_id": "a", "Question": "How many?", "Level": "1", "Final answer": "3",
-     "file_name": "", "Annotator Metadata": {"Steps": "count them"}},
-    {"task_id": "b", "Question": "Which?", "Level": "2", "Final answer": "red, blue",
-     "file_name": "b.txt", "Annotator Metadata": {"Steps": "read it"}},
-    {"task_id": "c", "Question": "Who?", "Level": "3", "Final answer": "?", "file_name": ""},
-    {"task_id": "d", "Question": "Where?", "Level": "2", "Final answer": "here",
-     "file_name": "gone.txt"},
-    {"task_id": "e", "Question": "What?", "Level": "4", "Final answer": "it", "file_name": ""},
-    {"task_id": "f", "Question": "Why?", "Level": "1", "Final answer": "so",
-     "file_name": "../../../secret.txt"},
-]  # fmt: skip
+def row_of(task_id: str, answer: str, level: str = "1", file_name: str = "", **more: Any) -> Any:
+    return {
+        "task_id": task_id, "Question": f"Question {task_id}?", "Level": level,
+        "Final answer": answer, "file_name": file_name, **more,
+    }  # fmt: skip
+
+
+ROWS = [
+    row_of("a", "3", **{"Annotator Metadata": {"Steps": "count them"}}),
+    row_of("b", "red, blue", "2", "b.txt", **{"Annotator Metadata": {"Steps": "read it"}}),
+    row_of("c", "?", "3"),
+    row_of("d", "here", "2", "gone.txt"),
+    row_of("e", "it", "4"),
+    row_of("f", "so", "1", "../../../secret.txt"),
+]
 
 
 def as_jsonl(rows: list[dict[str, Any]]) -> bytes:
@@ -130,19 +128,18 @@ def test_a_local_copy_is_read_in_every_layout(layout: str, tmp_path: Path) -> No
             list(copy_items(copy, split))
 
 
-def refused(row: GaiaQuestion | Refusal) -> str:
-    assert isinstance(row, Refusal)
-    return row.reason
-
-
 def test_tasks_of_ones_own_need_no_folder_for_splits(tmp_path: Path) -> None:
-    (tmp_path / "metadata.jsonl").write_bytes(as_jsonl(ROWS[:1]))
+    def found(*rows: dict[str, Any]) -> list[GaiaQuestion | Refusal]:
+        (tmp_path / "metadata.jsonl").write_bytes(as_jsonl(list(rows)))
+        return list(copy_items(tmp_path, "train"))
+
+    (task,) = found(ROWS[0])
+    assert isinstance(task, GaiaQuestion) and task.task_id == "a"
     assert not is_official(tmp_path)
-    assert [item(task).task_id for task in copy_items(tmp_path, "train")] == ["a"]
-    outside = [{**ROWS[0], "file_name": name} for name in ("/etc/hostname", "../x")]
-    (tmp_path / "metadata.jsonl").write_bytes(as_jsonl(outside))
-    reasons = {refused(row) for row in copy_items(tmp_path, "train")}
-    assert reasons == {"its file is outside of the copy"}
+    for name in ("/etc/hostname", "../x"):
+        (refused,) = found({**ROWS[0], "file_name": name})
+        assert isinstance(refused, Refusal)
+        assert refused.reason == "its file is outside of the copy"
     (tmp_path / "metadata.jsonl").write_text('{"task_id": "a"\n')
     with pytest.raises(ConfigError, match="line 1"):
         list(copy_items(tmp_path, "train"))
@@ -160,13 +157,10 @@ class Hub:
         refuses: the error code with which every request is refused.
     """
 
-    def __init__(self, files: dict[str, bytes], refuses: str | None = None) -> None:
-        self.files = files
-        self.large = {name for name in files if name.endswith(".parquet")}
-        self.refuses = refuses
+    def __init__(self, files: dict[str, bytes], refuses: str = "") -> None:
+        self.files, self.refuses, self.url = files, refuses, ""
         self.breaks: set[str] = set()
         self.given: Counter[str] = Counter()
-        self.url = ""
 
     def answer(self, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
         path, _, _ = path.partition("?")
@@ -176,33 +170,29 @@ class Hub:
         _, found, name = path.partition("/resolve/")
         if found:
             name = name.partition("/")[2]
-            headers = {"ETag": f'"{self.digest(name)}"', "X-Repo-Commit": COMMIT}
-            if method == "GET":
-                self.given[name] += 1
-                if name in self.breaks:
-                    return 500, {}, b""
+            self.given[name] += method == "GET"
+            if method == "GET" and name in self.breaks:
+                return 500, {}, b""
+            headers = {"ETag": f'"{self.facts(name)["digest"]}"', "X-Repo-Commit": COMMIT}
             return 200, headers, self.files[name]
         if "/tree/" in path:
-            rows = [{"type": "file", "path": name, **self.facts(name)} for name in self.files]
-            return 200, {}, json.dumps(rows).encode()
-        siblings = [{"rfilename": name, **self.facts(name)} for name in self.files]
-        body = {"id": "x/y", "sha": COMMIT, "private": False, "siblings": siblings, "tags": []}
+            body: Any = [{"type": "file", "path": name, **self.facts(name)} for name in self.files]
+        else:
+            siblings = [{"rfilename": name, **self.facts(name)} for name in self.files]
+            body = {"id": "x/y", "sha": COMMIT, "private": False, "siblings": siblings, "tags": []}
         return 200, {}, json.dumps(body).encode()
 
-    def digest(self, name: str) -> str:
-        data = self.files[name]
-        if name in self.large:
-            return hashlib.sha256(data).hexdigest()
-        header = f"blob {len(data)}\0".encode()
-        return hashlib.sha1(header + data, usedforsecurity=False).hexdigest()
-
     def facts(self, name: str) -> dict[str, Any]:
-        size = len(self.files[name])
-        facts: dict[str, Any] = {"size": size, "blobId": "0" * 40, "oid": "0" * 40}
-        if name in self.large:
-            digest = self.digest(name)
-            facts["lfs"] = {"sha256": digest, "oid": digest, "size": size, "pointerSize": 130}
-        return facts
+        """What the hub says of a file, and its digest; large are tables."""
+        data = self.files[name]
+        facts: dict[str, Any] = {"size": len(data), "blobId": "0" * 40, "oid": "0" * 40}
+        if name.endswith(".parquet"):
+            digest = hashlib.sha256(data).hexdigest()
+            facts["lfs"] = {"sha256": digest, "oid": digest, "size": len(data), "pointerSize": 130}
+        else:
+            header = f"blob {len(data)}\0".encode()
+            digest = hashlib.sha1(header + data, usedforsecurity=False).hexdigest()
+        return {**facts, "digest": digest}
 
 
 @contextmanager
@@ -221,19 +211,15 @@ def serving(hub: Hub) -> Iterator[Hub]:
 
         do_GET = do_HEAD = reply
 
-        def log_message(self, *args: Any) -> None:
-            pass
+        def log_message(self, *_: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor(1) as thread:
+        thread.submit(server.serve_forever)
+        hub.url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield hub
+        finally:
+            server.shutdown()
 
 
 @pytest.fixture
@@ -241,44 +227,40 @@ def files(tmp_path: Path) -> dict[str, bytes]:
     """What the hub holds: a copy of ROWS in today's layout."""
     pytest.importorskip("huggingface_hub", reason="huggingface_hub (extra gaia) is not installed")
     copy = copy_in("parquet", tmp_path / "origin")
-    held = {
-        path.relative_to(copy).as_posix(): path.read_bytes()
-        for path in copy.glob("2023/**/*") if path.is_file()
-    }  # fmt: skip
+    paths = [path for path in copy.glob("2023/**/*") if path.is_file()]
+    held = {path.relative_to(copy).as_posix(): path.read_bytes() for path in paths}
     return {**held, "README.md": b"Agree to our terms."}
 
 
-def test_a_copy_is_fetched_once_checked_and_mended(
-    files: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_copy_is_fetched_once_checked_mended_and_continued(
+    files: dict[str, bytes],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = tmp_path / "copy"
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    folder, table = tmp_path / "copy", "2023/validation/metadata.parquet"
     with serving(Hub(files)) as hub:
-        arguments = ["--use-raw", "--output-dir", str(folder), "--endpoint", hub.url]
+        hub.breaks = {"2023/validation/b.txt"}
+        with pytest.raises(ConfigError, match="run it again to continue"):
+            fetch(RAW, folder, endpoint=hub.url)
+        hub.breaks = set()
+        assert fetch(RAW, folder, endpoint=hub.url) == 3
+        assert hub.given[table] == 1
+        assert "2 tasks" in summary(folder)
+    with serving(Hub(files)) as hub:
+        arguments = ["--use-raw", "--output-dir", str(tmp_path / "new"), "--endpoint", hub.url]
         assert main(arguments) == 0
         said = capsys.readouterr().out
         assert "3 files of gaia-benchmark/GAIA" in said
         assert "2 tasks with answers (1 of level 1, 1 of level 2), 1 with a file" in said
-        assert not (folder / "README.md").exists()
+        assert not (tmp_path / "new" / "README.md").exists()
         assert main(arguments) == 0
         assert set(hub.given.values()) == {1}
-        damaged = folder / "2023" / "validation" / "metadata.parquet"
+        damaged = tmp_path / "new" / table
         damaged.write_bytes(damaged.read_bytes()[:-7] + b"changed")
         assert main(arguments) == 0
-        assert damaged.read_bytes() == files["2023/validation/metadata.parquet"]
-
-
-def test_a_fetch_that_broke_goes_on_where_it_was(
-    files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with serving(Hub(files)) as hub:
-        hub.breaks = {"2023/validation/b.txt"}
-        with pytest.raises(ConfigError, match="run it again to continue"):
-            fetch(RAW, tmp_path / "copy", endpoint=hub.url)
-        hub.breaks = set()
-        assert fetch(RAW, tmp_path / "copy", endpoint=hub.url) == 3
-        assert hub.given["2023/validation/metadata.parquet"] == 1
-    assert "2 tasks" in summary(tmp_path / "copy")
+        assert damaged.read_bytes() == files[table]
 
 
 @pytest.mark.parametrize(
@@ -299,19 +281,13 @@ def test_without_access_it_is_told_what_to_do(
     assert words in told and ANNOTATED.repo in told and "Traceback" not in told
 
 
-def test_an_agent_is_shown_the_question_and_the_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_is_shown_the_question_and_the_file_and_nothing_else(tmp_path: Path) -> None:
     env = Gaia(Gaia.Config(data_path=copy_in("jsonl", tmp_path), split="validation"))
     tasks = {task.public["question"]: task for task in env.tasks("validation")}
-    task = tasks["Which?"]
-    assert task.public == {
-        "question": "Which?",
-        "files": [{"name": "attachment.txt", "data": base64.b64encode(b"red and blue").decode()}],
-    }
-    assert task.hidden == {
-        "answer": "red, blue", "level": 2, "task_id": "b", "solution": None,
-    }  # fmt: skip
+    task = tasks["Question b?"]
+    file = {"name": "attachment.txt", "data": base64.b64encode(b"red and blue").decode()}
+    assert task.public == {"question": "Question b?", "files": [file]}
+    assert task.hidden == {"answer": "red, blue", "level": 2, "task_id": "b", "solution": None}
     assert "count them" not in repr(tasks) and env.dropped.total() == 4
     assert [len(task.id) for task in tasks.values()] == [21, 21]
 
@@ -319,34 +295,30 @@ def test_an_agent_is_shown_the_question_and_the_file_and_nothing_else(
 async def test_the_file_is_in_the_agents_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown: list[tuple[PublicTask, AgentOptions]] = []
-    offered: list[set[str]] = []
+    seen: list[tuple[PublicTask, AgentOptions, set[str]]] = []
 
     async def solve(task: PublicTask, run: Any, rules: AgentOptions, tools: Any) -> dict[str, Any]:
-        shown.append((task, rules))
-        offered.append({tool.name for tool in tools})
+        seen.append((task, rules, {tool.name for tool in tools}))
         return {"answer": Path("attachment.txt").read_text(), "state": "answered", "steps": []}
 
     monkeypatch.setattr("envserver_environments.gaia.env.solve", solve)
     monkeypatch.chdir(tmp_path)
+    files = [{"name": "attachment.txt", "data": base64.b64encode(b"42").decode()}]
+    given = PublicTask("gaia-1", {"question": "How much?", "files": files})
     settings: Any = {"max_steps": 5, "max_completion_tokens": 700, "agent_seconds": 9}
-    env = Gaia(Gaia.Config(agent="plain", **settings))
-    data = base64.b64encode(b"42").decode()
-    files = [{"name": "attachment.txt", "data": data}]
-    task = PublicTask("gaia-1", {"question": "How much?", "files": files})
-    output: Any = await env.rollout(task, None)  # type: ignore[arg-type]
-    assert output["answer"] == "42"
-    ((task, rules),) = shown
+    for config in (
+        Gaia.Config(agent="plain", **settings),
+        Gaia.Config(web="replay", documents=False),
+    ):
+        run: Any = SimpleNamespace(call_tool=None)
+        output: Any = await Gaia(config).rollout(given, run)
+        assert output["answer"] == "42"
+    (task, rules, tools), (_, _, others) = seen
     assert task.public == {"question": "How much?", "files": ["attachment.txt"]}
     assert (rules.agent, rules.max_steps, rules.token_budget) == ("plain", 5, 700)
     assert rules.seconds == 9
-    env = Gaia(Gaia.Config(web="replay", documents=False))
-    await env.rollout(
-        PublicTask("gaia-1", {"question": "?", "files": files}), SimpleNamespace(call_tool=None)
-    )  # type: ignore[arg-type]
-    assert offered == [
-        {"read_document", "find_in_document"}, {"web_search", "visit_page", "find_in_page"}
-    ]  # fmt: skip
+    assert tools == {"read_document", "find_in_document"}
+    assert others == {"web_search", "visit_page", "find_in_page"}
 
 
 async def test_the_server_looks_at_the_web_for_agents_only_if_asked_to(tmp_path: Path) -> None:
@@ -362,28 +334,29 @@ async def test_the_server_looks_at_the_web_for_agents_only_if_asked_to(tmp_path:
 
 def test_gaia_itself_is_for_evaluation_unless_training_is_asked_for(tmp_path: Path) -> None:
     copy = copy_in("jsonl", tmp_path)
+
+    def tasks(split: Any, **settings: bool) -> int:
+        return len(list(Gaia(Gaia.Config(data_path=copy, **settings)).tasks(split)))
+
     with pytest.raises(ConfigError, match="ask not to train"):
-        list(Gaia(Gaia.Config(data_path=copy)).tasks("train"))
+        tasks("train")
     with pytest.raises(ConfigError, match="cannot be scored"):
-        list(Gaia(Gaia.Config(data_path=copy, train_on_gaia=True)).tasks("test"))
-    assert len(list(Gaia(Gaia.Config(data_path=copy, train_on_gaia=True)).tasks("train"))) == 2
-    assert len(list(Gaia(Gaia.Config(data_path=copy)).tasks("validation"))) == 2
+        tasks("test", train_on_gaia=True)
+    assert tasks("train", train_on_gaia=True) == tasks("validation") == 2
 
 
 def test_tasks_are_chosen_by_level_file_and_size(tmp_path: Path) -> None:
     def ids(**settings: Any) -> list[str]:
         return [task.id for task in Gaia(Gaia.Config(**settings)).tasks("train")]
 
-    assert len(ids()) == 30 and ids() == ids() != ids(seed=1)
+    assert len(ids()) == 30 and ids() != ids(seed=1)
     assert len(ids(levels="1,3")) + len(ids(levels=[2])) == 30
     assert 0 < len(ids(max_file_mb=0.005)) < 30
     with pytest.raises(ConfigError, match="no usable task"):
         ids(text_only=True)
     with pytest.raises(ValueError, match="1, 2 and 3"):
         Gaia.Config(levels=[4])
-
-
-def test_plans_have_model_calls_of_their_own() -> None:
+    # Plans have model calls of their own.
     assert Gaia.Config(max_steps=7).max_turns == 7
     assert Gaia.Config(max_steps=7, planning_interval=3).max_turns == 10
     assert Gaia.Config(max_steps=7, max_turns=20).max_turns == 20

@@ -78,6 +78,20 @@ def task(folder: Path, test: str = PASSES, solve: str = SOLVES, **more: str) -> 
     return write(folder, **{**files, **more})
 
 
+def play(path: object, **settings: Any) -> dict[str, Any]:
+    """The trajectories of a model that is right, by task."""
+    made = envserver.process(
+        f"harbor:{path}",
+        model="sim",
+        env={"group_size": 1, "images": False},
+        sim={"solve_probability": 1.0, "openers": False, "latency_seconds": 0},
+        rollouts={"max_attempts": 1},
+        workers={"processes": 1},
+        **settings,
+    )
+    return {group.task_id: group.trajectories[0] for group in made.groups}
+
+
 def test_tasks_are_played_in_the_sandbox_and_judged_by_their_tests(tmp_path: Path) -> None:
     task(tmp_path / "missing", test="exit 3")
     task(tmp_path / "named", test='echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json')
@@ -85,22 +99,10 @@ def test_tasks_are_played_in_the_sandbox_and_judged_by_their_tests(tmp_path: Pat
     tests_links = "if [ -x way_out ] && [ -f second.txt ]; then\n  " + PASSES + "fi"
     task(tmp_path / "untidy", test=tests_links, solve=UNTIDY + SOLVES)
     task(tmp_path / "wrong", solve=SOLVES.replace("print sum", "print sum + 1"))
-    made = envserver.process(
-        f"harbor:{tmp_path}",
-        model="sim",
-        env={"total_steps": 4, "group_size": 1, "images": False},
-        sim={"solve_probability": 1.0, "openers": False, "latency_seconds": 0},
-        rollouts={"max_attempts": 1},
-        workers={"processes": 1},
-    )
-    played = {group.task_id: group.trajectories[0] for group in made.groups}
+    played = play(tmp_path)
     # A reward that was not written is a failure of ours, not 0; planted ones do not count.
-    assert {name: one.score.reward for name, one in played.items()} == {
-        "named": 0.5,
-        "solved": 1.0,
-        "untidy": 1.0,
-        "wrong": 0.0,
-    }
+    rewards = {"named": 0.5, "solved": 1.0, "untidy": 1.0, "wrong": 0.0}
+    assert {name: one.score.reward for name, one in played.items()} == rewards
     assert played["named"].score.components == {"a": 1.0, "b": 0.0}
     solved = played["solved"]
     assert "/work/numbers.txt" in solved.messages[1]["content"]
@@ -112,14 +114,7 @@ def test_tasks_are_played_in_the_sandbox_and_judged_by_their_tests(tmp_path: Pat
 @pytest.mark.thorough
 def test_a_full_disk_is_the_agents_fault(tmp_path: Path) -> None:
     task(tmp_path / "full", solve="seq 1 50000 | xargs touch")
-    made = envserver.process(
-        f"harbor:{tmp_path}",
-        model="sim",
-        env={"total_steps": 1, "group_size": 1, "images": False},
-        sim={"solve_probability": 1.0, "openers": False, "latency_seconds": 0},
-        rollouts={"max_attempts": 1},
-    )
-    (trajectory,) = made.groups[0].trajectories
+    (trajectory,) = play(tmp_path).values()
     assert trajectory.score.reward == 0.0 and "too_large" in trajectory.output
 
 
@@ -137,15 +132,8 @@ subprocess.run("echo 6 > total.txt; rm data/old.txt", shell=True, check=True)
 def test_another_program_solves_a_task(tmp_path: Path) -> None:
     test = PASSES.replace('&& [ "$GREETING" = hello ] && [ -f "$PLACE/note.txt" ]', "")
     write(task(tmp_path / "tasks/sum", test=test), **{"../../agent/agent.py": AGENT})
-    made = envserver.process(
-        f"harbor:{tmp_path}/tasks",
-        model="sim",
-        env={"total_steps": 1, "group_size": 1, "images": False},
-        sim={"latency_seconds": 0},
-        agent={"command": "python3 {folder}/agent.py", "folder": tmp_path / "agent"},
-        rollouts={"max_attempts": 1},
-    )
-    (trajectory,) = made.groups[0].trajectories
+    agent = {"command": "python3 {folder}/agent.py", "folder": tmp_path / "agent"}
+    (trajectory,) = play(tmp_path / "tasks", agent=agent).values()
     assert (trajectory.score.reward, trajectory.flags) == (1.0, ["foreign_agent"])
 
 
@@ -210,40 +198,36 @@ def test_what_changed_makes_the_workspace_again(before: Any, after: Any) -> None
     output = {"deleted": gone, "changed": [base64.b64encode(packed).decode()]}
     kept = {path: entry for path, entry in base.items() if path not in gone}
     assert changed(base, output) == {**kept, **new}
+    no_workspaces: tuple[Any, ...] = (
+        None, "x", {}, {"changed": "x"}, {"changed": [1]}, {"changed": ["eA=="]}, {"too_large": 9},
+    )  # fmt: skip
+    assert [changed({}, output) for output in no_workspaces] == [None] * len(no_workspaces)
 
 
-@pytest.mark.parametrize(
-    "output",
-    [None, "x", {}, {"changed": "x"}, {"changed": [1]}, {"changed": ["eA=="]}, {"too_large": 9}],
-)
-def test_an_output_that_is_no_workspace_is_known(output: Any) -> None:
-    assert changed({}, output) is None
-
-
-@pytest.mark.parametrize(
-    ("files", "complaint"),
-    [
-        ({"environment/Dockerfile": "FROM x\nRUN make"}, "needs an image: its Dockerfile has RUN"),
-        ({"environment/Dockerfile": "FROM x\nCOPY a /etc/a"}, "copies to /etc/a"),
-        ({"environment/Dockerfile": "FROM x\nCOPY --from=b a ."}, "copies from another image"),
-        ({"environment/Dockerfile": "FROM x\nCOPY ../../../secret ."}, "copies ../../../secret"),
-        ({"environment/Dockerfile": "FROM x\nCOPY 'a b"}, "Dockerfile of bad cannot be read"),
-        ({"environment/Dockerfile": "FROM x\nCOPY [1"}, "Dockerfile of bad cannot be read"),
-        ({"environment/Dockerfile": "FROM x\nWORKDIR /"}, "its working directory is /"),
-        ({"tests/test.sh": "apt-get update"}, r"its tests need a network \(apt-get\)"),
-        ({"task.toml": '[verifier]\nenvironment_mode = "separate"'}, "another container"),
-        ({"task.toml": "["}, "not a readable task"),
-    ],
-)
-def test_tasks_that_cannot_be_run_here_are_named(
-    tmp_path: Path, files: dict[str, str], complaint: str
-) -> None:
-    task(tmp_path / "tasks/bad", **files)
-    environment = harbor_environment(tmp_path / "tasks")
-    with pytest.raises(envserver.ConfigError, match=complaint):
-        next(environment(environment.Config(images=False)).tasks("train"))
-    good = task(tmp_path / "tasks/good")
-    assert read_task(good).needs_image == ""
+def test_tasks_that_cannot_be_run_here_are_named(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    bad = task(tasks / "bad")
+    environment = harbor_environment(tasks)
+    docker = "environment/Dockerfile"
+    for name, text, complaint in (
+        (docker, "FROM x\nRUN make", "needs an image: its Dockerfile has RUN"),
+        (docker, "FROM x\nCOPY a /etc/a", "copies to /etc/a"),
+        (docker, "FROM x\nCOPY --from=b a .", "copies from another image"),
+        (docker, "FROM x\nCOPY ../../../secret .", "copies ../../../secret"),
+        (docker, "FROM x\nCOPY 'a b", "Dockerfile of bad cannot be read"),
+        (docker, "FROM x\nCOPY [1", "Dockerfile of bad cannot be read"),
+        (docker, "FROM x\nWORKDIR /", "its working directory is /"),
+        ("tests/test.sh", "apt-get update", r"its tests need a network \(apt-get\)"),
+        ("task.toml", '[verifier]\nenvironment_mode = "separate"', "another container"),
+        ("task.toml", "[", "not a readable task"),
+    ):
+        before = (bad / name).read_text()
+        (bad / name).write_text(text)
+        with pytest.raises(envserver.ConfigError, match=complaint):
+            next(environment(environment.Config(images=False)).tasks("train"))
+        (bad / name).write_text(before)
+    (bad / "task.toml").write_text("[")
+    assert read_task(task(tasks / "good")).needs_image == ""
     (only,) = environment(environment.Config(images=False)).tasks("train")
     assert only.id == "good" and "test.sh" not in str(only.public)
 
@@ -267,9 +251,6 @@ def test_nothing_outside_of_a_task_is_read(tmp_path: Path) -> None:
     (folder / "environment/data/link").symlink_to(tmp_path / "secret")
     with pytest.raises(InputError, match="data/link leads out"):
         read_task(folder)
-
-
-def test_a_folder_without_tests_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "one", **{"task.toml": "", "instruction.md": "Do."})
+    without_tests = write(tmp_path / "one", **{"task.toml": "", "instruction.md": "Do."})
     with pytest.raises(InputError, match=r"has no tests/test\.sh"):
-        read_task(folder)
+        read_task(without_tests)

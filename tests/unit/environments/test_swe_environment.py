@@ -16,12 +16,11 @@ from envserver_environments.swe.agent import AgentKind
 from envserver_environments.swe.cheats import result_of
 from envserver_environments.swe.env import Swe
 from envserver_environments.swe.patches import apply_changes, read_patch
-from envserver_environments.swe.sample import sample_tasks
-from envserver_environments.swe.trees import tree_of
 from envserver_records.records import Group
 from support.commands import envserver, read_jsonl
 from support.extent import first_of
-from support.swe_scripts import ROMAN, SUBMIT, Scripted, attempt, bash, call
+from support.scripted_runs import ScriptedRun, call
+from support.swe_scripts import ROMAN, SUBMIT, attempt, bash, swe_of
 from support.waiting import until
 
 from envserver import Sandboxes, Settings, Task
@@ -29,26 +28,21 @@ from envserver.rollouts import make_group
 from envserver.rollouts.group import GroupRequest
 from envserver.running import rollout_context
 
-SIM = ("--model", "sim", "--sim.latency_seconds", 0)
-
 
 @pytest.mark.parametrize("kind", first_of("bash", "tools", "text"))
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_scripted_agent_with_the_gold_patch_solves_all(
     rooms: Sandboxes, kind: AgentKind
 ) -> None:
-    swe = Swe(Swe.Config(agent=kind))
-    swe.sandboxes = rooms
+    swe = swe_of(rooms, agent=kind)
 
     async def reward(task: Task) -> float | None:
-        run = Scripted(rooms, [*swe.demonstration(task), "Done."], max_turns=40)
-        output = await swe.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
+        run = ScriptedRun([*swe.demonstration(task), "Done."], rooms, max_turns=40)
         result = result_of("")
-        result.output = output
+        result.output = await swe.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
         return (await swe.score(task, result)).reward
 
-    rewards = [await reward(task) for task in swe.tasks("train")]
-    assert rewards == [1.0] * 20
+    assert [await reward(task) for task in swe.tasks("train")] == [1.0] * 20
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -67,9 +61,8 @@ async def test_bash_shows_heads_and_tails_and_takes_the_files(rooms: Sandboxes) 
     )
     first, second, *_ = run.answers
     assert first.split() == ["[exit", "status", "0]", "/work", "1", "roman.py", "tests"]
-    assert "[exit status 3]" in second
-    assert "\n30000" in second
-    assert "cut: " in second
+    for part in ("[exit status 3]", "\n30000", "cut: "):
+        assert part in second
     assert len(second) < 12_000
     assert output["submitted"]
     changed = apply_changes(ROMAN.tree, read_patch(output["patch"]))
@@ -78,19 +71,14 @@ async def test_bash_shows_heads_and_tails_and_takes_the_files(rooms: Sandboxes) 
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_bash_wants_one_block(rooms: Sandboxes) -> None:
+async def test_bash_wants_one_block_and_runs_no_thoughts(rooms: Sandboxes) -> None:
     two = f"{bash('touch a')}\n{bash('touch b')}"
     output, run = await attempt(rooms, "bash", two, "no block", bash("ls"), two, two, two)
-    assert [("exactly one block" in answer) for answer in run.answers] == [
-        True, True, False, True, True
-    ]  # fmt: skip
+    refused = [("exactly one block" in answer) for answer in run.answers]
+    assert refused == [True, True, False, True, True]
     assert "a\n" not in run.answers[2]
     assert (output["submitted"], output["patch"]) == (False, "")
     assert run.metrics == {"format_errors": 5.0, "submitted": 0.0}
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_bash_runs_no_thoughts(rooms: Sandboxes) -> None:
     thought = f"<think>Perhaps:\n{bash('touch a')}\n</think>{bash('ls')}"
     _, run = await attempt(rooms, "bash", thought, f"<think>{SUBMIT}", SUBMIT)
     assert run.answers[0].split() == ["[exit", "status", "0]", "roman.py", "tests"]
@@ -98,34 +86,25 @@ async def test_bash_runs_no_thoughts(rooms: Sandboxes) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_not_handed_in_is_no_patch(rooms: Sandboxes) -> None:
+async def test_only_what_is_handed_in_is_a_patch(rooms: Sandboxes) -> None:
     output, run = await attempt(rooms, "bash", bash("echo x > y"))
     assert len(run.asked) == run.max_turns
     assert output == {"patch": "", "submitted": False, "reason": "nothing was handed in"}
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_the_word_counts_only_as_the_first_line(rooms: Sandboxes) -> None:
+    # The word counts only as the first line.
     word = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-    output, _ = await attempt(
-        rooms, "bash", bash(f"echo; echo x; echo {word}"), bash(f"echo {word}; exit 1"), word
-    )
+    late = bash(f"echo; echo x; echo {word}")
+    output, _ = await attempt(rooms, "bash", late, bash(f"echo {word}; exit 1"), word)
     assert not output["submitted"]
+    # A repository that was destroyed, or filled, is told.
+    fill = "for n in 1 2; do head -c 600000 /dev/zero | tr '\\0' x > big$n; done"
+    for command, reason in (("rm -rf .git", "repository"), (fill, "")):
+        output, _ = await attempt(rooms, "bash", bash(command), SUBMIT)
+        assert (output["submitted"], output["patch"]) == (True, "")
+        assert output["reason"] and reason in output["reason"]
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_repository_that_was_destroyed_is_told(rooms: Sandboxes) -> None:
-    output, _ = await attempt(rooms, "bash", bash("rm -rf .git"), SUBMIT)
-    assert (output["submitted"], output["patch"]) == (True, "")
-    assert "repository" in output["reason"]
-    fill = bash("for n in 1 2; do head -c 600000 /dev/zero | tr '\\0' x > big$n; done")
-    output, _ = await attempt(rooms, "bash", fill, SUBMIT)
-    assert output["patch"] == ""
-    assert output["reason"]
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_tools(rooms: Sandboxes) -> None:
+async def test_tools_and_text(rooms: Sandboxes) -> None:
     output, run = await attempt(
         rooms,
         "tools",
@@ -141,18 +120,13 @@ async def test_tools(rooms: Sandboxes) -> None:
     assert [answer.startswith("Error") for answer in run.answers] == [False, False, True, True]
     assert run.metrics == {"tool_errors": 2.0, "submitted": 1.0}
     assert '+"""Numerals."""' in output["patch"]
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_tools_end_with_words_or_too_many_errors(rooms: Sandboxes) -> None:
-    output, run = await attempt(rooms, "tools", call("list_dir"), "I am done.")
-    assert (output["submitted"], len(run.asked)) == (True, 2)
-    output, run = await attempt(rooms, "tools", call("fly"))
-    assert (output["submitted"], len(run.asked)) == (False, 10)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_text(rooms: Sandboxes) -> None:
+    # It ends with words, or too many errors.
+    for script, ended in (
+        ((call("list_dir"), "I am done."), (True, 2)),
+        ((call("fly"),), (False, 10)),
+    ):
+        output, run = await attempt(rooms, "tools", *script)
+        assert (output["submitted"], len(run.asked)) == ended
     write = {"tool": "write_file", "args": {"path": "a.txt", "content": "x\n"}}
     output, run = await attempt(
         rooms, "text", "THOUGHT: hm", f"TOOL_CALL: {json.dumps(write)}", "FINAL: I wrote it."
@@ -179,17 +153,6 @@ async def test_the_agent_never_sees_what_is_hidden(rooms: Sandboxes) -> None:
     assert lines[-2:] == ["ModuleNotFoundError: No module named 'envserver_environments'", "looked"]
     assert "test_subtractive" not in json.dumps([task.public, run.asked[0]])
     assert task.hidden["fail_to_pass"][0].endswith("test_subtractive")
-
-
-# Rows of public data sets.
-
-
-def test_tasks_are_the_same_and_in_the_order_of_the_seed() -> None:
-    first, again, other = (
-        [task.id for task in Swe(Swe.Config(seed=seed)).tasks("train")] for seed in (1, 1, 2)
-    )
-    assert first == again != other
-    assert sorted(first) == sorted(other)
 
 
 @pytest.mark.thorough
@@ -219,9 +182,7 @@ async def under_fire(groups: int, group_size: int, pause: float) -> int:
     )
     swe = Swe(Swe.Config(group_size=group_size))
     killed, rng = 0, random.Random(7)
-    async with rollout_context(
-        settings, swe, "swe"
-    ) as parts:  # fmt: skip
+    async with rollout_context(settings, swe, "swe") as parts:
         tasks = list(swe.tasks("train"))
         requests = [
             GroupRequest(
@@ -264,37 +225,20 @@ def descendants() -> dict[int, str]:
     return found
 
 
-async def nothing_left(before: dict[int, str]) -> None:
-    # Python keeps these two for the next pool of this process.
+@pytest.mark.parametrize(
+    ("groups", "pause", "deaths"),
+    [
+        pytest.param(4, 1.5, 1, marks=pytest.mark.thorough),
+        pytest.param(50, 1.0, 15, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_workers_killed_at_random(groups: int, pause: float, deaths: int) -> None:
+    before = descendants()
+    assert await under_fire(groups=groups, group_size=4, pause=pause) >= deaths
+    # Nothing is left, but for two that Python keeps for the next pool of this process.
     await until(
-        lambda: (
-            not [
-                pid
-                for pid, words in descendants().items()
-                if pid not in before and "multiprocessing" not in words
-            ]
+        lambda: all(
+            pid in before or "multiprocessing" in words for pid, words in descendants().items()
         )
     )
-
-
-@pytest.mark.thorough
-@pytest.mark.asyncio(loop_scope="module")
-async def test_workers_killed_at_random() -> None:
-    before = descendants()
-    assert await under_fire(groups=4, group_size=4, pause=1.5) >= 1
-    await nothing_left(before)
-
-
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="module")
-async def test_workers_killed_at_random_during_200_rollouts() -> None:
-    before = descendants()
-    assert await under_fire(groups=50, group_size=4, pause=1.0) >= 15
-    await nothing_left(before)
-
-
-def test_own_tasks_are_small_repositories() -> None:
-    for task in sample_tasks():
-        assert tree_of(task.files) == task.tree
-        assert 2 <= len(task.files) <= 12
-        assert len(task.problem) > 100

@@ -9,45 +9,20 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from envserver_environments.swe import grading
-from envserver_environments.swe.cheats import PROGRAMS, result_of
+from envserver_environments.swe import grading, patches
+from envserver_environments.swe.cheats import PROGRAMS, known_results, result_of
 from envserver_environments.swe.env import Swe
 from envserver_environments.swe.grading import HiddenTests, Verdict, grade
 from envserver_environments.swe.repositories import limits_of
 from envserver_environments.swe.sample import SampleTask, hidden_tests, sample_tasks
 from envserver_environments.swe.trees import Entry, Tree, make_patch, tree_of
-from support.sandboxes import sandboxes
+from support.swe_scripts import ROMAN, own, swe_of
 
-from envserver import (
-    ExecResult,
-    KnownResult,
-    SandboxError,
-    Sandboxes,
-    SandboxSpec,
-    Score,
-    Task,
-)
+from envserver import ExecResult, SandboxError, Sandboxes, SandboxSpec, Score, Task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LIMITS = limits_of(20.0)
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def rooms() -> AsyncIterator[Sandboxes]:
-    async with sandboxes() as opened:
-        yield opened
-
-
-def environment(rooms: Sandboxes, **config: Any) -> Swe:
-    swe = Swe(Swe.Config(**config))
-    swe.sandboxes = rooms
-    return swe
-
-
-def own(name: str) -> SampleTask:
-    return next(task for task in sample_tasks() if task.name == name)
+LIMITS = limits_of(200.0)  # they need a second; a busy machine is slow
 
 
 def edited(tree: Tree, **changes: str) -> str:
@@ -74,32 +49,32 @@ async def test_the_gold_patches_and_only_they_solve_our_tasks(rooms: Sandboxes) 
     await asyncio.gather(*map(check, tasks))
 
 
-async def all_scores(swe: Swe, tasks: list[Task]) -> list[tuple[Task, KnownResult, Score]]:
+async def wrong(swe: Swe, tasks: list[Task]) -> list[tuple[str, str]]:
+    """Task and name of the known results whose reward is not where it is said to be."""
     limit = asyncio.Semaphore(4)
 
-    async def one(task: Task, known: KnownResult) -> tuple[Task, KnownResult, Score]:
+    async def one(task: Task, known: Any) -> tuple[str, str] | None:
         async with limit:
-            return task, known, await swe.score(task, known.result)
+            reward = (await swe.score(task, known.result)).reward
+        fits = reward is not None and known.least <= reward <= known.most
+        return None if fits else (task.id, known.name)
 
-    return await asyncio.gather(
-        *(one(task, known) for task in tasks for known in swe.known_results(task))
-    )
-
-
-def wrong(scored: list[tuple[Task, KnownResult, Score]]) -> list[tuple[str, str]]:
-    return [
-        (task.id, known.name)
-        for task, known, score in scored
-        if score.reward is None or not known.least <= score.reward <= known.most
-    ]
+    found = [one(task, known) for task in tasks for known in swe.known_results(task)]
+    return [name for name in await asyncio.gather(*found) if name]
 
 
-@pytest.mark.thorough
-async def test_cheats_gain_nothing(rooms: Sandboxes) -> None:
-    swe = environment(rooms)
-    scored = await all_scores(swe, list(swe.tasks("train"))[:1])
-    assert len({known.name for _, known, _ in scored if known.most == 0.0}) >= 50
-    assert wrong(scored) == []
+async def test_every_task_has_known_results_and_those_of_one_are_scored_as_they_should_be(
+    rooms: Sandboxes,
+) -> None:
+    for task in sample_tasks():
+        known = list(known_results(task.task()))
+        names = {one.name for one in known}
+        assert len(names) == len(known)
+        assert {"gold", "overwritten tests", "a syntax error"} <= names
+    swe = swe_of(rooms)
+    (first, *_) = swe.tasks("train")
+    assert len({known.name for known in swe.known_results(first) if known.most == 0.0}) >= 50
+    assert await wrong(swe, [first]) == []
 
 
 @pytest.mark.parametrize("hoisted", [True, False])
@@ -108,55 +83,48 @@ async def test_cheats_gain_nothing_where_no_tripwire_sees_them(
 ) -> None:
     """Reports are sealed and answers are not there: code need not be recognised."""
     monkeypatch.setattr(grading, "FRAUD", frozenset())
-    monkeypatch.setattr("envserver_environments.swe.patches.PROTECTED_NAMES", ())
-    monkeypatch.setattr("envserver_environments.swe.patches.PROTECTED_FOLDERS", frozenset({".git"}))
-    swe = environment(rooms)
+    monkeypatch.setattr(patches, "PROTECTED_NAMES", ())
+    monkeypatch.setattr(patches, "PROTECTED_FOLDERS", frozenset({".git"}))
     task = own("lookup-slow").task()
     task.hidden["hoisted"] = hoisted
-    scored = await all_scores(swe, [task])
     known_to_need_protection = {
         "conftest that turns failures into passes", "conftest beside the tests",
         "gold, and a conftest", "gold, and tests that are changed",
     }  # fmt: skip
-    assert {name for _, name in wrong(scored)} <= known_to_need_protection
+    assert {name for _, name in await wrong(swe_of(rooms), [task])} <= known_to_need_protection
 
 
 @pytest.mark.slow
 async def test_cheats_gain_nothing_in_any_task(rooms: Sandboxes) -> None:
-    swe = environment(rooms)
-    assert wrong(await all_scores(swe, list(swe.tasks("train")))) == []
+    swe = swe_of(rooms)
+    assert await wrong(swe, list(swe.tasks("train"))) == []
 
 
-async def test_what_tripwires_see_is_told(rooms: Sandboxes) -> None:
-    task = own("roman-subtractive").task()
-    source = own("roman-subtractive").tree["roman.py"].data.decode()
-    patch = edited(
-        own("roman-subtractive").tree,
-        roman_py=f"{source}\nimport sys\nsys._getframe\nsys.modules\n",
-    )
-    score = await environment(rooms).score(task, result_of(patch))
-    assert score.reward == 0.0
-    assert score.metrics["refused_fraud"] == 1.0
-    assert (score.metrics["suspicious_frames"], score.metrics["suspicious_modules"]) == (1.0, 1.0)
+async def test_what_a_score_tells_of_a_patch_that_is_not_paid(rooms: Sandboxes) -> None:
+    async def scored(task: Any, test_seconds: float = 20.0, **files: str) -> dict[str, float]:
+        swe = swe_of(rooms, test_seconds=test_seconds)
+        score: Score = await swe.score(task.task(), result_of(edited(task.tree, **files)))
+        assert score.reward == 0.0
+        return score.metrics
 
-
-async def test_partial_work_is_a_metric_not_a_reward(rooms: Sandboxes) -> None:
-    task = own("cart-rounding")
-    fixed = task.gold["shop/cart.py"].replace("self.discount)", "min(self.discount, 20))")
-    patch = edited(task.tree, shop__cart_py=fixed)
-    score = await environment(rooms).score(task.task(), result_of(patch))
-    assert score.reward == 0.0
-    assert score.metrics["fail_to_pass"] == 0.5
-    assert score.metrics["pass_to_pass"] == 1.0
-    assert score.metrics["files_changed"] == 1.0
-
-
-async def test_endless_code_is_ended(rooms: Sandboxes) -> None:
-    task = own("roman-subtractive")
-    patch = edited(task.tree, roman_py="while True:\n    pass\n")
-    score = await environment(rooms, test_seconds=1.0).score(task.task(), result_of(patch))
-    assert score.reward == 0.0
-    assert score.metrics.keys() & {"killed_by_wall", "killed_by_cpu"}
+    source = ROMAN.tree["roman.py"].data.decode()
+    suspicious = f"{source}\nimport sys\nsys._getframe\nsys.modules\n"
+    told = await scored(ROMAN, roman_py=suspicious)
+    assert told["refused_fraud"] == 1.0
+    assert (told["suspicious_frames"], told["suspicious_modules"]) == (1.0, 1.0)
+    # Partial work is a metric.
+    cart = own("cart-rounding")
+    fixed = cart.gold["shop/cart.py"].replace("self.discount)", "min(self.discount, 20))")
+    told = await scored(cart, shop__cart_py=fixed)
+    assert told["fail_to_pass"] == 0.5
+    assert told["pass_to_pass"] == told["files_changed"] == 1.0
+    # Endless code is ended.
+    told = await scored(ROMAN, test_seconds=1.0, roman_py="while True:\n    pass\n")
+    assert told.keys() & {"killed_by_wall", "killed_by_cpu"}
+    for output in (None, "patch", 5, [], {}, {"patch": None}, {"patch": b"x"}):
+        result = result_of("")
+        result.output = output
+        assert (await swe_of(rooms).score(ROMAN.task(), result)).reward == 0.0
 
 
 class Broken:
@@ -183,19 +151,12 @@ class Broken:
     ],
 )
 async def test_a_run_that_never_began_is_no_reward_of_0(result: ExecResult) -> None:
-    task = own("roman-subtractive")
+    swe = swe_of(Broken(result))  # type: ignore[arg-type]
     with pytest.raises(SandboxError):
-        await environment(Broken(result)).score(task.task(), result_of(task.gold_patch))  # type: ignore[arg-type]
+        await swe.score(ROMAN.task(), result_of(ROMAN.gold_patch))
 
 
-@pytest.mark.parametrize("output", [None, "patch", 5, [], {}, {"patch": None}, {"patch": b"x"}])
-async def test_odd_outputs_get_nothing(rooms: Sandboxes, output: Any) -> None:
-    result = result_of("")
-    result.output = output
-    score = await environment(rooms).score(own("roman-subtractive").task(), result)
-    assert score.reward == 0.0
-
-
+GOLD = "def double(x):\n    return x + x\n"
 PYTEST_FILES = {
     "pkg/__init__.py": "",
     "pkg/core.py": "def double(x):\n    return x + x + 1\n",
@@ -236,7 +197,7 @@ IDS = {name: f"tests/test_core.py::{name}" for name in (
 
 def plain_tests(*left_out: str) -> HiddenTests:
     ids = [id_ for name, id_ in IDS.items() if name not in (*left_out, "test_type")]
-    gold = edited(tree_of(PYTEST_FILES), pkg__core_py="def double(x):\n    return x + x\n")
+    gold = edited(tree_of(PYTEST_FILES), pkg__core_py=GOLD)
     return HiddenTests(PYTEST_TESTS, tuple(ids), (IDS["test_type"],), gold, hoisted=False)
 
 
@@ -246,9 +207,6 @@ async def plain(rooms: Sandboxes, source: str, *left_out: str) -> Verdict:
     return await grade(tree, edited(tree, pkg__core_py=source), tests, rooms, LIMITS)
 
 
-GOLD = "def double(x):\n    return x + x\n"
-
-
 async def test_ordinary_tests_of_pytest(rooms: Sandboxes) -> None:
     """Fixtures of the repository's conftest, parameters, classes; not its configuration."""
     verdict = await plain(rooms, GOLD, "test_skipped")
@@ -256,26 +214,20 @@ async def test_ordinary_tests_of_pytest(rooms: Sandboxes) -> None:
     assert len(verdict.passed) == 5
     wrong = await plain(rooms, "def double(x):\n    return 2 if x == 1 else 7\n", "test_skipped")
     assert wrong.passed == {IDS["test_double[1]"], IDS["test_type"]}
-
-
-async def test_a_skipped_test_has_not_passed(rooms: Sandboxes) -> None:
+    # A skipped test has not passed.
     verdict = await plain(rooms, GOLD)
     assert not verdict.solved
     assert IDS["test_skipped"] not in verdict.passed
-
-
-@pytest.mark.parametrize("name", sorted(PROGRAMS))
-async def test_ordinary_tests_are_not_fooled(rooms: Sandboxes, name: str) -> None:
-    source = "def double(x):\n    return x + x + 1\n" + dedent(PROGRAMS[name])
-    verdict = await plain(rooms, source, "test_skipped")
-    assert not verdict.solved
-
-
-async def test_planted_modules_come_after_installed_ones(rooms: Sandboxes) -> None:
+    # Planted modules come after installed ones.
     tree = tree_of(PYTEST_FILES)
     planted = ("json.py", "src/typing.py", "numpy.py", "msgspec/__init__.py", "src/xml/__init__.py")
     files = dict.fromkeys(planted, "raise SystemExit(0)\n")
     files["pkg/core.py"] = f"import json, msgspec, numpy, typing, xml\n{GOLD}"
     patch = make_patch(tree, tree | tree_of(files))
-    verdict = await grade(tree, patch, plain_tests("test_skipped"), rooms, LIMITS)
-    assert verdict.solved
+    assert (await grade(tree, patch, plain_tests("test_skipped"), rooms, LIMITS)).solved
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+async def test_ordinary_tests_are_not_fooled(rooms: Sandboxes, name: str) -> None:
+    source = PYTEST_FILES["pkg/core.py"] + dedent(PROGRAMS[name])
+    assert not (await plain(rooms, source, "test_skipped")).solved

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.swe.cheats import known_results
 from envserver_environments.swe.hoisting import Answer, NotHoistable, hoist
 from envserver_environments.swe.patches import (
     MAX_CHANGES,
     MAX_PATCH_BYTES,
     PatchError,
     apply_changes,
-    is_protected,
     read_patch,
     split_protected,
 )
@@ -34,18 +32,12 @@ def refused(patch: str, tree: Tree = OLD) -> str:
     return caught.value.reason
 
 
-NEW: list[dict[str, str]] = [
+NEW = [
     {**{p: e.data.decode() for p, e in OLD.items()}, "a.py": "one\nTWO\nthree\nfour\n"},
     {"a.py": "one\ntwo\nthree", "pkg/b.py": "x = 1\n", "last": "no newline\n"},
     {"a.py": "one\ntwo\nthree\n", "pkg/b.py": "x = 1\n", "last": "no newline", "new/c d.py": "c\n"},
     {"pkg/b.py": "--- x\n+++ y\n@@ z\n", "last": "\u00e4\r\n\x0c\u2028\n"},
 ]
-
-
-@pytest.mark.parametrize("files", NEW)
-def test_what_is_made_is_read_and_applied(files: dict[str, str]) -> None:
-    new = tree_of(files)
-    assert applied(make_patch(OLD, new)) == new
 
 
 @pytest.mark.parametrize("files", NEW)
@@ -66,6 +58,7 @@ def test_git_takes_our_patches_and_we_take_its(files: dict[str, str], tmp_path: 
     assert git("log", "--all", "--format=%an").split() == ["Repository"]
     assert git("fsck", "--strict", "--unreachable") == ""
     new = tree_of(files)
+    assert applied(make_patch(OLD, new)) == new
     git("apply", "-", stdin=make_patch(OLD, new))
     git("add", "-A")
     assert applied(git("diff", "--cached", "--binary", commit)) == new
@@ -136,6 +129,7 @@ def test_a_link_is_no_way_out() -> None:
     assert refused("--- a/out\n+++ b/out\n@@ -1 +1 @@\n-/etc\n+/\n", linked) == "conflict"
 
 
+SOURCE = ["src/a.py", "contest.py", "attest.py", "latest/x.py", "a/testable.py", "README.md"]
 PROTECTED = [
     "tests/test_a.py", "a/tests/data.json", "test_a.py", "a/a_test.py", "conftest.py",
     "a/conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "x.pth",
@@ -145,32 +139,17 @@ PROTECTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", PROTECTED)
-def test_protected(path: str) -> None:
-    kept, dropped = split_protected(read_patch(added(path) + added("src/good.py")))
-    assert [change.new for change in kept] == ["src/good.py"]
-    assert [change.new for change in dropped] == [path]
+def test_tests_and_configurations_are_protected_and_source_is_not() -> None:
+    patch = "".join(map(added, (*PROTECTED, *SOURCE)))
+    kept, dropped = split_protected(read_patch(patch))
+    assert [change.new for change in kept] == SOURCE
+    assert [change.new for change in dropped] == PROTECTED
 
 
-def test_source_is_not_protected() -> None:
-    for path in (
-        "src/a.py",
-        "contest.py",
-        "attest.py",
-        "latest/x.py",
-        "a/testable.py",
-        "README.md",
-    ):
-        assert not is_protected(path), path
-
-
-def test_nothing_stands_in_the_way_of_hidden_files() -> None:
+def test_hidden_files_have_their_places_and_a_move_of_a_test_is_dropped_as_a_whole() -> None:
     patch = "".join(map(added, ("checks", "checks/a.py/b", "checks/a.py", "checks/b.py")))
     kept, _ = split_protected(read_patch(patch), frozenset({"checks/a.py"}))
     assert [change.new for change in kept] == ["checks/b.py"]
-
-
-def test_a_move_of_a_test_is_dropped_as_a_whole() -> None:
     tree = OLD | {"tests/test_a.py": Entry(b"t\n")}
     patch = "diff --git a/tests/test_a.py b/src.py\nrename from tests/test_a.py\nrename to src.py\n"
     kept, dropped = split_protected(read_patch(patch))
@@ -178,8 +157,11 @@ def test_a_move_of_a_test_is_dropped_as_a_whole() -> None:
     assert len(dropped) == 1
 
 
-def test_every_gold_patch_makes_the_solution() -> None:
+def test_own_tasks_are_small_repositories_and_their_gold_patches_make_the_solution() -> None:
     for task in sample_tasks():
+        assert tree_of(task.files) == task.tree
+        assert 2 <= len(task.files) <= 12
+        assert len(task.problem) > 100
         solved = apply_changes(task.tree, read_patch(task.gold_patch))
         assert {path: solved[path].data.decode() for path in task.gold} == task.gold
 
@@ -201,17 +183,15 @@ def test_answers_are_taken_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
+    "body",
     [
-        "def test_a():\n    assert f() == g()\n",
-        "def test_a():\n    for x in y:\n        assert x == 1\n",
-        "def test_a():\n    assert 1 < f() < 3\n",
-        "def test_a():\n    f()\n",
+        "    assert f() == g()", "    for x in y:\n        assert x == 1", "    assert 1 < f() < 3",
+        "    f()",
     ],
-)
-def test_answers_that_would_stay(source: str) -> None:
+)  # fmt: skip
+def test_answers_that_would_stay(body: str) -> None:
     with pytest.raises(NotHoistable):
-        hoist(source, "told")
+        hoist(f"def test_a():\n{body}\n", "told")
 
 
 @pytest.mark.parametrize(
@@ -233,10 +213,3 @@ def test_answers_are_of_exact_types(
     answer = Answer(operator, literal)
     assert answer.accepts(right)
     assert [value for value in wrong if answer.accepts(value)] == []
-
-
-def test_every_task_has_known_results() -> None:
-    for task in sample_tasks():
-        names = [known.name for known in known_results(task.task())]
-        assert len(names) == len(set(names))
-        assert {"gold", "overwritten tests", "a syntax error"} <= set(names)
