@@ -12,7 +12,7 @@ from envserver_environments.swe.rules import AgentOptions
 from envserver_environments.swe.sample import SampleTask, sample_tasks
 
 from envserver import PublicTask, Sandboxes, Task
-from support.scripted_runs import ScriptedRun
+from support.scripted_run import ScriptedRun, says
 
 
 def own(name: str) -> SampleTask:
@@ -39,9 +39,16 @@ async def rewards(swe: Swe, task: Task, *patches: str) -> list[float | None]:
 async def attempt(
     rooms: Sandboxes, kind: AgentKind, *script: Any, **public: Any
 ) -> tuple[dict[str, Any], ScriptedRun]:
-    run = ScriptedRun(script, rooms)
+    """An attempt of twelve turns; at the end of the script the model repeats its last words."""
+    turns = [says(one) if isinstance(one, str) else one for one in script]
+    run = ScriptedRun([*turns, *turns[-1:] * (12 - len(turns))], max_turns=12, rooms=rooms)
     task = PublicTask("t", public or ROMAN.task().public)
     return await solve(task, run, kind, AgentOptions()), run  # type: ignore[arg-type]
+
+
+def answers(run: ScriptedRun) -> list[str]:
+    """What the model was told after each of its messages but the last."""
+    return [messages[-1]["content"] for _, messages in run.asked[1:]]
 
 
 def bash(command: str) -> str:

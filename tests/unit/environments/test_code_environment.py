@@ -15,29 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.code.cheats import FAST, SLOW, cheats_for, written
+from envserver_environments.code.cheats import SLOW, written
 from envserver_environments.code.data_sets import read_problem
 from envserver_environments.code.demonstrations import fenced
 from envserver_environments.code.env import Code
-from envserver_environments.code.hoisting import hoisted
 from envserver_environments.code.loading import HUBS, SAMPLE
-from envserver_environments.code.running import SPEC
 from envserver_environments.rows import Division
 from support.code_house import code
 from support.commands import envserver, read_jsonl
 from support.extent import first_of
-from support.scripted_runs import ScriptedRun, call
+from support.scripted_run import ScriptedRun, call, says
 
-from envserver import ConfigError, InputError, KnownResult, Result, Sandboxes, Task
+from envserver import ConfigError, InputError, KnownResult, Message, Result, Sandboxes, Task
 
 ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 BAD = ROWS.pop("bad")
 OPC, MBPP = ROWS["opc"]["row"], ROWS["mbpp"]["row"]
-
-
-def within(test: str, text: str) -> bool:
-    """Whether the test stands in a text of JSON."""
-    return json.dumps(test)[1:-1] in text
 
 
 async def reward(env: Code, task: Task, output: Any) -> float | None:
@@ -61,8 +54,6 @@ def test_the_sample_has_the_documented_tasks_and_half_of_their_tests_is_hidden()
     for task in tasks:
         seen, hidden = task.public["tests"], task.hidden["tests"]
         assert 0 <= len(hidden) - len(seen) <= 2 and not set(seen) & set(hidden)
-        assert not any(within(test, json.dumps(task.public)) for test in hidden)
-        assert task.hidden["code"] not in task.public.values()
 
 
 async def test_all_references_pass_and_agree_with_themselves(rooms: Sandboxes) -> None:
@@ -90,39 +81,6 @@ async def test_obvious_solutions_pass_all_tests_but_one(rooms: Sandboxes) -> Non
     assert obvious == {}
 
 
-async def check_all(env: Code, tasks: list[Task]) -> None:
-    """Scores the known results; each reward must lie where it is said to."""
-    places = asyncio.Semaphore(4)
-
-    async def check(task: Task, known: KnownResult) -> None:
-        async with places:
-            paid = (await env.score(task, known.result)).reward
-        assert paid is not None
-        assert known.least <= paid <= known.most, (task.id, known.name, paid)
-
-    async with asyncio.TaskGroup() as checks:
-        for task in tasks:
-            for known in env.known_results(task):
-                checks.create_task(check(task, known))
-
-
-async def test_there_are_cheats_of_many_kinds_and_none_is_rewarded(rooms: Sandboxes) -> None:
-    env = code(rooms)
-    tasks = list(env.tasks("test"))
-    names: set[str] = set()
-    for task in tasks:
-        known = list(env.known_results(task))
-        assert len({result.name for result in known}) == len(known) > 30
-        paid = [result.name for result in known if result.most > 0]
-        assert paid == ["gold", "gold as an answer in full"]
-        names |= {result.name for result in known}
-    assert names >= {*FAST, *SLOW}
-    quick = [t for t in tasks if not set(SLOW) & set(dict(cheats_for(t)))]
-    first, second = {next(cheats_for(t)): t for t in quick}.values()
-    assert dict(cheats_for(first)).keys() | dict(cheats_for(second)).keys() == FAST.keys()
-    await check_all(env, [first, second])
-
-
 @pytest.mark.thorough
 async def test_no_program_that_never_ends_is_rewarded_or_takes_the_scorer_with_it(
     rooms: Sandboxes,
@@ -138,7 +96,21 @@ async def test_no_program_that_never_ends_is_rewarded_or_takes_the_scorer_with_i
 @pytest.mark.slow
 async def test_no_cheat_is_rewarded_for_any_task(rooms: Sandboxes) -> None:
     env = code(rooms)
-    await check_all(env, list(env.tasks("test")))
+    places = asyncio.Semaphore(4)
+
+    async def check(task: Task, known: KnownResult) -> None:
+        async with places:
+            paid = await reward(env, task, known.result.output)
+        assert paid is not None
+        assert known.least <= paid <= known.most, (task.id, known.name, paid)
+
+    async with asyncio.TaskGroup() as checks:
+        for task in env.tasks("test"):
+            known = list(env.known_results(task))
+            paid = [result.name for result in known if result.most > 0]
+            assert paid == ["gold", "gold as an answer in full"]
+            for one in known:
+                checks.create_task(check(task, one))
 
 
 # Where rows come from.
@@ -237,16 +209,11 @@ def test_one_file_is_divided_into_splits_that_never_meet(tmp_path: Path) -> None
 # The agent.
 
 
-def run_of(rooms: Sandboxes, script: list[Any], finish_reason: str = "") -> ScriptedRun:
-    return ScriptedRun(script, rooms, spec=SPEC, max_turns=50, finish_reason=finish_reason)
-
-
-async def played(
-    rooms: Sandboxes, *script: Any, finish_reason: str = "", **settings: Any
-) -> tuple[ScriptedRun, Any]:
+async def played(rooms: Sandboxes, *turns: Message, **settings: Any) -> tuple[ScriptedRun, Any]:
     """Returns the run and the output of an agent that doubles numbers."""
     env = code(rooms, **{"mode": "tools", **settings})
-    run = run_of(rooms, list(script), finish_reason)
+    run = ScriptedRun(turns, rooms=rooms)
+    run.spec = env.sandbox
     output = await env.rollout(env.task_from_row(OPC).without_hidden(), run)  # type: ignore[arg-type]
     return run, output
 
@@ -267,8 +234,9 @@ async def test_tools_run_visible_tests_and_programs_and_end_by_submit(rooms: San
         call("submit", code=WRONG),
     )
     assert output == {"code": RIGHT, "text": ""} and len(run.asked) == 6
-    assert [t["function"]["name"] for t in run.tools] == ["run_tests", "python", "submit"]
-    results = run.answers
+    offered = [tool["function"]["name"] for tool in run.fields[None]["tools"]]
+    assert offered == ["run_tests", "python", "submit"]
+    results = run.told()
     assert results[0].startswith("0 of 1") and "it gave 1" in results[0]
     assert "KeyError: 1 (line 1)" in results[1]
     assert results[2] == "1 of 1 visible tests passed.\nassert twice(1) == 2\n  passed"
@@ -280,9 +248,10 @@ async def test_tools_run_visible_tests_and_programs_and_end_by_submit(rooms: San
 async def test_a_text_with_a_block_ends_the_rollout_and_one_without_is_reminded(
     rooms: Sandboxes,
 ) -> None:
-    run, output = await played(rooms, "Let me think.", f"Here:\n{fenced(RIGHT)}", "never asked")
+    turns = map(says, ("Let me think.", f"Here:\n{fenced(RIGHT)}", "never asked"))
+    run, output = await played(rooms, *turns)
     assert output["code"] is None and RIGHT in output["text"] and len(run.asked) == 2
-    assert "submit" in run.answers[0] and run.asked[-1][-1]["role"] == "user"
+    assert "submit" in run.told(role="user")[-1]
 
 
 async def test_turns_and_errors_are_bounded_and_a_cut_off_answer_is_not_acted_on(
@@ -294,9 +263,9 @@ async def test_turns_and_errors_are_bounded_and_a_cut_off_answer_is_not_acted_on
         call("submit", program=RIGHT),
         call("submit", code="x" * 60_000),
     ):
-        run, output = await played(rooms, said)
+        run, output = await played(rooms, *[said] * 12)
         assert output["code"] is None and len(run.asked) == 10
-    _, output = await played(rooms, SUBMIT, finish_reason="length")
+    _, output = await played(rooms, SUBMIT | {"finish": "length"})
     assert output["code"] is None
 
 
@@ -304,34 +273,17 @@ async def test_turns_and_errors_are_bounded_and_a_cut_off_answer_is_not_acted_on
 async def test_endless_programs_end_and_say_so(rooms: Sandboxes) -> None:
     endless = [call(name, code="while True: pass") for name in ("python", "run_tests")]
     run, _ = await played(rooms, *endless, SUBMIT)
-    first, second = run.answers
+    first, second = run.told()
     assert "CPU time" in first or "too long" in first  # on a busy machine
     assert "too long" in second
 
 
 async def test_prompts_show_as_many_visible_tests_as_asked(rooms: Sandboxes) -> None:
     for shown, count in ((0, 0), ("1", 1), ("all", 1)):
-        run, output = await played(rooms, "no", mode="single", show_tests=shown)
-        prompt = run.asked[-1][-1]["content"]
-        assert output == {"code": None, "text": "no"} and run.tools is None
+        run, output = await played(rooms, says("no"), mode="single", show_tests=shown)
+        prompt = run.told(role="user")[-1]
+        assert output == {"code": None, "text": "no"} and not run.fields[None].get("tools")
         assert prompt.count("assert ") == count and "must be named `twice`" in prompt
-
-
-@pytest.mark.parametrize("mode", ["single", "tools"])
-async def test_demonstrations_solve_their_tasks_and_no_request_holds_what_is_hidden(
-    rooms: Sandboxes, mode: str
-) -> None:
-    env = code(rooms, mode=mode, show_tests="all")
-    for task in list(env.tasks("train"))[:12]:
-        run = run_of(rooms, env.demonstration(task) or [])
-        output = await env.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
-        assert await reward(env, task, output) == 1.0, task.id
-        assert not run.left and run.metrics.get("tool_errors", 0) == 0
-        asked = json.dumps([m for m in run.asked[-1] if m["role"] != "assistant"])
-        for test in task.hidden["tests"]:
-            assert not within(test, asked)
-            for part in hoisted(test, task.public["entry_point"]).calls:
-                assert not within(part, asked) or part in str(task.public)
 
 
 @pytest.mark.thorough
@@ -350,4 +302,4 @@ def test_the_command_makes_groups_with_the_simulated_engine(mode: str, tmp_path:
     for group in groups:
         talk = [m for row in group["messages"] for m in row if m["role"] != "assistant"]
         for test in hidden[group["envserver"]["task_id"]]:
-            assert not within(test, json.dumps(talk))
+            assert json.dumps(test)[1:-1] not in json.dumps(talk)

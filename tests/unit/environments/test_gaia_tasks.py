@@ -352,10 +352,6 @@ def test_tasks_are_chosen_by_level_file_and_size(tmp_path: Path) -> None:
     assert len(ids()) == 30 and ids() != ids(seed=1)
     assert len(ids(levels="1,3")) + len(ids(levels=[2])) == 30
     assert 0 < len(ids(max_file_mb=0.005)) < 30
-    with pytest.raises(ConfigError, match="no usable task"):
-        ids(text_only=True)
-    with pytest.raises(ValueError, match="1, 2 and 3"):
-        Gaia.Config(levels=[4])
     # Plans have model calls of their own.
     assert Gaia.Config(max_steps=7).max_turns == 7
     assert Gaia.Config(max_steps=7, planning_interval=3).max_turns == 10

@@ -29,7 +29,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import extent
 from support.cpu import cpu_limit
-from support.scripted_runs import call
+from support.scripted_run import call
 
 from envserver import Result, Score, Task
 

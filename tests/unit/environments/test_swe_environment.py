@@ -12,37 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.swe.agent import AgentKind
-from envserver_environments.swe.cheats import result_of
 from envserver_environments.swe.env import Swe
 from envserver_environments.swe.patches import apply_changes, read_patch
 from envserver_records.records import Group
 from support.commands import envserver, read_jsonl
-from support.extent import first_of
-from support.scripted_runs import ScriptedRun, call
-from support.swe_scripts import ROMAN, SUBMIT, attempt, bash, swe_of
+from support.scripted_run import call
+from support.swe_scripts import ROMAN, SUBMIT, answers, attempt, bash
 from support.waiting import until
 
-from envserver import Sandboxes, Settings, Task
+from envserver import Sandboxes, Settings
 from envserver.rollouts import make_group
 from envserver.rollouts.group import GroupRequest
 from envserver.running import rollout_context
-
-
-@pytest.mark.parametrize("kind", first_of("bash", "tools", "text"))
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_scripted_agent_with_the_gold_patch_solves_all(
-    rooms: Sandboxes, kind: AgentKind
-) -> None:
-    swe = swe_of(rooms, agent=kind)
-
-    async def reward(task: Task) -> float | None:
-        run = ScriptedRun([*swe.demonstration(task), "Done."], rooms, max_turns=40)
-        result = result_of("")
-        result.output = await swe.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
-        return (await swe.score(task, result)).reward
-
-    assert [await reward(task) for task in swe.tasks("train")] == [1.0] * 20
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -59,7 +40,7 @@ async def test_bash_shows_heads_and_tails_and_takes_the_files(rooms: Sandboxes) 
         bash("git commit -qam mine; rm -rf .git/hooks; git config core.fsmonitor 'touch owned'"),
         SUBMIT,
     )
-    first, second, *_ = run.answers
+    first, second, *_ = answers(run)
     assert first.split() == ["[exit", "status", "0]", "/work", "1", "roman.py", "tests"]
     for part in ("[exit status 3]", "\n30000", "cut: "):
         assert part in second
@@ -74,15 +55,15 @@ async def test_bash_shows_heads_and_tails_and_takes_the_files(rooms: Sandboxes) 
 async def test_bash_wants_one_block_and_runs_no_thoughts(rooms: Sandboxes) -> None:
     two = f"{bash('touch a')}\n{bash('touch b')}"
     output, run = await attempt(rooms, "bash", two, "no block", bash("ls"), two, two, two)
-    refused = [("exactly one block" in answer) for answer in run.answers]
+    refused = [("exactly one block" in answer) for answer in answers(run)]
     assert refused == [True, True, False, True, True]
-    assert "a\n" not in run.answers[2]
+    assert "a\n" not in answers(run)[2]
     assert (output["submitted"], output["patch"]) == (False, "")
     assert run.metrics == {"format_errors": 5.0, "submitted": 0.0}
     thought = f"<think>Perhaps:\n{bash('touch a')}\n</think>{bash('ls')}"
     _, run = await attempt(rooms, "bash", thought, f"<think>{SUBMIT}", SUBMIT)
-    assert run.answers[0].split() == ["[exit", "status", "0]", "roman.py", "tests"]
-    assert "exactly one block" in run.answers[1]
+    assert answers(run)[0].split() == ["[exit", "status", "0]", "roman.py", "tests"]
+    assert "exactly one block" in answers(run)[1]
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -116,8 +97,8 @@ async def test_tools_and_text(rooms: Sandboxes) -> None:
         call("list_dir"),
     )
     assert len(run.asked) == 5
-    assert "roman.py" in run.answers[0]
-    assert [answer.startswith("Error") for answer in run.answers] == [False, False, True, True]
+    assert "roman.py" in answers(run)[0]
+    assert [answer.startswith("Error") for answer in answers(run)] == [False, False, True, True]
     assert run.metrics == {"tool_errors": 2.0, "submitted": 1.0}
     assert '+"""Numerals."""' in output["patch"]
     # It ends with words, or too many errors.
@@ -132,7 +113,7 @@ async def test_tools_and_text(rooms: Sandboxes) -> None:
         rooms, "text", "THOUGHT: hm", f"TOOL_CALL: {json.dumps(write)}", "FINAL: I wrote it."
     )
     assert "+++ b/a.txt" in output["patch"]
-    assert "write_file" in run.asked[0][0]["content"]
+    assert "write_file" in run.asked[0][1][0]["content"]
     output, _ = await attempt(rooms, "text", "TOOL_CALL: {")
     assert not output["submitted"]
 
@@ -148,7 +129,7 @@ async def test_the_agent_never_sees_what_is_hidden(rooms: Sandboxes) -> None:
         "grep -rls test_[s]ubtractive $places; echo looked"
     )
     _, run = await attempt(rooms, "bash", look, SUBMIT)
-    lines = run.answers[0].splitlines()
+    lines = answers(run)[0].splitlines()
     assert lines[1] == "Traceback (most recent call last):"
     assert lines[-2:] == ["ModuleNotFoundError: No module named 'envserver_environments'", "looked"]
     assert "test_subtractive" not in json.dumps([task.public, run.asked[0]])

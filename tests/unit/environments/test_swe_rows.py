@@ -24,9 +24,9 @@ from envserver_environments.swe.tripwires import FRAUD, added_suspicions
 from envserver_records.errors import SandboxUnavailable
 from support import fake_engine
 from support.commands import envserver, read_jsonl
-from support.scripted_runs import ScriptedRun
+from support.scripted_run import ScriptedRun, says
 from support.serving import attempt_spec
-from support.swe_scripts import ROMAN, SUBMIT, attempt, bash, rewards, swe_of
+from support.swe_scripts import ROMAN, SUBMIT, answers, attempt, bash, rewards, swe_of
 
 from envserver import ConfigError, InputError, SandboxConfig, Sandboxes, SandboxSpec, Task
 from envserver.proxy.attempts import ProxyAttempt
@@ -132,8 +132,8 @@ async def test_rows_of_public_data_sets(rooms: Sandboxes, mirror: Mirror) -> Non
     assert set(task.public) == {"mirror", "commit", "problem"}
     look = bash("git log --oneline --all; cat tests/test_core.py")
     _, run = await attempt(rooms, "bash", look, SUBMIT, **task.public)
-    assert "test_double" not in run.answers[0]
-    assert run.answers[0].count("The repository") == 1
+    assert "test_double" not in answers(run)[0]
+    assert answers(run)[0].count("The repository") == 1
     # In SWE-smith the patch is the bug; the tests that show it are taken away from the agent.
     bug = FIX[: FIX.index("@@")] + "@@ -5,2 +5,2 @@\n def one():\n-    return 1\n+    return 2\n"
     task = swe.task_from_row(mirror.smith(patch=bug))
@@ -256,11 +256,10 @@ async def test_agents_work_on_the_copy_and_find_the_place_empty(
         "sed -i 's/x + 3/x + x/' tool/core.py; ls -A /testbed | wc -l; git log --format=%s;"
         "cd /tmp; python -c 'import pytest, tool.core; print(tool.core.__file__, tool.core.TWO)'"
     )
-    run = ScriptedRun(
-        [bash(look), bash("true; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")], containers
-    )
+    done = bash("true; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    run = ScriptedRun(map(says, (bash(look), done)), max_turns=2, rooms=containers)
     output = await swe.rollout(task.without_hidden(), run)  # type: ignore[arg-type]
-    assert run.answers[0].split("\n")[1:5] == ["0", "The repository", "/work/tool/core.py 2", ""]
+    assert answers(run)[0].split("\n")[1:5] == ["0", "The repository", "/work/tool/core.py 2", ""]
     result = result_of("")
     result.output = output
     assert (await swe.score(task, result)).reward == 1.0

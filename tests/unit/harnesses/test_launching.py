@@ -48,31 +48,29 @@ def test_each_is_told_the_proxy_the_model_and_the_task(name: str) -> None:
         assert part in told
 
 
-@pytest.mark.parametrize("name", ["claude-code", "codex", "opencode"])
-def test_those_that_know_skills_and_mcp_get_them(name: str) -> None:
-    launch = launched(name, mcp_url="http://127.0.0.1:7/secret/mcp", skills=SKILL)
-    assert "http://127.0.0.1:7/secret/mcp" in json.dumps([launch.argv, launch.files])
-    (place,) = [path for path in launch.files if path.endswith("sorting/SKILL.md")]
-    assert launch.files[place] == SKILL["sorting/SKILL.md"]
-    assert ("--bare" in launch.argv) is False
+def test_those_that_know_skills_and_mcp_get_them() -> None:
+    for name in ("claude-code", "codex", "opencode"):
+        launch = launched(name, mcp_url="http://127.0.0.1:7/secret/mcp", skills=SKILL)
+        assert "http://127.0.0.1:7/secret/mcp" in json.dumps([launch.argv, launch.files])
+        (place,) = [path for path in launch.files if path.endswith("sorting/SKILL.md")]
+        assert launch.files[place] == SKILL["sorting/SKILL.md"]
+        assert "--bare" not in launch.argv
 
 
-@pytest.mark.parametrize("name", ["mini-swe-agent", "smolagents"])
-def test_programs_that_end_by_a_call_write_their_last_words_where_they_are_read(name: str) -> None:
-    launch = launched(name)
-    (told,) = [json.loads(text) for path, text in launch.files.items() if path.endswith(".json")]
-    assert told["words_file"] == f"/tmp/agent/{launch.words_file}"
-    (program,) = [text for path, text in launch.files.items() if path.endswith(".py")]
-    compile(program, name, "exec")
+def test_programs_that_end_by_a_call_write_their_last_words_where_they_are_read() -> None:
+    for name in ("mini-swe-agent", "smolagents"):
+        launch = launched(name)
+        (told,) = [text for path, text in launch.files.items() if path.endswith(".json")]
+        assert json.loads(told)["words_file"] == f"/tmp/agent/{launch.words_file}"
+        (program,) = [text for path, text in launch.files.items() if path.endswith(".py")]
+        compile(program, name, "exec")
 
 
-def test_codex_reads_its_configuration_as_it_is_meant() -> None:
+def test_configurations_and_commands_are_read_as_they_are_meant() -> None:
     config = tomllib.loads(launched("codex").files[".codex/config.toml"])
     assert config["model"] == 'a "model"'
     assert config["model_providers"]["env"]["stream_max_retries"] == 0
-
-
-def test_what_the_task_says_is_not_replaced_in_a_command() -> None:
+    # What the task says is not replaced in a command.
     launch = launched("command", "Say {api_key}", command="my-agent '{instruction}' {folder}/x")
     assert launch.argv == ["my-agent", "Say {api_key}", "/agent/x", "--more"]
 

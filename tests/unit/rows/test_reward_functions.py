@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -19,11 +18,13 @@ def score(reward: Any, row: dict[str, Any] = ROW, said: str = "5", **settings: A
     made = Environment.from_rows([row], reward=reward, **settings)()
     (task,) = made.tasks("train")
     value = made.score(task, Result(output=said))
-    return value if isinstance(value, Score) else asyncio.run(_awaited(value))
+    if isinstance(value, Score):
+        return value
 
+    async def awaited() -> Score:
+        return await value
 
-async def _awaited(value: Awaitable[Score]) -> Score:
-    return await value
+    return asyncio.run(awaited())
 
 
 def test_functions_of_trl_get_lists_of_one() -> None:

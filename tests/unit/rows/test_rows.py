@@ -52,14 +52,14 @@ def write(folder: Path, suffix: str, rows: list[dict[str, Any]] = ROWS) -> Path:
     return path
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-def test_every_kind_of_file_makes_the_same_tasks(tmp_path: Path, suffix: str) -> None:
-    tasks = tasks_of(write(tmp_path, suffix))
-    assert [task.id for task in tasks] == ["row-0", "row-1", "row-2"]
-    for task, row in zip(tasks, ROWS, strict=True):
-        assert task.public["messages"] == [{"role": "user", "content": row["question"]}]
-        assert "answer" not in json.dumps(task.public) and row["answer"] == task.hidden["answer"]
-        assert str(task.hidden["columns"]["level"]) == str(row["level"])
+def test_every_kind_of_file_makes_the_same_tasks(tmp_path: Path) -> None:
+    for suffix in (".jsonl", ".json", ".csv", ".parquet"):
+        tasks = tasks_of(write(tmp_path, suffix))
+        assert [task.id for task in tasks] == ["row-0", "row-1", "row-2"], suffix
+        for task, row in zip(tasks, ROWS, strict=True):
+            assert task.public["messages"] == [{"role": "user", "content": row["question"]}]
+            assert row["answer"] == task.hidden["answer"] not in json.dumps(task.public)
+            assert str(task.hidden["columns"]["level"]) == str(row["level"])
 
 
 def test_a_list_of_rows_templates_systems_and_conversations() -> None:
@@ -83,20 +83,23 @@ def hub(tmp_path: Path) -> Path:
     return hub
 
 
+def answers(*given: Any, **settings: Any) -> list[Any]:
+    return [task.hidden["answer"] for task in tasks_of(*given, **settings)]
+
+
 @pytest.mark.thorough  # imports `datasets`
 def test_data_sets_of_the_hub(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    assert [t.hidden["answer"] for t in tasks_of("hub:acme/sums", "test")] == ["23"]
+    assert answers("hub:acme/sums", "test") == ["23"]
     with pytest.raises(ConfigError, match="cannot be loaded"):
         tasks_of("hub:acme/sums", "validation")
 
 
 def test_splits_of_folders(hub: Path) -> None:
-    assert [t.hidden["answer"] for t in tasks_of(hub)] == ["5"]
-    assert [t.hidden["answer"] for t in tasks_of(hub, "test")] == ["23"]
-    renamed = tasks_of(hub, "validation", splits={"validation": "test"})
-    assert [t.hidden["answer"] for t in renamed] == ["23"]
+    assert answers(hub) == ["5"]
+    assert answers(hub, "test") == ["23"]
+    assert answers(hub, "validation", splits={"validation": "test"}) == ["23"]
     with pytest.raises(NotFoundError, match="no rows of the split 'validation'"):
         tasks_of(hub, "validation")
 
@@ -123,42 +126,36 @@ def test_bad_rows_are_named_with_their_place_and_counted(tmp_path: Path) -> None
     path.write_text(BAD)
     with pytest.raises(ConfigError) as raised:
         tasks_of(path)
-    lines = raised.value.message.splitlines()
-    assert lines[0] == "4 of 5 rows make no task:"
-    for line, number, what in zip(
-        lines[1:],
-        (2, 4, 5, 6),
-        ("not JSON", "not an object", "'question' is empty", "'answer' has no value"),
-        strict=True,
-    ):
+    first, *lines = raised.value.message.splitlines()
+    assert first == "4 of 5 rows make no task:"
+    complaints = {
+        2: "not JSON", 4: "not an object", 5: "'question' is empty", 6: "'answer' has no value"
+    }  # fmt: skip
+    for line, (number, what) in zip(lines, complaints.items(), strict=True):
         assert line.startswith(f"{path}:{number}: ") and what in line
     assert [task.id for task in tasks_of(path, bad_rows="skip")] == ["row-0"]
-
-
-def test_bad_tables_are_named_with_their_place(tmp_path: Path) -> None:
-    path = tmp_path / "sums.csv"
-    path.write_text('question,answer\n"two\nlines",5\nonly one\n')
-    with pytest.raises(ConfigError, match=r"sums.csv:4: it has 1 values for 2 columns"):
-        tasks_of(path)
-    path.write_text("question,question\na,b\n")
-    with pytest.raises(ConfigError, match=r"sums.csv:1: .* names question twice"):
-        tasks_of(path)
-    path.write_text('question,answer\n"never closed,5\n')
-    with pytest.raises(ConfigError, match=r"sums.csv:2: it cannot be read"):
-        tasks_of(path)
+    for text, complaint in (
+        ('question,answer\n"two\nlines",5\nonly one\n', "4: it has 1 values for 2 columns"),
+        ("question,question\na,b\n", "1: .* names question twice"),
+        ('question,answer\n"never closed,5\n', "2: it cannot be read"),
+    ):
+        table = tmp_path / "sums.csv"
+        table.write_text(text)
+        with pytest.raises(ConfigError, match=f"sums.csv:{complaint}"):
+            tasks_of(table)
 
 
 def test_wrong_names_say_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="'prompt' is missing; there are question, answer, level"):
-        tasks_of(ROWS, prompt="prompt")
-    with pytest.raises(ConfigError, match="no argument 'promt'"):
-        Environment.from_rows(ROWS, reward=exact, promt="question")
-    with pytest.raises(ConfigError, match="held_out: Input should be less than 1"):
-        Environment.from_rows(ROWS, reward=exact, held_out=5)
-    with pytest.raises(ConfigError, match="braces"):
-        tasks_of(ROWS, prompt="{question")
-    with pytest.raises(ConfigError, match="no reward function"):
-        Environment.from_rows(ROWS)()
+    missing = "'prompt' is missing; there are question, answer, level"
+    for settings, complaint in (
+        ({"prompt": "prompt"}, missing),
+        ({"promt": "question"}, "no argument 'promt'"),
+        ({"held_out": 5}, "held_out: Input should be less than 1"),
+        ({"prompt": "{question"}, "braces"),
+        ({"reward": None}, "no reward function"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            tasks_of(ROWS, **settings)
     with pytest.raises(NotFoundError, match=r"no data file 'nowhere.jsonl'"):
         Environment.from_rows("nowhere.jsonl", reward=exact)
     with pytest.raises(NotFoundError):
@@ -204,6 +201,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def groups_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_the_command_takes_rows_and_functions(folder: Path) -> None:
     flags = ["--env", "sums.jsonl", "--env.prompt", "question"]
     rewards = ["--env.reward", "my_rewards.py:exact", "--env.reward", "my_rewards.py:short=0.5"]
@@ -213,9 +214,8 @@ def test_the_command_takes_rows_and_functions(folder: Path) -> None:
         folder=folder,
     )
     assert ran.returncode == 0, ran.stderr
-    groups = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-    assert len(groups) == 3
-    assert {score for group in groups for score in group["scores"]} == {1.5}
+    scores = [set(group["scores"]) for group in groups_of(folder / "out.jsonl")]
+    assert scores == [{1.5}] * 3
     assert absolute("sums.jsonl") == str(Path("sums.jsonl").resolve())
 
 
@@ -252,7 +252,7 @@ def test_functions_of_the_sampled_tokens_get_them_in_every_command(folder: Path)
         return done.stdout + done.stderr
 
     def lengths(path: str) -> list[float]:
-        groups = [json.loads(line) for line in (folder / path).read_text().splitlines()]
+        groups = groups_of(folder / path)
         told = [one for group in groups for one in group["envserver"]["rollouts"]]
         return [one["components"]["tokens"] for one in told]
 
@@ -262,8 +262,7 @@ def test_functions_of_the_sampled_tokens_get_them_in_every_command(folder: Path)
     assert len(lengths("out.jsonl")) == 6 and min(lengths("out.jsonl")) >= 2
     ran("rescore", "out.jsonl", *flags, *bounds, "--out", "again.jsonl")
     assert lengths("again.jsonl") == lengths("out.jsonl")
-    (first, *_) = (folder / "out.jsonl").read_text().splitlines()
-    told = json.loads(first)["envserver"]["rollouts"][0]
+    told = groups_of(folder / "out.jsonl")[0]["envserver"]["rollouts"][0]
     ran("replay", "out.jsonl", "--rollout", told["rollout_id"], *flags, *bounds)
     ran("run", *flags, *bounds, *play, "--task", "row-0", "--debug", "-o", "t.json")
     assert json.loads((folder / "t.json").read_text())["metadata"]["reward"] > 0.9

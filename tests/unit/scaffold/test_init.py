@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.commands import envserver
+from support.commands import envserver, read_jsonl
 from support.waiting import PATIENCE
 
 from envserver import ConfigError, ConflictError
@@ -24,8 +23,8 @@ OFTEN = ("single", "sandbox", "judge")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_an_environment_with_tasks(tmp_path: Path, kind: str) -> None:
     written = create("my-world", kind, tmp_path)
-    for path in written:
-        assert not {"my_env", "MyEnv", "my-env", "{{", "{%"} & set(path.read_text().split())
+    words = {word for path in written for word in path.read_text().split()}
+    assert not {"my_env", "MyEnv", "my-env", "{{", "{%"} & words
     project = tomllib.loads((tmp_path / "my-world/pyproject.toml").read_text())["project"]
     assert project["entry-points"]["envserver.environments"] == {"my_world": "my_world.env:MyWorld"}
     made = find(str(tmp_path / "my-world" / "my_world"))()
@@ -47,10 +46,10 @@ def test_the_command_makes_a_package_that_check_finds_sound(tmp_path: Path) -> N
         create("my-world", "tools", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["json", "My-Env", "a b", "../up", "-x", "1st", "class", "math"])
-def test_names_that_cannot_be_packages_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be the name|There is a module"):
-        create(name, "single", tmp_path)
+def test_names_that_cannot_be_packages_are_refused(tmp_path: Path) -> None:
+    for name in ("json", "My-Env", "a b", "../up", "-x", "1st", "class", "math"):
+        with pytest.raises(ConfigError, match=r"cannot be the name|There is a module"):
+            create(name, "single", tmp_path)
     assert not any(tmp_path.iterdir())
 
 
@@ -86,11 +85,8 @@ def test_every_kind_is_installed_listed_checked_run_and_tested(
             [str(python), *map(str, words)],
             cwd=tmp_path,
             env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+            capture_output=True, text=True, timeout=PATIENCE, check=False,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
         return done.stdout
 
@@ -105,6 +101,6 @@ def test_every_kind_is_installed_listed_checked_run_and_tested(
         *("-m", "envserver", "process", "--env", name, "--model", "sim"),
         *("--sim.solve_probability", 1, "--out", "out.jsonl"),
     )
-    groups = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    groups = read_jsonl(tmp_path / "out.jsonl")
     assert groups and all(score == 1.0 for group in groups for score in group["scores"])
     assert "3 passed" in ran("-m", "pytest", "-q", "-p", "no:cacheprovider", folder)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import envserver
+from support.commands import envserver, read_jsonl
 
 from envserver import ConfigError, InputError, PublicTask, Result, Score, Task
 from envserver.registry import find
@@ -120,7 +119,7 @@ def test_typed_environments_run(typed: Path, name: str) -> None:
         folder=typed.parent,
     )
     assert ran.returncode == 0, ran.stderr
-    groups = [json.loads(line) for line in (typed.parent / "out.jsonl").read_text().splitlines()]
+    groups = read_jsonl(typed.parent / "out.jsonl")
     assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 3
 
 
